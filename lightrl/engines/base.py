@@ -1,0 +1,121 @@
+"""The contract of an engine: it owns a copy of the policy's weights and samples from it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightrl.types import CompletionGroup, Prompts, SamplingParams
+
+__all__ = ["Engine", "EngineContext", "EngineDiedError", "StaleWeightsError"]
+
+
+class EngineDiedError(RuntimeError):
+    """An engine process is gone. Nothing more can be sampled until the engine is started again."""
+
+
+class StaleWeightsError(RuntimeError):
+    """The engine would sample with weights that are not the trainer's."""
+
+
+@dataclass(frozen=True)
+class EngineContext:
+    """What the run tells an engine when it starts. An argument given to the engine's constructor wins.
+
+    Attributes:
+        model_path: folder or hub name whose configuration and tokenizer describe the policy.
+        dtype: "float32", "bfloat16" or "float16": the trainer's compute dtype.
+        seed: the run's seed; per-request seeds are derived by the caller, not from this.
+        rank: global rank of this process. world_size: number of processes.
+        local_rank: rank on this machine.
+        device: "cpu" or "cuda:0" and so on, the trainer's device.
+        max_prompt_tokens: longest prompt the data module lets through; None where it does not know.
+        max_new_tokens: largest `max_new_tokens` of any sampling settings in the run.
+        random_init: the model folder has a configuration but no weights; the first sync brings them.
+    """
+
+    model_path: str
+    dtype: str = "float32"
+    seed: int = 0
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    device: str = "cpu"
+    max_prompt_tokens: int | None = None
+    max_new_tokens: int = 256
+    random_init: bool = False
+
+
+class Engine(ABC):
+    """Samples completions from its own copy of the policy.
+
+    Life: built from YAML without touching a device; `start(context)` on all ranks together, once, after Lightning has
+    set up the strategy; then any number of `load_weights` and `generate`; `close()` at the end. `close` may be called
+    twice and before `start`.
+    """
+
+    policy_version: int = -1
+    """Version of the loaded weights, -1 until the first `load_weights`."""
+
+    @abstractmethod
+    def start(self, context: EngineContext) -> None:
+        """Loads the model. Collective: every rank calls it. Calling it on a started engine does nothing."""
+
+    @property
+    @abstractmethod
+    def started(self) -> bool:
+        """Whether `start` has been called and the engine has not been closed."""
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int:
+        """Most tokens, prompt and completion together, that the engine can hold in one sequence."""
+
+    @abstractmethod
+    def generate(
+        self, prompts: Prompts, sampling: SamplingParams, *, num_completions: int, seeds: Sequence[int]
+    ) -> Iterator[CompletionGroup]:
+        """Samples `num_completions` (G) completions of each prompt.
+
+        Args:
+            prompts: P prompts.
+            sampling: the distribution and the limits.
+            num_completions: G, at least 1.
+            seeds: P integers; completion g of prompt p is drawn with a seed derived from (seeds[p], g) alone, so the
+                result depends neither on the order nor on the number of prompts.
+
+        Yields:
+            one group per prompt, each as soon as it is finished, in any order.
+
+        Raises:
+            ValueError: a prompt that does not fit, or sampling settings the engine cannot serve.
+            EngineDiedError: an engine process is gone.
+        """
+
+    @abstractmethod
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs at temperature 1 of tokens 1..n-1 of each sequence given those before; the canary's question."""
+
+    @abstractmethod
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> None:
+        """Replaces the weights.
+
+        Args:
+            named_tensors: (Hugging Face parameter name, full tensor), streamed: a tensor may be freed or overwritten
+                as soon as the next one is asked for. Tied parameters come once.
+            policy_version: what `self.policy_version` is afterwards.
+        Caches of the old weights (prefix, encoder) are dropped. When it raises, `policy_version` is -1.
+        """
+
+    def sleep(self) -> None:  # noqa: B027 - optional: an engine without sleep mode keeps its memory
+        """Frees device memory until `wake`. After it `policy_version` is -1 if the weights were dropped."""
+
+    def wake(self) -> None:  # noqa: B027
+        """Undoes `sleep`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the engine and every process it started."""
