@@ -167,6 +167,15 @@ class _Rows:
         picked = rows.tolist()
         return self._map(lambda x: x[rows.to(x.device)], lambda x: [x[i] for i in picked])
 
+    def crop(self: R) -> R:
+        """The same rows without the columns that are padding in all of them."""
+        width = self.token_ids.shape[1]
+        used = self.attention_mask.any(0).nonzero()  # type: ignore[attr-defined]
+        length = int(used[-1]) + 1 if len(used) else 1
+        if length == width:
+            return self
+        return self._map(lambda x: x[:, :length] if x.ndim == 2 and x.shape[1] == width else x, lambda x: x)
+
     def to(self: R, device: torch.device | str) -> R:
         """The same record with its tensors on `device`. Lightning calls this to move a batch."""
         return self._map(lambda x: x.to(device), lambda x: x)
@@ -184,6 +193,7 @@ class Rollouts(_Rows):
         group_ids: (B,) int64, equal for the completions of one prompt.
         rewards: (B,) float32, weighted sum of the reward functions; NaN where no function scored the row.
         reward_parts: name -> (B,) float32, each function's raw rewards; NaN for None.
+        reward_weights: name -> weight of each function in `rewards`.
         truncated: (B,) bool, True where the completion was cut by `max_new_tokens`.
         policy_version: version of the weights that sampled the rows (the oldest, if they differ).
         temperature: of the sampling distribution.
@@ -206,6 +216,7 @@ class Rollouts(_Rows):
     completions: list[str] = field(default_factory=list)
     columns: dict[str, list[Any]] = field(default_factory=dict)
     inputs: list[dict[str, Any]] = field(default_factory=list)
+    reward_weights: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -223,6 +234,9 @@ class Experience(_Rows):
         values: critic's values at the start of the update; None without critic.
         returns: targets for the critic; None without critic.
         rewards: (B,) sequence rewards after shaping; valid: (B,) bool, False where no reward function scored.
+        normalizer: what summed policy losses of a micro-batch are divided by: the aggregation's count over the whole
+            optimizer batch, all micro-batches and ranks, divided by the number of ranks (which average gradients).
+        token_normalizer: the same for losses that are means over tokens (the critic's).
         metrics: scalars of the making, already reduced over ranks.
     """
 
@@ -238,6 +252,8 @@ class Experience(_Rows):
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
+    normalizer: float = 1.0
+    token_normalizer: float = 1.0
     inputs: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 

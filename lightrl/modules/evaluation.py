@@ -1,0 +1,134 @@
+"""Metrics of rollouts, for training (`reward/`, `kl/`, `rollout/`) and evaluation (`eval/`), and prediction records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrl.types import Experience, Rollouts
+
+__all__ = ["add_std", "eval_metrics", "pass_at_k", "records", "rollout_metrics"]
+
+
+def rollout_metrics(rollouts: Rollouts, experience: Experience, raw_rewards: Tensor) -> dict[str, Tensor]:
+    """Per-row and per-token values of a rollout; the caller averages them over rows, tokens and ranks.
+
+    Args:
+        rollouts: the rows. experience: their log-probs and values.
+        raw_rewards: (B,) rewards before normalisation and clipping, NaN where no function scored.
+    """
+    mask, scored = rollouts.response_mask, raw_rewards.isfinite()
+    lengths = mask.sum(1).float()
+    rewards = raw_rewards[scored]
+    metrics: dict[str, Tensor] = {
+        "reward/mean": rewards,
+        "reward/second_moment": rewards.square(),
+        "reward/scored_fraction": scored.float(),
+        "reward/zero_advantage_fraction": _without_spread(rollouts).float(),
+        "rollout/response_length": lengths,
+        "rollout/response_length_max": lengths,
+        "rollout/truncated_fraction": rollouts.truncated.float(),
+        "rollout/prompt_length": (rollouts.attention_mask.sum(1) - lengths).float(),
+    }
+    for name, part in rollouts.reward_parts.items():
+        metrics[f"reward/{name}"] = part[part.isfinite()]
+    if experience.old_logprobs is not None:
+        gap = (rollouts.engine_logprobs - experience.old_logprobs)[mask]
+        metrics |= {"kl/engine": gap, "kl/engine_gap_max": gap.abs()}
+        if experience.ref_logprobs is not None:
+            metrics["kl/ref"] = (experience.old_logprobs - experience.ref_logprobs)[mask]
+    if experience.values is not None:
+        metrics["value/mean"] = experience.values[mask]
+    return metrics | {name: torch.tensor(value) for name, value in rollouts.metrics.items()}
+
+
+def add_std(metrics: dict[str, float]) -> dict[str, float]:
+    """Replaces the second moment of the rewards by their standard deviation, `sqrt(E[r^2] - E[r]^2)`."""
+    if "reward/second_moment" in metrics:
+        second = metrics.pop("reward/second_moment")
+        metrics["reward/std"] = max(second - metrics["reward/mean"] ** 2, 0.0) ** 0.5
+    return metrics
+
+
+def _without_spread(rollouts: Rollouts) -> Tensor:
+    """(B,) bool: the row's group has one reward for all, so group estimators learn nothing from it."""
+    groups, index = rollouts.group_ids.unique(return_inverse=True)
+    rewards = rollouts.rewards.nan_to_num(0.0)
+    high = torch.full((len(groups),), -float("inf"), device=rewards.device).scatter_reduce(0, index, rewards, "amax")
+    low = torch.full((len(groups),), float("inf"), device=rewards.device).scatter_reduce(0, index, rewards, "amin")
+    return (high == low)[index]
+
+
+def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]:
+    """Means over groups of one evaluation batch.
+
+    Returns:
+        `eval/reward`, `eval/<function>`, `eval/response_length`, `eval/truncated_fraction`, and with several
+        completions per prompt `eval/pass@k` (k = 1, 2, 4, ... G) and `eval/majority@G`.
+    """
+    scored = rollouts.rewards.isfinite()
+    metrics = {
+        "eval/reward": rollouts.rewards[scored].mean() if scored.any() else torch.tensor(0.0),
+        "eval/response_length": rollouts.response_mask.sum(1).float().mean(),
+        "eval/truncated_fraction": rollouts.truncated.float().mean(),
+    }
+    for name, part in rollouts.reward_parts.items():
+        if part.isfinite().any():
+            metrics[f"eval/{name}"] = part[part.isfinite()].mean()
+    groups = [(rollouts.group_ids == g).nonzero().squeeze(1) for g in rollouts.group_ids.unique()]
+    size = max(len(rows) for rows in groups)
+    success = (rollouts.rewards >= success_reward).float()
+    if size > 1:
+        k = 1
+        while k <= size:
+            rates = [pass_at_k(len(rows), int(success[rows].sum()), min(k, len(rows))) for rows in groups]
+            metrics[f"eval/pass@{k}"] = torch.tensor(rates).mean()
+            k *= 2
+        votes = [_majority(rollouts, rows, success) for rows in groups]
+        metrics[f"eval/majority@{size}"] = torch.tensor(votes).mean()
+    return metrics
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k samples is right, from n samples.
+
+    `1 - C(n - c, k) / C(n, k)`, computed as a product (Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1).
+    """
+    wrong = n - correct
+    if wrong < k:
+        return 1.0
+    miss = 1.0
+    for i in range(k):
+        miss *= (wrong - i) / (n - i)
+    return 1.0 - miss
+
+
+def _majority(rollouts: Rollouts, rows: Tensor, success: Tensor) -> float:
+    """Success of the commonest answer text of a group; among equally common ones the first sampled."""
+    texts = [rollouts.completions[i].strip() for i in rows.tolist()]
+    winner = Counter(texts).most_common(1)[0][0]
+    return float(success[rows[texts.index(winner)]])
+
+
+def records(rollouts: Rollouts) -> list[dict[str, Any]]:
+    """One plain dictionary per completion, as `lightrl predict` writes them."""
+
+    def number(value: Tensor) -> float | None:
+        return float(value) if bool(value.isfinite()) else None
+
+    out = []
+    for i in range(len(rollouts)):
+        record: dict[str, Any] = {name: values[i] for name, values in rollouts.columns.items()}
+        record |= {
+            "prompt": rollouts.prompts[i],
+            "completion": rollouts.completions[i],
+            "reward": number(rollouts.rewards[i]),
+            "num_tokens": int(rollouts.response_mask[i].sum()),
+            "truncated": bool(rollouts.truncated[i]),
+        }
+        record |= {f"reward/{name}": number(part[i]) for name, part in rollouts.reward_parts.items()}
+        out.append(record)
+    return out

@@ -1,0 +1,574 @@
+"""PPO as a LightningModule: one training step, five hooks.
+
+Read it top to bottom: what it owns, how one rollout becomes updates, then the hooks in the order in which they run.
+Everything that is a matter of taste (estimator, loss, aggregation, KL) is an object given to the constructor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jsonargparse import lazy_instance
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightrl.models.loading import load_causal_lm, require_model_folder
+from lightrl.models.lora import named_hf_weights
+from lightrl.models.policy import PolicyModel, ValueModel
+from lightrl.models.reward import RewardModel, RewardModelSpec
+from lightrl.models.spec import ModelSpec
+from lightrl.modules import evaluation, random_states, strategies
+from lightrl.modules.advantages import GAE, AdvantageEstimator
+from lightrl.modules.aggregation import Aggregation, TokenMean
+from lightrl.modules.experience import batched_forward, cut_micro_batches, shape_rewards, whiten_and_clip
+from lightrl.modules.kl import KLInLoss, KLInReward, KLPenalty
+from lightrl.modules.losses import PolicyLoss, PPOClip
+from lightrl.modules.metrics import MetricSums
+from lightrl.ops.losses import clipped_value_loss, explained_variance
+from lightrl.types import Experience, Rollouts
+
+__all__ = ["CriticSpec", "PPOLightningModule"]
+
+FROZEN = ("reference.", "reward_models.")
+
+
+@dataclass
+class CriticSpec:
+    """Where the critic's values come from.
+
+    Args:
+        model: backbone of the critic; None starts from the actor's model.
+        shared: a value head on the actor's own backbone instead of a second one; `model` is then not used.
+    """
+
+    model: ModelSpec | None = None
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shared and self.model is not None:
+            raise ValueError("CriticSpec(shared=True, model=...): a shared critic has no model of its own; drop one.")
+
+
+class PPOLightningModule(LightningModule):
+    """Fine-tunes a policy by PPO (Schulman et al. 2017, https://arxiv.org/abs/1707.06347) on scored rollouts.
+
+    One Lightning batch is one rollout (`Rollouts`, from `RolloutDataModule` or any loader that yields them). Each is
+    turned into experience and used for `ppo_epochs` x mini-batches of updates. Per mini-batch the loss is
+
+        sum_t w_t (policy_t + kl_coef * kl_t - entropy_coef * entropy_t) / N + vf_coef * sum_t value_t / M
+
+    with w and N from `aggregation`, counted over the whole mini-batch, all micro-batches and ranks, so no split into
+    micro-batches, layouts or ranks changes a gradient. It differs from the usual PPO for language models in that no
+    end-of-sequence is ever invented, advantages skip masked tokens, and log-probs are those of the sampling
+    distribution (temperature inside).
+
+    Args:
+        actor: the policy: a folder or hub name, or a `ModelSpec` with LoRA, dtype, layout and so on.
+        critic: where values come from; None builds no critic (needs an advantage estimator that uses none).
+        reference: model of the KL term; None takes a frozen copy of the actor's model (with LoRA: the actor without
+            its adapter). Nothing is built where `kl` is None.
+        reward_models: sequence-classification models that add to the rewards of the data module's functions.
+        advantage: estimator of advantages and returns.
+        loss: per-token policy loss.
+        aggregation: how token losses become one number.
+        kl: penalty against the reference, in the reward or in the loss; None for none.
+        kl_coef: its coefficient, at least 0. Callbacks may change the attribute `kl_coef` while training.
+        entropy_coef: weight of the entropy bonus.
+        vf_coef: weight of the critic's loss.
+        value_clip: range of the clipped value loss, in units of value; None is the plain squared error.
+        whiten_advantages: shift and scale advantages to mean 0, std 1 over all response tokens of the rollout.
+        advantage_clip: bound on |advantage| after whitening; None is off.
+        reward_clip: bound on |sequence reward| before the KL penalty; None is off.
+        ppo_epochs: passes over each rollout.
+        minibatch_size: sequences per optimizer step, over all ranks; must divide the rollout. None: the whole rollout.
+        micro_batch_tokens: most tokens in one forward and backward; only memory and speed depend on it.
+        optimizer: called with the parameter groups `actor` and `critic`.
+        critic_lr: learning rate of the critic's group; None takes the optimizer's.
+        lr_scheduler: called with the optimizer; stepped after every update. None keeps the rate constant.
+        max_grad_norm: bound on the joint gradient norm of actor and critic; None is off.
+        critic_warmup_rollouts: this many first rollouts train the critic only.
+        aux_loss_coef: weight of a mixture-of-experts model's own load-balancing loss.
+        max_skipped_updates: updates in a row with a non-finite loss or gradient after which the run stops.
+        success_reward: a completion counts as solved in `eval/pass@k` from this reward on.
+
+    Raises:
+        ValueError: a value is out of range or two arguments exclude each other; the message names them.
+    """
+
+    actor: PolicyModel
+    critic: ValueModel | None
+    reference: PolicyModel | None
+    reward_models: nn.ModuleDict
+
+    def __init__(
+        self,
+        actor: str | ModelSpec,
+        critic: CriticSpec | None = CriticSpec(),  # noqa: B008 - never changed; a dataclass default is shown by --help
+        reference: str | ModelSpec | None = None,
+        reward_models: list[RewardModelSpec] | None = None,
+        *,
+        advantage: AdvantageEstimator = lazy_instance(GAE),  # noqa: B008
+        loss: PolicyLoss = lazy_instance(PPOClip),  # noqa: B008
+        aggregation: Aggregation = lazy_instance(TokenMean),  # noqa: B008
+        kl: KLPenalty | None = lazy_instance(KLInReward),  # noqa: B008
+        kl_coef: float = 0.05,
+        entropy_coef: float = 0.0,
+        vf_coef: float = 0.5,
+        value_clip: float | None = 0.2,
+        whiten_advantages: bool = True,
+        advantage_clip: float | None = None,
+        reward_clip: float | None = None,
+        ppo_epochs: int = 2,
+        minibatch_size: int | None = None,
+        micro_batch_tokens: int = 16384,
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.0),
+        critic_lr: float | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        max_grad_norm: float | None = 1.0,
+        critic_warmup_rollouts: int = 0,
+        aux_loss_coef: float = 0.0,
+        max_skipped_updates: int = 5,
+        success_reward: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.strict_loading = False  # frozen models stay out of checkpoints; `state_dict` says why
+        self.actor_spec = ModelSpec(actor) if isinstance(actor, str) else actor
+        self.critic_spec = critic
+        self.reference_spec = ModelSpec(reference) if isinstance(reference, str) else reference
+        self.reward_model_specs = reward_models or []
+        self.advantage, self.loss, self.aggregation, self.kl = advantage, loss, aggregation, kl
+        self.kl_coef, self.entropy_coef, self.vf_coef, self.value_clip = kl_coef, entropy_coef, vf_coef, value_clip
+        self.whiten_advantages, self.advantage_clip, self.reward_clip = whiten_advantages, advantage_clip, reward_clip
+        self.ppo_epochs, self.minibatch_size, self.micro_batch_tokens = ppo_epochs, minibatch_size, micro_batch_tokens
+        self.optimizer_factory, self.critic_lr, self.lr_scheduler_factory = optimizer, critic_lr, lr_scheduler
+        self.max_grad_norm, self.critic_warmup_rollouts = max_grad_norm, critic_warmup_rollouts
+        self.aux_loss_coef, self.max_skipped_updates = aux_loss_coef, max_skipped_updates
+        self.success_reward = success_reward
+        self.num_skipped_updates = 0
+        self._skipped_in_a_row = 0
+        self._restored_rng: list[Any] | None = None
+        self._check_arguments()
+
+    # ---- set-up ------------------------------------------------------------------------------------------------
+
+    def _check_arguments(self) -> None:
+        if self.advantage.needs_critic and self.critic_spec is None:
+            raise ValueError(
+                f"advantage={type(self.advantage).__name__} needs a critic but critic=None: give a CriticSpec or "
+                "another estimator (GroupNorm, RLOO, ...)."
+            )
+        at_least = {"kl_coef": 0, "vf_coef": 0, "ppo_epochs": 1, "micro_batch_tokens": 1, "max_skipped_updates": 1}
+        for name, low in at_least.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be at least {low}.")
+        for name in ("minibatch_size", "max_grad_norm", "value_clip", "advantage_clip", "reward_clip"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value!r}: must be above 0, or None (null in YAML) to turn it off.")
+        if self.kl is not None and self.actor_spec.random_init and self.reference_spec is None:
+            raise ValueError("actor.random_init=True has no weights to take a reference from: set kl=None or reference.")
+
+    def setup(self, stage: str) -> None:
+        """Refuses what cannot work, before any model is loaded."""
+        strategies.refuse_unsupported(self.trainer.strategy, str(self.trainer.precision))
+        strategies.set_gradient_clipping(self.trainer.strategy, self.max_grad_norm)
+        for spec in (self.actor_spec, self.reference_spec, *self.reward_model_specs):
+            if spec is not None:
+                require_model_folder(spec.path)
+
+    def configure_model(self) -> None:
+        """Builds and shards the models; every rank together, once."""
+        if "actor" in self._modules:
+            return
+        strategy = self.trainer.strategy
+        self._zero3_config = strategies.keep_zero3_config(strategy)
+        critic = self.critic_spec
+        shared = critic is not None and critic.shared
+        spec = self.actor_spec
+        self.actor = PolicyModel(load_causal_lm(spec, trainable=True), value_head=shared, layout=spec.layout)
+        self.critic = None if critic is None or shared else ValueModel.from_spec(critic.model or spec)
+        self.reference = self._build_reference()
+        self.reward_models = nn.ModuleDict({m.name: RewardModel.from_spec(m) for m in self.reward_model_specs})
+        for model in self._models():
+            strategies.shard_model(model, model.blocks(), self)
+
+    def _build_reference(self) -> PolicyModel | None:
+        if self.kl is None or (self.reference_spec is None and self.actor_spec.lora is not None):
+            return None
+        spec = self.reference_spec or replace(self.actor_spec, lora=None, gradient_checkpointing=False)
+        return PolicyModel(load_causal_lm(spec, trainable=False), layout=spec.layout)
+
+    def _models(self) -> list[Any]:
+        return [m for m in (self.actor, self.critic, self.reference, *self.reward_models.values()) if m is not None]
+
+    def configure_optimizers(self) -> Any:
+        """One optimizer with the named parameter groups `actor` and `critic` (DeepSpeed takes exactly one)."""
+        head = set(self.actor.value_head.parameters()) if self.actor.value_head is not None else set()
+        actor = [p for p in self.actor.parameters() if p.requires_grad and p not in head]
+        critic = [*head] if self.critic is None else [p for p in self.critic.parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [{"params": actor, "name": "actor"}]
+        if critic:
+            lr = {} if self.critic_lr is None else {"lr": self.critic_lr}
+            groups.append({"params": critic, "name": "critic", **lr})
+        optimizer = self.optimizer_factory(groups)
+        if self.lr_scheduler_factory is None:
+            return optimizer
+        return [optimizer], [self.lr_scheduler_factory(optimizer)]
+
+    # ---- one rollout -------------------------------------------------------------------------------------------
+
+    def training_step(self, rollouts: Rollouts, batch_idx: int) -> dict[str, float]:
+        """Learns from one rollout and returns its metrics, reduced over ranks; callbacks read them as `outputs`."""
+        start = time.perf_counter()
+        experience = self.make_experience(rollouts)
+        made = time.perf_counter()
+        sums = MetricSums()
+        for minibatch in self.minibatches(experience):
+            finite = True
+            with strategies.optimizer_window(self.trainer.strategy):
+                for micro in self.micro_batches(minibatch):
+                    loss, values = self.compute_loss(micro)
+                    self.manual_backward(loss)
+                    finite = finite and bool(torch.isfinite(loss))
+                    sums.add(values, micro.response_mask)
+            sums.add(self.apply_gradients(finite=finite))
+        times = {"time/experience": made - start, "time/update": time.perf_counter() - made}
+        metrics = {**experience.metrics, **self._reduce(sums), **times}
+        self._call_callbacks("on_policy_updated", metrics)
+        self.log_dict(metrics, batch_size=len(rollouts))
+        return metrics
+
+    @torch.no_grad()
+    def make_experience(self, rollouts: Rollouts) -> Experience:
+        """Adds what the frozen models and the policy before the update know, then advantages. Hook 1 of 5.
+
+        Args:
+            rollouts: B scored sequences.
+
+        Returns:
+            the same rows with log-probs, values, advantages and the metrics of the rollout.
+        """
+        self.score(rollouts)
+        raw_rewards = rollouts.rewards
+        self._call_callbacks("on_rollout_scored", rollouts)
+        experience, sums = self._evaluate_models(rollouts), MetricSums()
+        rewards, bound = rollouts.rewards, self.reward_clip
+        if bound is not None:
+            sums.add({"reward/clip_fraction": (rewards.abs() > bound).float()})
+            rewards = rewards.clamp(-bound, bound)
+        experience.valid = rewards.isfinite()
+        experience.rewards = torch.where(experience.valid, rewards, 0.0)
+        token_rewards = shape_rewards(experience, self.kl if isinstance(self.kl, KLInReward) else None, self.kl_coef)
+        advantages, experience.returns = self.compute_advantages(experience, token_rewards, rollouts)
+        experience.advantages, clipped = whiten_and_clip(
+            advantages, experience, whiten=self.whiten_advantages, clip=self.advantage_clip, all_sum=self.all_sum
+        )
+        sums.add(evaluation.rollout_metrics(rollouts, experience, raw_rewards))
+        sums.add(clipped, experience.response_mask)
+        experience.metrics = evaluation.add_std(self._reduce(sums))
+        if experience.values is not None and experience.returns is not None:
+            experience.metrics["value/explained_variance"] = float(
+                explained_variance(experience.values, experience.returns, experience.response_mask, self.all_sum)
+            )
+        self._call_callbacks("on_experience_made", experience)
+        return experience
+
+    def score(self, rollouts: Rollouts) -> None:
+        """Adds the rewards of `reward_models` to `rollouts.rewards` and `reward_parts`, in place."""
+        for spec in self.reward_model_specs:
+            scores = self.reward_models[spec.name].score(rollouts, self.micro_batch_tokens)
+            rollouts.reward_parts[spec.name] = scores
+            rollouts.rewards = rollouts.rewards.nan_to_num(0.0) + spec.weight * scores
+
+    def _evaluate_models(self, rollouts: Rollouts) -> Experience:
+        """Old and reference log-probs and values, each only where something uses it."""
+        blank = torch.zeros_like(rollouts.engine_logprobs)
+        shared_names = ("token_ids", "attention_mask", "response_mask", "group_ids", "engine_logprobs", "temperature", "inputs")
+        kept = {name: getattr(rollouts, name) for name in shared_names}
+        experience = Experience(**kept, advantages=blank, rewards=rollouts.rewards, valid=rollouts.rewards.isfinite())
+        shared = self.actor.value_head is not None
+        updates = self.ppo_epochs * self.num_minibatches(len(rollouts))
+        if updates > 1 or shared or isinstance(self.kl, KLInReward):
+            out = self._batched(lambda x: self._policy(self.actor, x, values=shared), rollouts)
+            experience.old_logprobs, experience.values = out["logprobs"], out.get("values")
+        if self.critic is not None:
+            critic = self.critic
+            experience.values = self._batched(lambda x: {"values": self._values(critic, x)}, rollouts)["values"]
+        if self.kl is not None:
+            with self.actor.adapter_disabled() if self.reference is None else nullcontext():
+                out = self._batched(lambda x: self._policy(self.reference or self.actor, x), rollouts)
+            experience.ref_logprobs = out["logprobs"]
+        return experience
+
+    def _policy(self, model: PolicyModel, rows: Any, **wanted: bool) -> dict[str, Tensor]:
+        output = model(
+            rows.token_ids, rows.attention_mask, rows.response_mask,
+            group_ids=rows.group_ids, temperature=rows.temperature, inputs=rows.inputs, **wanted,
+        )  # fmt: skip
+        return {name: value for name, value in output._asdict().items() if value is not None}
+
+    def _batched(self, forward: Callable[[Any], dict[str, Tensor]], rows: Rollouts) -> dict[str, Tensor]:
+        return batched_forward(forward, rows, self.micro_batch_tokens, self.all_max)
+
+    def compute_advantages(
+        self, experience: Experience, token_rewards: Tensor, rollouts: Rollouts
+    ) -> tuple[Tensor, Tensor | None]:
+        """Advantages and returns from per-token rewards. Hook 2 of 5.
+
+        Args:
+            experience: rows with `values` where there is a critic.
+            token_rewards: (B, T) float32, the score on the last response token, the KL penalty already inside.
+            rollouts: the same rows, for estimators that look at each reward function on its own.
+
+        Returns:
+            advantages (B, T), 0 off the mask; returns (B, T) or None.
+        """
+        return self.advantage(
+            token_rewards,
+            experience.response_mask,
+            experience.group_ids,
+            values=experience.values,
+            valid=experience.valid,
+            reward_parts=rollouts.reward_parts,
+            part_weights=rollouts.reward_weights,
+            all_sum=self.all_sum,
+        )
+
+    def minibatches(self, experience: Experience) -> Iterator[Experience]:
+        """`ppo_epochs` x mini-batches, the same number on every rank; groups stay together. Hook 3 of 5."""
+        count = self.num_minibatches(len(experience))
+        for epoch in range(self.ppo_epochs):
+            if count == 1:
+                yield experience
+                continue
+            seed = torch.Generator().manual_seed(self.policy_version * 1009 + epoch)  # resumes to the same order
+            groups = experience.group_ids.unique()
+            rank_of_group = torch.randperm(len(groups), generator=seed).to(groups.device)
+            order = rank_of_group[torch.searchsorted(groups, experience.group_ids)].argsort(stable=True)
+            for rows in order.tensor_split(count):
+                yield experience.select(rows)
+
+    def num_minibatches(self, num_sequences: int) -> int:
+        """Optimizer steps per pass over a rollout of which this rank holds `num_sequences` rows."""
+        if self.minibatch_size is None:
+            return 1
+        total = int(self.all_sum(torch.tensor(float(num_sequences))))
+        if total % self.minibatch_size:
+            raise ValueError(
+                f"minibatch_size={self.minibatch_size} does not divide the rollout's {total} sequences (prompts x group "
+                f"size, over all ranks): take a divisor of {total}, or null for one update per epoch."
+            )
+        return total // self.minibatch_size
+
+    def micro_batches(self, minibatch: Experience) -> Iterator[Experience]:
+        """Cuts a mini-batch by tokens and sets its normalisers; gradients are reduced over ranks in the last one."""
+        minibatch = self._with_normalizers(minibatch)
+        pieces = cut_micro_batches(minibatch, self.micro_batch_tokens, self.all_max, skip_zero=self._zero_rows_are_free())
+        trained = [model for model in (self.actor, self.critic) if model is not None]
+        for i, piece in enumerate(pieces):
+            with strategies.backward_scope(self.trainer.strategy, trained, last=i == len(pieces) - 1):
+                yield piece
+
+    def _with_normalizers(self, minibatch: Experience) -> Experience:
+        counts = torch.stack([self.aggregation.count(minibatch.response_mask), minibatch.response_mask.sum()]).double()
+        ranks = self.trainer.world_size
+        sequences, tokens = (max(x, 1.0) / ranks for x in self.all_sum(counts).tolist())
+        return replace(minibatch, normalizer=sequences, token_normalizer=tokens)
+
+    def _zero_rows_are_free(self) -> bool:
+        """Whether a row whose advantages are all 0 has no gradient, so that it need not be run."""
+        terms = (self.critic_spec is not None, isinstance(self.kl, KLInLoss), self.entropy_coef, self.aux_loss_coef)
+        return not any(terms) and self.loss.zero_advantage_is_zero_loss
+
+    def compute_loss(self, minibatch: Experience) -> tuple[Tensor, dict[str, Tensor]]:
+        """The joint loss of actor and critic on one micro-batch. Hook 4 of 5; pure given the micro-batch.
+
+        Args:
+            minibatch: rows with `normalizer` and `token_normalizer` set, which make micro-batch losses add up.
+
+        Returns:
+            scalar with graph; metrics, (B, T) ones are averaged over the response mask.
+        """
+        mask = minibatch.response_mask
+        shared = self.actor.value_head is not None
+        out = self._policy(self.actor, minibatch, entropy=True, values=shared)
+        logprobs, entropy = out["logprobs"], out["entropy"]
+        old = logprobs.detach() if minibatch.old_logprobs is None else minibatch.old_logprobs
+        token_loss, metrics = self.loss(
+            logprobs, old, minibatch.advantages, mask, engine_logprobs=minibatch.engine_logprobs
+        )
+        metrics = {**metrics, "loss/policy": token_loss, "policy/entropy": entropy}
+        if isinstance(self.kl, KLInLoss) and minibatch.ref_logprobs is not None:
+            penalty = self.kl(logprobs, old, minibatch.ref_logprobs)
+            token_loss = token_loss + self.kl_coef * penalty
+            metrics["loss/kl"] = penalty
+            metrics["kl/ref"] = old - minibatch.ref_logprobs
+        if self.entropy_coef:
+            token_loss = token_loss - self.entropy_coef * entropy
+        loss = (self.aggregation.weights(mask) * token_loss).sum() / minibatch.normalizer
+        if self.in_critic_warmup:
+            loss = loss * 0.0  # keeps the graph: every rank and every wrapper sees the same backward
+        if minibatch.values is not None and minibatch.returns is not None:
+            values = out["values"] if self.critic is None else self._values(self.critic, minibatch)
+            value_loss, clipped = clipped_value_loss(values, minibatch.values, minibatch.returns, mask, self.value_clip)
+            loss = loss + self.vf_coef * value_loss.sum() / minibatch.token_normalizer
+            metrics |= {"loss/value": value_loss, "value/clip_fraction": clipped}
+        if self.aux_loss_coef and "aux_loss" in out:
+            loss = loss + self.aux_loss_coef * out["aux_loss"] * mask.sum() / minibatch.token_normalizer
+            metrics["loss/aux"] = out["aux_loss"]
+        return loss, metrics
+
+    @staticmethod
+    def _values(critic: ValueModel, rows: Any) -> Tensor:
+        return critic(rows.token_ids, rows.attention_mask, rows.response_mask, group_ids=rows.group_ids, inputs=rows.inputs)
+
+    def apply_gradients(self, *, finite: bool) -> dict[str, Tensor | float]:
+        """Clips, steps and schedules, or skips on all ranks together when something is not finite. Hook 5 of 5.
+
+        Args:
+            finite: whether this rank's losses of the mini-batch were all finite.
+
+        Returns:
+            metrics of the step.
+
+        Raises:
+            RuntimeError: `max_skipped_updates` updates in a row were skipped.
+        """
+        optimizer: Any = self.optimizers()
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = strategies.clip_gradients(self.trainer.strategy, trained, self.max_grad_norm)
+        broken = not finite or (norm is not None and not bool(torch.isfinite(norm)))
+        skip = bool(self.all_max(torch.tensor(float(broken))))
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skip else 0
+        self.num_skipped_updates += skip
+        if self._skipped_in_a_row >= self.max_skipped_updates:
+            raise RuntimeError(
+                f"{self._skipped_in_a_row} updates in a row had a non-finite loss or gradient norm (the last norm: "
+                f"{None if norm is None else norm.item()}). Lower the learning rate, check the rewards' scale, or raise "
+                "max_skipped_updates. The weights are those of the last finite update."
+            )
+        learning_rates = {f"optim/lr_{_role(group)}": float(group["lr"]) for group in optimizer.param_groups}
+        if not skip:
+            with strategies.frozen_group(optimizer, "actor") if self.in_critic_warmup else nullcontext():
+                optimizer.step()
+            schedulers = self.lr_schedulers() or []
+            for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
+                scheduler.step()  # type: ignore[call-arg]
+        optimizer.zero_grad()
+        norm_metric = {} if norm is None or skip else {"optim/grad_norm": norm}
+        return {"optim/skipped_updates": float(skip), **learning_rates, **norm_metric}
+
+    # ---- evaluation --------------------------------------------------------------------------------------------
+
+    def validation_step(self, rollouts: Rollouts, batch_idx: int) -> None:
+        """Logs `eval/*` of one batch of evaluation rollouts."""
+        self.score(rollouts)
+        metrics = evaluation.eval_metrics(rollouts, self.success_reward)
+        groups = len(rollouts.group_ids.unique())
+        self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=groups, sync_dist=True)
+
+    def test_step(self, rollouts: Rollouts, batch_idx: int) -> None:
+        """As `validation_step`, for `lightrl test`."""
+        self.validation_step(rollouts, batch_idx)
+
+    def predict_step(self, rollouts: Rollouts, batch_idx: int) -> list[dict[str, Any]]:
+        """One record per completion: prompt, completion, rewards, and the row's columns."""
+        self.score(rollouts)
+        return evaluation.records(rollouts)
+
+    # ---- what callbacks and data modules read ------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        """Number of optimizer steps behind the actor's weights; names them for engines."""
+        return int(self.trainer.global_step)
+
+    @property
+    def in_critic_warmup(self) -> bool:
+        """Whether the actor is still frozen."""
+        return self.trainer.fit_loop.total_batch_idx < self.critic_warmup_rollouts
+
+    def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every actor parameter, LoRA merged, one at a time.
+
+        Collective under FSDP2 and ZeRO-3: every rank iterates to the end. Tied parameters come once.
+        """
+        return named_hf_weights(self.actor, strategies.gather_parameter(self.trainer.strategy))
+
+    @torch.no_grad()
+    def token_logprobs(self, token_ids: Tensor) -> Tensor:
+        """Log-probs at temperature 1 of all tokens but the first of each row; (B, T) in, (B, T) out, for the canary."""
+        mask = torch.ones_like(token_ids, dtype=torch.bool)
+        response = mask.clone()
+        response[:, 0] = False
+        with self.trainer.precision_plugin.forward_context():
+            out: Tensor = self.actor(token_ids, mask, response).logprobs
+        return out
+
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks."""
+        return strategies.all_sum(self.trainer.strategy, tensor)
+
+    def all_max(self, tensor: Tensor) -> Tensor:
+        """Maximum over ranks."""
+        return strategies.all_max(self.trainer.strategy, tensor)
+
+    def _reduce(self, sums: MetricSums) -> dict[str, float]:
+        return sums.reduce(self.all_sum, self.all_max, self.device)
+
+    def _call_callbacks(self, hook: str, payload: Any) -> None:
+        """Calls LightRL's own hooks on any callback that defines them."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            function = getattr(callback, hook, None)
+            if function is not None:
+                function(self.trainer, self, payload)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Trained parameters only: frozen models are loaded from where they came from."""
+        state = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in state.items() if not name.startswith(FROZEN)}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the module's class, the coefficients that callbacks move, and the random generators' states."""
+        checkpoint["lightrl"] = {
+            "class": type(self).__name__,
+            "kl_coef": float(self.kl_coef),
+            "num_skipped_updates": int(self.num_skipped_updates),
+            "rng": random_states.collect(),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes over what `on_save_checkpoint` stored.
+
+        Raises:
+            ValueError: the checkpoint is another module class's, or lacks parameters of this one.
+        """
+        stored = checkpoint.get("lightrl", {})
+        if stored.get("class") != type(self).__name__:
+            raise ValueError(
+                f"The checkpoint was written by {stored.get('class', 'something other than LightRL')}, not by "
+                f"{type(self).__name__}: resume with the same class_path, or start anew from its exported model folder."
+            )
+        if self.trainer.training:
+            self.kl_coef = stored["kl_coef"]
+            self.num_skipped_updates = stored["num_skipped_updates"]
+            self._restored_rng = stored["rng"]
+
+    def on_train_start(self) -> None:
+        """Puts the random generators back as late as possible, so that set-up does not advance them."""
+        if self._restored_rng is not None:
+            random_states.restore(self._restored_rng)
+            self._restored_rng = None
+
+
+def _role(group: dict[str, Any]) -> str:
+    return {"actor": "policy"}.get(group.get("name", "policy"), group.get("name", "policy"))

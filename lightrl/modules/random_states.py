@@ -1,0 +1,44 @@
+"""The random generators' states of every rank, as plain data that a checkpoint can hold."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["collect", "restore"]
+
+
+def collect() -> list[dict[str, Any]]:
+    """States of Python's, NumPy's and torch's generators, one entry per rank. Collective."""
+    numpy_state = np.random.get_state()
+    version, numbers, gauss = random.getstate()
+    own: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [str(numpy_state[0]), torch.from_numpy(numpy_state[1].astype(np.int64)), *map(float, numpy_state[2:])],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [own]
+    states: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(states, own)
+    return states
+
+
+def restore(states: list[dict[str, Any]]) -> None:
+    """Puts this rank's states back. A rank that the checkpoint does not know keeps its own."""
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if initialized else 0
+    if rank >= len(states):
+        return
+    state = states[rank]
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), int(position), int(has_gauss), cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
