@@ -1,0 +1,97 @@
+"""Where the KL to the reference enters: in the reward, or in the loss. The coefficient belongs to the module.
+
+What each leads to, for a policy that can represent it (beta the coefficient, r the reward):
+
+| penalty | gradient | optimum |
+|---|---|---|
+| `KLInReward("k1")` | reverse KL | `pi ~ pi_ref * exp(r / beta)` |
+| `KLInLoss("k2")` | reverse KL (on-policy) | the same |
+| `KLInLoss(any, ratio_correction=True)` | reverse KL (off-policy too) | the same |
+| `KLInLoss("k3")` | forward KL | `pi = beta * pi_ref / (lambda - r)` on a bandit |
+| `KLInLoss("k1")` | 0 in expectation | refused |
+| `KLInReward("k2" or "k3")` | of `E[k2]`, `E[k3]` as a cost | k3: reverse KL's optimum; k2: another one |
+
+Letters: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+
+from torch import Tensor
+
+from lightrl.ops.kl import KLEstimator, kl_estimate, ratio_corrected_kl
+
+__all__ = ["KLInLoss", "KLInReward", "KLPenalty"]
+
+
+class KLPenalty(ABC):
+    """Base of the placements; `estimator` is "k1", "k2" or "k3" (see `lightrl.ops.kl`)."""
+
+    estimator: KLEstimator
+
+    def __init__(self, estimator: KLEstimator) -> None:
+        if estimator not in ("k1", "k2", "k3"):
+            raise ValueError(f"{type(self).__name__}(estimator={estimator!r}): must be 'k1', 'k2' or 'k3'.")
+        self.estimator = estimator
+
+
+class KLInReward(KLPenalty):
+    """KL as part of the reward: token t's reward is lowered by `kl_coef * k(t)`; the score stays on the last token.
+
+    Args:
+        estimator: "k1" (the default: `E[k1]` is the KL and its policy gradient is the KL's), "k2" or "k3".
+
+    Raises:
+        ValueError: unknown estimator.
+
+    Source: https://arxiv.org/abs/1909.08593, section 2.
+    """
+
+    def __init__(self, estimator: KLEstimator = "k1") -> None:
+        super().__init__(estimator)
+
+    def __call__(self, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        """(B, T) estimate per token, without gradient; the caller subtracts `kl_coef` times it from the rewards.
+
+        Args:
+            old_logprobs: (B, T) of the policy that starts the update. ref_logprobs: (B, T) of the reference.
+        """
+        return kl_estimate(old_logprobs, ref_logprobs, self.estimator).detach()
+
+
+class KLInLoss(KLPenalty):
+    """KL as a term of the loss: each token's loss is raised by `kl_coef * k(t)`, differentiated through the policy.
+
+    Args:
+        estimator: "k3" (GRPO's: its gradient is that of the forward KL), "k2" (reverse KL while on-policy), or "k1",
+            with `ratio_correction` only.
+        ratio_correction: weight by `pi / pi_old`, which makes the gradient that of the reverse KL, off-policy too.
+
+    Raises:
+        ValueError: unknown estimator, or "k1" without `ratio_correction`.
+
+    Source: k3: GRPO, https://arxiv.org/abs/2402.03300 eq. 4; ratio: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556
+        (TRL: `use_bias_correction_kl`); the gradients: https://arxiv.org/abs/2506.09477.
+    """
+
+    def __init__(self, estimator: KLEstimator = "k3", ratio_correction: bool = False) -> None:
+        super().__init__(estimator)
+        if estimator == "k1" and not ratio_correction:
+            raise ValueError(
+                "KLInLoss(estimator='k1'): the gradient of log pi - log pi_ref is grad log pi, whose expectation is 0, "
+                "so the penalty would add noise and pull nowhere. Use KLInReward('k1'), KLInLoss('k2') or "
+                "KLInLoss('k3', ratio_correction=True)."
+            )
+        self.ratio_correction = ratio_correction
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        """(B, T) penalty per token, differentiable in `logprobs`; the caller masks, aggregates and weighs it.
+
+        Args:
+            logprobs: (B, T) of the policy. old_logprobs: (B, T) of the policy that starts the update (read for the
+                ratio only). ref_logprobs: (B, T) of the reference.
+        """
+        if self.ratio_correction:
+            return ratio_corrected_kl(logprobs, old_logprobs, ref_logprobs, self.estimator)
+        return kl_estimate(logprobs, ref_logprobs, self.estimator)

@@ -1,0 +1,99 @@
+"""Sums, means, variances and whitening over a mask, on one process or exactly over all ranks.
+
+Letters: B sequences, T tokens. Values off the mask are never read, so they may be NaN or infinite.
+Every function that takes `all_sum` calls it a fixed number of times, so ranks with unequal (or no) data stay in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["AllSum", "identity", "masked_mean", "masked_moments", "masked_sum", "masked_var", "masked_whiten"]
+
+AllSum = Callable[[Tensor], Tensor]
+"""Sum of a tensor over ranks, on every rank; the identity on one process."""
+
+
+def identity(tensor: Tensor) -> Tensor:
+    """The `all_sum` of a single process."""
+    return tensor
+
+
+def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None, *, all_sum: AllSum = identity) -> Tensor:
+    """Sum of `x` where `mask`, added up in float64 so that it hardly depends on the order or the cut of the batch.
+
+    Args:
+        x: values, any shape, float.
+        mask: bool, same shape.
+        dim: sum over this dimension only; over everything where None.
+        all_sum: sums over ranks.
+
+    Returns:
+        float64 tensor without `dim` (scalar where None); 0 where nothing is selected.
+    """
+    kept = torch.where(mask, x, torch.zeros_like(x))
+    return all_sum(kept.sum(dtype=torch.float64) if dim is None else kept.sum(dim, dtype=torch.float64))
+
+
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None, *, all_sum: AllSum = identity) -> Tensor:
+    """Mean of `x` where `mask`: `sum(m * x) / sum(m)`; arguments as in `masked_sum`.
+
+    Returns:
+        tensor of x's dtype without `dim`; 0 where nothing is selected.
+    """
+    total = masked_sum(x, mask, dim, all_sum=all_sum)
+    count = masked_sum(mask.to(x.dtype), mask, dim, all_sum=all_sum)
+    return (total / count.clamp(min=1)).to(x.dtype)
+
+
+def masked_moments(
+    x: Tensor, mask: Tensor, *, unbiased: bool = True, all_sum: AllSum = identity
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and variance of all selected values, in two passes (no cancellation for a large mean).
+
+    Args:
+        x: values, any shape, float.
+        mask: bool, same shape.
+        unbiased: divide the squares by `count - 1` instead of `count`.
+        all_sum: sums over ranks; called twice.
+
+    Returns:
+        float64 scalars (count, mean, variance). Variance is 0 where fewer than two values are selected.
+    """
+    local = torch.stack([masked_sum(torch.ones_like(x), mask), masked_sum(x, mask)])
+    count, total = all_sum(local).unbind()
+    mean = total / count.clamp(min=1)
+    squares = all_sum(masked_sum((x.double() - mean) ** 2, mask))
+    return count, mean, squares / (count - int(unbiased)).clamp(min=1)
+
+
+def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True, all_sum: AllSum = identity) -> Tensor:
+    """Variance of all selected values, as a scalar of x's dtype; see `masked_moments`."""
+    return masked_moments(x, mask, unbiased=unbiased, all_sum=all_sum)[2].to(x.dtype)
+
+
+def masked_whiten(
+    x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8, all_sum: AllSum = identity
+) -> Tensor:
+    """Whitening over the mask: `(x - mean) / (std + eps)`, the std unbiased.
+
+    Args:
+        x: values, any shape, float.
+        mask: bool, same shape.
+        shift_mean: False divides by the std around the mean but leaves the mean in.
+        eps: added to the std, above 0.
+        all_sum: sums over ranks, so that the moments are those of the global batch.
+
+    Returns:
+        as `x`, 0 off the mask. With fewer than two values the std is 0: a lone value becomes 0.
+
+    Source: https://arxiv.org/abs/1909.08593 (and OpenAI's `lm-human-preferences`). It divides by `sqrt(var + 1e-8)`
+        with the population variance of one process; here the variance is unbiased and that of all ranks.
+    """
+    _, mean, var = masked_moments(x, mask, all_sum=all_sum)
+    shift = mean if shift_mean else torch.zeros_like(mean)
+    whitened = ((x.double() - shift) / (var.sqrt() + eps)).to(x.dtype)
+    return torch.where(mask, whitened, torch.zeros_like(x))
