@@ -83,7 +83,7 @@ def clipped_value_loss(
     return 0.5 * torch.maximum(plain, bounded), (bounded > plain).detach()
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, *, all_sum: AllSum = identity) -> Tensor:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: AllSum = identity) -> Tensor:
     """How much of the returns' variance the critic explains: `1 - Var[R - V] / Var[R]` over the mask.
 
     Args:
