@@ -1,0 +1,146 @@
+"""What a reward function is, and how a name in YAML becomes one."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias, Union
+
+__all__ = ["Reward", "RewardError", "RewardFn", "RewardSpec", "RewardValues", "load_reward", "reward_name"]
+
+RewardValues: TypeAlias = Sequence[float | None]
+"""One value per completion: a finite number, or None where the function does not apply."""
+
+RewardFn: TypeAlias = Callable[..., RewardValues | Awaitable[RewardValues]]
+"""`(prompts, completions, **columns) -> values`, plain or `async`.
+
+Everything is passed by keyword, and only what the signature takes (`**columns` takes everything):
+
+| name | value for the n rows of the call |
+|---|---|
+| `prompts` | n strings, after the chat template |
+| `completions` | n strings, the sampled text alone |
+| `completion_ids` | n lists of sampled token ids |
+| `group_ids` | n integers, equal for the completions of one prompt; a call always holds whole groups |
+| `log_metric(name, value)` | logs a number as `reward/<function>/<name>` (mean over calls) |
+| `log_extra(column, values)` | n values shown beside the completions as `<function>/<column>` |
+| any other name | the data set's column of that name, n values |
+
+Where a data set's column has one of these names, the function gets what this table says.
+"""
+
+
+class RewardError(RuntimeError):
+    """A reward function failed, or returned what is not a reward. The message names the function."""
+
+
+class Reward(ABC):
+    """Base of reward functions with settings, so that YAML can name them by `class_path` and `init_args`.
+
+    A plain function needs no base class: YAML names it by its import path.
+
+    Attributes:
+        max_concurrency: most calls of this object that may run at once; None leaves it to the scorer. A class whose
+            `__call__` is not `async` is called from several threads: set 1 where that is not safe.
+    """
+
+    max_concurrency: int | None = None
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Scores n completions; the contract is `RewardFn`. Subclasses name the arguments they want."""
+
+    def close(self) -> Awaitable[None] | None:
+        """Frees what calls opened (processes, connections). May be `async`, and is called on the scorer's loop."""
+        return None
+
+
+RewardSpec: TypeAlias = Union[Reward, str, RewardFn]  # noqa: UP007 - jsonargparse reads it at run time
+"""A reward as constructors take it: a `Reward`, an import path (see `load_reward`), or in Python any function."""
+
+
+def reward_name(function: RewardFn) -> str:
+    """The name a function has in logs: its `__name__`, or the name of its class."""
+    inner = getattr(function, "func", function)  # functools.partial
+    return str(getattr(inner, "__name__", None) or type(inner).__name__)
+
+
+def load_reward(path: RewardSpec) -> RewardFn:
+    """Turns an import path into a reward function; anything callable is returned as it is.
+
+    Args:
+        path: `package.module:name`, `package.module.name` or `path/to/file.py:name`. A `Reward` class without
+            required arguments is instantiated; one with arguments is given by `class_path` and `init_args` instead.
+
+    Raises:
+        ValueError: nothing can be imported there, or it is not callable; the message says which part failed.
+    """
+    if not isinstance(path, str):
+        if not callable(path):
+            raise ValueError(f"reward function {path!r}: neither callable nor an import path.")
+        return path
+    place, colon, name = path.rpartition(":")
+    if not colon:
+        place, _, name = path.rpartition(".")
+    if not place or not name or name == "py":
+        raise ValueError(
+            f"reward function {path!r}: give package.module:name, package.module.name or path/to/file.py:name."
+        )
+    module = _load_file(path, Path(place)) if place.endswith(".py") else _load_module(path, place)
+    if not hasattr(module, name):
+        offered = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise ValueError(f"reward function {path!r}: {place} has no {name!r}. It has: {', '.join(offered) or 'none'}.")
+    return _usable(path, getattr(module, name))
+
+
+def _usable(path: str, found: Any) -> RewardFn:
+    if isinstance(found, type) and issubclass(found, Reward):
+        try:
+            return found()
+        except TypeError as error:
+            raise ValueError(
+                f"reward function {path!r}: the class needs arguments ({error}); "
+                f"give it as class_path: {path.replace(':', '.')} with init_args."
+            ) from error
+    if isinstance(found, type) or not callable(found):
+        raise ValueError(
+            f"reward function {path!r}: is a {type(found).__name__}, not a function or a subclass of Reward."
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _load_module(path: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise ValueError(f"reward function {path!r}: importing {name} failed: {error}.") from error
+        raise ValueError(
+            f"reward function {path!r}: there is no module {error.name!r} on the Python path. "
+            "Install the package, set PYTHONPATH, or give the file as path/to/file.py:name."
+        ) from error
+    except Exception as error:
+        raise ValueError(f"reward function {path!r}: importing {name} failed: {error!r}.") from error
+
+
+def _load_file(path: str, file: Path) -> ModuleType:
+    if not file.is_file():
+        raise ValueError(f"reward function {path!r}: there is no file {file} (looked from {Path.cwd()}).")
+    name = f"lightrl_reward_{file.stem}_{abs(hash(file.resolve()))}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # the suffix is .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ValueError(f"reward function {path!r}: running {file} failed: {error!r}.") from error
+    return module

@@ -1,0 +1,176 @@
+"""One call of one reward function: its arguments, its thread or task, its time limit, and the check of its values."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import numbers
+import threading
+from collections.abc import Mapping, Sequence, Sized
+from typing import Any, Literal, TypeAlias
+
+from lightrl.rewards.base import RewardError, RewardFn
+
+__all__ = ["CallFailed", "CallLog", "RewardFunction", "check_values"]
+
+Outcome: TypeAlias = tuple[Literal["returned", "raised"], Any]
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class CallFailed(RewardError):
+    """The function raised or ran out of time: the failures that `on_error` decides about."""
+
+
+class CallLog:
+    """What one call logs. It belongs to that call alone, so a call that timed out cannot write into later ones."""
+
+    def __init__(self, function: str, num_rows: int) -> None:
+        self.function, self.num_rows = function, num_rows
+        self.metrics: dict[str, list[float]] = {}
+        self.extra: dict[str, list[Any]] = {}
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Logs a number; several values of one name are averaged."""
+        self.metrics.setdefault(f"reward/{self.function}/{name}", []).append(float(value))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Logs one value per row of the call."""
+        if len(values) != self.num_rows:
+            raise ValueError(f"log_extra({column!r}): {len(values)} values for {self.num_rows} completions.")
+        self.extra[f"{self.function}/{column}"] = list(values)
+
+
+class RewardFunction:
+    """A reward function with its name and what its signature takes."""
+
+    def __init__(self, name: str, function: RewardFn) -> None:
+        self.name, self.function = name, function
+        parameters = inspect.signature(function).parameters.values()
+        self.takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        self.takes = {p.name for p in parameters if p.kind in _NAMED}
+        self.needs = {p.name for p in parameters if p.kind in _NAMED and p.default is inspect.Parameter.empty}
+        if any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in parameters):
+            raise ValueError(f"reward function {name!r}: takes positional-only arguments; all are passed by keyword.")
+        inner = getattr(function, "func", function)
+        self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+
+    async def run(self, rows: Mapping[str, Sequence[Any]], timeout: float | None) -> tuple[list[float], CallLog]:
+        """Calls the function for some rows.
+
+        Args:
+            rows: name -> n values: prompts, completions, completion_ids, group_ids and the data set's columns.
+            timeout: seconds from the start of the call; None waits for ever.
+
+        Returns:
+            n floats, NaN for None, and what the function logged.
+
+        Raises:
+            CallFailed: it raised or took too long. RewardError: what it returned is not n rewards.
+        """
+        num_rows = len(rows["completions"])
+        log = CallLog(self.name, num_rows)
+        arguments = self._arguments({**rows, "log_metric": log.log_metric, "log_extra": log.log_extra})
+        call = _settle(self.function(**arguments)) if self.is_async else self._in_thread(arguments)
+        task = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait({task}, timeout=timeout)
+        finally:
+            if not task.done():  # out of time, or the scorer is closing
+                task.cancel()
+        if not task.done():
+            raise CallFailed(f"reward function {self.name!r}: did not finish within timeout={timeout} seconds.")
+        outcome, value = task.result()
+        if outcome == "raised":
+            raise CallFailed(f"reward function {self.name!r} raised {type(value).__name__}: {value}") from value
+        return check_values(self.name, value, num_rows), log
+
+    def _arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
+        missing = sorted(self.needs - offered.keys())
+        if missing:
+            raise RewardError(
+                f"reward function {self.name!r}: takes {', '.join(missing)}, which is neither a column of the data set "
+                f"nor offered by LightRL. There are: {', '.join(sorted(offered))}."
+            )
+        return {name: value for name, value in offered.items() if self.takes_all or name in self.takes}
+
+    async def _in_thread(self, arguments: Mapping[str, Any]) -> Outcome:
+        """Runs the function in a daemon thread of its own.
+
+        A pool would lose a worker to every call that never returns, and its threads would be waited for at exit.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Outcome] = loop.create_future()
+
+        def finish(outcome: Literal["returned", "raised"], value: Any) -> None:
+            if not future.done():
+                future.set_result((outcome, value))
+
+        def work() -> None:
+            try:
+                outcome: Outcome = "returned", self.function(**arguments)
+            except BaseException as error:  # SystemExit in a thread would otherwise vanish and never answer
+                outcome = "raised", error
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this call any more
+                loop.call_soon_threadsafe(finish, *outcome)
+
+        threading.Thread(target=work, name=f"reward-{self.name}", daemon=True).start()
+        outcome, value = await future
+        if outcome == "returned" and inspect.isawaitable(value):  # a plain function that hands out a coroutine
+            return await _settle(value)
+        return outcome, value
+
+
+async def _settle(call: Any) -> Outcome:
+    """Awaits a reward function and keeps what it raises, apart from what the scorer raises."""
+    try:
+        return "returned", await call
+    except Exception as error:
+        return "raised", error
+
+
+def check_values(name: str, values: Any, num_rows: int) -> list[float]:
+    """Checks what a reward function returned.
+
+    Returns:
+        `num_rows` floats, NaN where the function said None.
+
+    Raises:
+        RewardError: wrong length, or a value that is not a finite number or None; names function, index and value.
+    """
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Sized) or not hasattr(values, "__iter__"):
+        raise RewardError(
+            f"reward function {name!r}: returned {_short(values)} of type {type(values).__name__}, "
+            f"not a list of {num_rows} values."
+        )
+    if len(values) != num_rows:
+        raise RewardError(
+            f"reward function {name!r}: returned {len(values)} values for {num_rows} completions. "
+            "Return one value per completion, None where the function does not apply."
+        )
+    return [_number(name, index, value) for index, value in enumerate(values)]
+
+
+def _number(name: str, index: int, value: Any) -> float:
+    if value is None:
+        return math.nan
+    if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == ():
+        value = value.item()  # a tensor or array without dimensions
+    if not isinstance(value, numbers.Real):
+        raise RewardError(
+            f"reward function {name!r}: value {index} is {_short(value)} of type {type(value).__name__}. "
+            "Return a number, or None where the function does not apply."
+        )
+    number = float(value)
+    if not math.isfinite(number):
+        raise RewardError(
+            f"reward function {name!r}: value {index} is {number}. Return a finite number, or None where the function "
+            "does not apply (that row is then left out)."
+        )
+    return number
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

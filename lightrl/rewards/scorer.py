@@ -1,0 +1,339 @@
+"""Runs the reward functions of a run, all at once and beside generation, and adds up what they say.
+
+Letters: n rows of one submission (whole groups), F functions.
+
+    total[i] = sum over functions f that scored row i of weight_f * r_f[i]      NaN where none did
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+import logging
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lightrl.rewards.base import RewardError, RewardSpec, load_reward, reward_name
+from lightrl.rewards.calls import CallFailed, CallLog, RewardFunction
+
+__all__ = ["RewardScorer", "ScoreHandle", "Scores"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Scores:
+    """The rewards of n rows.
+
+    Attributes:
+        total: n floats, the weighted sums; NaN where no function scored the row.
+        parts: function's name -> n floats, unweighted; NaN where it said None, failed or was not asked.
+        metrics: scalars, each a mean over the rows or calls: `reward/<function>/failed` is the fraction of the rows
+            that the function was asked for and failed on, the others are what the functions logged.
+        extra: `<function>/<column>` -> n values that the function logged, None where it was not asked.
+    """
+
+    total: list[float]
+    parts: dict[str, list[float]]
+    metrics: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+
+    @staticmethod
+    def concat(pieces: Sequence[Scores]) -> Scores:
+        """The rows of several submissions, one after another; metrics are means over the pieces that have them."""
+        names = pieces[0].parts if pieces else {}
+        columns = {name: None for piece in pieces for name in piece.extra}  # a dict keeps the order
+        metrics: dict[str, list[float]] = {}
+        for piece in pieces:
+            for name, value in piece.metrics.items():
+                metrics.setdefault(name, []).append(value)
+        return Scores(
+            total=[value for piece in pieces for value in piece.total],
+            parts={name: [value for piece in pieces for value in piece.parts[name]] for name in names},
+            metrics={name: sum(values) / len(values) for name, values in metrics.items()},
+            extra={name: [v for p in pieces for v in p.extra.get(name, [None] * len(p.total))] for name in columns},
+        )
+
+
+class ScoreHandle:
+    """The scores of one submission, there when the slowest function is done."""
+
+    def __init__(self, future: concurrent.futures.Future[Scores]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether `result` would return or raise at once."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> Scores:
+        """Waits for the scores.
+
+        Args:
+            timeout: seconds to wait; None waits until they are there.
+
+        Raises:
+            RewardError: a function failed. TimeoutError: not there within `timeout`; it may be asked again.
+        """
+        try:
+            return self._future.result(timeout)
+        except concurrent.futures.CancelledError as error:
+            raise RewardError("the RewardScorer was closed before these rows were scored.") from error
+
+
+class RewardScorer:
+    """Scores groups of completions with several reward functions at once.
+
+    Every submission is scored by all functions at the same time: `async` functions on one event loop in a background
+    thread, others in a daemon thread per call, so none blocks another and `submit` returns at once. At most
+    `max_concurrency` calls of each function run at a time.
+
+    Args:
+        functions: reward functions (`RewardFn`), `Reward` objects or import paths (see `load_reward`), at least one.
+        weights: one per function; 1 each where None. A function of weight 0 is run and logged but scores nothing.
+        names: one per function, for logs and recipes; the function's or class's own name where None.
+        recipes: label -> [(function's name, weight), ...]. A row is scored by the functions of its label and by no
+            others; a function runs only on the rows that need it. Excludes `weights`.
+        label_column: data-set column that holds the label; only used with `recipes`.
+        max_concurrency: most calls of one function at a time. A function's own `max_concurrency` attribute wins.
+        timeout: seconds that one call may take from its start; None waits for ever. A function that is not `async`
+            cannot be stopped: its thread is left behind and its result ignored.
+        on_error: what an exception or a time-out means: "error" ends the run, "none" gives None for the rows of that
+            call, logs a warning and counts them in `reward/<function>/failed`. Values that are no rewards (wrong
+            length, NaN, no number) and missing columns are mistakes in the code, and always an error.
+
+    Attributes:
+        names: F names. weights: name -> weight; NaN for a function whose weight differs between labels.
+
+    Raises:
+        ValueError: lengths that differ, equal names, a recipe of unknown functions, numbers out of range.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[RewardSpec],
+        weights: Sequence[float] | None = None,
+        names: Sequence[str] | None = None,
+        recipes: Mapping[str, Sequence[tuple[str, float]]] | None = None,
+        label_column: str = "label",
+        max_concurrency: int = 32,
+        timeout: float | None = None,
+        on_error: Literal["error", "none"] = "error",
+    ) -> None:
+        loaded = [load_reward(function) for function in functions]
+        self.names = [reward_name(function) for function in loaded] if names is None else list(names)
+        _check(loaded, self.names, weights, recipes, max_concurrency, timeout, on_error)
+        self.recipes = None if recipes is None else {label: dict(parts) for label, parts in recipes.items()}
+        self.weights = _weights(self.names, weights, self.recipes)
+        self.label_column, self.timeout, self.on_error = label_column, timeout, on_error
+        self._functions = [RewardFunction(name, function) for name, function in zip(self.names, loaded, strict=True)]
+        self._limits = [getattr(function, "max_concurrency", None) or max_concurrency for function in loaded]
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._slots: list[asyncio.Semaphore] = []
+        self._warned: set[str] = set()
+
+    def submit(
+        self,
+        *,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+        group_ids: Sequence[int],
+    ) -> ScoreHandle:
+        """Starts scoring n rows and returns at once.
+
+        Args:
+            prompts: n strings. completions: n strings. completion_ids: n lists of token ids.
+            columns: data-set column -> n values.
+            group_ids: n integers. All completions of a prompt belong into one submission.
+
+        Raises:
+            ValueError: lengths that differ, or a row whose label has no recipe.
+        """
+        rows: dict[str, Sequence[Any]] = {**columns}
+        rows.update(prompts=prompts, completions=completions, completion_ids=completion_ids, group_ids=group_ids)
+        wrong = {name: len(values) for name, values in rows.items() if len(values) != len(completions)}
+        if wrong:
+            raise ValueError(f"RewardScorer.submit: {len(completions)} completions, but {wrong} values.")
+        weights = self._row_weights(rows, len(completions))
+        return ScoreHandle(asyncio.run_coroutine_threadsafe(self._score(rows, weights), self._start()))
+
+    def close(self) -> None:
+        """Gives up what is being scored and ends the loop. Safe to call twice; `submit` starts it again."""
+        loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        if loop is None or thread is None:
+            return
+        try:
+            asyncio.run_coroutine_threadsafe(self._shut_down(), loop).result(timeout=5)
+        except concurrent.futures.TimeoutError:
+            log.warning("a reward function blocks the event loop and was left behind.")
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(timeout=1)
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._slots = [asyncio.Semaphore(limit) for limit in self._limits]
+            self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="rewards", daemon=True)
+            self._thread.start()
+        return self._loop
+
+    async def _shut_down(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for function in self._functions:
+            close = getattr(function.function, "close", None)
+            closing = close() if callable(close) else None
+            if inspect.isawaitable(closing):
+                await closing
+
+    def _row_weights(self, rows: Mapping[str, Sequence[Any]], num_rows: int) -> list[dict[str, float]]:
+        """Per row, the functions that score it with their weights."""
+        if self.recipes is None:
+            return [self.weights] * num_rows
+        if self.label_column not in rows:
+            raise ValueError(
+                f"recipes need the data-set column label_column={self.label_column!r}; there are: "
+                f"{', '.join(sorted(rows))}."
+            )
+        labels = rows[self.label_column]
+        for index, label in enumerate(labels):
+            if label not in self.recipes:
+                raise ValueError(
+                    f"row {index} (prompt {str(rows['prompts'][index])[:60]!r}) has label {label!r}, which has no "
+                    f"recipe; known labels: {', '.join(map(repr, self.recipes))}. Add a recipe (an empty one scores "
+                    "nothing) or drop such rows."
+                )
+        return [self.recipes[label] for label in labels]
+
+    async def _score(self, rows: Mapping[str, Sequence[Any]], weights: list[dict[str, float]]) -> Scores:
+        tasks = [asyncio.ensure_future(self._part(index, rows, weights)) for index in range(len(self._functions))]
+        try:
+            parts = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # one failed: the others are not worth waiting for
+                task.cancel()
+        scores = Scores(total=[], parts={})
+        for name, (values, metrics, extra) in zip(self.names, parts, strict=True):
+            scores.parts[name] = values
+            scores.metrics.update(metrics)
+            scores.extra.update(extra)
+        for row, row_weights in enumerate(weights):
+            scored = [
+                weight * scores.parts[name][row]
+                for name, weight in row_weights.items()
+                if weight != 0 and not math.isnan(scores.parts[name][row])
+            ]
+            scores.total.append(math.fsum(scored) if scored else math.nan)
+        return scores
+
+    async def _part(
+        self, index: int, rows: Mapping[str, Sequence[Any]], weights: list[dict[str, float]]
+    ) -> tuple[list[float], dict[str, float], dict[str, list[Any]]]:
+        """One function's values, metrics and extra columns for all n rows."""
+        function = self._functions[index]
+        asked = [row for row, row_weights in enumerate(weights) if function.name in row_weights]
+        if not asked:
+            return [math.nan] * len(weights), {}, {}
+        chosen = {name: [values[row] for row in asked] for name, values in rows.items()}
+        calls, failed = CallLog(function.name, len(asked)), 0.0
+        try:
+            async with self._slots[index]:
+                values, calls = await function.run(chosen, self.timeout)
+        except CallFailed as error:
+            if self.on_error == "error":
+                raise
+            values, failed = [math.nan] * len(asked), 1.0
+            self._warn(function.name, error)
+        metrics = {name: math.fsum(numbers) / len(numbers) for name, numbers in calls.metrics.items()}
+        if self.on_error == "none":
+            metrics[f"reward/{function.name}/failed"] = failed
+        extra = {name: _scatter(column, asked, len(weights), None) for name, column in calls.extra.items()}
+        return _scatter(values, asked, len(weights), math.nan), metrics, extra
+
+    def _warn(self, name: str, error: CallFailed) -> None:
+        first = name not in self._warned
+        self._warned.add(name)
+        hint = " Its rows count as not scored (on_error='none'); later ones are logged without traceback."
+        log.warning("%s%s", error, hint if first else "", exc_info=error if first else None)
+
+
+def _scatter(values: Sequence[Any], rows: Sequence[int], num_rows: int, empty: Any) -> list[Any]:
+    out = [empty] * num_rows
+    for row, value in zip(rows, values, strict=True):
+        out[row] = value
+    return out
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _weights(
+    names: Sequence[str], weights: Sequence[float] | None, recipes: Mapping[str, Mapping[str, float]] | None
+) -> dict[str, float]:
+    if recipes is None:
+        return dict(zip(names, map(float, weights or [1.0] * len(names)), strict=True))
+    used = {name: {parts[name] for parts in recipes.values() if name in parts} for name in names}
+    return {name: float(next(iter(found))) if len(found) == 1 else math.nan for name, found in used.items()}
+
+
+def _check(
+    functions: Sequence[Any],
+    names: Sequence[str],
+    weights: Sequence[float] | None,
+    recipes: Mapping[str, Sequence[tuple[str, float]]] | None,
+    max_concurrency: int,
+    timeout: float | None,
+    on_error: str,
+) -> None:
+    if not functions:
+        raise ValueError("functions=[]: give at least one reward function.")
+    for label, values in (("names", names), ("weights", weights)):
+        if values is not None and len(values) != len(functions):
+            raise ValueError(f"{label} has {len(values)} entries for {len(functions)} reward functions.")
+    twice = sorted({name for name in names if list(names).count(name) > 1})
+    if twice:
+        raise ValueError(f"two reward functions are called {', '.join(twice)}: tell them apart with names=[...].")
+    if weights is not None and not all(map(math.isfinite, weights)):
+        raise ValueError(f"weights={list(weights)}: must be finite.")
+    if max_concurrency < 1:
+        raise ValueError(f"max_concurrency={max_concurrency}: must be at least 1.")
+    if timeout is not None and timeout <= 0:
+        raise ValueError(f"timeout={timeout}: must be above 0, or None for no limit.")
+    if on_error not in ("error", "none"):
+        raise ValueError(f"on_error={on_error!r}: must be 'error' or 'none'.")
+    if recipes is not None:
+        _check_recipes(names, weights, recipes)
+
+
+def _check_recipes(
+    names: Sequence[str], weights: Sequence[float] | None, recipes: Mapping[str, Sequence[tuple[str, float]]]
+) -> None:
+    if weights is not None:
+        raise ValueError("weights and recipes exclude one another: a recipe names the weight of each of its functions.")
+    if not recipes:
+        raise ValueError("recipes={}: give a recipe for each label, or None.")
+    for label, parts in recipes.items():
+        for name, weight in parts:
+            if name not in names:
+                raise ValueError(f"recipes[{label!r}] names {name!r}; the reward functions are: {', '.join(names)}.")
+            if not math.isfinite(weight):
+                raise ValueError(f"recipes[{label!r}]: the weight of {name!r} is {weight}; it must be finite.")
+        if len({name for name, _ in parts}) != len(parts):
+            raise ValueError(f"recipes[{label!r}] names a function twice.")
+    unused = [name for name in names if not any(name == used for parts in recipes.values() for used, _ in parts)]
+    if unused:
+        raise ValueError(f"reward functions in no recipe would never run: {', '.join(unused)}.")
