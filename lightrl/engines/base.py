@@ -10,11 +10,15 @@ from torch import Tensor
 
 from lightrl.types import CompletionGroup, Prompts, SamplingParams
 
-__all__ = ["Engine", "EngineContext", "EngineDiedError", "StaleWeightsError"]
+__all__ = ["Engine", "EngineContext", "EngineDiedError", "EngineRestartedError", "StaleWeightsError"]
 
 
 class EngineDiedError(RuntimeError):
     """An engine process is gone. Nothing more can be sampled until the engine is started again."""
+
+
+class EngineRestartedError(EngineDiedError):
+    """An engine process was gone and runs again, without weights: sync them, then ask again for what was lost."""
 
 
 class StaleWeightsError(RuntimeError):

@@ -1,0 +1,262 @@
+"""The one place on the trainer's side that touches vLLM's internals. Written for vLLM 0.32.
+
+Builds `vllm.LLM` without side effects on the trainer's process, adds requests and steps, calls workers, sees an
+engine die, and ends every process it started.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import random
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightrl.engines.base import EngineDiedError
+
+__all__ = ["TRAINER_PID", "VLLMAdapter", "isolated_rng"]
+
+TRAINER_PID = "LIGHTRL_TRAINER_PID"
+"""Environment variable by which an engine process knows whose death it must not outlive."""
+
+_POLL_SECONDS = 0.5
+_CLOSE_SECONDS = 5.0
+
+
+@contextmanager
+def isolated_rng() -> Iterator[None]:
+    """Leaves the trainer's random states as they were: vLLM reseeds all of them, and its sampler draws from them."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.random.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@contextmanager
+def scoped_environment(forced: Mapping[str, str], defaults: Mapping[str, str]) -> Iterator[None]:
+    """Sets `forced`, and `defaults` where the user did not; afterwards takes back every change but vLLM's own.
+
+    vLLM writes LOCAL_WORLD_SIZE, LD_PRELOAD and others, which later child processes of the trainer would inherit. Its
+    VLLM_ variables stay: it reads them while it runs.
+    """
+    before = dict(os.environ)
+    os.environ.update(forced)
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    ours = {*forced, *defaults}
+    try:
+        yield
+    finally:
+        for name in {*os.environ, *before}:
+            if name in ours or not name.startswith("VLLM_"):
+                if name in before:
+                    os.environ[name] = before[name]
+                else:
+                    os.environ.pop(name, None)
+
+
+def _keep_process_group(keep: bool) -> None:
+    """Makes vLLM's shutdown leave the default process group alone when it is the trainer's, not the engine's."""
+    import vllm.distributed.parallel_state as state
+
+    original = getattr(state, "_lightrl_destroy", state.destroy_distributed_environment)
+    state._lightrl_destroy = original
+
+    def forget() -> None:
+        if state._WORLD:
+            state._WORLD.destroy()
+        state._WORLD = None
+        state._NODE_COUNT = None
+
+    state.destroy_distributed_environment = forget if keep else original
+
+
+@contextmanager
+def _deaths() -> Iterator[None]:
+    """Turns vLLM's word for a dead engine into ours."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDiedError(
+            "A vLLM engine process is gone (killed, out of memory, or crashed; its own message stands above, more with "
+            "VLLM_LOGGING_LEVEL=INFO). Nothing can be sampled until the engine is started and its weights pushed again."
+        ) from error
+
+
+class VLLMAdapter:
+    """A running `vllm.LLM`.
+
+    Args:
+        arguments: of `vllm.LLM`.
+        in_process: engine in this process, or in processes of its own.
+        forced: environment variables while the engine starts.
+        defaults: the same, but the user's own values win.
+    """
+
+    def __init__(
+        self, arguments: Mapping[str, Any], *, in_process: bool, forced: Mapping[str, str], defaults: Mapping[str, str]
+    ) -> None:
+        self.in_process = in_process
+        had_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        set_num_threads = torch.set_num_threads
+        forced = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
+            TRAINER_PID: str(os.getpid()),
+            **forced,
+        }
+        defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", **defaults}
+        try:
+            with isolated_rng(), scoped_environment(forced, defaults):
+                from vllm import LLM
+                from vllm.platforms import current_platform
+
+                if current_platform.is_cpu():
+                    # The sampler's rank count is compiled by inductor even with enforce_eager: 12 s for nothing.
+                    type(current_platform).simple_compile_backend = "eager"
+                _keep_process_group(had_group and in_process)
+                self.llm: Any = LLM(**arguments)
+        finally:
+            torch.set_num_threads = set_num_threads  # the CPU worker makes it a no-op
+        self.engine: Any = self.llm.llm_engine
+        self.client: Any = self.engine.engine_core
+        self.max_model_len: int = self.llm.model_config.max_model_len
+        self.dtype: torch.dtype = self.llm.model_config.dtype
+        if not in_process:
+            self._notice_death()
+        self.pids: list[int] = [] if in_process else self._processes()
+
+    def _processes(self) -> list[int]:
+        manager = self.client.resources.engine_manager
+        cores = [process.pid for process in manager.processes] if manager is not None else []
+        return sorted({*cores, *self.rpc("lightrl_pid")})
+
+    def _notice_death(self) -> None:
+        """vLLM's client waits for ever on a killed core; let it look up twice a second whether the core lives."""
+        client = self.client
+
+        def get_output() -> Any:
+            while True:
+                try:
+                    output = client.outputs_queue.get(timeout=_POLL_SECONDS)
+                    break
+                except queue.Empty:
+                    client.ensure_alive()
+            if isinstance(output, Exception):
+                raise client._format_exception(output) from None
+            if output.wave_complete is not None:
+                client.engines_running = False
+            return output
+
+        client.get_output = get_output
+        client.call_utility = lambda method, *args: self._submit_utility(method, *args)()
+
+    def _submit_utility(self, method: str, *args: Any) -> Callable[[], Any]:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        client, future, call_id = self.client, Future[Any](), uuid.uuid1().int >> 64
+        client.utility_results[call_id] = future
+        client._send_input(EngineCoreRequestType.UTILITY, (0, call_id, method, args))
+
+        def wait() -> Any:
+            while True:
+                try:
+                    return future.result(timeout=_POLL_SECONDS)
+                except FutureTimeoutError:
+                    if future.done():
+                        raise
+                    client.ensure_alive()
+
+        return wait
+
+    def submit(self, method: str, *args: Any) -> Callable[[], list[Any]]:
+        """Starts a worker method; the returned function waits for the workers' answers."""
+        if self.in_process:
+            answers = self.llm.collective_rpc(method, args=args)
+            return lambda: answers
+        with _deaths():
+            wait = self._submit_utility("collective_rpc", method, None, args, None)
+
+        def answer() -> list[Any]:
+            with _deaths():
+                return list(wait())
+
+        return answer
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """One answer per worker."""
+        return self.submit(method, *args)()
+
+    def add(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> str:
+        """Queues a request and returns the id under which its output will come."""
+        with _deaths():
+            self.engine.add_request(request_id, prompt, params)
+        return request_id
+
+    def step(self) -> list[Any]:
+        """Runs the engine once (in its own process: waits for its next news); finished requests."""
+        with _deaths(), isolated_rng():
+            return [output for output in self.engine.step() if output.finished]
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Drops requests."""
+        with _deaths():
+            # Internal ids differ from ours; `abort_request` knows both.
+            self.engine.abort_request(request_ids)
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are unfinished."""
+        return bool(self.engine.has_unfinished_requests())
+
+    def reset_caches(self) -> None:
+        """Drops everything computed by old weights, in the order that keeps multimodal requests alive.
+
+        Requests in flight start their prefix over with the new weights.
+        """
+        with _deaths():
+            self.llm.reset_mm_cache()
+            self.engine.reset_encoder_cache()
+            if not self.engine.reset_prefix_cache(reset_running_requests=self.busy):
+                raise RuntimeError("vLLM did not drop its prefix cache; log-probs would mix old and new weights.")
+
+    def sleep(self, level: int) -> None:
+        """vLLM's sleep mode (CUDA): 1 weights to host memory, 2 weights dropped; the KV cache is dropped by both."""
+        with _deaths():
+            self.llm.sleep(level=level)
+
+    def wake(self, tags: list[str] | None = None) -> None:
+        """Undoes `sleep`, wholly or for "weights" or "kv_cache" alone."""
+        with _deaths():
+            self.llm.wake_up(tags=tags)
+
+    def close(self) -> None:
+        """Ends the engine and waits until each of its processes is gone, killing those that stay."""
+        import psutil
+
+        processes = [psutil.Process(pid) for pid in self.pids if psutil.pid_exists(pid)]
+        try:
+            with isolated_rng():
+                self.client.shutdown()
+        finally:
+            _, left = psutil.wait_procs(processes, timeout=_CLOSE_SECONDS)
+            for process in left:
+                process.kill()
+            psutil.wait_procs(left, timeout=_CLOSE_SECONDS)
+            del self.llm, self.engine, self.client
+            gc.collect()

@@ -1,0 +1,467 @@
+"""`VLLMEngine`: vLLM embedded in the run, in the trainer's process or beside it.
+
+What touches vLLM's internals is in `_vllm_adapter` (trainer's side), `_vllm_weights` (transport) and `_vllm_worker`
+(workers' side). vLLM is imported by `start`, not before. P prompts, G completions per prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from lightrl.engines.base import Engine, EngineContext, EngineDiedError, EngineRestartedError
+from lightrl.types import Completion, CompletionGroup, Prompts, SamplingParams
+
+if TYPE_CHECKING:
+    from lightrl.engines._vllm_adapter import VLLMAdapter
+
+__all__ = ["VLLMEngine", "completion_seed"]
+
+_MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
+_CPU_KV_BYTES = 256 << 20
+
+
+def completion_seed(prompt_seed: int, completion: int) -> int:
+    """The seed of one completion: 63 bits of a hash of (seed of its prompt, its place in the group).
+
+    vLLM's own `n=G` uses seed, seed + 1, ..., so that prompts with neighbouring seeds would share random numbers.
+    """
+    digest = hashlib.blake2b(f"{prompt_seed}:{completion}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class VLLMEngine(Engine):
+    """Samples with an embedded `vllm.LLM`.
+
+    Side effects of vLLM on its host process are undone: random states, environment variables, `torch.set_num_threads`,
+    and the default process group survives `close`. What stays on CPU: vLLM's placeholders for some `torch.cuda`
+    functions that do nothing without CUDA anyway. Log-probs are those of the distribution that was sampled from:
+    temperature, penalties, FIRE, min-p, top-k and top-p are in them.
+
+    Speed of a sync on CPU: vLLM's packing of linear weights is switched off, so new weights arrive at the speed of
+    memcpy, for 10-15 % slower matrix products at 64 sequences (up to 2 x at 8 and fewer).
+
+    Args:
+        model: folder or hub name; the run's model where None.
+        dtype: "float32", "bfloat16" or "float16" for weights and KV cache; the trainer's where None. vLLM's "auto",
+            which serves float32 models in bfloat16, is only taken where it is asked for.
+        in_process: the engine lives in the trainer's process: fastest start and sync. False: in processes of its own,
+            which can generate while the trainer updates and whose death the trainer survives.
+        max_model_len: most tokens of prompt and completion together; where None, what the run's longest prompt and
+            completion need, and the model's own limit where the run does not know its prompts' length.
+        gpu_memory_utilization: fraction of the device's memory for weights and KV cache, in (0, 1]. None: 0.9 on a GPU
+            with an engine of its own, 0.4 in the trainer's process; on CPU a KV cache of 256 MiB instead.
+        tensor_parallel_size: number of devices the model is split over; more than 1 needs `in_process=False`.
+        restart_engine: an engine that died is started again before the error is raised; the error is then
+            `EngineRestartedError` and `policy_version` is -1, so a caller syncs and asks again.
+        fire_temperature: temperature of each completion's first token (FIRE sampling); None is off. The rest follows
+            the sampling settings. Greedy sampling is left alone.
+        sleep_level: what `sleep` frees on a GPU: 0 nothing, 1 KV cache, with weights moved to the host, 2 KV cache and
+            weights, which must be pushed again. On CPU memory stays, but the caches are dropped and level 2 still asks
+            for a new push, so that a run behaves alike on both.
+        engine_args: any further arguments of `vllm.LLM`, passed on untouched; they win over all of the above.
+
+    Raises:
+        ValueError: arguments that contradict each other.
+
+    Source: https://docs.vllm.ai (0.32).
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        dtype: str | None = None,
+        in_process: bool = True,
+        max_model_len: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        tensor_parallel_size: int = 1,
+        restart_engine: bool = False,
+        fire_temperature: float | None = None,
+        sleep_level: Literal[0, 1, 2] = 0,
+        engine_args: dict[str, Any] | None = None,
+    ) -> None:
+        if tensor_parallel_size > 1 and in_process:
+            raise ValueError(
+                f"VLLMEngine.tensor_parallel_size={tensor_parallel_size} needs engine processes of its own: "
+                "set in_process=False."
+            )
+        if fire_temperature is not None and fire_temperature <= 0:
+            raise ValueError(f"VLLMEngine.fire_temperature={fire_temperature}: must be above 0, or None to turn it off.")
+        if restart_engine and in_process:
+            raise ValueError(
+                "VLLMEngine.restart_engine=True: an engine in the trainer's process cannot die alone; "
+                "set in_process=False or leave restart_engine off."
+            )
+        if "worker_extension_cls" in (engine_args or {}):
+            raise ValueError("VLLMEngine.engine_args: worker_extension_cls is how LightRL pushes weights; leave it out.")
+        self.model = model
+        self.dtype = dtype
+        self.in_process = in_process
+        self.requested_model_len = max_model_len
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.tensor_parallel_size = tensor_parallel_size
+        self.restart_engine = restart_engine
+        self.fire_temperature = fire_temperature
+        self.sleep_level = sleep_level
+        self.engine_args = dict(engine_args or {})
+        self._context: EngineContext | None = None
+        self._adapter: VLLMAdapter | None = None
+        self._sender: Any = None
+        self._finished: dict[str, Any] = {}
+        self._num_requests = 0
+        self._asleep: Literal[0, 1, 2] = 0
+        self._died = False
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def start(self, context: EngineContext) -> None:
+        if self._adapter is not None:
+            return
+        from lightrl.engines._vllm_adapter import VLLMAdapter
+        from lightrl.engines._vllm_weights import WeightSender
+
+        self._context = context
+        cuda = context.device.startswith("cuda")
+        forced, defaults = self._environment(context, cuda)
+        arguments = self._arguments(context, cuda)
+        try:
+            self._adapter = VLLMAdapter(arguments, in_process=self.in_process, forced=forced, defaults=defaults)
+        except ValueError as error:
+            if "max_model_len" not in str(error):
+                raise
+            raise ValueError(
+                f"The model cannot hold max_model_len={arguments.get('max_model_len')} tokens (longest prompt "
+                f"{context.max_prompt_tokens} and max_new_tokens={context.max_new_tokens}): lower max_new_tokens or "
+                f"the prompts' length. vLLM says: {error}"
+            ) from error
+        self._sender = WeightSender(self._adapter)
+        self._finished, self._asleep, self._died, self.policy_version = {}, 0, False, -1
+        self._lock = threading.RLock()
+
+    @property
+    def started(self) -> bool:
+        return self._adapter is not None
+
+    @property
+    def max_model_len(self) -> int:
+        return self._running().max_model_len
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Engine core and workers; empty for an engine in the trainer's process."""
+        return list(self._running().pids)
+
+    def close(self) -> None:
+        adapter, self._adapter, self._sender = self._adapter, None, None
+        self.policy_version, self._finished = -1, {}
+        if adapter is not None:
+            adapter.close()
+
+    def _running(self) -> VLLMAdapter:
+        if self._adapter is None:
+            if self._died:
+                raise EngineDiedError("The vLLM engine died earlier and was not started again (restart_engine=False).")
+            raise RuntimeError("VLLMEngine is not started: call start(context) first.")
+        return self._adapter
+
+    @contextmanager
+    def _serving(self) -> Iterator[VLLMAdapter]:
+        """The adapter, for one call at a time; buries a dead engine, and restarts it where that is wished for."""
+        adapter = self._running()
+        with self._lock:
+            try:
+                yield adapter
+            except EngineDiedError as error:
+                self.close()
+                self._died = True
+                if not self.restart_engine:
+                    raise
+                assert self._context is not None
+                self.start(self._context)
+                raise EngineRestartedError(
+                    "A vLLM engine process died and was started again, without the policy's weights: "
+                    "push them and repeat the rollout."
+                ) from error
+
+    def _environment(self, context: EngineContext, cuda: bool) -> tuple[dict[str, str], dict[str, str]]:
+        """Environment variables that must hold while the engine starts, and those that yield to the user's."""
+        forced: dict[str, str] = {}
+        defaults: dict[str, str] = {}
+        if cuda and self.in_process:
+            forced |= {"RANK": str(context.rank), "LOCAL_RANK": str(context.local_rank)}
+            forced["WORLD_SIZE"] = str(context.world_size)
+            defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571"}
+        elif cuda:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            first = int(context.device.partition(":")[2] or 0) * self.tensor_parallel_size
+            numbers = visible.split(",") if visible else [str(i) for i in range(first + self.tensor_parallel_size)]
+            forced["CUDA_VISIBLE_DEVICES"] = ",".join(numbers[first : first + self.tensor_parallel_size])
+        elif not self.in_process:
+            # vLLM would bind every engine to core 0, and with as many spinning threads as cores trainer and engine
+            # slow one another down tenfold.
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            threads = max(1, cores // (2 * context.world_size * self.tensor_parallel_size))
+            defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+        return forced, defaults
+
+    def _arguments(self, context: EngineContext, cuda: bool) -> dict[str, Any]:
+        """Arguments of `vllm.LLM`."""
+        length = self.requested_model_len
+        if length is None and context.max_prompt_tokens is not None:
+            length = context.max_prompt_tokens + context.max_new_tokens
+        arguments: dict[str, Any] = {
+            "model": self.model or context.model_path,
+            "dtype": self.dtype or context.dtype,
+            "seed": context.seed % 2**31,
+            "max_model_len": length,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": "lightrl.engines._vllm_worker.WorkerExtension",
+        }
+        if not cuda:
+            arguments["enforce_eager"] = True  # compiling takes 25 s here and gains nothing
+        if self.gpu_memory_utilization is not None:
+            arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
+        elif cuda:
+            arguments["gpu_memory_utilization"] = 0.4 if self.in_process else 0.9
+        else:
+            arguments["kv_cache_memory_bytes"] = _CPU_KV_BYTES
+        if cuda and self.in_process:
+            arguments["distributed_executor_backend"] = "external_launcher"
+        if cuda and self.sleep_level:
+            arguments["enable_sleep_mode"] = True
+        if context.random_init or _lacks_weights(arguments["model"]):
+            arguments["load_format"] = "dummy"
+        if self.fire_temperature is not None:
+            arguments["logits_processors"] = ["lightrl.engines._vllm_worker:FireProcessor"]
+        return arguments | self.engine_args
+
+    # -- sampling --------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Prompts, sampling: SamplingParams, *, num_completions: int, seeds: Sequence[int]
+    ) -> Iterator[CompletionGroup]:
+        self._check(prompts, sampling, num_completions, seeds)
+        return self._stream(prompts, sampling, num_completions, seeds)
+
+    def _check(self, prompts: Prompts, sampling: SamplingParams, num_completions: int, seeds: Sequence[int]) -> None:
+        limit = self.max_model_len
+        if num_completions < 1:
+            raise ValueError(f"num_completions={num_completions}: must be at least 1.")
+        if len(seeds) != len(prompts):
+            raise ValueError(f"seeds: {len(seeds)} given for {len(prompts)} prompts; one each is needed.")
+        if 0 < sampling.temperature < 0.01:
+            raise ValueError(
+                f"SamplingParams.temperature={sampling.temperature}: vLLM serves 0 (greedy) and 0.01 or more."
+            )
+        for position, ids in enumerate(prompts.token_ids):
+            if len(ids) + sampling.max_new_tokens > limit:
+                raise ValueError(
+                    f"Prompt {_name(prompts, position)} has {len(ids)} tokens; with max_new_tokens="
+                    f"{sampling.max_new_tokens} that is more than the engine's max_model_len={limit}. Lower "
+                    "max_new_tokens, raise VLLMEngine.max_model_len, or drop or truncate prompts of this length."
+                )
+
+    def _stream(
+        self, prompts: Prompts, sampling: SamplingParams, num_completions: int, seeds: Sequence[int]
+    ) -> Iterator[CompletionGroup]:
+        version = self.policy_version
+        params = self._sampling(sampling)
+        owner: dict[str, tuple[int, int]] = {}
+        groups: dict[int, dict[int, Completion]] = {}
+        try:
+            for p in range(len(prompts)):
+                for g in range(num_completions):
+                    request = params.clone()
+                    request.seed = completion_seed(seeds[p], g)
+                    self._num_requests += 1
+                    key = f"lightrl-{self._num_requests}"
+                    owner[key] = (p, g)
+                    with self._serving() as adapter:
+                        adapter.add(key, _engine_prompt(prompts, p), request)
+            while owner:
+                for key, output in self._step(owner):
+                    p, g = owner.pop(key)
+                    group = groups.setdefault(p, {})
+                    group[g] = _completion(output.outputs[0], sampling, _name(prompts, p))
+                    if len(group) == num_completions:
+                        del groups[p]
+                        yield CompletionGroup(p, [group[i] for i in range(num_completions)], version)
+        finally:
+            if owner and self._adapter is not None:
+                self._abort(list(owner))
+
+    def _step(self, owner: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        """Finished requests of this stream; those of others that finish meanwhile wait for their own."""
+        mine = [key for key in self._finished if key in owner]
+        if not mine:
+            with self._serving() as adapter:
+                self._wake_cache()
+                self._finished.update({output.request_id: output for output in adapter.step()})
+            mine = [key for key in self._finished if key in owner]
+        return [(key, self._finished.pop(key)) for key in mine]
+
+    def _abort(self, keys: list[str]) -> None:
+        for key in keys:
+            self._finished.pop(key, None)
+        with self._serving() as adapter:
+            adapter.abort(keys)
+
+    def _sampling(self, sampling: SamplingParams) -> Any:
+        """vLLM's sampling parameters, without a seed."""
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+        structured = None
+        if sampling.regex is not None:
+            structured = StructuredOutputsParams(regex=sampling.regex)
+        elif sampling.json_schema is not None:
+            structured = StructuredOutputsParams(json=sampling.json_schema)
+        arguments: dict[str, Any] = {
+            "max_tokens": sampling.max_new_tokens,
+            "min_tokens": sampling.min_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop": sampling.stop,
+            "stop_token_ids": sampling.stop_token_ids,
+            "ignore_eos": sampling.ignore_eos,
+            "structured_outputs": structured,
+            "include_stop_str_in_output": True,
+            "logprobs": 0,
+            "flat_logprobs": True,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+            "extra_args": None if self.fire_temperature is None else {"fire_temperature": self.fire_temperature},
+        }
+        return VLLMSamplingParams(**(arguments | (sampling.extra or {})))
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        limit = self.max_model_len
+        for position, ids in enumerate(sequences):
+            if not 2 <= len(ids) < limit:
+                raise ValueError(
+                    f"logprobs: sequence {position} has {len(ids)} tokens; vLLM takes 2 to {limit - 1} "
+                    "(max_model_len - 1)."
+                )
+        params = VLLMSamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        owner: dict[str, int] = {}
+        result: list[list[float]] = [[] for _ in sequences]
+        try:
+            for position, ids in enumerate(sequences):
+                self._num_requests += 1
+                key = f"lightrl-{self._num_requests}"
+                owner[key] = position
+                with self._serving() as adapter:
+                    adapter.add(key, {"prompt_token_ids": list(ids)}, params)
+            while owner:
+                for key, output in self._step(owner):
+                    position = owner.pop(key)
+                    pairs = zip(sequences[position][1:], output.prompt_logprobs[1:], strict=True)
+                    result[position] = [float(entry[token].logprob) for token, entry in pairs]
+        finally:
+            if owner and self._adapter is not None:
+                self._abort(list(owner))
+        return result
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> None:
+        """See `Engine.load_weights`. Requests in flight go on with the new weights, their prefix computed again.
+
+        Raises:
+            ValueError: unknown names, or parameters of the engine that did not come; the message lists them.
+            EngineDiedError: an engine process is gone.
+        """
+        self.policy_version = -1
+        if self._asleep == 2:
+            self.wake()
+        with self._serving() as adapter:
+            self._sender.push(named_tensors)
+            self._wake_cache()
+            adapter.reset_caches()
+        self.policy_version = policy_version
+
+    def sleep(self) -> None:
+        if self._asleep or not self.sleep_level:
+            return
+        with self._serving() as adapter:
+            if self._on_cuda:
+                adapter.sleep(self.sleep_level)
+            else:
+                adapter.reset_caches()
+            self._asleep = self.sleep_level
+        if self.sleep_level == 2:
+            self.policy_version = -1
+            self._sender.forget()
+
+    def wake(self) -> None:
+        if not self._asleep:
+            return
+        with self._serving() as adapter:
+            if self._on_cuda:
+                # After level 2 the KV cache comes back with the weights: until then the trainer may need the memory.
+                adapter.wake(["weights"] if self._asleep == 2 else None)
+        self._cache_asleep = self._asleep == 2
+        self._asleep = 0
+
+    _cache_asleep = False
+
+    def _wake_cache(self) -> None:
+        if self._asleep:
+            self.wake()
+        if self._cache_asleep:
+            self._cache_asleep = False
+            if self._on_cuda:
+                self._running().wake(["kv_cache"])
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._context is not None and self._context.device.startswith("cuda")
+
+
+def _lacks_weights(model: str) -> bool:
+    folder = Path(model)
+    return folder.is_dir() and not any(f for pattern in ("*.safetensors", "*.bin", "*.pt") for f in folder.glob(pattern))
+
+
+def _name(prompts: Prompts, position: int) -> str:
+    return f"{position} (data-set row {prompts.indices[position]})" if prompts.indices else str(position)
+
+
+def _engine_prompt(prompts: Prompts, position: int) -> dict[str, Any]:
+    """One prompt as vLLM takes it: token ids, with images and the like beside them where the prompt has any."""
+    extra = prompts.inputs[position] if prompts.inputs else {}
+    return {"prompt_token_ids": prompts.token_ids[position]} | {k: extra[k] for k in _MEDIA_KEYS if k in extra}
+
+
+def _completion(output: Any, sampling: SamplingParams, prompt: str) -> Completion:
+    """vLLM's `CompletionOutput` as ours."""
+    tokens = [int(token) for token in output.token_ids]
+    flat = getattr(output.logprobs, "logprobs", None)
+    if flat is not None and len(flat) == len(tokens):
+        logprobs = [float(value) for value in flat]
+    else:  # more than one per token: `extra` asked for it
+        logprobs = [float(entry[token].logprob) for token, entry in zip(tokens, output.logprobs, strict=True)]
+    if output.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a completion of prompt {prompt} with finish_reason={output.finish_reason!r}.")
+    if output.finish_reason == "length" and len(tokens) < sampling.max_new_tokens:
+        raise ValueError(
+            f"vLLM cut a completion of prompt {prompt} after {len(tokens)} tokens, before max_new_tokens="
+            f"{sampling.max_new_tokens}: the prompt grew beyond max_model_len, as images do. Raise "
+            "VLLMEngine.max_model_len or lower max_new_tokens."
+        )
+    return Completion(tokens, logprobs, output.text, output.finish_reason)

@@ -1,0 +1,94 @@
+"""Tiny Qwen2 models, and one vLLM engine in this process for the whole session."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+EOS = 1
+CHARACTERS = "0123456789+-*= ?abcdefghijklmnopqrstuvwxyz\n"
+
+
+def build_model(folder: Path, *, tied: bool, seed: int = 0, vocab_size: int = 50) -> torch.nn.Module:
+    """A 0.1 M Qwen2 with wide weights (sharp distributions), saved with a character tokenizer.
+
+    The vocabulary of 50 is no multiple of 64: vLLM pads it, and the padding must not pass for a missing weight.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    names = ["<pad>", "<eos>", "<bos>", *CHARACTERS]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    config = Qwen2Config(
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=tied, bos_token_id=2, eos_token_id=EOS,
+        pad_token_id=0, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
+    ).save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tied")
+    build_model(folder, tied=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def untied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("untied")
+    build_model(folder, tied=False)
+    return folder
+
+
+def load(folder: Path) -> torch.nn.Module:
+    """The trainer's model: plain transformers, float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def change(model: torch.nn.Module, seed: int = 1) -> torch.nn.Module:
+    """Other weights, as after many updates."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+@torch.no_grad()
+def reference_logprobs(model: torch.nn.Module, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """(n - 1,) log-probs of tokens 1..n-1 given those before."""
+    logits = model(torch.tensor([ids])).logits[0, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+@pytest.fixture(scope="session")
+def engine(tied_folder: Path) -> Iterator[object]:
+    """The session's engine: tied, float32, in this process. A test that needs certain weights pushes them itself."""
+    pytest.importorskip("vllm")
+    from lightrl.engines import EngineContext, VLLMEngine
+
+    engine = VLLMEngine(engine_args={"kv_cache_memory_bytes": 32 << 20}, fire_temperature=None)
+    engine.start(EngineContext(str(tied_folder), max_prompt_tokens=64, max_new_tokens=64))
+    yield engine
+    engine.close()
