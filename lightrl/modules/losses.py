@@ -2,15 +2,25 @@
 
 Letters: B sequences, T tokens. Every loss returns (B, T) token losses, 0 off the mask and differentiable in
 `logprobs`, and (B, T) metrics without gradient, which are averaged over the mask (names that end in `_max` by maximum).
-The caller masks, weighs by the aggregation and sums. With `ratio = pi / pi_old`:
+The caller weighs by the aggregation and sums. A is the advantage, `r = pi / pi_old`, sg stops the gradient:
 
 | class | loss of a token | ratio |
 |---|---|---|
-| `PPOClip` | `-min(ratio * A, clip(ratio) * A)` | token |
+| `PPOClip` | `-min(r * A, clip(r) * A)` | token |
+| `GSPO` | the same | sequence, `exp(mean_t log r_t)` |
+| `RLOOSequence` | the same | sequence, `exp(sum_t log r_t)` |
+| `GMPO` | `-A * exp(mean_t clip(log r_t))`, clipped on the pessimistic side | geometric mean of clipped tokens |
+| `CISPO` | `-sg(clip(r)) * A * log pi` | token, as a weight |
+| `SAPO` | `-4 / tau * sigmoid(tau * (r - 1)) * A` | token, soft |
+| `CPG` | `-min(log r * A, clip(log r) * A)` and a drift penalty | token, log |
+
+The sequence losses give each token of a sequence the sequence's value, which `SequenceMean` turns into their papers'
+objectives; `SequenceSum` with `GSPO` is LUSPO.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -19,13 +29,19 @@ from torch import Tensor
 from lightrl.ops.kl import MAX_LOG_RATIO
 from lightrl.ops.losses import ClippedLoss, clipped_policy_loss
 
-__all__ = ["PPOClip", "PolicyLoss"]
+__all__ = ["CISPO", "CPG", "GMPO", "GSPO", "SAPO", "PPOClip", "PolicyLoss", "RLOOSequence"]
 
 Metrics = dict[str, Tensor]
 
 
 class PolicyLoss(ABC):
-    """A loss per token."""
+    """A loss per token.
+
+    Attributes:
+        zero_advantage_is_zero_loss: a row whose advantages are all 0 has no gradient, so that it need not be run.
+    """
+
+    zero_advantage_is_zero_loss: bool = True
 
     @abstractmethod
     def __call__(
@@ -103,6 +119,261 @@ class PPOClip(PolicyLoss):
         return _on(mask, clipped.loss), metrics
 
 
+class GSPO(PolicyLoss):
+    """PPO's clip on the length-normalised ratio of the sequence: `s = exp(1 / len * sum_t log r_t)`.
+
+        L = -min(s * A, clip(s, 1 - eps_low, 1 + eps_high) * A)
+
+    The ratio lies close to 1, so the bounds are hundreds of times narrower than PPO's. Clip fractions count the tokens
+    of clipped sequences. Use `SequenceMean` (the paper) or `SequenceSum` (LUSPO).
+
+    Args:
+        eps_low: in [0, 1]. eps_high: at least 0.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: https://arxiv.org/abs/2507.18071, eq. 5-7; bounds from its section 5.1. With advantages that differ within
+        a sequence it is their mean that counts. TRL's defaults leave the bounds at PPO's 0.2, which never clip.
+    """
+
+    def __init__(self, eps_low: float = 3e-4, eps_high: float = 4e-4) -> None:
+        self.eps_low, self.eps_high = _bounds("GSPO", eps_low, eps_high)
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        engine_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        ratio = _sequence_mean(log_ratio, mask).exp().expand_as(log_ratio)
+        clipped = clipped_policy_loss(ratio, advantages, self.eps_low, self.eps_high)
+        return _on(mask, clipped.loss), _metrics(log_ratio, ratio, mask) | _clip_metrics(clipped, mask)
+
+
+class RLOOSequence(PolicyLoss):
+    """PPO's clip on the probability ratio of the whole response: `s = exp(sum_t log r_t)`, the response one action.
+
+        L = -min(s * A, clip(s, 1 - eps_low, 1 + eps_high) * A)
+
+    Exactly unbiased off-policy while unclipped, but the ratio's variance grows with the length. Needs `SequenceMean`
+    to be TRL's RLOO loss. Clip fractions count the tokens of clipped sequences.
+
+    Args:
+        eps_low: in [0, 1]. eps_high: at least 0.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: https://arxiv.org/abs/2402.14740; TRL's `RLOOTrainer`.
+    """
+
+    def __init__(self, eps_low: float = 0.2, eps_high: float = 0.2) -> None:
+        self.eps_low, self.eps_high = _bounds("RLOOSequence", eps_low, eps_high)
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        engine_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        total = log_ratio.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        ratio = total.exp().expand_as(log_ratio)
+        clipped = clipped_policy_loss(ratio, advantages, self.eps_low, self.eps_high)
+        return _on(mask, clipped.loss), _metrics(log_ratio, ratio, mask) | _clip_metrics(clipped, mask)
+
+
+class GMPO(PolicyLoss):
+    """Geometric mean of the sequence's token ratios, each clipped in log space on its pessimistic side.
+
+        A > 0: c_t = min(log r_t, eps_high)        A < 0: c_t = max(log r_t, -eps_low)
+        L = -A * exp(1 / len * sum_t c_t)
+
+    Clip fractions are those of tokens whose log-ratio is clipped. Use `SequenceMean` (the paper).
+
+    Args:
+        eps_low: bound on -log r, above 0. eps_high: bound on log r, above 0. The paper's range is (e^-0.4, e^0.4).
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: https://arxiv.org/abs/2507.20673, eq. 4 and algorithm 1.
+    """
+
+    def __init__(self, eps_low: float = 0.4, eps_high: float = 0.4) -> None:
+        for name, value in (("eps_low", eps_low), ("eps_high", eps_high)):
+            if not value > 0:
+                raise ValueError(f"GMPO({name}={value}): must be above 0; it bounds the log-ratio.")
+        self.eps_low, self.eps_high = eps_low, eps_high
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        engine_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        upper, lower = log_ratio.clamp(max=self.eps_high), log_ratio.clamp(min=-self.eps_low)
+        bounded = torch.where(advantages > 0, upper, torch.where(advantages < 0, lower, log_ratio))
+        ratio = _sequence_mean(bounded, mask).exp().expand_as(log_ratio)
+        low, high = log_ratio < -self.eps_low, log_ratio > self.eps_high
+        clips = ClippedLoss(log_ratio, low & (advantages < 0), high & (advantages > 0), low)
+        return _on(mask, -advantages * ratio), _metrics(log_ratio, ratio, mask) | _clip_metrics(clips, mask)
+
+
+class CISPO(PolicyLoss):
+    """Policy gradient weighted by a bounded ratio: no token ever loses its gradient.
+
+        L = -sg(clip(r, ratio_min, ratio_max)) * A * log pi
+
+    Clip fractions are those of tokens whose weight is bounded, whatever the sign of A. `ratio_min = ratio_max = 1` is
+    plain REINFORCE.
+
+    Args:
+        ratio_max: largest weight, at least 1 (1 + eps_high in the paper).
+        ratio_min: smallest weight, in [0, 1] (1 - eps_low; the paper leaves it open).
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: MiniMax-M1, https://arxiv.org/abs/2506.13585 eq. 4-5; `ratio_max` 5 from https://arxiv.org/abs/2510.13786.
+        TRL reads `epsilon_high` as the bound itself, so its default bounds the weight at 0.2.
+    """
+
+    def __init__(self, ratio_max: float = 5.0, ratio_min: float = 0.0) -> None:
+        if not ratio_max >= 1:
+            raise ValueError(
+                f"CISPO(ratio_max={ratio_max}): must be at least 1; it bounds pi / pi_old, not its excess."
+            )
+        if not 0 <= ratio_min <= 1:
+            raise ValueError(f"CISPO(ratio_min={ratio_min}): must be in [0, 1]; 0 turns it off.")
+        self.ratio_max, self.ratio_min = ratio_max, ratio_min
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        engine_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        ratio = log_ratio.detach().exp()
+        loss = -ratio.clamp(self.ratio_min, self.ratio_max) * advantages * logprobs
+        low, high = ratio < self.ratio_min, ratio > self.ratio_max
+        return _on(mask, loss), _metrics(log_ratio, ratio, mask) | _clip_metrics(
+            ClippedLoss(loss, low, high, low), mask
+        )
+
+
+class SAPO(PolicyLoss):
+    """A soft gate instead of a clip: the gradient weight falls smoothly as the ratio leaves 1.
+
+        L = -4 / tau * sigmoid(tau * (r - 1)) * A,    tau = tau_pos where A > 0, else tau_neg
+
+    On-policy the gradient is that of PPO. Without bounds there are no clip fractions.
+
+    Args:
+        tau_pos: sharpness for A > 0, above 0. tau_neg: for A <= 0, above 0; larger decays faster.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: https://arxiv.org/abs/2511.20347, eq. 5-6.
+    """
+
+    def __init__(self, tau_pos: float = 1.0, tau_neg: float = 1.05) -> None:
+        for name, value in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
+            if not value > 0:
+                raise ValueError(f"SAPO({name}={value}): must be above 0.")
+        self.tau_pos, self.tau_neg = tau_pos, tau_neg
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        engine_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        ratio = log_ratio.exp()
+        tau = torch.where(advantages > 0, self.tau_pos, self.tau_neg).to(ratio.dtype)
+        loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+        return _on(mask, loss), _metrics(log_ratio, ratio, mask)
+
+
+class CPG(PolicyLoss):
+    """CPGD's clipped policy gradient: PPO's clip on the log-ratio, and a penalty on the drift from the old policy.
+
+        L = -min(log r * A, clip(log r, log(1 - eps_low), log(1 + eps_high)) * A) + drift_coef * D
+        grad D = clip(r - 1, max=drift_clip) * grad log pi        (k3 of KL(pi_old || pi), its ratio bounded)
+
+    The gradient of a token is A times grad log pi, never weighted by its ratio. The value reported for D is k3's.
+
+    Args:
+        eps_low: in [0, 1). eps_high: at least 0.
+        drift_coef: weight of the drift penalty, at least 0; 0 is off. The drift is 0 in the first update of a rollout.
+        drift_clip: bound on r - 1 in the drift's gradient, above 0.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: https://arxiv.org/abs/2505.12504. The estimator that goes with it is `GroupNorm(scale="group")`. LightRFT
+        has the clip without the drift, and its CPGD advantages are all 0.
+    """
+
+    def __init__(
+        self, eps_low: float = 0.2, eps_high: float = 0.2, drift_coef: float = 0.0, drift_clip: float = 0.2
+    ) -> None:
+        self.eps_low, self.eps_high = _bounds("CPG", eps_low, eps_high)
+        if eps_low == 1:
+            raise ValueError("CPG(eps_low=1): must be below 1; the lower bound of the log-ratio is log(1 - eps_low).")
+        if not drift_coef >= 0:
+            raise ValueError(f"CPG(drift_coef={drift_coef}): must be 0 or more.")
+        if not drift_clip > 0:
+            raise ValueError(f"CPG(drift_clip={drift_clip}): must be above 0.")
+        self.drift_coef, self.drift_clip = drift_coef, drift_clip
+        self.zero_advantage_is_zero_loss = drift_coef == 0
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        engine_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        lower, upper = math.log(1 - self.eps_low), math.log(1 + self.eps_high)
+        loss = torch.maximum(-advantages * log_ratio, -advantages * log_ratio.clamp(lower, upper))
+        clips = ClippedLoss(
+            loss, (log_ratio < lower) & (advantages < 0), (log_ratio > upper) & (advantages > 0), advantages < 0
+        )
+        if self.drift_coef:
+            loss = loss + self.drift_coef * self._drift(log_ratio)
+        return _on(mask, loss), _metrics(log_ratio, log_ratio.exp(), mask) | _clip_metrics(clips, mask)
+
+    def _drift(self, log_ratio: Tensor) -> Tensor:
+        fixed = log_ratio.detach()
+        weight = torch.expm1(fixed).clamp(max=self.drift_clip)
+        return torch.expm1(fixed) - fixed + weight * (log_ratio - fixed)  # value of k3, gradient of the bounded one
+
+
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """log pi - log pi_old on the mask, 0 elsewhere; clamped, since an infinite ratio makes a clipped gradient NaN."""
     return _on(mask, logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -110,6 +381,11 @@ def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
 
 def _on(mask: Tensor, x: Tensor) -> Tensor:
     return torch.where(mask, x, torch.zeros_like(x))
+
+
+def _sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """(B, 1) mean over the masked tokens of each sequence; `x` is 0 off the mask or is made so."""
+    return _on(mask, x).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 @torch.no_grad()

@@ -61,7 +61,7 @@ def clipped_policy_loss(
 
 
 def clipped_value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, clip_eps: float | None = None
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_eps: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """The critic's squared error, pessimistic over a trust region around the old values.
 
@@ -69,18 +69,22 @@ def clipped_value_loss(
 
     Args:
         values: (B, T), differentiable. old_values: (B, T), at the start of the update. returns: (B, T) targets.
+        mask: (B, T) bool.
         clip_eps: eps, above 0, in units of the return; None leaves `0.5 * (V - R)**2`.
 
     Returns:
-        (B, T) loss and (B, T) bool, where the clip takes the gradient away.
+        (B, T) loss, 0 off the mask, and (B, T) float without graph, 1 where the clip takes the gradient away: V has left
+        the region on the side of its target, so that the clipped error is the larger one.
 
     Source: https://github.com/openai/baselines `ppo2/model.py`; https://arxiv.org/abs/2005.12729 on what it does.
     """
+    zero = torch.zeros_like(values)
+    values, old_values, returns = (torch.where(mask, x, zero) for x in (values, old_values, returns))
     plain = (values - returns).square()
     if clip_eps is None:
-        return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
+        return 0.5 * plain, zero.detach()
     bounded = (old_values + (values - old_values).clamp(-clip_eps, clip_eps) - returns).square()
-    return 0.5 * torch.maximum(plain, bounded), (bounded > plain).detach()
+    return 0.5 * torch.maximum(plain, bounded), (bounded > plain).to(values.dtype).detach()
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: AllSum = identity) -> Tensor:

@@ -1,0 +1,135 @@
+"""Corrections for tokens that another policy sampled than the one that starts the update, wrapped around any loss.
+
+The engine samples with its own kernels and dtype, and possibly older weights: `engine_logprobs` differ from
+`old_logprobs`. Letters: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightrl.modules.losses import Metrics, PolicyLoss
+from lightrl.ops.kl import MAX_LOG_RATIO
+
+__all__ = ["OffPolicyCorrection", "OffPolicySequenceMask"]
+
+
+class OffPolicyCorrection(PolicyLoss):
+    """Weights token losses by `w = pi_old / pi_engine`, bounded.
+
+        level "token":     w_t = exp(old_t - engine_t)
+        level "sequence":  w   = exp(sum_t (old_t - engine_t)), the same for all tokens of the sequence
+        mode "truncate":   w clamped to [low, high]                       TIS
+        mode "mask":       w where low <= w <= high, else 0               MIS; token level: IcePop
+
+    Metrics: `off_policy/weight` (mean of the unbounded w), `off_policy/weight_max`, `off_policy/bounded_fraction`
+    (fraction of tokens whose weight the bounds changed), `off_policy/kl` (k3 estimate of KL(engine || old)).
+
+    Args:
+        loss: what is weighted.
+        level: "token" (biased beyond one token, low variance) or "sequence" (unbiased, high variance).
+        mode: "truncate" or "mask".
+        high: upper bound of the weight, at least 1.
+        low: lower bound, in [0, 1].
+
+    Raises:
+        ValueError: an argument is out of range; on call, there are no engine log-probs.
+
+    Source: TIS https://fengyao.notion.site/off-policy-rl; MIS https://richardli.xyz/rl-collapse; IcePop
+        https://ringtech.notion.site/icepop. TRL's `vllm_importance_sampling_mode` has the same four combinations.
+    """
+
+    def __init__(
+        self,
+        loss: PolicyLoss,
+        level: Literal["token", "sequence"] = "token",
+        mode: Literal["truncate", "mask"] = "truncate",
+        high: float = 2.0,
+        low: float = 0.0,
+    ) -> None:
+        if level not in ("token", "sequence"):
+            raise ValueError(f"OffPolicyCorrection(level={level!r}): must be 'token' or 'sequence'.")
+        if mode not in ("truncate", "mask"):
+            raise ValueError(f"OffPolicyCorrection(mode={mode!r}): must be 'truncate' or 'mask'.")
+        if not high >= 1:
+            raise ValueError(f"OffPolicyCorrection(high={high}): must be at least 1, the weight of an exact engine.")
+        if not 0 <= low <= 1:
+            raise ValueError(f"OffPolicyCorrection(low={low}): must be in [0, 1]; 0 turns it off.")
+        self.loss, self.level, self.mode, self.high, self.low = loss, level, mode, high, low
+        self.zero_advantage_is_zero_loss = loss.zero_advantage_is_zero_loss
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        engine_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        if engine_logprobs is None:
+            raise ValueError("OffPolicyCorrection: engine_logprobs=None: it compares the engine's log-probs to ours.")
+        loss, metrics = self.loss(logprobs, old_logprobs, advantages, mask, engine_logprobs=engine_logprobs)
+        weight, more = self._weights(old_logprobs, engine_logprobs, mask)
+        return weight * loss, metrics | more
+
+    @torch.no_grad()
+    def _weights(self, old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:
+        token = torch.where(mask, old_logprobs - engine_logprobs, torch.zeros_like(old_logprobs))
+        log_weight = token.sum(-1, keepdim=True).expand_as(token) if self.level == "sequence" else token
+        raw = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        outside = (raw < self.low) | (raw > self.high)
+        bounded = raw.clamp(self.low, self.high) if self.mode == "truncate" else raw.masked_fill(outside, 0.0)
+        zero = torch.zeros_like(raw)
+        return bounded, {
+            "off_policy/weight": torch.where(mask, raw, zero),
+            "off_policy/weight_max": torch.where(mask, raw, zero),
+            "off_policy/bounded_fraction": (outside & mask).float(),
+            "off_policy/kl": torch.expm1(token) - token,
+        }
+
+
+class OffPolicySequenceMask(PolicyLoss):
+    """Leaves out bad samples that the policy has moved away from.
+
+        m_t = 0 where A_t < 0 and mean_t (log pi_sampler - log pi) > threshold, else 1
+
+    pi_sampler is the engine's where its log-probs are there, so that both kinds of off-policyness count: updates since
+    the rollout and the engine's own numerics; else pi_old. Metric: `off_policy/masked_fraction` of tokens.
+
+    Args:
+        loss: what is masked.
+        threshold: in nats per token, above 0.
+
+    Raises:
+        ValueError: threshold is not above 0.
+
+    Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556 eq. 8-9; TRL's `off_policy_mask_threshold`.
+    """
+
+    def __init__(self, loss: PolicyLoss, threshold: float = 0.5) -> None:
+        if not threshold > 0:
+            raise ValueError(f"OffPolicySequenceMask(threshold={threshold}): must be above 0.")
+        self.loss, self.threshold = loss, threshold
+        self.zero_advantage_is_zero_loss = loss.zero_advantage_is_zero_loss
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        engine_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        loss, metrics = self.loss(logprobs, old_logprobs, advantages, mask, engine_logprobs=engine_logprobs)
+        sampler = old_logprobs if engine_logprobs is None else engine_logprobs
+        gap = torch.where(mask, sampler - logprobs.detach(), torch.zeros_like(sampler))
+        drift = gap.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+        dropped = mask & (advantages < 0) & (drift > self.threshold)
+        return torch.where(dropped, torch.zeros_like(loss), loss), metrics | {
+            "off_policy/masked_fraction": dropped.float()
+        }
