@@ -5,20 +5,21 @@ Letters: P prompts, G completions per prompt, B = P * G sequences, T tokens.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jsonargparse import lazy_instance
 from lightning.pytorch import LightningDataModule
 
-from lightrl.data.prompts import PromptSet, PromptSource
+from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource
 from lightrl.data.templates import load_tokenizer
 from lightrl.engines.base import Engine, EngineContext, StaleWeightsError
 from lightrl.engines.vllm import VLLMEngine
-from lightrl.rewards.base import Reward
-from lightrl.rewards.scorer import RewardScorer
+from lightrl.rewards.base import RewardSpec
+from lightrl.rewards.scorer import RewardScorer, Scores
 from lightrl.types import CompletionGroup, Prompts, Rollouts, SamplingParams, pad_rows
 
 __all__ = ["RolloutDataModule", "RolloutLoader"]
@@ -111,8 +112,8 @@ class RolloutDataModule(LightningDataModule):
 
     def __init__(
         self,
-        prompts: PromptSource,
-        rewards: list[str | Reward] | None = None,
+        prompts: PromptSource | PromptMixture,
+        rewards: list[RewardSpec] | None = None,
         engine: Engine = lazy_instance(VLLMEngine),  # noqa: B008
         sampling: SamplingParams = SamplingParams(),  # noqa: B008
         group_size: int = 1,
@@ -123,12 +124,12 @@ class RolloutDataModule(LightningDataModule):
         label_column: str = "label",
         reward_timeout: float | None = None,
         reward_concurrency: int = 32,
-        on_reward_error: str = "error",
-        eval_prompts: PromptSource | None = None,
+        on_reward_error: Literal["error", "none"] = "error",
+        eval_prompts: PromptSource | PromptMixture | None = None,
         eval_sampling: SamplingParams | None = None,
         eval_group_size: int = 1,
         eval_batch_size: int = 64,
-        predict_prompts: PromptSource | None = None,
+        predict_prompts: PromptSource | PromptMixture | None = None,
         tokenizer: str | None = None,
         seed: int = 0,
     ) -> None:
@@ -147,8 +148,9 @@ class RolloutDataModule(LightningDataModule):
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1.")
         if sampling.temperature == 0:
             raise ValueError("sampling.temperature=0: greedy completions of a prompt are all equal; train above 0.")
-        self.scorer = RewardScorer(
-            rewards or [],
+        # Without functions the rewards come from the module's reward models alone.
+        self.scorer = None if not rewards else RewardScorer(
+            rewards,
             weights=reward_weights,
             recipes=recipes,
             label_column=label_column,
@@ -188,7 +190,7 @@ class RolloutDataModule(LightningDataModule):
         for name in wanted.get(stage, ("eval_prompts",)):
             source = getattr(self, name)
             if source is not None and name not in self._sets:
-                self._sets[name] = source.load(self.tokenizer, seed=self.seed)
+                self._sets[name] = source.load(self.tokenizer, seed=self.seed, shuffle=name == "prompts")
 
     def train_dataloader(self) -> RolloutLoader:
         """One epoch of rollouts."""
@@ -217,7 +219,8 @@ class RolloutDataModule(LightningDataModule):
     def teardown(self, stage: str) -> None:
         """Ends the engine and the reward workers, also after an error or Ctrl-C."""
         self.engine.close()
-        self.scorer.close()
+        if self.scorer is not None:
+            self.scorer.close()
 
     def state_dict(self) -> dict[str, int]:
         """The position in the prompts, the same on every rank."""
@@ -261,9 +264,9 @@ class RolloutDataModule(LightningDataModule):
         generated = time.perf_counter()
         finished = [group for group in groups if group is not None]
         assert len(finished) == len(prompts), "the engine lost a group"
-        scores = [handle.result() for handle in handles]
+        scores = None if self.scorer is None else Scores.concat([handle.result() for handle in handles])
         rollouts = build_rollouts(prompts, finished, scores, self.tokenizer.pad_token_id, sampling.temperature)
-        rollouts.reward_weights = dict(self.scorer.weights)
+        rollouts.reward_weights = {} if self.scorer is None else dict(self.scorer.weights)
         rollouts.metrics |= {
             "time/sync": synced - start,
             "time/generate": generated - synced,
@@ -272,6 +275,8 @@ class RolloutDataModule(LightningDataModule):
         return rollouts
 
     def _submit(self, prompts: Prompts, group: CompletionGroup) -> Any:
+        if self.scorer is None:
+            return None
         row, size = group.prompt_index, len(group.completions)
         return self.scorer.submit(
             prompts=[prompts.texts[row]] * size,
@@ -313,41 +318,42 @@ class RolloutDataModule(LightningDataModule):
 
 def request_seed(seed: int, stream: str, cursor: int, row: int) -> int:
     """A 62-bit seed that depends on the run's seed, the stream, and the prompt's place in it, and on nothing else."""
-    import hashlib
-
     digest = hashlib.blake2b(f"{seed}/{stream}/{cursor}/{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 
 def build_rollouts(
-    prompts: Prompts, groups: list[CompletionGroup], scores: list[Any], pad_token_id: int, temperature: float
+    prompts: Prompts, groups: list[CompletionGroup], scores: Scores | None, pad_token_id: int, temperature: float
 ) -> Rollouts:
     """Lays P groups out as right-padded (B, T) rows, rows of a group next to one another.
 
     Args:
         prompts: P prompts. groups: their completions, in the order of the prompts.
-        scores: per group, what the scorer gave.
+        scores: of the B rows; None leaves them unscored (NaN).
         pad_token_id: fills the rows. temperature: of the sampling distribution.
     """
     rows = [(p, c) for p, group in enumerate(groups) for c in group.completions]
+    picked = [p for p, _ in rows]
     tokens = [prompts.token_ids[p] + list(c.token_ids) for p, c in rows]
-    zeros = [[0.0] * len(prompts.token_ids[p]) for p, _ in rows]
+    before = [len(prompts.token_ids[p]) for p in picked]
+    masks = [[0] * n + [1] * len(c.token_ids) for n, (_, c) in zip(before, rows, strict=True)]
+    logprobs = [[0.0] * n + list(c.logprobs) for n, (_, c) in zip(before, rows, strict=True)]
+    scores = scores or Scores(total=[float("nan")] * len(rows), parts={})
+    columns = {name: [values[p] for p in picked] for name, values in prompts.columns.items()}
     return Rollouts(
         token_ids=pad_rows(tokens, pad_token_id, torch.long),
-        attention_mask=pad_rows([[1] * len(t) for t in tokens], 0, torch.bool),
-        response_mask=pad_rows([[0] * len(z) + [1] * len(c.token_ids) for z, (_, c) in zip(zeros, rows, strict=True)], 0, torch.bool),
-        engine_logprobs=pad_rows([z + list(c.logprobs) for z, (_, c) in zip(zeros, rows, strict=True)], 0.0, torch.float32),
-        group_ids=torch.tensor([p for p, _ in rows]),
-        rewards=torch.tensor([x for s in scores for x in s.total], dtype=torch.float32),
-        reward_parts={
-            name: torch.tensor([x for s in scores for x in s.parts[name]], dtype=torch.float32)
-            for name in (scores[0].parts if scores else {})
-        },
+        attention_mask=pad_rows([[1] * len(row) for row in tokens], 0, torch.bool),
+        response_mask=pad_rows(masks, 0, torch.bool),
+        engine_logprobs=pad_rows(logprobs, 0.0, torch.float32),
+        group_ids=torch.tensor(picked),
+        rewards=torch.tensor(scores.total, dtype=torch.float32),
+        reward_parts={name: torch.tensor(part, dtype=torch.float32) for name, part in scores.parts.items()},
         truncated=torch.tensor([c.finish_reason == "length" for _, c in rows]),
         policy_version=min(group.policy_version for group in groups),
         temperature=temperature,
-        prompts=[prompts.texts[p] for p, _ in rows],
+        prompts=[prompts.texts[p] for p in picked],
         completions=[c.text for _, c in rows],
-        columns={name: [values[p] for p, _ in rows] for name, values in prompts.columns.items()},
-        inputs=[prompts.inputs[p] for p, _ in rows] if prompts.inputs else [],
+        columns={**columns, **scores.extra},
+        inputs=[prompts.inputs[p] for p in picked] if prompts.inputs else [],
+        metrics=dict(scores.metrics),
     )

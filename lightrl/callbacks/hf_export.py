@@ -1,0 +1,53 @@
+"""Writes the policy as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightrl.models.loading import save_hf_folder
+
+__all__ = ["HFExport"]
+
+
+class HFExport(Callback):
+    """Exports the actor with its tokenizer as a folder that transformers and vLLM load, LoRA merged.
+
+    Args:
+        dirpath: the folder; `model/` under the trainer's `log_dir` where None.
+        every_n_rollouts: also export while training, to `dirpath/rollout=N`; None exports at the end only.
+    """
+
+    def __init__(self, dirpath: str | None = None, every_n_rollouts: int | None = None) -> None:
+        if every_n_rollouts is not None and every_n_rollouts < 1:
+            raise ValueError(f"HFExport.every_n_rollouts={every_n_rollouts}: must be at least 1, or null.")
+        self.dirpath, self.every_n_rollouts = dirpath, every_n_rollouts
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Exports every N rollouts."""
+        done = trainer.fit_loop.total_batch_idx
+        if self.every_n_rollouts is not None and done % self.every_n_rollouts == 0:
+            self.export(trainer, pl_module, self._folder(trainer) / f"rollout={done}")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Exports the final weights."""
+        self.export(trainer, pl_module, self._folder(trainer))
+
+    def _folder(self, trainer: Trainer) -> Path:
+        return Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "model")
+
+    def export(self, trainer: Trainer, pl_module: Any, folder: Path) -> None:
+        """Gathers the weights on every rank, tensor by tensor, and writes them on rank 0."""
+        state = {}
+        for name, tensor in pl_module.named_policy_weights():
+            if trainer.is_global_zero:
+                state[name] = tensor.cpu().clone()
+        if trainer.is_global_zero:
+            save_hf_folder(pl_module.actor, state, folder, tokenizer_path=pl_module.actor_spec.path)
+            rank_zero_info(f"Exported the model to {folder}")
+        trainer.strategy.barrier()

@@ -1,0 +1,104 @@
+"""`lightrl`: Lightning's command line with LightRL's classes at hand by their short names."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["main", "run"]
+
+USAGE = """LightRL: reinforcement fine-tuning as an ordinary Lightning job.
+
+  lightrl fit --config x.yaml        train (PPO, GRPO, SFT, ...)
+  lightrl validate --config x.yaml   evaluate on the evaluation prompts
+  lightrl test --config x.yaml       the same, on test prompts
+  lightrl predict --config x.yaml    write completions with their rewards
+  lightrl report RUN_DIR             plots and samples of a run as one HTML page
+  lightrl serve-reward ...           serve a reward function over HTTP
+
+`lightrl COMMAND --help` explains every argument; `lightrl fit --model.help PPOLightningModule` those of a class.
+"""
+
+
+def _report() -> Callable[..., Any]:
+    from lightrl.report import report
+
+    return report
+
+
+def _serve_reward() -> Callable[..., Any]:
+    from lightrl.rewards.server import serve_reward
+
+    return serve_reward
+
+
+COMMANDS: dict[str, Callable[[], Callable[..., Any]]] = {"report": _report, "serve-reward": _serve_reward}
+
+
+def _build_cli() -> type[Any]:
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+    import lightrl.callbacks
+    import lightrl.data
+    import lightrl.engines
+    import lightrl.modules
+    import lightrl.rewards  # noqa: F401 - imported so that YAML may name their classes without a path
+
+    class LightRLCLI(LightningCLI):
+        """`LightningCLI` in subclass mode, without a checkpoint's hyperparameters overriding YAML on resume."""
+
+        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+            """Defaults that manual optimisation and generated batches need."""
+            parser.set_defaults(
+                {
+                    "trainer.num_sanity_val_steps": 0,
+                    "trainer.use_distributed_sampler": False,
+                    "trainer.log_every_n_steps": 1,
+                }
+            )
+
+        def _parse_ckpt_path(self) -> None:
+            """Lightning would merge the checkpoint's hyperparameters over the given YAML; here YAML is what counts."""
+
+    return LightRLCLI
+
+
+def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
+    """Runs fit, validate, test or predict.
+
+    Args:
+        args: command line without the program's name; `sys.argv` where None.
+        kwargs: further arguments of `LightningCLI`, e.g. `run=False` to build without running.
+
+    Returns:
+        the CLI object with `trainer`, `model` and `datamodule`.
+    """
+    from lightning.pytorch import LightningDataModule, LightningModule
+
+    return _build_cli()(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        seed_everything_default=0,
+        save_config_kwargs={"overwrite": True},
+        args=None if args is None else list(args),
+        **kwargs,
+    )
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point of the `lightrl` command."""
+    arguments = list(sys.argv[1:] if args is None else args)
+    sys.path.insert(0, os.getcwd())  # YAML may name classes and functions of the folder it is run in
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return
+    if arguments[0] in COMMANDS:
+        from jsonargparse import auto_cli
+
+        auto_cli(COMMANDS[arguments[0]](), args=arguments[1:], as_positional=True, prog=f"lightrl {arguments[0]}")
+        return
+    run(arguments)
