@@ -102,13 +102,7 @@ class PPOClip(PolicyLoss):
         self.cap = delta if dual_clip is None else dual_clip
 
     def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        engine_logprobs: Tensor | None = None,
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
     ) -> tuple[Tensor, Metrics]:
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         ratio = log_ratio.exp()
@@ -141,13 +135,7 @@ class GSPO(PolicyLoss):
         self.eps_low, self.eps_high = _bounds("GSPO", eps_low, eps_high)
 
     def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        engine_logprobs: Tensor | None = None,
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
     ) -> tuple[Tensor, Metrics]:
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         ratio = _sequence_mean(log_ratio, mask).exp().expand_as(log_ratio)
@@ -176,13 +164,7 @@ class RLOOSequence(PolicyLoss):
         self.eps_low, self.eps_high = _bounds("RLOOSequence", eps_low, eps_high)
 
     def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        engine_logprobs: Tensor | None = None,
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
     ) -> tuple[Tensor, Metrics]:
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         total = log_ratio.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -215,13 +197,7 @@ class GMPO(PolicyLoss):
         self.eps_low, self.eps_high = eps_low, eps_high
 
     def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        engine_logprobs: Tensor | None = None,
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
     ) -> tuple[Tensor, Metrics]:
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         upper, lower = log_ratio.clamp(max=self.eps_high), log_ratio.clamp(min=-self.eps_low)
@@ -261,13 +237,7 @@ class CISPO(PolicyLoss):
         self.ratio_max, self.ratio_min = ratio_max, ratio_min
 
     def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        engine_logprobs: Tensor | None = None,
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
     ) -> tuple[Tensor, Metrics]:
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         ratio = log_ratio.detach().exp()
@@ -301,13 +271,7 @@ class SAPO(PolicyLoss):
         self.tau_pos, self.tau_neg = tau_pos, tau_neg
 
     def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        engine_logprobs: Tensor | None = None,
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
     ) -> tuple[Tensor, Metrics]:
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         ratio = log_ratio.exp()
@@ -350,13 +314,7 @@ class CPG(PolicyLoss):
         self.zero_advantage_is_zero_loss = drift_coef == 0
 
     def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        engine_logprobs: Tensor | None = None,
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
     ) -> tuple[Tensor, Metrics]:
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         lower, upper = math.log(1 - self.eps_low), math.log(1 + self.eps_high)

@@ -73,8 +73,8 @@ def clipped_value_loss(
         clip_eps: eps, above 0, in units of the return; None leaves `0.5 * (V - R)**2`.
 
     Returns:
-        (B, T) loss, 0 off the mask, and (B, T) float without graph, 1 where the clip takes the gradient away: V has left
-        the region on the side of its target, so that the clipped error is the larger one.
+        (B, T) loss, 0 off the mask, and (B, T) float without graph, 1 where the clip takes the gradient away: V has
+        left the region towards its target, so that the clipped error is the larger one.
 
     Source: https://github.com/openai/baselines `ppo2/model.py`; https://arxiv.org/abs/2005.12729 on what it does.
     """
