@@ -1,0 +1,229 @@
+"""The decoding loop of the transformers engine: admits prompts, samples a token per row, hands out finished groups.
+
+Letters: P prompts, G completions per prompt, R live rows, V vocabulary, N most new tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrl.engines.decoders import Decoder
+from lightrl.engines.sampling import completion_uniforms, forbidden_tokens, sample
+from lightrl.types import Completion, CompletionGroup, Prompts, SamplingParams
+
+__all__ = ["Generation"]
+
+
+class _Row:
+    """One completion under way. `slot` is its place in the matrix of uniforms."""
+
+    __slots__ = ("completion", "logprobs", "prompt", "slot", "text", "tokens", "visible")
+
+    def __init__(self, prompt: int, completion: int, slot: int) -> None:
+        self.prompt, self.completion, self.slot = prompt, completion, slot
+        self.tokens: list[int] = []
+        self.visible: list[int] = []  # tokens that are not special; kept up only where there are stop strings
+        self.logprobs: list[float] = []
+        self.text: str | None = None  # set when a stop string cuts it
+
+
+class Generation:
+    """One call of `generate`.
+
+    Args:
+        decoder: empty; holds the keys and values.
+        prompts, sampling, copies, seeds: as for `Engine.generate` (copies is G).
+        tokenizer: for texts and stop strings.
+        eos_ids: end-of-sequence tokens, heeded unless `sampling.ignore_eos`.
+        device: of the logits.
+        max_sequences: most rows at a time. max_tokens: most tokens held at a time.
+        policy_version: of the weights that sample.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompts: Prompts,
+        sampling: SamplingParams,
+        copies: int,
+        seeds: Sequence[int],
+        *,
+        tokenizer: Any,
+        eos_ids: set[int],
+        device: torch.device,
+        max_sequences: int,
+        max_tokens: int,
+        policy_version: int,
+    ) -> None:
+        self.decoder, self.prompts, self.sampling, self.copies = decoder, prompts, sampling, copies
+        self.tokenizer, self.policy_version, self.device = tokenizer, policy_version, device
+        self.max_sequences, self.max_tokens = max_sequences, max_tokens
+        self.end_ids = set(sampling.stop_token_ids or []) | (set() if sampling.ignore_eos else eos_ids)
+        self.stops = list(sampling.stop or [])
+        # A token that can be seen has at least one byte, so this many tokens reach back over a stop string.
+        self.stop_window = max((len(stop.encode()) for stop in self.stops), default=0) + 8
+        self.special = set(tokenizer.all_special_ids) if self.stops else set()
+        self.uniforms = torch.stack(
+            [completion_uniforms(seed, g, sampling.max_new_tokens) for seed in seeds for g in range(copies)]
+        ).to(device)
+        # Longest first: neighbours are of about the same length, so little of a batch of prompts is padding.
+        self.waiting = deque(sorted(range(len(prompts)), key=lambda p: -len(prompts.token_ids[p])))
+        self.rows: list[_Row] = []
+        self.last = torch.empty(0, dtype=torch.long, device=device)
+        self.slots = torch.empty(0, dtype=torch.long, device=device)
+        self.lengths = torch.empty(0, dtype=torch.long, device=device)
+        self.seen: Tensor | None = None
+        self.finished: dict[int, list[Completion | None]] = {}
+        self.unfinished: dict[int, int] = {}
+        self.held = 0
+
+    def groups(self) -> Iterator[CompletionGroup]:
+        """The groups, each as soon as its last completion is done."""
+        while self.waiting or self.rows:
+            admitted = self._admit()
+            # Not a `with` around the loop: a generator would leave inference mode on in its caller.
+            ended = self._prefill(admitted) if admitted else self._step()
+            yield from self._retire(ended)
+
+    # ------------------------------------------------------------------------------------------------ admission
+
+    def _cost(self, prompt: int) -> int:
+        length = len(self.prompts.token_ids[prompt])
+        return self.decoder.tokens_held(length, self.copies, self.sampling.max_new_tokens)
+
+    def _batches(self, first: int, other: int) -> bool:
+        return self.decoder.batches(self.prompts.token_ids[first], self.prompts.token_ids[other])
+
+    def _extra(self, prompt: int) -> dict[str, Any]:
+        return self.prompts.inputs[prompt] if self.prompts.inputs else {}
+
+    def _admit(self) -> list[int]:
+        """The prompts to start now: as many as there is room for, at least one where nothing is live."""
+        if not self.waiting or (self.rows and not self.decoder.refills):
+            return []
+        taken: list[int] = []
+        while self.waiting:
+            p = self.waiting[0]
+            sequences = len(self.rows) + (len(taken) + 1) * self.copies
+            fits = sequences <= self.max_sequences and self.held + self._cost(p) <= self.max_tokens
+            if not fits and (self.rows or taken):
+                break
+            if taken and (self._extra(p) or not self._batches(taken[0], p)):
+                break
+            taken.append(self.waiting.popleft())
+            self.held += self._cost(p)
+            if self._extra(p):  # extra inputs belong to one prompt: it goes through the model alone
+                break
+        return taken
+
+    # ------------------------------------------------------------------------------------------------- sampling
+
+    @torch.inference_mode()
+    def _prefill(self, admitted: list[int]) -> list[int]:
+        """Computes prompts and samples the first token of their completions; positions of rows that ended."""
+        first = len(self.rows)
+        for p in admitted:
+            self.rows += [_Row(p, g, p * self.copies + g) for g in range(self.copies)]
+            self.finished[p], self.unfinished[p] = [None] * self.copies, self.copies
+        token_ids = [self.prompts.token_ids[p] for p in admitted]
+        logits = self.decoder.prefill(token_ids, self.copies, self._extra(admitted[0]))
+        logits = logits.repeat_interleave(self.copies, 0)
+        slots = torch.tensor([row.slot for row in self.rows[first:]], device=self.device)
+        self.slots = torch.cat([self.slots, slots])
+        self.lengths = torch.cat([self.lengths, torch.zeros_like(slots)])
+        self.last = torch.cat([self.last, torch.zeros_like(slots)])
+        if self.sampling.repetition_penalty != 1.0:
+            seen = torch.zeros(len(admitted), logits.shape[-1], dtype=torch.bool, device=self.device)
+            for i, tokens in enumerate(token_ids):
+                seen[i, list(tokens)] = True
+            seen = seen.repeat_interleave(self.copies, 0)
+            self.seen = seen if self.seen is None else torch.cat([self.seen, seen])
+        return self._sample(logits, first)
+
+    @torch.inference_mode()
+    def _step(self) -> list[int]:
+        """Samples one more token for every row; positions of rows that ended."""
+        return self._sample(self.decoder.step(self.last), 0)
+
+    def _sample(self, logits: Tensor, first: int) -> list[int]:
+        """Samples for the rows from `first` on and writes the tokens down; positions of rows that ended."""
+        lengths, slots = self.lengths[first:], self.slots[first:]
+        rows = self.rows[first:] if first else self.rows
+        forbidden = None
+        least = self.sampling.min_new_tokens
+        if least and self.end_ids and min(len(row.tokens) for row in rows) < least:
+            forbidden = forbidden_tokens(lengths < least, sorted(self.end_ids), logits.shape[-1])
+        seen = self.seen[first:] if self.seen is not None else None
+        tokens, logprobs = sample(logits, self.sampling, self.uniforms[slots, lengths], seen=seen, forbidden=forbidden)
+        if seen is not None:
+            seen.scatter_(1, tokens[:, None], True)
+        lengths += 1
+        self.last[first:] = tokens
+        ended = []
+        for i, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True), first):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            if token in self.end_ids or len(row.tokens) == self.sampling.max_new_tokens or self._stopped(row, token):
+                ended.append(i)
+        return ended
+
+    def _stopped(self, row: _Row, token: int) -> bool:
+        """Whether a stop string is complete; cuts the row's text before it."""
+        if not self.stops:
+            return False
+        if token not in self.special:
+            row.visible.append(token)
+        if len(row.tokens) < self.sampling.min_new_tokens:
+            return False
+        tail = self._decode(row.visible[-self.stop_window :])
+        if not any(stop in tail for stop in self.stops):
+            return False
+        text = self._decode(row.tokens)
+        cuts = [at for at in (text.find(stop) for stop in self.stops) if at >= 0]
+        if cuts:
+            row.text = text[: min(cuts)]
+        return bool(cuts)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    # ------------------------------------------------------------------------------------------------ retirement
+
+    def _retire(self, ended: list[int]) -> list[CompletionGroup]:
+        """Forgets rows that ended and returns the groups that are complete with them."""
+        groups = []
+        for i in ended:
+            row = self.rows[i]
+            p = row.prompt
+            self.finished[p][row.completion] = self._completion(row)
+            self.unfinished[p] -= 1
+            if not self.unfinished[p]:
+                self.held -= self._cost(p)
+                completions = [c for c in self.finished.pop(p) if c is not None]
+                groups.append(CompletionGroup(p, completions, self.policy_version))
+        if ended:
+            self._compact(set(ended))
+        return groups
+
+    def _completion(self, row: _Row) -> Completion:
+        stopped = row.text is not None or row.tokens[-1] in self.end_ids
+        text = row.text if row.text is not None else self._decode(row.tokens)
+        return Completion(row.tokens, row.logprobs, text, "stop" if stopped else "length")
+
+    @torch.inference_mode()
+    def _compact(self, ended: set[int]) -> None:
+        """Moves the last live rows into the places of those that ended: the rest need not be copied."""
+        count = len(self.rows) - len(ended)
+        tail = iter(i for i in range(count, len(self.rows)) if i not in ended)
+        keep = [next(tail) if i in ended else i for i in range(count)]
+        index = torch.tensor(keep, dtype=torch.long, device=self.device)
+        self.rows = [self.rows[i] for i in keep]
+        self.last, self.slots, self.lengths = self.last[index], self.slots[index], self.lengths[index]
+        if self.seen is not None:
+            self.seen = self.seen[index]
+        self.decoder.keep(keep)

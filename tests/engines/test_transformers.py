@@ -1,0 +1,380 @@
+"""The transformers engine against plain forwards, Hugging Face's generate, and numbers worked by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from lightrl.engines.base import EngineContext
+from lightrl.engines.sampling import completion_uniforms, distribution, sample
+from lightrl.engines.transformers import TransformersEngine
+from lightrl.types import CompletionGroup, Prompts, SamplingParams
+
+CHARS = ["<pad>", "<eos>", "<bos>", *"0123456789+-*= ?abcdefghijklmnopqrstuvwxyz\n()"]
+SIZES: dict[str, Any] = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+    "initializer_range": 0.3,
+}  # fmt: skip
+KINDS: dict[str, tuple[Any, Any]] = {
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16)),
+    "sliding": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=7)),
+}
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26], [5, 6, 8]]
+
+
+def save(kind: str, folder: Path) -> str:
+    torch.manual_seed(0)
+    model_class, config = KINDS[kind]
+    model = model_class(config)
+    for parameter in model.parameters():  # biases and norms would otherwise be zeros and ones
+        if parameter.ndim == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARS)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    torch.set_num_threads(1)
+    return {kind: save(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+
+
+def start(path: str, **arguments: Any) -> TransformersEngine:
+    engine = TransformersEngine(**arguments)
+    engine.start(EngineContext(path))
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engines(folders: dict[str, str]) -> dict[str, TransformersEngine]:
+    return {kind: start(path) for kind, path in folders.items()}
+
+
+def prompts_of(token_ids: list[list[int]]) -> Prompts:
+    return Prompts(token_ids=token_ids, texts=["".join(CHARS[t] for t in ids) for ids in token_ids])
+
+
+def run(
+    engine: TransformersEngine, token_ids: list[list[int]], sampling: SamplingParams, g: int = 3, seeds: Any = None
+) -> list[CompletionGroup]:
+    seeds = range(100, 100 + len(token_ids)) if seeds is None else seeds
+    groups = list(engine.generate(prompts_of(token_ids), sampling, num_completions=g, seeds=list(seeds)))
+    return sorted(groups, key=lambda group: group.prompt_index)
+
+
+def tokens_of(groups: list[CompletionGroup]) -> list[list[list[int]]]:
+    return [[c.token_ids for c in group.completions] for group in groups]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("limits", [{}, {"max_sequences": 4}, {"max_batch_tokens": 80}])
+def test_logprobs_equal_a_plain_forward(folders: dict[str, str], kind: str, limits: dict[str, int]) -> None:
+    """Unequal prompts, unequal completions, compaction, refills: each log-prob is that of a forward of its row."""
+    engine = start(folders[kind], **limits)
+    model = AutoModelForCausalLM.from_pretrained(folders[kind])
+    groups = run(engine, PROMPTS, SamplingParams(max_new_tokens=24, temperature=0.7, stop_token_ids=[30, 31, 32]))
+    assert [group.prompt_index for group in groups] == list(range(5))
+    lengths = set()
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        assert len(group.completions) == 3
+        for completion in group.completions:
+            ids = torch.tensor([prompt + completion.token_ids])
+            with torch.no_grad():
+                logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / 0.7
+            expected = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
+            assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=2e-5)
+            lengths.add(len(completion.token_ids))
+    assert len(lengths) > 3  # else this would not test compaction
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_greedy_equals_hf_generate(folders: dict[str, str], engines: dict[str, TransformersEngine], kind: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders[kind])
+    groups = run(engines[kind], PROMPTS, SamplingParams(max_new_tokens=16, temperature=0), g=1)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :]
+        assert group.completions[0].token_ids == expected.tolist()
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "sliding"])
+def test_results_depend_on_seed_and_position_alone(engines: dict[str, TransformersEngine], kind: str) -> None:
+    sampling = SamplingParams(max_new_tokens=12)
+    whole = run(engines[kind], PROMPTS, sampling)
+    again = run(engines[kind], PROMPTS, sampling)
+    assert [c for group in whole for c in group.completions] == [c for group in again for c in group.completions]
+    backwards = run(engines[kind], PROMPTS[::-1], sampling, seeds=range(104, 99, -1))
+    assert tokens_of(backwards)[::-1] == tokens_of(whole)
+    for i, prompt in enumerate(PROMPTS):
+        assert tokens_of(run(engines[kind], [prompt], sampling, seeds=[100 + i])) == [tokens_of(whole)[i]]
+    # A larger group begins with the smaller one's completions, and other seeds give other completions.
+    assert tokens_of(run(engines[kind], PROMPTS[:1], sampling, g=5))[0][:3] == tokens_of(whole)[0]
+    assert tokens_of(run(engines[kind], PROMPTS[:1], sampling, seeds=[7])) != [tokens_of(whole)[0]]
+    assert len({tuple(c) for c in tokens_of(whole)[0]}) == 3
+
+
+def test_tokens_follow_the_distribution(folders: dict[str, str], engines: dict[str, TransformersEngine]) -> None:
+    """4,000 first tokens: chi-square of 47 degrees of freedom is below 82.7 with probability 0.999."""
+    n = 4000
+    groups = run(engines["qwen2"], [[5, 6]], SamplingParams(max_new_tokens=1, temperature=2.0), g=n, seeds=[3])
+    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in groups[0].completions]), minlength=48)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folders["qwen2"])(torch.tensor([[5, 6]])).logits[0, -1]
+    expected = n * (logits / 2).softmax(-1)
+    large = expected >= 5
+    statistic = ((counts - expected)[large].square() / expected[large]).sum()
+    assert large.sum() >= 20
+    assert statistic < 82.7
+
+
+def test_distribution_by_hand() -> None:
+    """Probabilities 0.5, 0.3, 0.15, 0.05."""
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+
+    def kept(**settings: Any) -> list[float]:
+        p = distribution(logits, SamplingParams(**settings))[0]
+        return [round(x, 4) for x in (p / p.sum()).tolist()]
+
+    assert kept() == [0.5, 0.3, 0.15, 0.05]
+    assert kept(top_k=2) == [0.625, 0.375, 0, 0]
+    assert kept(top_k=9) == [0.5, 0.3, 0.15, 0.05]
+    assert kept(top_p=0.75) == [0.625, 0.375, 0, 0]  # 0.5 is too little, 0.8 is enough
+    assert kept(top_p=0.4) == [1, 0, 0, 0]
+    assert kept(min_p=0.2) == [0.5263, 0.3158, 0.1579, 0]  # at least 0.1; 0.5 / 0.95
+    assert kept(top_k=3, top_p=0.8) == [0.625, 0.375, 0, 0]  # of 0.5/0.95 + 0.3/0.95 = 0.842
+    # temperature 0.5 squares: 0.25, 0.09, 0.0225, 0.0025 over 0.365
+    assert kept(temperature=0.5) == [0.6849, 0.2466, 0.0616, 0.0068]
+    # ties with the last kept token are kept: the result must not depend on how a sort breaks them
+    even = distribution(torch.zeros(1, 4), SamplingParams(top_k=2))[0]
+    assert even.tolist() == [0.25] * 4
+
+
+def test_repetition_penalty_by_hand() -> None:
+    """Seen logits 2 and -2 become 1 and -4 with penalty 2; the unseen 1 stays."""
+    seen = torch.tensor([[True, True, False]])
+    got = distribution(torch.tensor([[2.0, -2.0, 1.0]]), SamplingParams(repetition_penalty=2.0), seen=seen)
+    assert torch.allclose(got, torch.tensor([[1.0, -4.0, 1.0]]).softmax(-1))
+
+
+def test_sample_inverts_the_cumulative_sum() -> None:
+    """F = 0.5, 0.8, 0.95, 1: u = 0 and 0.49 give token 0, 0.5 token 1, 0.94 token 2, the largest u token 3."""
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(5, 4)
+    u = torch.tensor([0.0, 0.49, 0.5001, 0.94, 1 - 2**-40], dtype=torch.float64)
+    tokens, logprobs = sample(logits, SamplingParams(), u)
+    assert tokens.tolist() == [0, 0, 1, 2, 3]
+    assert torch.allclose(logprobs.exp(), torch.tensor([0.5, 0.5, 0.3, 0.15, 0.05]))
+    # Renormalised over the nucleus {0, 1}: F = 0.625, 1.
+    tokens, logprobs = sample(logits, SamplingParams(top_p=0.75), u)
+    assert tokens.tolist() == [0, 0, 0, 1, 1]
+    assert torch.allclose(logprobs.exp(), torch.tensor([0.625, 0.625, 0.625, 0.375, 0.375]))
+
+
+def test_wide_nucleus_takes_the_sort() -> None:
+    """4,096 equal tokens: no 1,024 of them hold the nucleus, and by the rule for ties all are kept."""
+    assert (distribution(torch.zeros(2, 4096), SamplingParams(top_p=0.9)) > 0).all()
+
+
+def test_uniforms_are_stable_and_unrelated() -> None:
+    a = completion_uniforms(5, 0, 1000)
+    assert torch.equal(a[:10], completion_uniforms(5, 0, 10))
+    for other in (completion_uniforms(5, 1, 1000), completion_uniforms(6, 0, 1000), completion_uniforms(-5, 0, 1000)):
+        assert abs(torch.corrcoef(torch.stack([a, other]))[0, 1]) < 0.12  # 3.8 standard errors
+    assert a.min() >= 0
+    assert a.max() < 1
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "sliding"])
+def test_cut_distributions_are_sampled_and_reported(engines: dict[str, TransformersEngine], kind: str) -> None:
+    """exp(log-probs) are of the renormalised distribution: recomputed from a plain forward, repetitions included."""
+    settings: dict[str, Any] = {"temperature": 1.5, "top_k": 6, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3}
+    sampling = SamplingParams(max_new_tokens=10, **settings)
+    model = engines[kind]._model
+    for prompt, group in zip(PROMPTS, run(engines[kind], PROMPTS, sampling), strict=True):
+        for completion in group.completions:
+            row = prompt + completion.token_ids
+            with torch.no_grad():
+                logits = model(torch.tensor([row])).logits[0]
+            for t in range(len(prompt), len(row)):
+                seen = torch.zeros(1, 48, dtype=torch.bool)
+                seen[0, row[:t]] = True
+                p = distribution(logits[t - 1 : t], sampling, seen=seen)[0]
+                expected = (p / p.sum())[row[t]].log().item()
+                assert completion.logprobs[t - len(prompt)] == pytest.approx(expected, abs=1e-4)
+
+
+def test_ends(engines: dict[str, TransformersEngine]) -> None:
+    """End-of-sequence and stop tokens end a completion, are part of it, do not come early, and can be ignored."""
+    engine = engines["qwen2"]
+    ends = {1, *range(20, 30)}
+    stop_ids = sorted(ends - {1})
+    groups = run(engine, PROMPTS, SamplingParams(max_new_tokens=20, stop_token_ids=stop_ids), g=8)
+    completions = [c for group in groups for c in group.completions]
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    for c in completions:
+        assert not ends & set(c.token_ids[:-1])
+        assert c.finish_reason == ("stop" if c.token_ids[-1] in ends else "length")
+        assert c.finish_reason == "stop" or len(c.token_ids) == 20
+    late = run(engine, PROMPTS, SamplingParams(max_new_tokens=20, min_new_tokens=6, stop_token_ids=stop_ids), g=8)
+    for c in (c for group in late for c in group.completions):
+        assert len(c.token_ids) >= 6
+        assert not ends & set(c.token_ids[:5])
+    free = run(engine, PROMPTS, SamplingParams(max_new_tokens=20, ignore_eos=True), g=8)
+    assert all(len(c.token_ids) == 20 for group in free for c in group.completions)
+    assert any(1 in c.token_ids for group in free for c in group.completions)
+
+
+def test_stop_strings_cut_the_text_and_keep_the_tokens(engines: dict[str, TransformersEngine]) -> None:
+    sampling = SamplingParams(max_new_tokens=60, stop=["a", "7"])
+    completions = [c for group in run(engines["qwen2"], PROMPTS, sampling, g=8) for c in group.completions]
+    hit = [c for c in completions if CHARS[c.token_ids[-1]] in ("a", "7")]
+    assert hit
+    for c in hit:
+        assert c.finish_reason == "stop"
+        assert c.text == "".join(CHARS[t] for t in c.token_ids[:-1] if t > 2)
+    for c in completions:
+        assert "a" not in c.text and "7" not in c.text
+    late = run(engines["qwen2"], PROMPTS, SamplingParams(max_new_tokens=60, min_new_tokens=9, stop=["a", "7"]), g=8)
+    assert all(len(c.token_ids) >= 9 for group in late for c in group.completions)
+
+
+def test_stop_string_over_several_tokens(engines: dict[str, TransformersEngine]) -> None:
+    """A pair of characters that a free run shows ends a run that stops at it, at the same place."""
+    free = run(engines["qwen2"], [[5, 6]], SamplingParams(max_new_tokens=30, ignore_eos=True), g=1)[0].completions[0]
+    pair = free.text[10:12]
+    cut = run(engines["qwen2"], [[5, 6]], SamplingParams(max_new_tokens=30, ignore_eos=True, stop=[pair]), g=1)
+    assert cut[0].completions[0].text == free.text[: free.text.index(pair)]
+    assert len(cut[0].completions[0].token_ids) < len(free.token_ids)
+
+
+def test_groups_stream_out(folders: dict[str, str]) -> None:
+    """With room for one group at a time the first comes before the second has been computed."""
+    engine = start(folders["qwen2"], max_sequences=2)
+    sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    stream = engine.generate(prompts_of(PROMPTS), sampling, num_completions=2, seeds=[1] * 5)
+    calls: list[int] = []
+    hook = engine._model.model.embed_tokens.register_forward_hook(lambda *_: calls.append(1))
+    assert len(next(stream).completions) == 2
+    assert not torch.is_inference_mode_enabled()
+    after_one = len(calls)
+    assert len(list(stream)) == 4
+    hook.remove()
+    assert after_one == 0 or after_one < len(calls)  # the lean decoder does not call modules
+
+
+def test_global_generators_are_untouched(folders: dict[str, str]) -> None:
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    engine = start(folders["qwen2"])
+    run(engine, PROMPTS, SamplingParams(max_new_tokens=5))
+    random_one = TransformersEngine()
+    random_one.start(EngineContext(folders["qwen2"], random_init=True, seed=3))
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_load_weights(folders: dict[str, str], kind: str) -> None:
+    """A random engine becomes the reference by loading it; tied once or twice; everything it reports follows."""
+    source = start(folders[kind])
+    engine = TransformersEngine()
+    engine.start(EngineContext(folders[kind], random_init=True, seed=5))
+    assert engine.policy_version == -1
+    rows = [[5, 6, 7, 8, 9], [10, 11], [12]]
+    assert abs(engine.logprobs(rows)[0][0] - source.logprobs(rows)[0][0]) > 1e-3
+    engine.load_weights(list(source._model.named_parameters()), policy_version=4)
+    assert engine.policy_version == 4
+    assert engine.logprobs(rows) == source.logprobs(rows)
+    assert [len(row) for row in engine.logprobs(rows)] == [4, 1, 0]
+    sampling = SamplingParams(max_new_tokens=8)
+    mine, theirs = run(engine, PROMPTS, sampling), run(source, PROMPTS, sampling)
+    assert tokens_of(mine) == tokens_of(theirs)
+    assert {group.policy_version for group in mine} == {4}
+
+
+def test_load_weights_lists_what_is_wrong(folders: dict[str, str]) -> None:
+    engine = start(folders["qwen2"])
+    weights = dict(engine._model.named_parameters())
+    engine.load_weights(weights.items(), policy_version=1)
+    wrong = {name: tensor for name, tensor in weights.items() if "layers.1.mlp.up_proj" not in name}
+    wrong["model.nowhere"] = torch.zeros(1)
+    wrong["model.norm.weight"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"1\.mlp\.up_proj\.weight.*model\.nowhere.*model\.norm\.weight \(3,\)"):
+        engine.load_weights(wrong.items(), policy_version=2)
+    assert engine.policy_version == -1
+
+
+def test_logprobs_equal_a_plain_forward_of_each_row(engines: dict[str, TransformersEngine]) -> None:
+    for kind in KINDS:
+        got = engines[kind].logprobs(PROMPTS)
+        for row, values in zip(PROMPTS, got, strict=True):
+            ids = torch.tensor([row])
+            with torch.no_grad():
+                expected = engines[kind]._model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            assert torch.allclose(torch.tensor(values), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "token_ids", "arguments", "message"),
+    [
+        ({"regex": "a+"}, [[5]], {}, "regex.*VLLMEngine"),
+        ({"json_schema": {"type": "object"}}, [[5]], {}, "json_schema.*VLLMEngine"),
+        ({"extra": {"bad_words": ["a"]}}, [[5]], {}, "extra.*VLLMEngine"),
+        ({"max_new_tokens": 126}, [[5, 6, 7]], {}, "max_new_tokens=126.*128.*Lower max_new_tokens to 125"),
+        ({}, [[]], {}, "prompt 0 is empty"),
+        ({"max_new_tokens": 3}, [[5]], {"num_completions": 0}, "num_completions=0"),
+        ({"max_new_tokens": 3}, [[5]], {"seeds": [1, 2]}, "seeds: 2 for 1"),
+    ],
+)
+def test_refusals(
+    engines: dict[str, TransformersEngine], sampling: Any, token_ids: Any, arguments: Any, message: str
+) -> None:
+    arguments = {"num_completions": 1, "seeds": [0], **arguments}
+    with pytest.raises(ValueError, match=message):
+        engines["qwen2"].generate(prompts_of(token_ids), SamplingParams(**sampling), **arguments)
+
+
+def test_life(folders: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="max_sequences=0"):
+        TransformersEngine(max_sequences=0)
+    engine = TransformersEngine(max_model_len=40)
+    engine.close()
+    with pytest.raises(RuntimeError, match="start"):
+        engine.logprobs([[1, 2]])
+    engine.start(EngineContext(folders["llama"]))
+    assert engine.started and engine.max_model_len == 40
+    engine.close()
+    engine.close()
+    assert not engine.started and engine.policy_version == -1
+
+
+def test_bfloat16(folders: dict[str, str]) -> None:
+    engine = start(folders["qwen2"], dtype="bfloat16")
+    assert engine._model.dtype == torch.bfloat16
+    groups = run(engine, PROMPTS, SamplingParams(max_new_tokens=8))
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group.completions:
+            expected = engine.logprobs([prompt + completion.token_ids])[0][len(prompt) - 1 :]
+            assert torch.allclose(torch.tensor(completion.logprobs), torch.tensor(expected), atol=0.15)
