@@ -1,0 +1,265 @@
+"""Supervised rows: prompts with the completions a model should learn.
+
+Letters: B rows, T tokens of the longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from datasets import IterableDataset
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightrl.data.rows import RowSource, require_columns, shuffled_order
+from lightrl.data.templates import ChatTemplate, encode, load_tokenizer, render_prompt
+from lightrl.types import pad_rows
+
+__all__ = ["SFTDataModule", "SFTLoader", "SFTSource"]
+
+
+@dataclass
+class SFTSource(RowSource):
+    """Where supervised rows come from. The arguments of `RowSource`, and:
+
+    Args:
+        prompt_column: column of the prompt: a string, or a conversation.
+        completion_column: column of the completion: a string, or a list with one assistant message.
+        messages_column: column of whole conversations that end with an assistant turn; it then stands for the two
+            above: the last turn is the completion, everything before it the prompt.
+        system_prompt: put in front of every conversation; needs a chat template.
+        chat_template: as in `PromptSource`. The same rendering as in reinforcement learning, token for token.
+        template_kwargs: further variables of the chat template.
+        max_tokens: longest row in tokens, prompt and completion together; None is no limit.
+        overlong: what happens to longer rows: "drop" leaves them out (and says how many), "truncate" cuts the
+            completion's end off, "error" stops the run.
+    """
+
+    prompt_column: str = "prompt"
+    completion_column: str = "completion"
+    messages_column: str | None = None
+    system_prompt: str | None = None
+    chat_template: ChatTemplate = "auto"
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
+    overlong: Literal["drop", "truncate", "error"] = "drop"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_tokens is not None and self.max_tokens < 2:
+            raise ValueError(f"SFTSource.max_tokens={self.max_tokens}: must be at least 2, or None.")
+        if self.overlong not in ("drop", "truncate", "error"):
+            raise ValueError(f'SFTSource.overlong={self.overlong!r}: must be "drop", "truncate" or "error".')
+        if self.streaming:
+            raise ValueError(
+                "SFTSource.streaming=True: supervised training shuffles whole passes; use `limit` instead."
+            )
+
+    def tokenized(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], list[int]]]:
+        """All rows as (prompt tokens, completion tokens), those that are too long treated as `overlong` says."""
+        data = self.read()
+        if isinstance(data, IterableDataset):
+            raise ValueError(f"{self.label} is a stream: supervised training needs rows with a length.")
+        columns = getattr(data, "column_names", None) or data[0]
+        wanted = ("messages_column",) if self.messages_column else ("prompt_column", "completion_column")
+        for argument in wanted:
+            require_columns(columns, [getattr(self, argument)], self.label, argument)
+        rows = [self._fit(i, *self._encode(tokenizer, i, data[i])) for i in range(len(data))]
+        kept = [row for row in rows if row is not None]
+        if len(kept) < len(rows):
+            dropped = len(rows) - len(kept)
+            rank_zero_info(f"{self.label}: {dropped} of {len(rows)} rows do not fit max_tokens={self.max_tokens}.")
+        if not kept:
+            raise ValueError(f"{self.label}: no row fits max_tokens={self.max_tokens}.")
+        return kept
+
+    def _split(self, row: Mapping[str, Any]) -> tuple[Any, str]:
+        """Prompt and completion text of a row."""
+        if self.messages_column:
+            messages = row[self.messages_column]
+            prompt, answer = messages[:-1], messages[-1:]
+        else:
+            prompt, answer = row[self.prompt_column], row[self.completion_column]
+        if isinstance(answer, str):
+            return prompt, answer
+        if not isinstance(answer, Sequence) or len(answer) != 1 or answer[0].get("role") != "assistant":
+            raise ValueError(f"the completion must be a string or one assistant message, got {answer!r}.")
+        return prompt, str(answer[0]["content"])
+
+    def _encode(
+        self, tokenizer: PreTrainedTokenizerBase, i: int, row: Mapping[str, Any]
+    ) -> tuple[list[int], list[int]]:
+        """Prompt and completion are tokenised apart, as they are when the completion is sampled."""
+        try:
+            prompt, answer = self._split(row)
+            text, templated = render_prompt(
+                tokenizer,
+                prompt,
+                system_prompt=self.system_prompt,
+                chat_template=self.chat_template,
+                template_kwargs=self.template_kwargs,
+            )
+            if templated:
+                answer = self._templated_answer(tokenizer, prompt, answer, text)
+        except ValueError as error:
+            raise ValueError(f"{self.label}, row {i}: {error}") from error
+        tokens = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+        eos: Any = tokenizer.eos_token_id
+        # What a template writes after the end of the turn is never sampled, so it is not learnt.
+        tokens = tokens[: tokens.index(eos)] if templated and eos in tokens else tokens
+        return encode(tokenizer, text, templated=templated), [*tokens, eos]
+
+    def _templated_answer(self, tokenizer: PreTrainedTokenizerBase, prompt: Any, answer: str, text: str) -> str:
+        """What the template adds to the prompt's text when the answer follows."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if self.system_prompt is not None:
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        messages = [*messages, {"role": "assistant", "content": answer}]
+        whole = str(tokenizer.apply_chat_template(messages, tokenize=False, **self.template_kwargs))
+        if not whole.startswith(text):
+            raise ValueError(
+                "the chat template renders the prompt differently when an answer follows, so the two cannot be told "
+                f"apart: {text!r} is not the beginning of {whole!r}. Set template_kwargs so that it is."
+            )
+        return whole[len(text) :]
+
+    def _fit(self, i: int, prompt: list[int], completion: list[int]) -> tuple[list[int], list[int]] | None:
+        length, limit = len(prompt) + len(completion), self.max_tokens
+        if limit is None or length <= limit:
+            return prompt, completion
+        if self.overlong == "error":
+            raise ValueError(
+                f"{self.label}, row {i}: {length} tokens, max_tokens is {limit}; raise it or drop the row."
+            )
+        if self.overlong == "drop" or len(prompt) >= limit:
+            return None
+        return prompt, completion[: limit - len(prompt)]
+
+
+class SFTLoader:
+    """Batches of tokenised rows, in an order that depends on (seed, pass) alone; resumes within a pass.
+
+    Batch: `token_ids` (B, T) int64, right-padded; `attention_mask` (B, T) bool, True on real tokens; `response_mask`
+    (B, T) bool, True on completion tokens, the end-of-sequence token included.
+
+    Args:
+        rows: (prompt tokens, completion tokens).
+        batch_size: B, per rank.
+        pad_token_id: fills the rows.
+        seed: of the order.
+        train: shuffled, and rows that do not fill a batch on every rank are left to another pass. Otherwise every row
+            once, in order, at each call; a rank that runs out of rows repeats one with an empty `response_mask`.
+        rank: of this process. world_size: number of processes.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[tuple[list[int], list[int]]],
+        batch_size: int,
+        pad_token_id: int,
+        *,
+        seed: int = 0,
+        train: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.rows, self.batch_size, self.pad_token_id = rows, batch_size, pad_token_id
+        self.seed, self.train, self.rank, self.world_size = seed, train, rank, world_size
+        self.epoch, self.position = 0, 0
+        if train and len(self) == 0:
+            raise ValueError(
+                f"batch_size={batch_size} on {world_size} rank(s) needs {batch_size * world_size} rows, there are "
+                f"{len(rows)}: make it smaller."
+            )
+
+    def __len__(self) -> int:
+        whole = self.batch_size * self.world_size
+        return len(self.rows) // whole if self.train else -(-len(self.rows) // whole)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        if not self.train:
+            self.position = 0
+        elif self.position >= len(self):
+            self.epoch, self.position = self.epoch + 1, 0
+        order = shuffled_order(len(self.rows), self.seed, self.epoch) if self.train else range(len(self.rows))
+        while self.position < len(self):
+            whole = self.batch_size * self.world_size
+            picks = order[self.position * whole : (self.position + 1) * whole][self.rank :: self.world_size]
+            self.position += 1
+            yield self.collate([self.rows[int(i)] for i in picks])
+
+    def collate(self, rows: Sequence[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
+        """Lays rows out as a batch."""
+        idle = not rows
+        rows = rows or [self.rows[0]]
+        mask = [[0] * len(prompt) + [0 if idle else 1] * len(completion) for prompt, completion in rows]
+        return {
+            "token_ids": pad_rows([prompt + completion for prompt, completion in rows], self.pad_token_id, torch.long),
+            "attention_mask": pad_rows([[1] * len(row) for row in mask], 0, torch.bool),
+            "response_mask": pad_rows(mask, 0, torch.bool),
+        }
+
+    def state_dict(self) -> dict[str, int]:
+        """The place in the rows; at the end of a pass that is the start of the next."""
+        passes, position = divmod(self.position, len(self))
+        return {"epoch": self.epoch + passes, "position": position}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continues at that place."""
+        self.epoch, self.position = state_dict["epoch"], state_dict["position"]
+
+
+class SFTDataModule(LightningDataModule):
+    """Prompts with completions, tokenised as in reinforcement learning; only completion tokens are learnt.
+
+    Args:
+        tokenizer: model folder or hub name that the tokenizer is loaded from.
+        train: rows to learn from.
+        val: rows for the validation loss; without them there is no validation.
+        batch_size: rows per batch and rank.
+        seed: of the order, 0 or more.
+
+    Raises:
+        ValueError: missing file, column or tokenizer; no rows, or fewer than one batch; rows that are too long.
+    """
+
+    def __init__(
+        self, tokenizer: str, train: SFTSource, val: SFTSource | None = None, batch_size: int = 32, seed: int = 0
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: must be at least 1.")
+        self.tokenizer_path, self.train, self.val = tokenizer, train, val
+        self.batch_size, self.seed = batch_size, seed
+        self._loaders: dict[str, SFTLoader] = {}
+
+    def setup(self, stage: str) -> None:
+        """Reads and tokenises the rows of the stage, once."""
+        self.tokenizer = load_tokenizer(self.tokenizer_path)
+        ranks: dict[str, int] = {}
+        if self.trainer is not None:
+            ranks = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+        pad: Any = self.tokenizer.pad_token_id
+        for name, source in (("train", self.train if stage == "fit" else None), ("val", self.val)):
+            if source is not None and name not in self._loaders:
+                rows = source.tokenized(self.tokenizer)
+                self._loaders[name] = SFTLoader(
+                    rows, self.batch_size, pad, seed=self.seed, train=name == "train", **ranks
+                )
+
+    def train_dataloader(self) -> SFTLoader:
+        """The rows to learn from."""
+        return self._loaders["train"]
+
+    def val_dataloader(self) -> SFTLoader | list[Any]:
+        """The validation rows; nothing without them."""
+        return self._loaders.get("val", [])
+
+    def test_dataloader(self) -> SFTLoader | list[Any]:
+        """As `val_dataloader`."""
+        return self.val_dataloader()

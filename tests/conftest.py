@@ -1,0 +1,55 @@
+"""What every test shares: one thread, no network, a scratch cache, and the quickstart's model folder."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+# Before torch, transformers and datasets are imported, here and in every process that a test starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_CACHE", os.path.join(tempfile.gettempdir(), f"lightrl-tests-{os.getuid()}"))
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup`: one worker for everything that starts vLLM, and one file per worker otherwise."""
+    for item in items:
+        group = "vllm" if item.get_closest_marker("vllm") else item.nodeid.split("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_a_seed() -> None:
+    """vLLM in this process changes the number of threads; a test must not depend on which ran before it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    """The quickstart's model folder: a 0.45 M-parameter Qwen2 configuration and a character tokenizer, no weights."""
+    return ROOT / "configs" / "quickstart" / "model"
+
+
+@pytest.fixture()
+def tokenizer(model_dir: Path) -> Any:
+    """The quickstart's character tokenizer, a new object for each test."""
+    from lightrl.data.templates import load_tokenizer
+
+    return load_tokenizer(str(model_dir))
