@@ -1,9 +1,25 @@
 """Reward functions, rules and remote scorers: (prompts, completions, columns) -> one float or None each."""
 
 from lightrl.rewards.base import Reward, RewardError, RewardFn, RewardSpec, RewardValues, load_reward, reward_name
+from lightrl.rewards.extract import extract_boxed, extract_gsm8k, extract_number
+from lightrl.rewards.maths import MathVerify
+from lightrl.rewards.rules import (
+    CosineLength,
+    ExactAnswer,
+    LengthReward,
+    RegexFormat,
+    RepetitionPenalty,
+    SoftOverlong,
+)
 from lightrl.rewards.scorer import RewardScorer, ScoreHandle, Scores
 
 __all__ = [
+    "CosineLength",
+    "ExactAnswer",
+    "LengthReward",
+    "MathVerify",
+    "RegexFormat",
+    "RepetitionPenalty",
     "Reward",
     "RewardError",
     "RewardFn",
@@ -12,6 +28,10 @@ __all__ = [
     "RewardValues",
     "ScoreHandle",
     "Scores",
+    "SoftOverlong",
+    "extract_boxed",
+    "extract_gsm8k",
+    "extract_number",
     "load_reward",
     "reward_name",
 ]

@@ -1,0 +1,135 @@
+"""Mathematical equality by `math-verify`, in processes of its own.
+
+Comparing expressions may take for ever or all memory (`9**9**9`), holds Python's lock while it does, and math-verify's
+own time limits only work in a main thread. So the work is done by child processes that can be killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import queue
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightrl.rewards.base import Reward
+
+__all__ = ["MathVerify"]
+
+_START_SECONDS = 120.0
+_GRACE_SECONDS = 2.0
+
+
+class MathVerify(Reward):
+    """1 where the completion's final answer equals the reference mathematically, else 0 (`1/2` = `0.5`).
+
+    The answer is found by math-verify (the last box, LaTeX formula or number). A row is not applicable (None) where
+    the reference is None or is no formula. A comparison that exceeds `timeout` counts as wrong. Logged: `unparsable`,
+    the fraction of references that are no formula, and `timeouts`, the fraction of comparisons given up.
+
+    Args:
+        column: data-set column with the reference: LaTeX with or without dollar signs, or a number.
+        timeout: seconds for one comparison, above 0.
+        num_workers: processes that compare; each takes about 80 MB and starts when first needed.
+
+    Raises:
+        ValueError: math-verify is not installed, or a number is out of range.
+
+    Source: https://github.com/huggingface/Math-Verify, its defaults.
+    """
+
+    def __init__(self, column: str = "answer", timeout: float = 5.0, num_workers: int = 1) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ValueError("MathVerify needs the package math-verify: pip install 'lightrl[math]'.")
+        if not timeout > 0:
+            raise ValueError(f"MathVerify: timeout={timeout}; must be above 0 seconds.")
+        if num_workers < 1:
+            raise ValueError(f"MathVerify: num_workers={num_workers}; must be at least 1.")
+        self.column, self.timeout = column, timeout
+        self.max_concurrency = num_workers
+        self._workers = [_Worker() for _ in range(num_workers)]
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # last in, first out: few workers are ever started
+        for worker in self._workers:
+            self._idle.put(worker)
+
+    def __call__(
+        self, completions: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **columns: Any
+    ) -> list[float | None]:
+        if self.column not in columns:
+            raise ValueError(f"column={self.column!r} is not in the data set; it has: {', '.join(sorted(columns))}.")
+        worker = self._idle.get()
+        try:
+            verdicts = [
+                "none" if gold is None else worker.compare(str(gold), text, self.timeout)
+                for gold, text in zip(columns[self.column], completions, strict=True)
+            ]
+        finally:
+            self._idle.put(worker)
+        if log_metric is not None:
+            log_metric("unparsable", verdicts.count("unparsable") / max(1, len(verdicts)))
+            log_metric("timeouts", verdicts.count("timeout") / max(1, len(verdicts)))
+        values: dict[str, float | None] = {"equal": 1.0, "unequal": 0.0, "timeout": 0.0}
+        return [values.get(verdict) for verdict in verdicts]
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        for worker in self._workers:
+            worker.stop()
+
+
+class _Worker:
+    """One child process, started at first use and again after it was killed. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def compare(self, gold: str, text: str, timeout: float) -> str:
+        """ "equal", "unequal", "unparsable" (gold) or "timeout" (also when the comparison ended its process)."""
+        process = self._started()
+        request = json.dumps({"gold": gold, "text": text, "timeout": timeout}).encode() + b"\n"
+        answer = b""
+        with contextlib.suppress(BrokenPipeError):
+            assert process.stdin is not None
+            process.stdin.write(request)
+            process.stdin.flush()
+            answer = self._line(process, timeout + _GRACE_SECONDS)
+        if not answer:
+            self.stop()
+            return "timeout"
+        return str(json.loads(answer))
+
+    def stop(self) -> None:
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):  # what was not flushed is of no use any more
+                    assert pipe is not None
+                    pipe.close()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        command = [sys.executable, str(Path(__file__).with_name("maths_worker.py"))]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        with self._lock:
+            self._process = process
+        if not self._line(process, _START_SECONDS):
+            self.stop()
+            raise RuntimeError(f"the process for math-verify did not start ({' '.join(command)}); see its error above.")
+        return process
+
+    @staticmethod
+    def _line(process: subprocess.Popen[bytes], timeout: float) -> bytes:
+        assert process.stdout is not None
+        ready, _, _ = select.select([process.stdout], [], [], timeout)
+        return process.stdout.readline() if ready else b""

@@ -1,0 +1,73 @@
+"""The child process of `MathVerify`: reads one JSON object per line, answers with one verdict per line.
+
+Started as a file, not as a module, so that it loads math-verify and nothing of LightRL. It ends when its input ends or
+its parent is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import select
+import signal
+import sys
+from typing import Any
+
+_MEMORY_BYTES = 4 << 30
+
+
+class _OutOfTime(BaseException):
+    """Not an Exception: math-verify catches those while it compares."""
+
+
+def _out_of_time(*_: Any) -> None:
+    raise _OutOfTime
+
+
+def main() -> None:
+    sys.path = [entry for entry in sys.path if os.path.abspath(entry) != os.path.dirname(os.path.abspath(__file__))]
+    import math_verify
+
+    logging.disable(logging.WARNING)  # math-verify warns that its own time limits are off; ours are on
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    signal.signal(signal.SIGALRM, _out_of_time)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever a library prints goes to stderr
+    parent = os.getppid()
+    answers.write('"ready"\n')
+    while True:
+        while not select.select([sys.stdin], [], [], 1.0)[0]:
+            if os.getppid() != parent:
+                return
+        line = sys.stdin.readline()
+        if not line:
+            return
+        answers.write(json.dumps(_judge(math_verify, json.loads(line))) + "\n")
+
+
+def _judge(math_verify: Any, request: dict[str, Any]) -> str:
+    signal.setitimer(signal.ITIMER_REAL, request["timeout"])
+    try:
+        gold = _parse_gold(math_verify, request["gold"])
+        if not gold:
+            return "unparsable"
+        answer = math_verify.parse(request["text"], parsing_timeout=None)
+        return "equal" if math_verify.verify(gold, answer, timeout_seconds=None) else "unequal"
+    except (_OutOfTime, MemoryError, RecursionError):
+        return "timeout"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _parse_gold(math_verify: Any, gold: str) -> list[Any]:
+    """A bare formula such as `3\\sqrt{2}` is only read as LaTeX between dollar signs."""
+    bare = "$" not in gold and "\\boxed" not in gold
+    parsed = math_verify.parse(f"${gold}$", parsing_timeout=None) if bare else []
+    return list(parsed or math_verify.parse(gold, parsing_timeout=None))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Rewards by rule. None of them reads the prompt: a format that the prompt shows must not count as an answer.
+
+Letters: y a completion, |y| its length in sampled tokens (the end-of-sequence token included).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from lightrl.rewards.base import Reward, RewardSpec, load_reward, reward_name
+from lightrl.rewards.calls import RewardFunction
+from lightrl.rewards.extract import EXTRACTORS, Extract, to_number
+
+__all__ = ["CosineLength", "ExactAnswer", "LengthReward", "RegexFormat", "RepetitionPenalty", "SoftOverlong"]
+
+
+class ExactAnswer(Reward):
+    r"""1 where the extracted answer equals the reference, 0 where it differs or is missing.
+
+    A row whose reference is None is not applicable (None).
+
+    Args:
+        column: data-set column with the reference; numbers are compared as their text.
+        extract: how the answer is found in the completion: "text" (all of it), "gsm8k" (number after the last `####`),
+            "boxed" (last `\boxed{}`), "number" (last number).
+        reference_extract: the same for the reference; GSM8K's own `answer` column needs "gsm8k".
+        pattern: a regular expression that finds the answer instead of `extract`: the first group (or all) of its last
+            match in the completion.
+        ignore_case: compare without regard to case.
+        ignore_whitespace: a run of whitespace counts as one space, and none at the ends.
+        numeric: two answers that are both numbers are compared by value: 42 = 42.0, 1,000 = 1000.
+
+    Raises:
+        ValueError: `pattern` beside an `extract`, an invalid pattern, or a reference without an answer.
+    """
+
+    def __init__(
+        self,
+        column: str = "answer",
+        extract: Extract = "text",
+        reference_extract: Extract = "text",
+        pattern: str | None = None,
+        ignore_case: bool = False,
+        ignore_whitespace: bool = True,
+        numeric: bool = False,
+    ) -> None:
+        if pattern is not None and extract != "text":
+            raise ValueError(f"ExactAnswer: extract={extract!r} and pattern={pattern!r} exclude one another.")
+        for name, value in (("extract", extract), ("reference_extract", reference_extract)):
+            if value not in EXTRACTORS:
+                raise ValueError(f"ExactAnswer: {name}={value!r}; must be one of {', '.join(EXTRACTORS)}.")
+        self.column, self.extract, self.reference_extract = column, extract, reference_extract
+        self.pattern = None if pattern is None else _compile("ExactAnswer", pattern)
+        self.ignore_case, self.ignore_whitespace, self.numeric = ignore_case, ignore_whitespace, numeric
+
+    def __call__(self, completions: Sequence[str], **columns: Any) -> list[float | None]:
+        return [
+            None if reference is None else float(self._equal(completion, self._reference(reference)))
+            for completion, reference in zip(completions, _column(self, columns), strict=True)
+        ]
+
+    def _reference(self, reference: Any) -> str:
+        found = EXTRACTORS[self.reference_extract](str(reference))
+        if found is None:
+            raise ValueError(
+                f"column {self.column!r} holds {str(reference)[:80]!r}, in which reference_extract="
+                f"{self.reference_extract!r} finds no answer."
+            )
+        return found
+
+    def _equal(self, completion: str, reference: str) -> bool:
+        answer = EXTRACTORS[self.extract](completion)
+        if self.pattern is not None:
+            matches = list(self.pattern.finditer(completion))
+            answer = matches[-1].group(1 if self.pattern.groups else 0) if matches else None
+        if answer is None:
+            return False
+        if self.numeric:
+            numbers = to_number(answer), to_number(reference)
+            if None not in numbers:
+                return numbers[0] == numbers[1]
+        return self._normal(answer) == self._normal(reference)
+
+    def _normal(self, text: str) -> str:
+        text = " ".join(text.split()) if self.ignore_whitespace else text
+        return text.casefold() if self.ignore_case else text
+
+
+class RegexFormat(Reward):
+    """1 where the completion matches a regular expression, else 0. Only the completion's text is looked at.
+
+    Args:
+        pattern: Python regular expression; flags go inside, for example
+            `(?s)<think>.*</think>\\s*<answer>.*</answer>` where `.` also matches line breaks.
+        match: "full" (the whole completion, whitespace at its ends apart) or "search" (anywhere in it).
+
+    Source: the format reward of https://arxiv.org/abs/2501.12948.
+    """
+
+    def __init__(self, pattern: str, match: Literal["full", "search"] = "full") -> None:
+        if match not in ("full", "search"):
+            raise ValueError(f"RegexFormat: match={match!r}; must be 'full' or 'search'.")
+        regex = _compile("RegexFormat", pattern)
+        self.pattern, self.match = pattern, match
+        self._test = regex.fullmatch if match == "full" else regex.search
+
+    def __call__(self, completions: Sequence[str]) -> list[float]:
+        return [float(self._test(text.strip() if self.match == "full" else text) is not None) for text in completions]
+
+
+class LengthReward(Reward):
+    """Distance from a wanted length: `r = -alpha * | |y| - target |`.
+
+    Args:
+        target: wanted length in tokens. column: data-set column with it, per row; give one of the two.
+        alpha: penalty per token, above 0.
+
+    Source: the length term of L1-Exact, https://arxiv.org/abs/2503.04697, eq. 1 (alpha = 0.0003). We leave the
+    correctness term to another function.
+    """
+
+    def __init__(self, target: int | None = None, column: str | None = None, alpha: float = 0.0003) -> None:
+        if (target is None) == (column is None):
+            raise ValueError(f"LengthReward: target={target!r}, column={column!r}: give exactly one of the two.")
+        if not alpha > 0:
+            raise ValueError(f"LengthReward: alpha={alpha}; must be above 0.")
+        self.target, self.column, self.alpha = target, column, alpha
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float | None]:
+        targets = [self.target] * len(completion_ids) if self.column is None else _column(self, columns)
+        return [
+            None if target is None else -self.alpha * abs(len(ids) - target)
+            for ids, target in zip(completion_ids, targets, strict=True)
+        ]
+
+
+class RepetitionPenalty(Reward):
+    """Share of repeated n-grams: `r = -max_penalty * (1 - #distinct n-grams / #n-grams)`, 0 for fewer than n items.
+
+    Args:
+        n: items per n-gram, at least 1.
+        max_penalty: the penalty that a completion of one n-gram only comes close to, above 0.
+        unit: "words" (split at whitespace, lower case) or "tokens" (for text without spaces).
+
+    Source: `get_repetition_penalty_reward` of https://github.com/huggingface/open-r1, after
+    https://arxiv.org/abs/2502.03373. Same formula; there the sign is in `max_penalty`, and units are words only.
+    """
+
+    def __init__(self, n: int = 3, max_penalty: float = 1.0, unit: Literal["words", "tokens"] = "words") -> None:
+        if n < 1:
+            raise ValueError(f"RepetitionPenalty: n={n}; must be at least 1.")
+        if not max_penalty > 0:
+            raise ValueError(f"RepetitionPenalty: max_penalty={max_penalty}; must be above 0.")
+        if unit not in ("words", "tokens"):
+            raise ValueError(f"RepetitionPenalty: unit={unit!r}; must be 'words' or 'tokens'.")
+        self.n, self.max_penalty, self.unit = n, max_penalty, unit
+
+    def __call__(self, completions: Sequence[str], completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        if self.unit == "tokens":
+            return [self._penalty(ids) for ids in completion_ids]
+        return [self._penalty(text.lower().split()) for text in completions]
+
+    def _penalty(self, items: Sequence[Any]) -> float:
+        ngrams = [tuple(items[i : i + self.n]) for i in range(len(items) - self.n + 1)]
+        return self.max_penalty * (len(set(ngrams)) / len(ngrams) - 1) if ngrams else 0.0
+
+
+class SoftOverlong(Reward):
+    """Penalty for a completion that comes close to the length limit:
+
+        r = 0                                    |y| <= max_tokens - buffer_tokens
+        r = (max_tokens - buffer_tokens - |y|) / buffer_tokens      in between
+        r = -1                                   |y| > max_tokens
+
+    Args:
+        max_tokens: the limit, usually `max_new_tokens`.
+        buffer_tokens: width of the soft zone below it, between 1 and `max_tokens`.
+
+    Source: DAPO, https://arxiv.org/abs/2503.14476, eq. 13 (16384 + 4096 tokens there, that is max_tokens=20480,
+    buffer_tokens=4096).
+    """
+
+    def __init__(self, max_tokens: int, buffer_tokens: int) -> None:
+        if not 1 <= buffer_tokens <= max_tokens:
+            raise ValueError(f"SoftOverlong: buffer_tokens={buffer_tokens}; must be in [1, max_tokens={max_tokens}].")
+        self.max_tokens, self.buffer_tokens = max_tokens, buffer_tokens
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        start = self.max_tokens - self.buffer_tokens
+        return [max(-1.0, min(0.0, (start - len(ids)) / self.buffer_tokens)) for ids in completion_ids]
+
+
+class CosineLength(Reward):
+    """A correctness reward shaped by length along half a cosine:
+
+        r = at_max + (at_zero - at_max) / 2 * (1 + cos(pi * |y| / max_tokens))       |y| < max_tokens
+        r = exceed                                                                  |y| >= max_tokens
+
+    with (at_zero, at_max) of right or wrong answers. By default short right answers earn most, and wrong ones lose less
+    the longer they thought. None where `correct` says None.
+
+    Args:
+        correct: the reward function that tells right (at least 0.5) from wrong; plain or `async`.
+        max_tokens: length at which `exceed` applies, at least 1.
+        correct_at_zero: value of a right answer at length 0. correct_at_max: just below `max_tokens`.
+        wrong_at_zero: value of a wrong answer at length 0. wrong_at_max: just below `max_tokens`.
+        exceed: value at `max_tokens` and beyond, right or wrong.
+
+    Source: https://arxiv.org/abs/2502.03373, section 4. Default values as `get_cosine_scaled_reward` of
+    https://github.com/huggingface/open-r1, which has no `exceed` and measures characters; we measure tokens.
+    """
+
+    def __init__(
+        self,
+        correct: RewardSpec,
+        max_tokens: int,
+        correct_at_zero: float = 1.0,
+        correct_at_max: float = 0.5,
+        wrong_at_zero: float = -1.0,
+        wrong_at_max: float = -0.5,
+        exceed: float = -1.0,
+    ) -> None:
+        if max_tokens < 1:
+            raise ValueError(f"CosineLength: max_tokens={max_tokens}; must be at least 1.")
+        function = load_reward(correct)
+        self.correct = RewardFunction(f"CosineLength.correct={reward_name(function)}", function)
+        self.max_concurrency = getattr(function, "max_concurrency", None)
+        self.max_tokens, self.exceed = max_tokens, exceed
+        self.right, self.wrong = (correct_at_zero, correct_at_max), (wrong_at_zero, wrong_at_max)
+
+    async def __call__(self, completion_ids: Sequence[Sequence[int]], **rows: Any) -> list[float | None]:
+        offered = {name: value for name, value in rows.items() if name not in ("log_metric", "log_extra")}
+        values, _ = await self.correct.run({**offered, "completion_ids": completion_ids}, timeout=None)
+        return [self._shape(value, len(ids)) for value, ids in zip(values, completion_ids, strict=True)]
+
+    def _shape(self, value: float, length: int) -> float | None:
+        if math.isnan(value):
+            return None
+        if length >= self.max_tokens:
+            return self.exceed
+        at_zero, at_max = self.right if value >= 0.5 else self.wrong
+        return at_max + (at_zero - at_max) / 2 * (1 + math.cos(math.pi * length / self.max_tokens))
+
+    def close(self) -> Any:
+        return getattr(self.correct.function, "close", lambda: None)()
+
+
+def _column(rule: Any, columns: dict[str, Any]) -> Sequence[Any]:
+    if rule.column not in columns:
+        raise ValueError(f"column={rule.column!r} is not in the data set; it has: {', '.join(sorted(columns))}.")
+    return columns[rule.column]  # type: ignore[no-any-return]
+
+
+def _compile(owner: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{owner}: pattern={pattern!r} is not a regular expression: {error}.") from error
