@@ -1,0 +1,84 @@
+"""The quickstart's task and its model folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl.data.arithmetic import ArithmeticRows
+from lightrl.data.prompts import PromptSource
+
+
+def test_rows_are_right_sums_of_fixed_width() -> None:
+    for row in ArithmeticRows(size=500)():
+        a, b = row["prompt"].removesuffix("=").split("+")
+        assert len(a) == len(b) == 2
+        assert len(row["answer"]) == 3
+        assert int(a) + int(b) == int(row["answer"])
+        assert row["completion"] == row["answer"]
+
+
+def test_training_and_evaluation_never_share_a_sum() -> None:
+    train = ArithmeticRows(split="train", seed=3)()["prompt"]
+    held_out = ArithmeticRows(split="eval", seed=3)()["prompt"]
+    assert len(train) == 10_000 - 256
+    assert len(held_out) == 256
+    assert len({*train, *held_out}) == 10_000
+
+
+def test_rows_depend_on_the_seed_alone() -> None:
+    assert ArithmeticRows(size=50, seed=1)()["prompt"] == ArithmeticRows(size=50, seed=1)()["prompt"]
+    assert ArithmeticRows(size=50, seed=1)()["prompt"] != ArithmeticRows(size=50, seed=2)()["prompt"]
+    assert ArithmeticRows(size=10, seed=1)()["prompt"] == ArithmeticRows(size=50, seed=1)()["prompt"][:10]
+
+
+def test_other_numbers_of_digits() -> None:
+    row = ArithmeticRows(digits=1, num_eval=20)()[0]
+    assert len(row["prompt"]) == 4
+    assert len(row["answer"]) == 2
+    assert len(ArithmeticRows(digits=1, num_eval=20)()) == 80
+
+
+@pytest.mark.parametrize(
+    "bad", [{"digits": 0}, {"digits": 4}, {"split": "test"}, {"num_eval": 10_000}, {"size": 0}, {"size": 9_745}]
+)
+def test_bad_arguments_are_named(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        ArithmeticRows(**bad)
+
+
+def test_the_tokenizer_of_the_quickstart_gives_one_token_per_character(tokenizer: Any) -> None:
+    prompts = PromptSource(rows=ArithmeticRows(size=3)).load(tokenizer).batch(0, 3)
+    assert [len(ids) for ids in prompts.token_ids] == [6, 6, 6]
+    assert prompts.columns["completion"] == prompts.columns["answer"]
+    text = "12+34=046 -*/.,:;?!()<>\n#789"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert len(tokenizer(text)["input_ids"]) == len(text)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, 2)
+
+
+def test_the_model_folder_is_what_the_script_writes(root: Path, model_dir: Path, tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("make_model", root / "scripts" / "make_quickstart_model.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.main(str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in model_dir.iterdir()}
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        made, committed = (json.loads((folder / name).read_text()) for folder in (tmp_path, model_dir))
+        made.pop("transformers_version", None), committed.pop("transformers_version", None)
+        assert made == committed, name
+
+
+def test_the_model_has_0_45_million_parameters(model_dir: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+    # 32 * 128 embedding (tied) + 3 * (16512 + 2 * 8256 + 16384 + 3 * 32768 + 256) + 128 of the last norm.
+    assert sum(parameter.numel() for parameter in model.parameters()) == 448_128

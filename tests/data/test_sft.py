@@ -1,0 +1,180 @@
+"""Supervised rows: what is learnt, padding, chat templates, order, resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightrl.data.prompts import PromptSource
+from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource
+
+ROWS = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(8)]
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}>{{ m['content'] }}<eos>\n{% else %}"
+    "({{ m['content'] }}){% endif %}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+def test_only_the_completion_and_its_end_are_learnt(tokenizer: Any) -> None:
+    rows = SFTSource(rows=[{"prompt": "1+1=", "completion": "2"}, {"prompt": "9=", "completion": "009"}])
+    batch = SFTLoader(rows.tokenized(tokenizer), 2, 0, train=False).collate(rows.tokenized(tokenizer))
+    # "0" is 4, "1" 5, "2" 6, "9" 13, "+" 14, "=" 18, end 1, padding 0.
+    assert batch["token_ids"].tolist() == [[5, 14, 5, 18, 6, 1], [13, 18, 4, 4, 13, 1]]
+    assert batch["response_mask"].int().tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1]]
+    assert batch["attention_mask"].all()
+    assert batch["token_ids"].dtype == torch.long
+    assert batch["response_mask"].dtype == batch["attention_mask"].dtype == torch.bool
+
+
+def test_rows_are_padded_on_the_right(tokenizer: Any) -> None:
+    batch = SFTLoader([([5], [6, 1]), ([5], [1])], 2, 7, train=False).collate([([5], [6, 1]), ([5], [1])])
+    assert batch["token_ids"].tolist() == [[5, 6, 1], [5, 1, 7]]
+    assert batch["attention_mask"].int().tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert batch["response_mask"].int().tolist() == [[0, 1, 1], [0, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"rows": [{"prompt": "1", "completion": "2"}]},
+        {
+            "rows": [
+                {"prompt": [{"role": "user", "content": "1"}], "completion": [{"role": "assistant", "content": "2"}]}
+            ]
+        },
+        {
+            "rows": [{"chat": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}],
+            "messages_column": "chat",
+        },
+    ],
+)
+def test_every_form_of_a_conversation_gives_the_same_tokens(source: dict[str, Any], tokenizer: Any) -> None:
+    tokenizer.chat_template = TEMPLATE
+    ((prompt, completion),) = SFTSource(**source, system_prompt="3").tokenized(tokenizer)
+    assert tokenizer.decode(prompt) == "(3)(1)>"
+    assert tokenizer.decode(completion) == "2<eos>"  # the template's line break after the end is not learnt
+
+
+def test_the_prompt_is_the_one_of_reinforcement_learning(tokenizer: Any) -> None:
+    tokenizer.chat_template = TEMPLATE
+    rows = [{"prompt": "1+1", "completion": "2"}]
+    sampled = PromptSource(rows=rows, system_prompt="3").load(tokenizer).batch(0, 1)
+    assert SFTSource(rows=rows, system_prompt="3").tokenized(tokenizer)[0][0] == sampled.token_ids[0]
+    plain = SFTSource(rows=rows, chat_template=False).tokenized(tokenizer)[0]
+    assert tokenizer.decode(plain[0] + plain[1]) == "1+12<eos>"
+
+
+def test_a_template_that_rewrites_the_prompt_is_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ messages | length }}{% if add_generation_prompt %}>{% endif %}"
+    with pytest.raises(ValueError, match="row 0: the chat template renders the prompt differently"):
+        SFTSource(rows=ROWS).tokenized(tokenizer)
+
+
+def test_overlong_rows(tokenizer: Any) -> None:
+    rows = [{"prompt": "1=", "completion": "23456"}, {"prompt": "1=", "completion": "2"}]  # 8 and 4 tokens
+    assert len(SFTSource(rows=rows, max_tokens=8).tokenized(tokenizer)) == 2
+    assert SFTSource(rows=rows, max_tokens=7).tokenized(tokenizer) == [([5, 18], [6, 1])]
+    cut = SFTSource(rows=rows, max_tokens=5, overlong="truncate").tokenized(tokenizer)
+    assert cut == [([5, 18], [6, 7, 8]), ([5, 18], [6, 1])]  # what is cut has no end
+    with pytest.raises(ValueError, match="row 0: 8 tokens, max_tokens is 7"):
+        SFTSource(rows=rows, max_tokens=7, overlong="error").tokenized(tokenizer)
+    with pytest.raises(ValueError, match="no row fits max_tokens=3"):
+        SFTSource(rows=rows, max_tokens=3).tokenized(tokenizer)
+
+
+def test_bad_input_is_named(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=r"completion_column='completion': .*\['prompt', 'answer'\]"):
+        SFTSource(rows=[{"prompt": "1", "answer": "2"}]).tokenized(tokenizer)
+    with pytest.raises(ValueError, match=r"messages_column='chat': .*no such column"):
+        SFTSource(rows=ROWS, messages_column="chat").tokenized(tokenizer)
+    with pytest.raises(ValueError, match="row 0: the completion must be a string or one assistant message"):
+        SFTSource(rows=[{"m": [{"role": "user", "content": "1"}]}], messages_column="m").tokenized(tokenizer)
+    with pytest.raises(ValueError, match="batch_size=9 on 1 rank"):
+        SFTLoader(SFTSource(rows=ROWS).tokenized(tokenizer), 9, 0)
+    for bad in ({"max_tokens": 1}, {"overlong": "cut"}, {"streaming": True}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            SFTSource(rows=ROWS, **bad)
+
+
+def firsts(loader: SFTLoader) -> list[list[int]]:
+    return [batch["token_ids"][:, 0].tolist() for batch in loader]
+
+
+def numbered(count: int) -> list[tuple[list[int], list[int]]]:
+    return [([i], [99]) for i in range(count)]
+
+
+def test_training_passes_are_shuffled_and_shared_by_ranks() -> None:
+    ranks = [SFTLoader(numbered(9), 2, 0, seed=1, rank=rank, world_size=2) for rank in range(2)]
+    assert [len(loader) for loader in ranks] == [2, 2]
+    passes = [[sum(firsts(loader), []) for loader in ranks] for _ in range(2)]
+    for first, second in passes:
+        assert len(set(first)) == len(set(second)) == 4
+        assert not set(first) & set(second)
+    assert passes[0] != passes[1]
+
+
+def test_validation_has_every_row_once_and_equally_many_batches() -> None:
+    ranks = [SFTLoader(numbered(5), 2, 0, train=False, rank=rank, world_size=2) for rank in range(2)]
+    for _ in range(2):
+        assert firsts(ranks[0]) == [[0, 2], [4]]
+        first, idle = list(ranks[1])
+        assert first["token_ids"][:, 0].tolist() == [1, 3]
+        assert not idle["response_mask"].any()  # rank 1 has no row left: it takes part, and learns nothing
+
+
+def test_a_loader_resumes_within_a_pass_and_at_its_end() -> None:
+    loader = SFTLoader(numbered(8), 2, 0, seed=1)
+    first, second = firsts(loader), firsts(loader)
+    for position in (1, 4):
+        resumed = SFTLoader(numbered(8), 2, 0, seed=1)
+        part = iter(resumed)
+        for _ in range(position):
+            next(part)
+        state = resumed.state_dict()
+        resumed = SFTLoader(numbered(8), 2, 0, seed=1)
+        resumed.load_state_dict(state)
+        assert firsts(resumed) == (first[position:] if position < 4 else second)
+
+
+class Recorder(LightningModule):
+    """Keeps the batches it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[Any] = []
+        self.validated = 0
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.seen.append(batch["token_ids"].tolist())
+        return self.weight * 1.0
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        self.validated += len(batch["token_ids"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def fit(model_dir: Path, folder: Path, max_steps: int, resume: str | None = None) -> tuple[Recorder, Trainer]:
+    module = Recorder()
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = Trainer(default_root_dir=folder, max_steps=max_steps, num_sanity_val_steps=0, **quiet)
+    data = SFTDataModule(str(model_dir), SFTSource(rows=ROWS), SFTSource(rows=ROWS[:3]), batch_size=2, seed=1)
+    trainer.fit(module, data, ckpt_path=resume)
+    return module, trainer
+
+
+def test_lightning_trains_validates_and_resumes(model_dir: Path, tmp_path: Path) -> None:
+    whole, _ = fit(model_dir, tmp_path / "a", 7)
+    assert whole.validated == 3
+    assert len({str(batch) for batch in whole.seen[:4]}) == 4
+    part, trainer = fit(model_dir, tmp_path / "b", 3)
+    trainer.save_checkpoint(tmp_path / "three.ckpt")
+    rest, _ = fit(model_dir, tmp_path / "c", 7, resume=str(tmp_path / "three.ckpt"))
+    assert part.seen + rest.seen == whole.seen

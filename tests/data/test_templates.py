@@ -1,0 +1,93 @@
+"""Tokenizers and chat templates."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl.data.templates import encode, load_tokenizer, render_prompt
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% if not loop.last or add_generation_prompt %}/{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<a>{{ suffix or '' }}{% endif %}"
+)
+
+
+def test_a_plain_prompt_stays_as_it_is(tokenizer: Any) -> None:
+    assert render_prompt(tokenizer, "1+2=") == ("1+2=", False)
+    assert render_prompt(tokenizer, "1+2=", chat_template=False) == ("1+2=", False)
+
+
+def test_auto_uses_the_template_where_there_is_one(tokenizer: Any) -> None:
+    tokenizer.chat_template = TEMPLATE
+    assert render_prompt(tokenizer, "1+2=") == ("<u>1+2=/<a>", True)
+    assert render_prompt(tokenizer, "1+2=", chat_template=False) == ("1+2=", False)
+    assert render_prompt(tokenizer, "1+2=", system_prompt="9")[0] == "<s>9/<u>1+2=/<a>"
+    assert render_prompt(tokenizer, "1+2=", template_kwargs={"suffix": "?"})[0] == "<u>1+2=/<a>?"
+
+
+def test_conversations(tokenizer: Any) -> None:
+    tokenizer.chat_template = TEMPLATE
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    assert render_prompt(tokenizer, turns, chat_template=False) == ("<u>1/<a>2/<u>3/<a>", True)
+    # The last turn is the assistant's: the completion goes on where it stops.
+    assert render_prompt(tokenizer, turns[:2])[0] == "<u>1/<a>2"
+
+
+def test_a_template_that_is_not_there_is_asked_for(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="need a tokenizer with a chat template; this one has none"):
+        render_prompt(tokenizer, [{"role": "user", "content": "1"}])
+    with pytest.raises(ValueError, match="need a tokenizer with a chat template"):
+        render_prompt(tokenizer, "1", chat_template=True)
+    with pytest.raises(ValueError, match="system_prompt: a plain prompt has no place for it"):
+        render_prompt(tokenizer, "1", system_prompt="2")
+
+
+@pytest.mark.parametrize("prompt", [3, None, [], ["text"], [{"role": "user"}]])
+def test_what_is_no_prompt_is_refused(prompt: Any, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="must be a"):
+        render_prompt(tokenizer, prompt)
+
+
+def test_special_tokens_are_added_to_plain_text_only() -> None:
+    def fake(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [0] * add_special_tokens + [ord(c) for c in text]}
+
+    assert encode(fake, "A", templated=False) == [0, 65]  # type: ignore[arg-type]
+    assert encode(fake, "A", templated=True) == [65]  # type: ignore[arg-type]
+
+
+def changed_folder(model_dir: Path, folder: Path, **changes: Any) -> str:
+    shutil.copytree(model_dir, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= changes
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_missing_pad_token_is_replaced_aloud(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="no pad token: padding with '<unk>'"):
+        assert load_tokenizer(changed_folder(model_dir, tmp_path, pad_token=None)).pad_token == "<unk>"
+    with pytest.warns(UserWarning, match="no pad token: padding with '<eos>'"):
+        path = changed_folder(model_dir, tmp_path, pad_token=None, unk_token=None)
+        assert load_tokenizer(path).pad_token == "<eos>"
+
+
+def test_a_tokenizer_without_an_end_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no end-of-sequence token"):
+        load_tokenizer(changed_folder(model_dir, tmp_path, eos_token=None))
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/no/such/model", "a/b/c"])
+def test_a_missing_model_folder_is_named(path: str) -> None:
+    with pytest.raises(ValueError, match="there is no such folder"):
+        load_tokenizer(path)
+
+
+def test_a_hub_name_that_cannot_be_had_is_named() -> None:
+    with pytest.raises(ValueError, match="no-such-owner/no-such-model.*no tokenizer there"):
+        load_tokenizer("no-such-owner/no-such-model")
