@@ -3,6 +3,7 @@
 from lightrl.rewards.base import Reward, RewardError, RewardFn, RewardSpec, RewardValues, load_reward, reward_name
 from lightrl.rewards.extract import extract_boxed, extract_gsm8k, extract_number
 from lightrl.rewards.maths import MathVerify
+from lightrl.rewards.remote import RemoteReward
 from lightrl.rewards.rules import (
     CosineLength,
     ExactAnswer,
@@ -19,6 +20,7 @@ __all__ = [
     "LengthReward",
     "MathVerify",
     "RegexFormat",
+    "RemoteReward",
     "RepetitionPenalty",
     "Reward",
     "RewardError",

@@ -8,7 +8,7 @@ import inspect
 import math
 import numbers
 import threading
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, Literal, TypeAlias
 
 from lightrl.rewards.base import RewardError, RewardFn
@@ -139,7 +139,7 @@ def check_values(name: str, values: Any, num_rows: int) -> list[float]:
     Raises:
         RewardError: wrong length, or a value that is not a finite number or None; names function, index and value.
     """
-    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Sized) or not hasattr(values, "__iter__"):
+    if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Collection):
         raise RewardError(
             f"reward function {name!r}: returned {_short(values)} of type {type(values).__name__}, "
             f"not a list of {num_rows} values."

@@ -1,0 +1,424 @@
+"""RewardScorer: what it adds up, what it refuses, and that nothing waits for what it need not wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from lightrl.rewards import Reward, RewardError, RewardScorer, Scores
+
+NAN = math.nan
+
+
+@pytest.fixture
+def scorers():
+    """Builds scorers and closes them at the end."""
+    made = []
+
+    def build(*args, **kwargs):
+        made.append(RewardScorer(*args, **kwargs))
+        return made[-1]
+
+    yield build
+    for scorer in made:
+        scorer.close()
+
+
+def submit(scorer, n=2, group=0, **columns):
+    return scorer.submit(
+        prompts=["p"] * n,
+        completions=[f"c{i}" for i in range(n)],
+        completion_ids=[list(range(i + 1)) for i in range(n)],
+        columns=columns,
+        group_ids=[group] * n,
+    )
+
+
+def same(a, b):
+    assert len(a) == len(b)
+    assert all(x == y or (math.isnan(x) and math.isnan(y)) for x, y in zip(a, b, strict=True)), (a, b)
+
+
+def test_total_is_the_weighted_sum_of_what_applies(scorers):
+    def first(completions):
+        return [1.0, None, None, 4]
+
+    def second(completions):
+        return [10, 20, None, None]
+
+    scores = submit(scorers([first, second], weights=[2.0, 0.5]), n=4).result(10)
+    # 2*1 + 0.5*10 = 7; 0.5*20 = 10; nobody; 2*4 = 8
+    same(scores.total, [7.0, 10.0, NAN, 8.0])
+    same(scores.parts["first"], [1.0, NAN, NAN, 4.0])
+    same(scores.parts["second"], [10.0, 20.0, NAN, NAN])
+
+
+def test_a_function_of_weight_zero_is_logged_and_scores_nothing(scorers):
+    def judge(completions):
+        return [1.0, None]
+
+    def watch(completions):
+        return [5.0, 6.0]
+
+    scores = submit(scorers([judge, watch], weights=[1.0, 0.0])).result(10)
+    same(scores.total, [1.0, NAN])
+    same(scores.parts["watch"], [5.0, 6.0])
+
+
+def test_functions_get_what_their_signature_names(scorers):
+    seen = {}
+
+    def everything(prompts, completions, completion_ids, group_ids, log_metric, log_extra, **columns):
+        seen.update(columns, ids=completion_ids, groups=group_ids)
+        return [0.0] * len(completions)
+
+    def only_answer(answer):
+        return [float(x) for x in answer]
+
+    scores = submit(scorers([everything, only_answer]), group=3, answer=[1, 2], other=["a", "b"]).result(10)
+    assert seen == {"answer": [1, 2], "other": ["a", "b"], "ids": [[0], [0, 1]], "groups": [3, 3]}
+    same(scores.parts["only_answer"], [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    "values", [np.array([1.0, 2.0]), torch.tensor([1.0, 2.0]), (True, 2), [np.float32(1), torch.tensor(2)]]
+)
+def test_arrays_tensors_and_bools_are_rewards(scorers, values):
+    def fn(completions):
+        return values
+
+    same(submit(scorers([fn])).result(10).total, [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([1.0], ["'fn'", "1 values for 2 completions"]),
+        ([1.0, NAN], ["'fn'", "value 1", "nan", "None where the function does not apply"]),
+        ([math.inf, 0.0], ["'fn'", "value 0", "inf"]),
+        ([1.0, "good"], ["'fn'", "value 1", "'good'", "str"]),
+        ("ab", ["'fn'", "str", "list of 2"]),
+        ({"a": 1, "b": 2}, ["'fn'", "dict"]),
+        (1.0, ["'fn'", "float"]),
+        (None, ["'fn'", "NoneType"]),
+    ],
+)
+def test_what_is_no_reward_is_an_error_whatever_on_error_says(scorers, values, words):
+    def fn(completions):
+        return values
+
+    with pytest.raises(RewardError) as info:
+        submit(scorers([fn], on_error="none")).result(10)
+    assert all(word in str(info.value) for word in words), info.value
+
+
+def test_a_missing_column_is_named(scorers):
+    def fn(completions, solution):
+        return [0.0]
+
+    with pytest.raises(RewardError, match=r"'fn': takes solution.*answer, completion_ids"):
+        submit(scorers([fn]), answer=[1, 2]).result(10)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_exception_keeps_its_origin(scorers, is_async):
+    def plain(completions):
+        raise KeyError("lost")
+
+    async def coroutine(completions):
+        raise KeyError("lost")
+
+    with pytest.raises(RewardError, match=r"raised KeyError: 'lost'") as info:
+        submit(scorers([coroutine if is_async else plain])).result(10)
+    assert isinstance(info.value.__cause__, KeyError)
+    assert ("coroutine" if is_async else "plain") in str(info.value)
+
+
+def test_on_error_none_leaves_the_rows_out_and_counts_them(scorers, caplog):
+    def broken(completions, group_ids):
+        if group_ids[0] == 1:
+            raise OSError("disk")
+        return [1.0, 1.0]
+
+    def fine(completions):
+        return [2.0, 2.0]
+
+    scorer = scorers([broken, fine], on_error="none")
+    scores = Scores.concat([submit(scorer, group=g).result(10) for g in (0, 1)])
+    same(scores.total, [3.0, 3.0, 2.0, 2.0])
+    assert scores.metrics == {"reward/broken/failed": 0.5, "reward/fine/failed": 0.0}
+    assert "disk" in caplog.text and "broken" in caplog.text
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_timeout(scorers, is_async):
+    release = threading.Event()
+
+    def plain(completions):
+        release.wait(30)
+        return [1.0, 1.0]
+
+    async def coroutine(completions):
+        await asyncio.sleep(30)
+
+    def quick(completions):
+        return [5.0, 5.0]
+
+    hanging = coroutine if is_async else plain
+    try:
+        with pytest.raises(RewardError, match=rf"'{hanging.__name__}'.*timeout=0.05"):
+            submit(scorers([hanging, quick], timeout=0.05)).result(10)
+        scores = submit(scorers([hanging, quick], timeout=0.05, on_error="none")).result(10)
+        same(scores.total, [5.0, 5.0])
+        assert scores.metrics[f"reward/{hanging.__name__}/failed"] == 1.0
+    finally:
+        release.set()
+
+
+def test_a_call_that_timed_out_gives_its_place_back(scorers):
+    release = threading.Event()
+
+    def fn(completions, group_ids):
+        if group_ids[0] == 0:
+            release.wait(30)
+        return [1.0, 1.0]
+
+    scorer = scorers([fn], timeout=0.3, on_error="none", max_concurrency=1)
+    handles = [submit(scorer, group=g) for g in (0, 1)]
+    same(handles[1].result(10).total, [1.0, 1.0])
+    release.set()
+    same(handles[0].result(10).total, [NAN, NAN])
+
+
+def test_plain_and_async_functions_run_at_the_same_time(scorers):
+    # Each waits until all three have started: one after another they would never end.
+    barrier = threading.Barrier(3, timeout=20)
+
+    def one(completions):
+        barrier.wait()
+        return [1.0, 1.0]
+
+    def two(completions):
+        barrier.wait()
+        return [1.0, 1.0]
+
+    async def three(completions):
+        await asyncio.to_thread(barrier.wait)
+        return [1.0, 1.0]
+
+    same(submit(scorers([one, two, three])).result(30).total, [3.0, 3.0])
+
+
+def test_submit_does_not_wait_and_later_groups_overtake(scorers):
+    release = threading.Event()
+
+    def fn(completions, group_ids):
+        if group_ids[0] == 0:
+            assert release.wait(20)
+        return [1.0, 1.0]
+
+    scorer = scorers([fn])
+    slow, fast = submit(scorer, group=0), submit(scorer, group=1)
+    fast.result(20)
+    assert fast.done() and not slow.done()
+    with pytest.raises(TimeoutError):
+        slow.result(0.01)
+    release.set()
+    same(slow.result(20).total, [1.0, 1.0])
+
+
+@pytest.mark.parametrize("own_limit", [None, 1])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_calls_at_a_time_are_bounded(scorers, is_async, own_limit):
+    running, most, lock = 0, 0, threading.Lock()
+
+    def enter(step):
+        nonlocal running, most
+        with lock:
+            running += step
+            most = max(most, running)
+
+    class Plain(Reward):
+        max_concurrency = own_limit
+
+        def __call__(self, completions):
+            enter(1)
+            time.sleep(0.01)
+            enter(-1)
+            return [0.0, 0.0]
+
+    class Coroutine(Reward):
+        max_concurrency = own_limit
+
+        async def __call__(self, completions):
+            enter(1)
+            await asyncio.sleep(0.01)
+            enter(-1)
+            return [0.0, 0.0]
+
+    scorer = scorers([Coroutine() if is_async else Plain()], max_concurrency=3)
+    for handle in [submit(scorer, group=g) for g in range(12)]:
+        handle.result(20)
+    assert most == (own_limit or 3)
+
+
+def test_logged_metrics_and_columns(scorers):
+    def fn(completions, log_metric, log_extra):
+        log_metric("loops", 1)
+        log_metric("loops", 3)
+        log_extra("parsed", [c.upper() for c in completions])
+        return [0.0] * len(completions)
+
+    scorer = scorers([fn])
+    scores = submit(scorer).result(10)
+    assert scores.metrics == {"reward/fn/loops": 2.0}  # (1 + 3) / 2
+    assert scores.extra == {"fn/parsed": ["C0", "C1"]}
+
+
+def test_concat_keeps_rows_in_order_and_fills_missing_columns():
+    a = Scores([1.0], {"f": [1.0]}, {"m": 1.0}, {"f/x": ["a"]})
+    b = Scores([2.0, 3.0], {"f": [2.0, 3.0]}, {"m": 4.0, "k": 1.0})
+    both = Scores.concat([a, b])
+    assert both.total == [1.0, 2.0, 3.0] and both.parts == {"f": [1.0, 2.0, 3.0]}
+    assert both.metrics == {"m": 2.5, "k": 1.0} and both.extra == {"f/x": ["a", None, None]}
+    assert Scores.concat([]) == Scores([], {})
+
+
+def test_recipes_choose_functions_and_weights_per_row(scorers):
+    asked = {"maths": [], "style": []}
+
+    def maths(completions):
+        asked["maths"].append(completions)
+        return [1.0] * len(completions)
+
+    def style(completions, log_extra):
+        asked["style"].append(completions)
+        log_extra("seen", completions)
+        return [10.0] * len(completions)
+
+    recipes = {"sum": [("maths", 1.0)], "poem": [("style", 0.5)], "both": [("maths", 2.0), ("style", 0.5)], "off": []}
+    scorer = scorers([maths, style], recipes=recipes)
+    scores = submit(scorer, n=4, label=["sum", "poem", "both", "off"]).result(10)
+    same(scores.total, [1.0, 5.0, 2 * 1 + 0.5 * 10, NAN])
+    same(scores.parts["maths"], [1.0, NAN, 1.0, NAN])
+    assert asked == {"maths": [["c0", "c2"]], "style": [["c1", "c2"]]}  # a source runs on the rows that need it
+    assert scores.extra == {"style/seen": [None, "c1", "c2", None]}
+    assert math.isnan(scorer.weights["maths"]) and scorer.weights["style"] == 0.5
+    submit(scorer, label=["sum", "sum"]).result(10)
+    assert len(asked["style"]) == 1  # and not at all where no row does
+
+
+def test_unknown_label_and_missing_label_column(scorers):
+    def fn(completions):
+        return [0.0] * len(completions)
+
+    scorer = scorers([fn], recipes={"a": [("fn", 1.0)], "b": []}, label_column="kind")
+    with pytest.raises(ValueError, match=r"row 1 .*label 'c'.*known labels: 'a', 'b'"):
+        submit(scorer, kind=["a", "c"])
+    with pytest.raises(ValueError, match="label_column='kind'"):
+        submit(scorer, label=["a", "a"])
+
+
+def _fn(completions):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"functions": []}, "at least one reward function"),
+        ({"functions": [_fn], "weights": [1.0, 2.0]}, "weights has 2 entries for 1"),
+        ({"functions": [_fn, _fn]}, "two reward functions are called _fn.*names="),
+        ({"functions": [_fn], "weights": [NAN]}, "finite"),
+        ({"functions": [_fn], "max_concurrency": 0}, "max_concurrency=0"),
+        ({"functions": [_fn], "timeout": 0}, "timeout=0"),
+        ({"functions": [_fn], "on_error": "ignore"}, "on_error='ignore'"),
+        ({"functions": [_fn], "recipes": {"a": [("g", 1.0)]}}, "names 'g'; the reward functions are: _fn"),
+        ({"functions": [_fn], "recipes": {"a": []}}, "in no recipe.*_fn"),
+        ({"functions": [_fn], "recipes": {"a": [("_fn", 1.0), ("_fn", 2.0)]}}, "twice"),
+        ({"functions": [_fn], "recipes": {"a": [("_fn", 1.0)]}, "weights": [1.0]}, "exclude"),
+        ({"functions": [lambda a, /: a]}, "positional-only"),
+        ({"functions": [3]}, "neither callable"),
+    ],
+)
+def test_bad_arguments(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        RewardScorer(**kwargs)
+
+
+def test_names_tell_equal_functions_apart(scorers):
+    scores = submit(scorers([_fn, _fn], names=["a", "b"])).result(10)
+    assert set(scores.parts) == {"a", "b"}
+
+
+def test_lengths_are_checked_at_submission(scorers):
+    with pytest.raises(ValueError, match="2 completions.*'answer': 3"):
+        submit(scorers([_fn]), answer=[1, 2, 3])
+
+
+def test_close_gives_up_frees_the_functions_and_allows_a_new_start(scorers):
+    started, closed = threading.Event(), []
+
+    class Slow(Reward):
+        async def __call__(self, completions, group_ids):
+            if group_ids[0] == 0:
+                started.set()
+                await asyncio.sleep(60)
+            return [1.0, 1.0]
+
+        async def close(self):
+            closed.append(True)
+
+    scorer = scorers([Slow()])
+    handle = submit(scorer)
+    assert started.wait(10)
+    scorer.close()
+    scorer.close()
+    assert closed == [True]
+    with pytest.raises(RewardError, match="closed before"):
+        handle.result(10)
+    assert not any(thread.name == "rewards" for thread in threading.enumerate())
+    same(submit(scorer, group=1).result(10).total, [1.0, 1.0])
+
+
+def test_a_hanging_function_does_not_keep_the_process_alive():
+    code = """
+import threading
+from lightrl.rewards import RewardScorer
+started = threading.Event()
+def hang(completions):
+    started.set()
+    threading.Event().wait()
+scorer = RewardScorer([hang])
+handle = scorer.submit(prompts=["p"], completions=["c"], completion_ids=[[1]], columns={}, group_ids=[0])
+started.wait()
+print("end", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout == "end\n", done.stderr
+
+
+def test_ctrl_c_interrupts_the_wait():
+    code = """
+import signal, threading, os
+from lightrl.rewards import RewardScorer
+def hang(completions):
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait()
+scorer = RewardScorer([hang])
+try:
+    scorer.submit(prompts=["p"], completions=["c"], completion_ids=[[1]], columns={}, group_ids=[0]).result()
+except KeyboardInterrupt:
+    scorer.close()
+    print("stopped", [t.name for t in threading.enumerate() if t.name == "rewards"], flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "stopped []\n", done.stderr
