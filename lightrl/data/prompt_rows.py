@@ -174,9 +174,8 @@ class _StreamRows(OpenSource):
                     kept += 1
                     yield index, row
             if not kept:
-                raise ValueError(
-                    f"{self.spec.label}: every prompt is longer than {self.spec.max_prompt_tokens} tokens."
-                )
+                limit = self.spec.max_prompt_tokens
+                raise ValueError(f"{self.spec.label}: every prompt is longer than max_prompt_tokens={limit}.")
             epoch += 1
 
 

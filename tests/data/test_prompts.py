@@ -192,7 +192,7 @@ def test_a_stream_goes_on_for_ever_and_resumes(stream: PromptSource, tokenizer: 
 
 
 def test_a_stream_drops_long_rows_and_has_no_length(stream: PromptSource, tokenizer: Any) -> None:
-    stream.rows, stream.max_prompt_tokens = None, 3
+    stream.max_prompt_tokens = 3
     with pytest.raises(ValueError, match="every prompt is longer than max_prompt_tokens=3"):
         stream.load(tokenizer, shuffle=False).batch(0, 1)
     stream.max_prompt_tokens = 4

@@ -111,7 +111,7 @@ def numbered(count: int) -> list[tuple[list[int], list[int]]]:
 def test_training_passes_are_shuffled_and_shared_by_ranks() -> None:
     ranks = [SFTLoader(numbered(9), 2, 0, seed=1, rank=rank, world_size=2) for rank in range(2)]
     assert [len(loader) for loader in ranks] == [2, 2]
-    passes = [[sum(firsts(loader), []) for loader in ranks] for _ in range(2)]
+    passes = [[[i for batch in firsts(loader) for i in batch] for loader in ranks] for _ in range(2)]
     for first, second in passes:
         assert len(set(first)) == len(set(second)) == 4
         assert not set(first) & set(second)
