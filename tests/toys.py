@@ -1,0 +1,92 @@
+"""Tiny models, tasks and trainers that several tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from lightrl.callbacks import WeightSync
+from lightrl.data.prompts import PromptSource
+from lightrl.data.rollout import RolloutDataModule
+from lightrl.engines.transformers import TransformersEngine
+from lightrl.types import SamplingParams
+
+QUICKSTART_MODEL = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
+
+
+def quickstart_model(folder: Path, seed: int = 0, **config: Any) -> str:
+    """The quickstart's tokenizer and architecture with random weights, wide enough that answers differ."""
+    torch.manual_seed(seed)
+    cfg = Qwen2Config.from_pretrained(QUICKSTART_MODEL, initializer_range=0.1, **config)
+    Qwen2ForCausalLM(cfg).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(QUICKSTART_MODEL).save_pretrained(folder)
+    return str(folder)
+
+
+def bandit_model(folder: Path, num_actions: int, seed: int = 0) -> str:
+    """A model whose whole vocabulary are the actions of a bandit; token 0 also serves as prompt, pad and end."""
+    tokens = {f"a{i}": i for i in range(num_actions)}
+    tokenizer = Tokenizer(models.WordLevel(tokens, unk_token="a0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="a0", eos_token="a0", unk_token="a0")
+    fast.save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=num_actions,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+        pad_token_id=None,  # else its embedding, which is the prompt here, would be zero
+        eos_token_id=0,
+        bos_token_id=0,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def digits_reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """Fraction of characters that are an even digit: dense, so that a few updates move it."""
+    return [sum(c in "02468" for c in text) / max(len(text), 1) for text in completions]
+
+
+def sums_data(**kwargs: Any) -> RolloutDataModule:
+    """Rollouts of eight sums, four completions each, from the transformers engine."""
+    rows = [{"prompt": f"{a:02d}+{b:02d}="} for a in range(8) for b in range(8)]
+    arguments: dict[str, Any] = {
+        "prompts": PromptSource(rows=rows),
+        "rewards": [digits_reward],
+        "engine": TransformersEngine(),
+        "sampling": SamplingParams(max_new_tokens=6),
+        "group_size": 4,
+        "prompts_per_rollout": 8,
+        "rollouts_per_epoch": 4,
+    }
+    return RolloutDataModule(**{**arguments, **kwargs})
+
+
+def quiet_trainer(**kwargs: Any) -> Trainer:
+    """A CPU trainer that prints and writes nothing."""
+    arguments: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,
+        "max_epochs": 1,
+        "callbacks": [WeightSync()],
+    }
+    return Trainer(**{**arguments, **kwargs})
