@@ -218,10 +218,10 @@ class SFTDataModule(LightningDataModule):
     """Prompts with completions, tokenised as in reinforcement learning; only completion tokens are learnt.
 
     Args:
-        tokenizer: model folder or hub name that the tokenizer is loaded from.
         train: rows to learn from.
         val: rows for the validation loss; without them there is no validation.
         batch_size: rows per batch and rank.
+        tokenizer: folder or hub name; the actor's own where None.
         seed: of the order, 0 or more.
 
     Raises:
@@ -229,7 +229,12 @@ class SFTDataModule(LightningDataModule):
     """
 
     def __init__(
-        self, tokenizer: str, train: SFTSource, val: SFTSource | None = None, batch_size: int = 32, seed: int = 0
+        self,
+        train: SFTSource,
+        val: SFTSource | None = None,
+        batch_size: int = 32,
+        tokenizer: str | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -240,10 +245,9 @@ class SFTDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Reads and tokenises the rows of the stage, once."""
-        self.tokenizer = load_tokenizer(self.tokenizer_path)
-        ranks: dict[str, int] = {}
-        if self.trainer is not None:
-            ranks = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+        trainer: Any = self.trainer
+        self.tokenizer = load_tokenizer(self.tokenizer_path or trainer.lightning_module.actor_spec.path)
+        ranks = {"rank": trainer.global_rank, "world_size": trainer.world_size}
         pad: Any = self.tokenizer.pad_token_id
         for name, source in (("train", self.train if stage == "fit" else None), ("val", self.val)):
             if source is not None and name not in self._loaders:

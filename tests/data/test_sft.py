@@ -165,7 +165,7 @@ def fit(model_dir: Path, folder: Path, max_steps: int, resume: str | None = None
     module = Recorder()
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     trainer = Trainer(default_root_dir=folder, max_steps=max_steps, num_sanity_val_steps=0, **quiet)
-    data = SFTDataModule(str(model_dir), SFTSource(rows=ROWS), SFTSource(rows=ROWS[:3]), batch_size=2, seed=1)
+    data = SFTDataModule(SFTSource(rows=ROWS), SFTSource(rows=ROWS[:3]), 2, str(model_dir), seed=1)
     trainer.fit(module, data, ckpt_path=resume)
     return module, trainer
 

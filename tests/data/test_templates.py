@@ -13,7 +13,8 @@ from lightrl.data.templates import encode, load_tokenizer, render_prompt
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}"
-    "{% if not loop.last or add_generation_prompt %}/{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{{ suffix or '' }}{% endif %}"
+    "{% if not loop.last or add_generation_prompt %}/{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{{ suffix or '' }}{% endif %}"
 )
 
 

@@ -1,0 +1,20 @@
+"""Data sets, chat templates and the data modules that make batches of them."""
+
+from lightrl.data.arithmetic import ArithmeticRows
+from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource
+from lightrl.data.rollout import RolloutDataModule
+from lightrl.data.rows import RowSource
+from lightrl.data.sft import SFTDataModule, SFTSource
+from lightrl.data.templates import load_tokenizer
+
+__all__ = [
+    "ArithmeticRows",
+    "PromptMixture",
+    "PromptSet",
+    "PromptSource",
+    "RolloutDataModule",
+    "RowSource",
+    "SFTDataModule",
+    "SFTSource",
+    "load_tokenizer",
+]
