@@ -23,6 +23,8 @@ class Decoder(Protocol):
 
     refills: bool
     """Whether prompts can be added while rows are live."""
+    prefill_tokens: int
+    """Most prompt tokens of one `prefill`, unless a single prompt has more: it bounds the memory of activations."""
 
     def tokens_held(self, prompt_tokens: int, copies: int, new_tokens: int) -> int:
         """Most tokens whose keys and values a group will need."""
@@ -52,6 +54,7 @@ class CacheDecoder:
     """
 
     refills = False
+    prefill_tokens = 65536
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

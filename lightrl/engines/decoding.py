@@ -96,7 +96,8 @@ class Generation:
         length = len(self.prompts.token_ids[prompt])
         return self.decoder.tokens_held(length, self.copies, self.sampling.max_new_tokens)
 
-    def _batches(self, first: int, other: int) -> bool:
+    def _batches(self, taken: list[int], other: int) -> bool:
+        first = taken[0] if taken else other
         return self.decoder.batches(self.prompts.token_ids[first], self.prompts.token_ids[other])
 
     def _extra(self, prompt: int) -> dict[str, Any]:
@@ -107,13 +108,16 @@ class Generation:
         if not self.waiting or (self.rows and not self.decoder.refills):
             return []
         taken: list[int] = []
+        tokens = 0
         while self.waiting:
             p = self.waiting[0]
+            tokens += len(self.prompts.token_ids[p])
             sequences = len(self.rows) + (len(taken) + 1) * self.copies
             fits = sequences <= self.max_sequences and self.held + self._cost(p) <= self.max_tokens
             if not fits and (self.rows or taken):
                 break
-            if taken and (self._extra(p) or not self._batches(taken[0], p)):
+            together = tokens <= self.decoder.prefill_tokens and not self._extra(p) and self._batches(taken, p)
+            if taken and not together:
                 break
             taken.append(self.waiting.popleft())
             self.held += self._cost(p)

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.engines.base import Engine, EngineContext
-from lightrl.engines.decoders import CacheDecoder
+from lightrl.engines.decoders import CacheDecoder, Decoder
 from lightrl.engines.decoding import Generation
+from lightrl.engines.lean import LeanDecoder, LeanModel
 from lightrl.types import CompletionGroup, Prompts, SamplingParams
 
 __all__ = ["TransformersEngine"]
@@ -63,6 +64,7 @@ class TransformersEngine(Engine):
         self._model_kwargs = dict(model_kwargs or {})
         self._model: Any = None
         self._tokenizer: Any = None
+        self._lean: LeanModel | None = None
         self._eos_ids: set[int] = set()
 
     def start(self, context: EngineContext) -> None:
@@ -82,6 +84,7 @@ class TransformersEngine(Engine):
         model = model.to(self._device or context.device).eval().requires_grad_(False)
         self._tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
         self._eos_ids = _end_ids(model, self._tokenizer)
+        self._lean = LeanModel(model) if LeanModel.fits(model) else None
         self._model = model
 
     @property
@@ -99,7 +102,7 @@ class TransformersEngine(Engine):
 
     def close(self) -> None:
         """See `Engine.close`."""
-        self._model = self._tokenizer = None
+        self._model = self._tokenizer = self._lean = None
         self.policy_version = -1
 
     def _require_started(self) -> None:
@@ -115,7 +118,7 @@ class TransformersEngine(Engine):
         self._require_started()
         self._check(prompts, sampling, num_completions, seeds)
         generation = Generation(
-            CacheDecoder(self._model),
+            self._decoder(prompts, sampling.max_new_tokens),
             prompts,
             sampling,
             num_completions,
@@ -128,6 +131,11 @@ class TransformersEngine(Engine):
             policy_version=self.policy_version,
         )
         return generation.groups()
+
+    def _decoder(self, prompts: Prompts, new_tokens: int) -> Decoder:
+        if self._lean is None or any(prompts.inputs):
+            return CacheDecoder(self._model)
+        return LeanDecoder(self._lean, max(map(len, prompts.token_ids), default=1) + new_tokens, new_tokens)
 
     def _check(self, prompts: Prompts, sampling: SamplingParams, num_completions: int, seeds: Sequence[int]) -> None:
         for name in ("regex", "json_schema", "extra"):
@@ -206,5 +214,6 @@ def _end_ids(model: Any, tokenizer: Any) -> set[int]:
     ids: set[int] = set()
     for source in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
         value = getattr(source, "eos_token_id", None)
-        ids |= set(value) if isinstance(value, list | tuple) else {value} - {None}
+        values = value if isinstance(value, list | tuple) else [value]
+        ids |= {int(v) for v in values if v is not None}
     return ids
