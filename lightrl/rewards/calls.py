@@ -56,6 +56,10 @@ class RewardFunction:
         inner = getattr(function, "func", function)
         self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
+    def missing(self, names: Collection[str]) -> list[str]:
+        """What the function needs beyond the given names and LightRL's own."""
+        return sorted(self.needs - set(names) - {"log_metric", "log_extra"})
+
     async def run(self, rows: Mapping[str, Sequence[Any]], timeout: float | None) -> tuple[list[float], CallLog]:
         """Calls the function for some rows.
 
@@ -67,7 +71,8 @@ class RewardFunction:
             n floats, NaN for None, and what the function logged.
 
         Raises:
-            CallFailed: it raised or took too long. RewardError: what it returned is not n rewards.
+            CallFailed: it raised or took too long.
+            RewardError: what it returned is not n rewards, it needs what is not there, or it raised a RewardError itself.
         """
         num_rows = len(rows["completions"])
         log = CallLog(self.name, num_rows)
@@ -82,12 +87,14 @@ class RewardFunction:
         if not task.done():
             raise CallFailed(f"reward function {self.name!r}: did not finish within timeout={timeout} seconds.")
         outcome, value = task.result()
+        if isinstance(value, RewardError) and not isinstance(value, CallFailed):  # a mistake in the set-up
+            raise RewardError(f"reward function {self.name!r}: {value}") from value
         if outcome == "raised":
             raise CallFailed(f"reward function {self.name!r} raised {type(value).__name__}: {value}") from value
         return check_values(self.name, value, num_rows), log
 
     def _arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
-        missing = sorted(self.needs - offered.keys())
+        missing = self.missing(offered)
         if missing:
             raise RewardError(
                 f"reward function {self.name!r}: takes {', '.join(missing)}, which is neither a column of the data set "

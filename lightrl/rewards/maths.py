@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrl.rewards.base import Reward
+from lightrl.rewards.base import Reward, RewardError
 
 __all__ = ["MathVerify"]
 
@@ -62,7 +62,7 @@ class MathVerify(Reward):
         self, completions: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **columns: Any
     ) -> list[float | None]:
         if self.column not in columns:
-            raise ValueError(f"column={self.column!r} is not in the data set; it has: {', '.join(sorted(columns))}.")
+            raise RewardError(f"column={self.column!r} is not in the data set; it has: {', '.join(sorted(columns))}.")
         worker = self._idle.get()
         try:
             verdicts = [
@@ -91,19 +91,25 @@ class _Worker:
         self._lock = threading.Lock()
 
     def compare(self, gold: str, text: str, timeout: float) -> str:
-        """ "equal", "unequal", "unparsable" (gold) or "timeout" (also when the comparison ended its process)."""
-        process = self._started()
+        """ "equal", "unequal", "unparsable" (gold) or "timeout".
+
+        A process that dies is replaced and asked again, once: it may have been killed for what others did.
+        """
         request = json.dumps({"gold": gold, "text": text, "timeout": timeout}).encode() + b"\n"
-        answer = b""
-        with contextlib.suppress(BrokenPipeError):
-            assert process.stdin is not None
-            process.stdin.write(request)
-            process.stdin.flush()
-            answer = self._line(process, timeout + _GRACE_SECONDS)
-        if not answer:
+        for _ in range(2):
+            process = self._started()
+            answer: bytes | None = b""
+            with contextlib.suppress(BrokenPipeError):
+                assert process.stdin is not None
+                process.stdin.write(request)
+                process.stdin.flush()
+                answer = self._line(process, timeout + _GRACE_SECONDS)
+            if answer:
+                return str(json.loads(answer))
             self.stop()
-            return "timeout"
-        return str(json.loads(answer))
+            if answer is None:
+                break
+        return "timeout"
 
     def stop(self) -> None:
         with self._lock:
@@ -129,7 +135,8 @@ class _Worker:
         return process
 
     @staticmethod
-    def _line(process: subprocess.Popen[bytes], timeout: float) -> bytes:
+    def _line(process: subprocess.Popen[bytes], timeout: float) -> bytes | None:
+        """The next line; empty where the process ended, None where it says nothing within `timeout` seconds."""
         assert process.stdout is not None
         ready, _, _ = select.select([process.stdout], [], [], timeout)
-        return process.stdout.readline() if ready else b""
+        return process.stdout.readline() if ready else None

@@ -140,7 +140,7 @@ class RemoteReward(Reward):
         wanted.update({f"columns/{name}": name for name in self.columns})
         missing = sorted(set(wanted.values()) - columns.keys())
         if missing:
-            raise ValueError(
+            raise RewardError(
                 f"RemoteReward sends the columns {', '.join(missing)}, which the data set lacks; "
                 f"it has: {', '.join(sorted(columns))}."
             )
@@ -173,7 +173,7 @@ class RemoteReward(Reward):
             problem = f"status {response.status_code}: {response.text[:200]}"
         message = f"{self.url} did not score {num_rows} rows in {self.retries + 1} attempts; the last: {problem}"
         if self.on_failure == "error":
-            raise RewardError(message)
+            raise ConnectionError(message)
         log.warning("%s. They count as not scored (on_failure='none').", message)
         return None
 

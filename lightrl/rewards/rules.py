@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from lightrl.rewards.base import Reward, RewardSpec, load_reward, reward_name
+from lightrl.rewards.base import Reward, RewardError, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
 from lightrl.rewards.extract import EXTRACTORS, Extract, to_number
 
@@ -34,7 +34,8 @@ class ExactAnswer(Reward):
         numeric: two answers that are both numbers are compared by value: 42 = 42.0, 1,000 = 1000.
 
     Raises:
-        ValueError: `pattern` beside an `extract`, an invalid pattern, or a reference without an answer.
+        ValueError: `pattern` beside an `extract`, or an invalid pattern.
+        RewardError: (when called) no such column, or a reference without an answer.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ExactAnswer(Reward):
     def _reference(self, reference: Any) -> str:
         found = EXTRACTORS[self.reference_extract](str(reference))
         if found is None:
-            raise ValueError(
+            raise RewardError(
                 f"column {self.column!r} holds {str(reference)[:80]!r}, in which reference_extract="
                 f"{self.reference_extract!r} finds no answer."
             )
@@ -250,7 +251,7 @@ class CosineLength(Reward):
 
 def _column(rule: Any, columns: dict[str, Any]) -> Sequence[Any]:
     if rule.column not in columns:
-        raise ValueError(f"column={rule.column!r} is not in the data set; it has: {', '.join(sorted(columns))}.")
+        raise RewardError(f"column={rule.column!r} is not in the data set; it has: {', '.join(sorted(columns))}.")
     return columns[rule.column]  # type: ignore[no-any-return]
 
 

@@ -102,8 +102,9 @@ class RewardScorer:
         timeout: seconds that one call may take from its start; None waits for ever. A function that is not `async`
             cannot be stopped: its thread is left behind and its result ignored.
         on_error: what an exception or a time-out means: "error" ends the run, "none" gives None for the rows of that
-            call, logs a warning and counts them in `reward/<function>/failed`. Values that are no rewards (wrong
-            length, NaN, no number) and missing columns are mistakes in the code, and always an error.
+            call, logs a warning and counts them in `reward/<function>/failed`. Mistakes in the set-up are always an
+            error: values that are no rewards (wrong length, NaN, no number), missing columns, a `RewardError` that the
+            function raises itself.
 
     Attributes:
         names: F names. weights: name -> weight; NaN for a function whose weight differs between labels.

@@ -104,7 +104,7 @@ def _parse(body: bytes, function: RewardFunction, max_rows: int) -> dict[str, li
     wrong = {name: len(values) for name, values in rows.items() if len(values) != num_rows}
     if wrong:
         raise HTTPException(422, f"{num_rows} completions, but other lengths: {wrong}")
-    missing = sorted(function.needs - rows.keys())
+    missing = function.missing(rows)
     if missing:
         raise HTTPException(422, f"{function.name} needs {', '.join(missing)}, which the request does not send")
     return rows

@@ -158,6 +158,14 @@ def test_on_error_none_leaves_the_rows_out_and_counts_them(scorers, caplog):
     assert "disk" in caplog.text and "broken" in caplog.text
 
 
+def test_a_mistake_in_the_set_up_is_an_error_whatever_on_error_says(scorers):
+    def fn(completions):
+        raise RewardError("no such column")
+
+    with pytest.raises(RewardError, match="'fn': no such column"):
+        submit(scorers([fn], on_error="none")).result(10)
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_timeout(scorers, is_async):
     release = threading.Event()

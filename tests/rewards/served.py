@@ -1,0 +1,43 @@
+"""What the scoring server serves in the tests; loaded by path, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+
+
+def length(completions):
+    return [float(len(text)) for text in completions]
+
+
+def length_or_none(completions, log_metric):
+    log_metric("x", 1.0)
+    return [None if text == "skip" else float(len(text)) for text in completions]
+
+
+def slow(completions):
+    time.sleep(20)
+    return [0.0] * len(completions)
+
+
+def kill_once(completions):
+    """Ends the server in the middle of a request that says so."""
+    if "kill" in completions:
+        os.kill(os.getpid(), 9)
+    return length(completions)
+
+
+def uses_all(prompts, completions, completion_ids, group_ids, references, labels, level):
+    assert len(set(group_ids)) * 2 == len(group_ids)  # whole groups of two
+    return [
+        float(len(p) + len(c) + len(i) + r + k + v)
+        for p, c, i, r, k, v in zip(prompts, completions, completion_ids, references, labels, level, strict=True)
+    ]
+
+
+def raises(completions):
+    raise KeyError("inside")
+
+
+async def async_length(completions):
+    return length(completions)

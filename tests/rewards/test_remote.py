@@ -1,0 +1,241 @@
+"""RemoteReward against a scripted server on a loopback socket: repetitions, refusals, bounds, and what is sent."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import json
+import math
+import random
+import threading
+
+import pytest
+
+from lightrl.rewards import RemoteReward, RewardError, RewardScorer
+from lightrl.rewards.remote import _batches, _image
+
+
+class Scripted:
+    """Answers each request with the next entry of `script`; when it is used up, with the lengths of the completions.
+
+    An entry is a status code, "break" (the connection is cut) or a JSON body. Requests with the completion `failing`
+    are always answered with 500.
+    """
+
+    def __init__(self) -> None:
+        self.script, self.bodies, self.headers = [], [], []
+        self.failing = None
+        self.running = self.most = 0
+        self.lock = threading.Condition()
+        self.gate = threading.Event()
+        self.gate.set()
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self):
+                outer.answer(self, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            def log_message(self, *_):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/score"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def answer(self, handler, body) -> None:
+        with self.lock:
+            self.bodies.append(body)
+            self.headers.append(dict(handler.headers))
+            self.running += 1
+            self.most = max(self.most, self.running)
+            entry = self.script.pop(0) if self.script else {"rewards": [len(text) for text in body["completions"]]}
+            if self.failing in body["completions"]:
+                entry = 500
+            self.lock.notify_all()
+        self.gate.wait(20)
+        with self.lock:
+            self.running -= 1
+        if entry == "break":
+            handler.close_connection = True
+            return
+        data = b"try again" if isinstance(entry, int) else json.dumps(entry).encode()
+        handler.send_response(entry if isinstance(entry, int) else 200)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+
+@pytest.fixture
+def server():
+    scripted = Scripted()
+    yield scripted
+    scripted.gate.set()
+    scripted.server.shutdown()
+    scripted.server.server_close()
+
+
+def ask(reward, completions, group_ids=None, timeout=None, **columns):
+    scorer = RewardScorer([reward], timeout=timeout)
+    n = len(completions)
+    rows = {"prompts": ["p"] * n, "completions": completions, "completion_ids": [[1]] * n}
+    try:
+        groups = list(range(n)) if group_ids is None else group_ids
+        return scorer.submit(columns=columns, group_ids=groups, **rows).result(30)
+    finally:
+        scorer.close()
+
+
+@pytest.mark.parametrize("failures", [[500, 500], ["break"], [503, "break", 429]])
+def test_what_passes_is_tried_again(server, failures):
+    server.script = list(failures)
+    assert ask(RemoteReward(server.url, backoff=0.001), ["abc"]).total == [3.0]
+    assert len(server.bodies) == len(failures) + 1
+    assert all(body == server.bodies[0] for body in server.bodies)
+
+
+def test_retries_are_counted(server):
+    server.script = [500] * 3
+    with pytest.raises(RewardError, match=r"1 rows in 3 attempts; the last: status 500: try again"):
+        ask(RemoteReward(server.url, backoff=0.001, retries=2), ["a"])
+    assert len(server.bodies) == 3
+
+
+def test_on_failure_none_loses_only_the_rows_of_that_request(server, caplog):
+    server.failing = "ab"
+    reward = RemoteReward(server.url, backoff=0.001, retries=1, batch_size=1, on_failure="none")
+    scores = ask(reward, ["abc", "ab", "abcd"])
+    assert scores.total[::2] == [3.0, 4.0] and math.isnan(scores.total[1])
+    assert len(server.bodies) == 4  # three, and one repetition
+    assert scores.metrics == {"reward/RemoteReward/unanswered": pytest.approx(1 / 3)}
+    assert "did not score 1 rows in 2 attempts" in caplog.text
+
+
+def test_a_server_that_is_not_there():
+    reward = {"retries": 1, "backoff": 0.001}
+    with pytest.raises(RewardError, match="2 attempts; the last: ConnectError"):
+        ask(RemoteReward("http://127.0.0.1:9/score", **reward), ["a"])
+    scores = ask(RemoteReward("http://127.0.0.1:9/score", on_failure="none", **reward), ["a", "b"])
+    assert all(map(math.isnan, scores.total)) and scores.metrics["reward/RemoteReward/unanswered"] == 1.0
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
+def test_a_refusal_is_an_error_at_once(server, status):
+    server.script = [status]
+    with pytest.raises(RewardError, match=f"refused the request with {status}: try again"):
+        ask(RemoteReward(server.url, on_failure="none"), ["a"])
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("body", [{"rewards": [1.0]}, {"scores": [1.0, 2.0]}, [1.0, 2.0], {"rewards": 3}])
+def test_an_answer_that_is_no_rewards(server, body):
+    server.script = [body]
+    with pytest.raises(RewardError, match="answered"):
+        ask(RemoteReward(server.url), ["a", "b"])
+
+
+def test_values_of_the_server_are_checked_and_null_is_none(server):
+    server.script = [{"rewards": [1.5, None]}, {"rewards": [1.5, "x"]}]
+    total = ask(RemoteReward(server.url), ["a", "b"]).total
+    assert total[0] == 1.5 and math.isnan(total[1])
+    with pytest.raises(RewardError, match="'RemoteReward': value 1 is 'x'"):
+        ask(RemoteReward(server.url), ["a", "b"])
+
+
+def test_waits_double_up_to_the_bound_with_jitter(server, monkeypatch):
+    import asyncio
+
+    waits, sleep = [], asyncio.sleep
+
+    async def record(seconds):
+        waits.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr("lightrl.rewards.remote.asyncio.sleep", record)
+    monkeypatch.setattr(random, "uniform", lambda low, high: high)
+    server.script = [500] * 5
+    ask(RemoteReward(server.url, retries=5, backoff=1.0, max_backoff=10.0), ["a"])
+    assert waits == [1.5, 3.0, 6.0, 10.0, 10.0]  # 1.5 * 2^k, at most 10
+
+
+def test_requests_at_a_time_are_bounded(server):
+    server.gate.clear()
+    scorer = RewardScorer([RemoteReward(server.url, batch_size=1, concurrency=3)])
+    rows = {"prompts": ["p"] * 4, "completions": ["a"] * 4, "completion_ids": [[1]] * 4, "group_ids": [0, 1, 2, 3]}
+    handles = [scorer.submit(columns={}, **rows) for _ in range(3)]  # 12 requests from 3 calls
+    with server.lock:
+        assert server.lock.wait_for(lambda: server.running == 3, timeout=20)
+        assert not server.lock.wait_for(lambda: server.running > 3, timeout=0.2)
+    server.gate.set()
+    for handle in handles:
+        assert handle.result(20).total == [1.0] * 4
+    assert server.most == 3 and len(server.bodies) == 12
+    scorer.close()
+
+
+def test_the_scorers_timeout_ends_a_request(server):
+    server.gate.clear()
+    with pytest.raises(RewardError, match="timeout=0.1"):
+        ask(RemoteReward(server.url), ["a"], timeout=0.1)
+
+
+def test_what_is_sent(server, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    reward = RemoteReward(server.url, columns=["level"], reference_column="answer", token_env="MY_TOKEN")
+    ask(reward, ["a", "b"], [5, 5], level=[1, 2], answer=["x", "y"], unsent=[0, 0])
+    assert server.bodies == [
+        {
+            "queries": ["pa", "pb"],
+            "prompts": ["p", "p"],
+            "completions": ["a", "b"],
+            "group_ids": [5, 5],
+            "references": ["x", "y"],
+            "columns": {"level": [1, 2]},
+        }
+    ]
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+    ask(RemoteReward(server.url, label_column="kind", image_column="image", send_completion_ids=True), ["a"], **IMAGE)
+    assert server.bodies[1]["labels"] == ["k"] and server.bodies[1]["completion_ids"] == [[1]]
+    assert base64.b64decode(server.bodies[1]["images"][0][0]) == b"raw"
+    assert "Authorization" not in server.headers[1]
+
+
+IMAGE = {"kind": ["k"], "image": [[b"raw", "already text"]]}
+
+
+def test_pil_images_become_png():
+    from PIL import Image
+
+    assert base64.b64decode(_image(Image.new("RGB", (2, 2)))).startswith(b"\x89PNG")
+
+
+def test_a_missing_column(server):
+    with pytest.raises(RewardError, match="sends the columns level, which the data set lacks"):
+        ask(RemoteReward(server.url, columns=["level"]), ["a"], answer=["x"])
+
+
+def test_batches_are_cut_between_groups():
+    assert _batches([0, 0, 1, 1, 2, 2], 4) == [(0, 4), (4, 6)]
+    assert _batches([0, 0, 1, 1], 3) == [(0, 2), (2, 4)]
+    assert _batches([0, 0, 0, 1], 2) == [(0, 3), (3, 4)]  # a group larger than the batch goes whole
+    assert _batches([7], 1) == [(0, 1)]
+    assert _batches([], 4) == []
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"url": "127.0.0.1/score"}, "http://"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"backoff": 0}, "backoff=0"),
+        ({"retries": -1}, "retries=-1"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"concurrency": 0}, "concurrency=0"),
+        ({"token_env": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE.*not set"),
+        ({"on_failure": "retry"}, "on_failure='retry'"),
+    ],
+)
+def test_bad_arguments(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        RemoteReward(**{"url": "http://127.0.0.1:1/score", **kwargs})

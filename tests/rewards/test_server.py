@@ -1,0 +1,181 @@
+"""`serve_reward` and `RemoteReward` against one another, over a socket between two processes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+from lightrl.rewards import RemoteReward, RewardError, RewardScorer
+from lightrl.rewards.server import serve_reward
+
+
+def score(reward, completions, group_ids=None, **columns):
+    scorer = RewardScorer([reward], names=["remote"])
+    n = len(completions)
+    try:
+        return scorer.submit(
+            prompts=["pp"] * n,
+            completions=completions,
+            completion_ids=[[1, 2, 3]] * n,
+            columns=columns,
+            group_ids=list(range(n)) if group_ids is None else group_ids,
+        ).result(60)
+    finally:
+        scorer.close()
+
+
+def post(server, **kwargs):
+    return httpx.post(server.url, trust_env=False, timeout=20, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def plain(serve):
+    return serve("length_or_none", max_rows=8, max_bytes=2000)
+
+
+def test_rewards_travel_and_none_stays_none(plain):
+    before = plain.health["rows"]
+    scores = score(RemoteReward(plain.url), ["a", "skip", "abc"])
+    assert scores.total[0] == 1.0 and math.isnan(scores.total[1]) and scores.total[2] == 3.0
+    health = plain.health
+    assert health["reward"] == "length_or_none" and health["rows"] == before + 3
+
+
+def test_everything_that_can_be_sent_arrives(serve):
+    server = serve("uses_all")
+    reward = RemoteReward(
+        server.url,
+        columns=["level"],
+        reference_column="ref",
+        label_column="kind",
+        send_completion_ids=True,
+        batch_size=3,  # not a multiple of the groups of two: they must stay whole
+    )
+    columns = {"level": [100] * 6, "ref": [10] * 6, "kind": [1000] * 6}
+    scores = score(reward, ["a"] * 6, [0, 0, 1, 1, 2, 2], **columns)
+    assert scores.total == [2 + 1 + 3 + 10 + 1000 + 100] * 6  # |prompt| + |completion| + |ids| + columns
+    assert server.health["requests"] == 3
+    with pytest.raises(RewardError, match="422.*completion_ids"):  # the server says what it needs
+        score(RemoteReward(server.url, columns=["level"]), ["a"], level=[1])
+
+
+def test_limits_and_malformed_requests_are_refused(plain):
+    with pytest.raises(RewardError, match=r"413.*9 rows are more than max_rows=8.*batch_size"):
+        score(RemoteReward(plain.url, on_failure="none"), ["a"] * 9)  # a refusal is an error whatever on_failure says
+    assert score(RemoteReward(plain.url, batch_size=4), ["a"] * 9).total == [1.0] * 9
+    with pytest.raises(RewardError, match=r"413.*max_bytes=2000"):
+        score(RemoteReward(plain.url), ["a" * 3000])
+    assert post(plain, content=b"x" * 5000).status_code == 413
+    assert post(plain, content=iter([b"x" * 1500, b"x" * 1500])).status_code == 413  # without a length in its header
+    assert post(plain, content=b"{").status_code == 422
+    assert post(plain, json={"prompts": ["a"]}).status_code == 422
+    assert post(plain, json={"prompts": ["a"], "completions": ["a", "b"]}).status_code == 422
+    assert plain.health["status"] == "ok"
+
+
+def test_token(serve, monkeypatch):
+    server = serve("async_length", token="secret")
+    assert server.health["status"] == "ok"  # health asks for no token
+    with pytest.raises(RewardError, match="401.*token_env"):
+        score(RemoteReward(server.url), ["a"])
+    monkeypatch.setenv("MY_TOKEN", "wrong")
+    with pytest.raises(RewardError, match="401"):
+        score(RemoteReward(server.url, token_env="MY_TOKEN"), ["a"])
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    assert score(RemoteReward(server.url, token_env="MY_TOKEN"), ["ab"]).total == [2.0]
+    assert server.health["rows"] == 1
+
+
+def test_a_function_that_fails_on_the_server(serve):
+    server = serve("raises")
+    with pytest.raises(RewardError, match=r"in 2 attempts.*500.*KeyError: 'inside'"):
+        score(RemoteReward(server.url, retries=1, backoff=0.01), ["a"])
+
+
+def test_a_function_out_of_time_on_the_server(serve):
+    server = serve("slow", timeout=0.2)
+    with pytest.raises(RewardError, match=r"500.*within timeout=0.2"):
+        score(RemoteReward(server.url, retries=0), ["a"])
+
+
+def test_a_slow_server(serve):
+    server = serve("slow")
+    fast = {"timeout": 0.2, "retries": 1, "backoff": 0.01}
+    with pytest.raises(RewardError, match="2 attempts.*ReadTimeout"):
+        score(RemoteReward(server.url, **fast), ["a"])
+    scores = score(RemoteReward(server.url, on_failure="none", **fast), ["a", "b"])
+    assert all(map(math.isnan, scores.total)) and scores.metrics == {"reward/remote/unanswered": 1.0}
+
+
+def test_a_server_killed_in_the_middle_of_a_request(serve):
+    server = serve("kill_once")
+    reward = {"retries": 2, "backoff": 0.01, "batch_size": 1, "concurrency": 1}
+    with pytest.raises(RewardError, match=r"did not score 1 rows in 3 attempts"):
+        score(RemoteReward(server.url, **reward), ["a", "kill", "b"])
+    server.process.wait(10)
+    server.start()
+    scores = score(RemoteReward(server.url, on_failure="none", **reward), ["a", "kill", "b"])
+    server.process.wait(10)
+    # The first row was scored before the server died, the others not: nothing of the rollout is lost but these two.
+    assert scores.total[0] == 1.0 and all(map(math.isnan, scores.total[1:]))
+    assert scores.metrics["reward/remote/unanswered"] == pytest.approx(2 / 3)
+
+
+def test_a_server_that_comes_back_while_it_is_asked(serve):
+    server = serve("length")
+    server.kill()
+    reward = RemoteReward(server.url, retries=200, backoff=0.05, max_backoff=0.1)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        scores = pool.submit(score, reward, ["abc"])
+        server.start()
+        assert scores.result(60).total == [3.0]
+
+
+def test_what_serve_reward_refuses(monkeypatch):
+    monkeypatch.delenv("LIGHTRL_REWARD_TOKEN", raising=False)
+    for kwargs, message in [
+        ({}, "exactly one"),
+        ({"reward": "a:b", "model": "c"}, "exactly one"),
+        ({"reward": "a:b", "host": "0.0.0.0"}, "LIGHTRL_REWARD_TOKEN"),
+        ({"reward": "a:b", "host": "::"}, "can be reached from other machines"),
+        ({"reward": "a:b", "max_rows": 0}, "max_rows=0"),
+        ({"reward": "a:b", "timeout": 0}, "timeout=0"),
+        ({"reward": "no_such_module:b"}, "no module"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            serve_reward(**kwargs)
+
+
+def test_a_sequence_classification_model_is_served(serve, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
+
+    from lightrl.rewards.model import ModelReward
+
+    vocabulary = {"[PAD]": 0, "[UNK]": 1, "pp": 2, "a": 3, "b": 4}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(tmp_path)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen2Config(vocab_size=5, num_key_value_heads=2, num_labels=1, pad_token_id=0, **sizes)
+    torch.manual_seed(0)
+    model = Qwen2ForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    completions = [" a", " a b b", " b"]
+    expected = [
+        model(torch.tensor([[2, *[vocabulary[word] for word in text.split()]]])).logits.item() for text in completions
+    ]
+    assert len(set(expected)) == 3
+    reward = ModelReward(str(tmp_path), batch_size=2)  # unequal lengths share a batch
+    assert reward(["pp"] * 3, completions) == pytest.approx(expected, abs=1e-6)
+    short = ModelReward(str(tmp_path), max_length=2)(["pp"], [" a b"])  # loses its start: "a b"
+    assert short == pytest.approx([model(torch.tensor([[3, 4]])).logits.item()], abs=1e-6)
+    server = serve("length", reward=None, model=str(tmp_path))
+    assert score(RemoteReward(server.url), completions).total == pytest.approx(expected, abs=1e-6)
