@@ -13,6 +13,7 @@ from lightrl.engines.base import (
 )
 
 if TYPE_CHECKING:
+    from lightrl.engines.transformers import TransformersEngine
     from lightrl.engines.vllm import VLLMEngine
 
 __all__ = [
@@ -21,10 +22,11 @@ __all__ = [
     "EngineDiedError",
     "EngineRestartedError",
     "StaleWeightsError",
+    "TransformersEngine",
     "VLLMEngine",
 ]
 
-_LAZY = {"VLLMEngine": "lightrl.engines.vllm"}
+_LAZY = {"TransformersEngine": "lightrl.engines.transformers", "VLLMEngine": "lightrl.engines.vllm"}
 
 
 def __getattr__(name: str) -> Any:

@@ -123,9 +123,10 @@ class VLLMAdapter:
         defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", **defaults}
         try:
             with isolated_rng(), scoped_environment(forced, defaults):
-                from vllm import LLM
+                from vllm import LLM, envs
                 from vllm.platforms import current_platform
 
+                envs.disable_envs_cache()  # an earlier engine froze the variables as they were for it
                 if current_platform.is_cpu():
                     # The sampler's rank count is compiled by inductor even with enforce_eager: 12 s for nothing.
                     type(current_platform).simple_compile_backend = "eager"

@@ -223,6 +223,7 @@ class VLLMEngine(Engine):
             "max_model_len": length,
             "tensor_parallel_size": self.tensor_parallel_size,
             "logprobs_mode": "processed_logprobs",
+            "use_tqdm_on_load": False,
             "worker_extension_cls": "lightrl.engines._vllm_worker.WorkerExtension",
         }
         if not cuda:

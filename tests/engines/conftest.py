@@ -88,7 +88,8 @@ def engine(tied_folder: Path) -> Iterator[object]:
     pytest.importorskip("vllm")
     from lightrl.engines import EngineContext, VLLMEngine
 
-    engine = VLLMEngine(engine_args={"kv_cache_memory_bytes": 32 << 20}, fire_temperature=None)
+    engine = VLLMEngine(fire_temperature=2.0, engine_args={"kv_cache_memory_bytes": 32 << 20, "block_size": 32})
     engine.start(EngineContext(str(tied_folder), max_prompt_tokens=64, max_new_tokens=64))
+    engine.fire_temperature = None  # the processor is there; a test turns it on
     yield engine
     engine.close()

@@ -1,0 +1,128 @@
+"""Start, close and start again in one process; the trainer's process group, environment and threads survive it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightrl.engines import EngineContext, VLLMEngine
+from lightrl.types import Prompts, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+
+CYCLES = """
+import json, os, sys
+from pathlib import Path
+import torch
+from tests.engines.conftest import build_model, change, load
+from tests.engines.test_vllm_sync import canary_gap, sampled_gap
+from lightrl.engines import EngineContext, VLLMEngine
+
+if __name__ == "__main__":
+    torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
+    environment, set_num_threads = dict(os.environ), torch.set_num_threads
+    gaps = []
+    for tied in (False, True, False):
+        folder = Path(sys.argv[1]) / f"model{tied}"
+        if not folder.exists():
+            build_model(folder, tied=tied)
+            # A folder without weights: the engine starts with dummy ones, and the first sync brings the policy's.
+            for file in folder.glob("*.safetensors") if tied else ():
+                file.rename(folder / "weights.bak")
+        torch.manual_seed(3)
+        model = build_model(Path(sys.argv[1]) / "trainer", tied=tied)
+        state = torch.random.get_rng_state()
+        engine = VLLMEngine()
+        engine.start(EngineContext(str(folder), max_prompt_tokens=32, max_new_tokens=32))
+        engine.start(EngineContext("elsewhere"))  # started: nothing happens
+        assert torch.equal(state, torch.random.get_rng_state())
+        change(model)
+        before = canary_gap(engine, model)
+        engine.load_weights(model.named_parameters(), policy_version=0)
+        gaps.append([before, canary_gap(engine, model), sampled_gap(engine, model, 1.0), sampled_gap(engine, model, 0.7)])
+        engine.close()
+        engine.close()
+        assert not engine.started and engine.policy_version == -1
+        assert torch.distributed.is_initialized() and torch.set_num_threads is set_num_threads
+        ours = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+        assert ours == {k: v for k, v in environment.items() if not k.startswith("VLLM_")}
+        value = torch.ones(1)
+        torch.distributed.all_reduce(value)
+    print(json.dumps(gaps))
+"""
+
+
+def run_script(text: str, folder: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(text)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, str(script), str(folder)], env=environment, timeout=timeout, capture_output=True, text=True
+    )
+
+
+def test_cycles_in_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    done = run_script(CYCLES, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for before, canary, hot, cool in json.loads(done.stdout.splitlines()[-1]):
+        assert before > 0.5 and max(canary, hot, cool) <= 5e-5
+
+
+def test_importing_the_package_loads_no_engine() -> None:
+    code = "import sys, lightrl.engines, lightrl.engines.vllm; assert 'vllm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+def test_close_before_start_and_use_before_start() -> None:
+    engine = VLLMEngine()
+    engine.close()
+    engine.close()
+    assert not engine.started
+    with pytest.raises(RuntimeError, match="not started"):
+        engine.generate(Prompts([[1]], [""]), SamplingParams(), num_completions=1, seeds=[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"restart_engine": True}, "restart_engine=True"),
+        ({"fire_temperature": 0.0}, "fire_temperature=0.0"),
+        ({"engine_args": {"worker_extension_cls": "x.Y"}}, "worker_extension_cls"),
+    ],
+)
+def test_contradictions_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VLLMEngine(**arguments)
+
+
+def test_engine_arguments_win_and_flags_arrive(tied_folder: Path) -> None:
+    context = EngineContext(str(tied_folder), dtype="bfloat16", max_prompt_tokens=10, max_new_tokens=20, seed=2**40)
+    plain = VLLMEngine()._arguments(context, cuda=False)
+    assert plain["model"] == str(tied_folder) and plain["dtype"] == "bfloat16" and plain["max_model_len"] == 30
+    assert plain["enforce_eager"] and "kv_cache_memory_bytes" in plain and "load_format" not in plain
+    engine = VLLMEngine(
+        model="other", dtype="float32", max_model_len=99, gpu_memory_utilization=0.3, fire_temperature=3.0,
+        sleep_level=1, engine_args={"enforce_eager": False, "max_num_seqs": 4},
+    )  # fmt: skip
+    chosen = engine._arguments(context, cuda=True)
+    assert (chosen["model"], chosen["dtype"], chosen["max_model_len"]) == ("other", "float32", 99)
+    assert chosen["gpu_memory_utilization"] == 0.3 and "kv_cache_memory_bytes" not in chosen
+    assert chosen["enable_sleep_mode"] and chosen["logits_processors"] and chosen["max_num_seqs"] == 4
+    assert chosen["enforce_eager"] is False
+    dummy = VLLMEngine()._arguments(EngineContext(str(tied_folder), random_init=True), cuda=False)
+    assert dummy["load_format"] == "dummy" and dummy["max_model_len"] is None
+
+
+def test_more_tokens_than_the_model_has_is_told_at_start(tied_folder: Path) -> None:
+    pytest.importorskip("vllm")
+    engine = VLLMEngine(in_process=False)
+    with pytest.raises(ValueError, match="max_new_tokens=5000"):
+        engine.start(EngineContext(str(tied_folder), max_prompt_tokens=64, max_new_tokens=5000))
+    assert not engine.started

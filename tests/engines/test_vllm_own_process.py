@@ -1,0 +1,131 @@
+"""The engine in processes of its own: same numbers, and its death told within 5 seconds, with a restart on request."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tests.engines.conftest import change, load
+from tests.engines.test_vllm_sync import canary_gap, sampled_gap
+
+from lightrl.engines import EngineContext, EngineDiedError, EngineRestartedError, VLLMEngine
+from lightrl.types import Prompts, SamplingParams
+
+pytest.importorskip("vllm")
+
+PROMPTS = Prompts(token_ids=[[2, 5 + i, 17, 20 + i] for i in range(16)], texts=[""] * 16)
+LONG = SamplingParams(max_new_tokens=120, ignore_eos=True)
+
+
+def start(folder: Path, **arguments) -> VLLMEngine:
+    engine = VLLMEngine(in_process=False, **arguments)
+    engine.start(EngineContext(str(folder), max_prompt_tokens=64, max_new_tokens=120))
+    return engine
+
+
+@pytest.fixture(scope="module")
+def untied(untied_folder: Path) -> Iterator[VLLMEngine]:
+    engine = start(untied_folder)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def tied(tied_folder: Path) -> Iterator[VLLMEngine]:
+    engine = start(tied_folder, restart_engine=True)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("which", ["untied", "tied"])
+def test_gap_through_shared_memory(which: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, model = request.getfixturevalue(which), load(request.getfixturevalue(f"{which}_folder"))
+    change(model)
+    assert canary_gap(engine, model) > 0.5
+    engine.load_weights(model.named_parameters(), policy_version=1)
+    assert canary_gap(engine, model) <= 5e-5
+    for temperature in (1.0, 0.7):
+        assert sampled_gap(engine, model, temperature) <= 5e-5
+    # Buckets far smaller than the model: tensors go through both by turns, the largest (64 KiB) through grown ones.
+    monkeypatch.setattr("lightrl.engines._vllm_weights._BUCKET_BYTES", 20_000)
+    engine._sender.buckets[0].memory = engine._sender.buckets[1].memory = torch.empty(0, dtype=torch.uint8)
+    for seed in (2, 3):
+        engine.load_weights(change(model, seed).named_parameters(), policy_version=seed)
+        assert canary_gap(engine, model) <= 5e-5
+
+
+def test_a_broken_push_is_told_and_mended(untied: VLLMEngine, untied_folder: Path) -> None:
+    model = load(untied_folder)
+    weights = list(model.named_parameters())
+    untied.load_weights(weights, policy_version=1)
+    with pytest.raises(ValueError, match=r"1\.self_attn\.v_proj\.bias"):
+        untied.load_weights([w for w in weights if "1.self_attn.v_proj.bias" not in w[0]], policy_version=2)
+    with pytest.raises(ValueError, match="surplus"):
+        untied.load_weights([*weights, ("surplus.weight", torch.zeros(3))], policy_version=2)
+
+    def breaks_off():
+        yield weights[0]
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        untied.load_weights(breaks_off(), policy_version=2)
+    assert untied.policy_version == -1
+    untied.load_weights(weights, policy_version=3)
+    assert canary_gap(untied, model) <= 5e-5
+
+
+def kill_mid_rollout(engine: VLLMEngine, victim: int) -> float:
+    """Kills a process once the first group is out; seconds until the error. It must be `EngineDiedError`."""
+    stream = engine.generate(PROMPTS, LONG, num_completions=8, seeds=range(16))
+    next(stream)
+    os.kill(victim, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(EngineDiedError):
+        list(stream)
+    return time.monotonic() - began
+
+
+def commands(pids: list[int]) -> dict[str, int]:
+    """Which process is the core, and which a worker, by vLLM's process titles."""
+    return {"core" if "EngineCore" in " ".join(psutil.Process(p).cmdline()) else "worker": p for p in pids}
+
+
+@pytest.mark.parametrize("victim", ["worker", "core"])
+def test_restart_with_weights_pushed_again(tied: VLLMEngine, tied_folder: Path, victim: str) -> None:
+    model = change(load(tied_folder))
+    tied.load_weights(model.named_parameters(), policy_version=1)
+    before = tied.process_ids
+    assert len(before) == 2
+    if victim == "worker":
+        tied.restart_engine = False
+        assert kill_mid_rollout(tied, commands(before)["worker"]) < 5
+        assert not any(psutil.pid_exists(pid) for pid in before)
+        with pytest.raises(EngineDiedError, match="died earlier"):
+            list(tied.generate(PROMPTS, LONG, num_completions=1, seeds=range(16)))
+        tied.restart_engine = True
+        tied.start(EngineContext(str(tied_folder), max_prompt_tokens=64, max_new_tokens=120))
+    else:
+        stream = tied.generate(PROMPTS, LONG, num_completions=8, seeds=range(16))
+        next(stream)
+        os.kill(commands(before)["core"], signal.SIGKILL)
+        with pytest.raises(EngineRestartedError, match="push them"):
+            list(stream)
+        assert not any(psutil.pid_exists(pid) for pid in before)
+    assert tied.started and tied.policy_version == -1
+    tied.load_weights(model.named_parameters(), policy_version=2)
+    assert canary_gap(tied, model) <= 5e-5
+
+
+def test_killed_core_is_told_in_time(untied: VLLMEngine, untied_folder: Path) -> None:
+    """Without `restart_engine`; vLLM alone would wait for ever. Last, for it ends the module's engine."""
+    untied.load_weights(load(untied_folder).named_parameters(), policy_version=1)
+    pids = untied.process_ids
+    assert kill_mid_rollout(untied, commands(pids)["core"]) < 5
+    assert not untied.started and untied.policy_version == -1
+    assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -1,0 +1,131 @@
+"""Weight sync into the engine in this process: the gap before and after, and what a bad sync is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.engines.conftest import change, load, reference_logprobs
+
+from lightrl.types import Prompts, SamplingParams
+
+pytest.importorskip("vllm")
+
+PROMPTS = Prompts(token_ids=[[2, 5 + i, 17, 20 + i] for i in range(4)], texts=[""] * 4)
+SEQUENCES = [[2, *range(5, 25)], [2, 40, 30, 20, 10, 9, 8]]
+
+
+def canary_gap(engine, model) -> float:
+    """Largest |engine - trainer| over the tokens of two fixed sequences, temperature 1."""
+    pairs = zip(engine.logprobs(SEQUENCES), SEQUENCES, strict=True)
+    return max(float((torch.tensor(got) - reference_logprobs(model, ids)).abs().max()) for got, ids in pairs)
+
+
+def sampled_gap(engine, model, temperature: float) -> float:
+    """The same over sampled tokens, against the trainer's log-probs of logits / temperature."""
+    sampling = SamplingParams(max_new_tokens=24, temperature=temperature)
+    worst = 0.0
+    for group in engine.generate(PROMPTS, sampling, num_completions=3, seeds=[1, 2, 3, 4]):
+        prompt = PROMPTS.token_ids[group.prompt_index]
+        for completion in group.completions:
+            expected = reference_logprobs(model, prompt + completion.token_ids, temperature)[len(prompt) - 1 :]
+            worst = max(worst, float((expected - torch.tensor(completion.logprobs)).abs().max()))
+    return worst
+
+
+def test_gap_is_large_before_and_nil_after_a_sync(engine, tied_folder: Path) -> None:
+    model = load(tied_folder)
+    engine.load_weights(model.named_parameters(), policy_version=1)
+    change(model)
+    assert canary_gap(engine, model) > 0.5
+    engine.load_weights(model.named_parameters(), policy_version=2)
+    assert engine.policy_version == 2
+    assert canary_gap(engine, model) <= 5e-5
+    for temperature in (1.0, 0.7):
+        assert sampled_gap(engine, model, temperature) <= 5e-5
+
+
+def test_prefix_cache_of_old_weights_is_dropped(engine, tied_folder: Path) -> None:
+    """A prompt longer than a cache block (32 tokens in this engine), generated from under both weights."""
+    prompt = [2, *(5 + i % 40 for i in range(63))]
+    prompts, sampling = Prompts([prompt], [""]), SamplingParams(max_new_tokens=8)
+    model = load(tied_folder)
+    for seed in (1, 2):
+        engine.load_weights(change(model, seed).named_parameters(), policy_version=seed)
+        (group,) = engine.generate(prompts, sampling, num_completions=1, seeds=[7])
+        ids = prompt + group.completions[0].token_ids
+        gap = reference_logprobs(model, ids)[len(prompt) - 1 :] - torch.tensor(group.completions[0].logprobs)
+        assert float(gap.abs().max()) <= 5e-5
+        assert group.policy_version == seed
+
+
+def test_bfloat16_weights_into_a_float32_engine(engine, tied_folder: Path) -> None:
+    model = change(load(tied_folder))
+    rounded = [(name, tensor.detach().bfloat16()) for name, tensor in model.named_parameters()]
+    engine.load_weights(rounded, policy_version=1)
+    model.load_state_dict({name: tensor.float() for name, tensor in rounded}, strict=False)
+    assert canary_gap(engine, model) <= 5e-5
+
+
+def test_streamed_tensors_may_be_overwritten(engine, tied_folder: Path) -> None:
+    """Every tensor is spoilt as soon as the next one is asked for, as a reused gather buffer would be."""
+    model = change(load(tied_folder))
+
+    def stream():
+        for name, parameter in model.named_parameters():
+            buffer = parameter.detach().clone()
+            yield name, buffer
+            buffer.fill_(9.0)
+
+    engine.load_weights(stream(), policy_version=1)
+    assert canary_gap(engine, model) <= 5e-5
+
+
+@pytest.mark.parametrize("left_out", ["0.self_attn.k_proj.weight", "1.mlp.up_proj.weight", "embed_tokens.weight"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_parameter_left_out_is_named(engine, tied_folder: Path, left_out: str, first: bool) -> None:
+    """k_proj and up_proj are parts of fused engine parameters, so vLLM itself does not miss them."""
+    model = load(tied_folder)
+    engine.load_weights(model.named_parameters(), policy_version=1)
+    if first:
+        engine._sender.forget()
+    kept = [(name, tensor) for name, tensor in model.named_parameters() if left_out not in name]
+    with pytest.raises(ValueError, match=left_out.replace(".", r"\.")):
+        engine.load_weights(kept, policy_version=2)
+    assert engine.policy_version == -1
+    engine.load_weights(model.named_parameters(), policy_version=3)
+    assert canary_gap(engine, model) <= 5e-5
+
+
+def test_an_unknown_parameter_is_named(engine, tied_folder: Path) -> None:
+    extra = [*load(tied_folder).named_parameters(), ("value_head.weight", torch.zeros(1, 64))]
+    with pytest.raises(ValueError, match="value_head"):
+        engine.load_weights(extra, policy_version=2)
+    assert engine.policy_version == -1
+
+
+def test_nan_in_the_policy_is_told(engine, tied_folder: Path) -> None:
+    model = load(tied_folder)
+    engine.load_weights(model.named_parameters(), policy_version=1)
+    engine._sender.forget()
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        engine.load_weights(model.named_parameters(), policy_version=2)
+
+
+def test_sleep_level_2_asks_for_a_push(engine, tied_folder: Path) -> None:
+    model = load(tied_folder)
+    engine.load_weights(model.named_parameters(), policy_version=5)
+    engine.sleep()  # level 0: nothing
+    assert engine.policy_version == 5
+    engine.sleep_level = 2
+    try:
+        engine.sleep()
+        assert engine.policy_version == -1
+        engine.wake()
+        engine.load_weights(model.named_parameters(), policy_version=6)
+        assert canary_gap(engine, model) <= 5e-5
+    finally:
+        engine.sleep_level = 0
