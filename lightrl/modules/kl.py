@@ -1,15 +1,19 @@
 """Where the KL to the reference enters: in the reward, or in the loss. The coefficient belongs to the module.
 
-What each leads to, for a policy that can represent it (beta the coefficient, r the reward):
+What each leads to on a bandit that the policy can represent (beta the coefficient, r the reward, an advantage that is
+`r - b`; one divided by a std or by G / (G - 1) moves the optimum where the KL is in the loss: docs/algorithms.md):
 
 | penalty | gradient | optimum |
 |---|---|---|
 | `KLInReward("k1")` | reverse KL | `pi ~ pi_ref * exp(r / beta)` |
 | `KLInLoss("k2")` | reverse KL (on-policy) | the same |
 | `KLInLoss(any, ratio_correction=True)` | reverse KL (off-policy too) | the same |
-| `KLInLoss("k3")` | forward KL | `pi = beta * pi_ref / (lambda - r)` on a bandit |
+| `KLInLoss("k3")` | forward KL | `pi = beta * pi_ref / (lambda - r)` |
 | `KLInLoss("k1")` | 0 in expectation | refused |
-| `KLInReward("k2" or "k3")` | of `E[k2]`, `E[k3]` as a cost | k3: reverse KL's optimum; k2: another one |
+| `KLInReward("k2" or "k3")` | `E[k * grad log pi]`, of no KL | where `r - beta * k` is the same for every action |
+
+In a sequence, the KL in the reward is that of whole responses: a token answers for the KL of those after it. In the loss
+it is the sum of each token's KL given its prefix: the gradient does not see that a token changes which prefixes come.
 
 Letters: B sequences, T tokens.
 """
@@ -40,7 +44,8 @@ class KLInReward(KLPenalty):
     """KL as part of the reward: token t's reward is lowered by `kl_coef * k(t)`; the score stays on the last token.
 
     Args:
-        estimator: "k1" (the default: `E[k1]` is the KL and its policy gradient is the KL's), "k2" or "k3".
+        estimator: "k1" (the default: its policy gradient is the KL's), or "k2" or "k3", which are never negative but
+            whose policy gradient is not that of a KL, since the reward is taken for a constant.
 
     Raises:
         ValueError: unknown estimator.

@@ -1,0 +1,125 @@
+"""GAE, returns and group statistics against numbers worked by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from lightrl.ops.advantages import (
+    gae,
+    group_centered,
+    group_stats,
+    leave_one_out,
+    optimal_baseline,
+    pass_at_k,
+    returns_to_go,
+    spread,
+)
+
+# prompt, sampled, tool answer, sampled, sampled, padding
+MASK = torch.tensor([[False, True, False, True, True, False]])
+REWARDS = torch.tensor([[9.0, 0.5, 9.0, 0.0, 1.0, 9.0]])
+VALUES = torch.tensor([[9.0, 0.2, 7.0, 0.4, 0.6, 9.0]])
+
+
+def test_gae_by_hand_skips_the_interior_mask() -> None:
+    # gamma 0.9, lam 0.8, gamma * lam 0.72
+    # t=4: delta = 1 - 0.6 = 0.4                         A = 0.4                            R = 1.0
+    # t=3: delta = 0 + 0.9 * 0.6 - 0.4 = 0.14            A = 0.14 + 0.72 * 0.4 = 0.428      R = 0.828
+    # t=1: delta = 0.5 + 0.9 * 0.4 - 0.2 = 0.66          A = 0.66 + 0.72 * 0.428 = 0.96816  R = 1.16816
+    advantages, returns = gae(REWARDS, VALUES, MASK, 0.9, 0.8)
+    assert advantages[0].tolist() == pytest.approx([0, 0.96816, 0, 0.428, 0.4, 0], abs=1e-6)
+    assert returns[0].tolist() == pytest.approx([0, 1.16816, 0, 0.828, 1.0, 0], abs=1e-6)
+
+
+def test_gae_equals_itself_without_the_masked_tokens() -> None:
+    keep = MASK[0]
+    short, _ = gae(REWARDS[:, keep], VALUES[:, keep], MASK[:, keep], 0.9, 0.8)
+    assert torch.equal(short, gae(REWARDS, VALUES, MASK, 0.9, 0.8)[0][:, keep])
+
+
+def test_gae_limits() -> None:
+    # lam 1: return minus value. returns to go with gamma 0.9: 1, 0.9, 0.5 + 0.81 = 1.31
+    advantages, returns = gae(REWARDS, VALUES, MASK, 0.9, 1.0)
+    assert advantages[MASK].tolist() == pytest.approx([1.11, 0.5, 0.4], abs=1e-6)
+    assert returns[MASK].tolist() == pytest.approx([1.31, 0.9, 1.0], abs=1e-6)
+    assert returns_to_go(REWARDS, MASK, 0.9)[MASK].tolist() == pytest.approx([1.31, 0.9, 1.0], abs=1e-6)
+    # lam 0: the one-step difference
+    assert gae(REWARDS, VALUES, MASK, 0.9, 0.0)[0][MASK].tolist() == pytest.approx([0.66, 0.14, 0.4], abs=1e-6)
+
+
+def test_gae_ignores_rows_without_tokens_and_padding() -> None:
+    two = torch.cat([MASK, torch.zeros_like(MASK)])
+    advantages, returns = gae(REWARDS.repeat(2, 1), VALUES.repeat(2, 1), two, 0.9, 0.8)
+    assert (advantages[1] == 0).all() and (returns[1] == 0).all()
+    wide = [torch.nn.functional.pad(x, (0, 3)) for x in (REWARDS, VALUES, MASK)]
+    assert torch.equal(gae(wide[0], wide[1], wide[2], 0.9, 0.8)[0][:, :6], gae(REWARDS, VALUES, MASK, 0.9, 0.8)[0])
+
+
+SCORES = torch.tensor([1.0, 5.0, 0.0, float("nan"), 2.0])
+GROUPS = torch.tensor([7, 3, 7, 7, 7])
+VALID = torch.tensor([True, True, True, False, True])
+
+
+def test_group_statistics_by_hand() -> None:
+    # group 7: 1, 0, 2 (the NaN row is not valid): mean 1, std sqrt((0 + 1 + 1) / 2) = 1; group 3: 5 alone
+    stats = group_stats(SCORES, GROUPS, VALID)
+    assert stats.size.tolist() == [3, 1, 3, 3, 3]
+    assert stats.mean.tolist() == [1, 5, 1, 1, 1]
+    assert stats.std.tolist() == [1, 0, 1, 1, 1]
+    assert stats.varied.tolist() == [True, False, True, True, True]
+    assert group_centered(SCORES, stats, VALID).tolist() == [0, 0, -1, 0, 1]
+    # others of 1: (0 + 2) / 2 = 1; of 0: 1.5; of 2: 0.5; a group of one and an invalid row: 0
+    assert leave_one_out(SCORES, GROUPS, VALID).tolist() == pytest.approx([0, 0, -1.5, 0, 1.5])
+
+
+def test_equal_scores_leave_no_rounding() -> None:
+    scores = torch.full((8,), 0.1)
+    stats = group_stats(scores, torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.bool))
+    assert (group_centered(scores, stats, torch.ones(8, dtype=torch.bool)) == 0).all()
+
+
+def test_length_weighted_baseline_by_hand() -> None:
+    # rewards 1 and 0, lengths 3 and 1: baseline 3/4
+    out = optimal_baseline(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64), torch.ones(2).bool(),
+                           torch.tensor([3, 1]))  # fmt: skip
+    assert out.tolist() == pytest.approx([0.25, -0.75])
+
+
+def test_pass_at_k_by_hand() -> None:
+    # n = 4, one success, k = 2: q = C(3,2)/C(4,2) = 1/2, std = 1/2; success 1; failure (1/2 - C(2,1)/C(3,1)) * 2 = -1/3
+    successes = torch.tensor([0.0, 1.0, 0.0, 0.0])
+    out = pass_at_k(successes, torch.zeros(4, dtype=torch.int64), torch.ones(4).bool(), 2)
+    assert out.tolist() == pytest.approx([-1 / 3, 1, -1 / 3, -1 / 3])
+
+
+@pytest.mark.parametrize(
+    ("n", "wins", "k"), [(5, 2, 1), (5, 1, 3), (6, 2, 3), (6, 3, 4), (5, 5, 2), (5, 0, 2), (5, 1, 5)]
+)
+def test_pass_at_k_against_all_subsets(n: int, wins: int, k: int) -> None:
+    """The closed form is the mean over all k-subsets with the row of the subset's normalised reward."""
+    successes = torch.tensor([1.0] * wins + [0.0] * (n - wins))
+    subsets = list(itertools.combinations(range(n), k))
+    reward = [max(successes[i].item() for i in s) for s in subsets]
+    mean = sum(reward) / len(reward)
+    std = math.sqrt(sum((r - mean) ** 2 for r in reward) / len(reward))
+    expected = [
+        sum((r - mean) / std for r, s in zip(reward, subsets, strict=True) if i in s) / math.comb(n - 1, k - 1)
+        if std > 0
+        else 0.0
+        for i in range(n)
+    ]
+    out = pass_at_k(successes, torch.zeros(n, dtype=torch.int64), torch.ones(n).bool(), k)
+    assert out.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_pass_at_k_of_a_small_group_is_zero() -> None:
+    out = pass_at_k(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64), torch.ones(2).bool(), 3)
+    assert out.tolist() == [0, 0]
+
+
+def test_spread() -> None:
+    assert spread(torch.tensor([2.0]), MASK)[0].tolist() == [0, 2, 0, 2, 2, 0]

@@ -1,0 +1,90 @@
+"""Top-entropy tokens over the batch and over ranks, the adaptive coefficient, and the over-long penalty."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightrl.ops.entropy import adaptive_entropy_coef, kth_largest, top_entropy_mask
+from lightrl.ops.shaping import overlong_penalty
+
+
+def test_top_fraction_by_hand() -> None:
+    # 5 real tokens, fraction 0.4: the top 2 are 0.9 and 0.7; 2.0 is masked
+    entropy = torch.tensor([[0.1, 0.9, 2.0], [0.7, 0.0, 0.3]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    assert top_entropy_mask(entropy, mask, 0.4).tolist() == [[False, True, False], [True, False, False]]
+    assert torch.equal(top_entropy_mask(entropy, mask, 1.0), mask)
+    # 0.5 of 5 tokens rounds up to 3
+    assert top_entropy_mask(entropy, mask, 0.5).sum().item() == 3
+
+
+def test_ties_are_kept_and_an_empty_mask_is_fine() -> None:
+    entropy, mask = torch.tensor([[0.5, 0.5, 0.5, 0.1]]), torch.ones(1, 4, dtype=torch.bool)
+    assert top_entropy_mask(entropy, mask, 0.25).tolist() == [[True, True, True, False]]
+    assert not top_entropy_mask(entropy, torch.zeros_like(mask), 0.25).any()
+
+
+def test_kth_largest_is_exact() -> None:
+    torch.manual_seed(0)
+    x, mask = torch.rand(40, 30).square(), torch.rand(40, 30) > 0.3
+    ordered = x[mask].sort(descending=True).values
+    for k in (1, 2, 100, len(ordered)):
+        assert kth_largest(x, mask, k) == ordered[k - 1]
+    assert kth_largest(x, mask, len(ordered) + 5) == ordered[-1]
+
+
+def test_sum_over_ranks_gives_the_batch_threshold() -> None:
+    """Each rank's histogram is summed with the other's by replaying the calls in step."""
+    torch.manual_seed(1)
+    entropy, mask = torch.rand(8, 20), torch.rand(8, 20) > 0.2
+    whole = top_entropy_mask(entropy, mask, 0.2)
+    totals: list[torch.Tensor] = []
+
+    def record(x: torch.Tensor) -> torch.Tensor:
+        totals.append(x.clone())
+        return x
+
+    top_entropy_mask(entropy, mask, 0.2, all_sum=record)  # what the sum over both ranks is, call by call
+    seen: list[torch.Tensor] = []
+
+    def lookup(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.clone())
+        return totals[(len(seen) - 1) % 3]
+
+    halves = [
+        top_entropy_mask(e, m, 0.2, all_sum=lookup) for e, m in ((entropy[:3], mask[:3]), (entropy[3:], mask[3:]))
+    ]
+    assert torch.equal(torch.cat(halves), whole)
+    assert len(seen) == 6
+    for call in range(3):
+        assert torch.equal(seen[call] + seen[call + 3], totals[call]), "the ranks' parts add up to the whole"
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.1, 1.1])
+def test_fraction_out_of_range(fraction: float) -> None:
+    with pytest.raises(ValueError, match="fraction"):
+        top_entropy_mask(torch.ones(1, 1), torch.ones(1, 1).bool(), fraction)
+
+
+def test_adaptive_coefficient_by_hand() -> None:
+    assert adaptive_entropy_coef(0.005, 0.1, 0.2, step=0.001) == pytest.approx(0.006)
+    assert adaptive_entropy_coef(0.005, 0.2, 0.2, step=0.001) == pytest.approx(0.006)
+    assert adaptive_entropy_coef(0.005, 0.3, 0.2, step=0.001) == pytest.approx(0.004)
+    assert adaptive_entropy_coef(0.0, 0.3, 0.2) == 0.0
+    assert adaptive_entropy_coef(0.5, 0.1, 0.2, step=1.0, maximum=0.7) == 0.7
+    with pytest.raises(ValueError, match="step"):
+        adaptive_entropy_coef(0.1, 0.1, 0.1, step=0.0)
+
+
+def test_overlong_penalty_by_hand() -> None:
+    # limit 100, buffer 20: free to 80, then linear; 90 -> -0.5, 100 -> -1, beyond the limit -1
+    out = overlong_penalty(torch.tensor([10, 80, 85, 90, 100, 120]), 100, 20)
+    assert out.tolist() == pytest.approx([0, 0, -0.25, -0.5, -1, -1])
+    assert overlong_penalty(torch.tensor([90]), 100, 20, factor=0.4).item() == pytest.approx(-0.2)
+    assert math.copysign(1, overlong_penalty(torch.tensor([90]), 100, 50).item()) == -1
+    for kwargs in ({"buffer": 0}, {"buffer": 101}, {"buffer": 10, "factor": -1.0}):
+        with pytest.raises(ValueError, match="buffer|factor"):
+            overlong_penalty(torch.tensor([1]), 100, **kwargs)

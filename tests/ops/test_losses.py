@@ -1,0 +1,74 @@
+"""Clipped losses against numbers worked by hand, and their gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightrl.ops.losses import clipped_policy_loss, clipped_value_loss, explained_variance
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (1.20, 2.0, -2.40, -2.0),  # inside: -1.2 * 2
+        (1.50, 2.0, -2.56, 0.0),  # above 1.28: -1.28 * 2
+        (0.50, 2.0, -1.00, -2.0),  # below, but A > 0: the lower bound does not help a good token
+        (0.50, -2.0, 1.60, 0.0),  # below 0.8 and A < 0: 0.8 * 2
+        (1.50, -2.0, 3.00, 2.0),  # above and A < 0: unbounded until the dual clip at 3
+        (5.00, -2.0, 6.00, 0.0),  # 3 * 2
+    ],
+)
+def test_policy_loss_by_hand(ratio: float, advantage: float, loss: float, gradient: float) -> None:
+    r = torch.tensor([ratio], requires_grad=True)
+    out = clipped_policy_loss(r, torch.tensor([advantage]), 0.2, 0.28, 3.0)
+    out.loss.sum().backward()
+    assert out.loss.item() == pytest.approx(loss, abs=1e-6)
+    assert r.grad.item() == pytest.approx(gradient)
+    active = bool(out.low | out.high | out.cap)
+    assert active == (gradient == 0), "the flags mark exactly the tokens without gradient"
+
+
+def test_dual_clip_is_off_without_an_argument() -> None:
+    assert clipped_policy_loss(torch.tensor([5.0]), torch.tensor([-2.0]), 0.2, 0.2).loss.item() == 10
+
+
+def test_policy_loss_gradient_by_finite_differences() -> None:
+    torch.manual_seed(1)
+    ratio = (torch.rand(4, 6, dtype=torch.float64) * 4).requires_grad_()
+    advantages = torch.randn(4, 6, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda r: clipped_policy_loss(r, advantages, 0.2, 0.28, 3.0).loss, ratio)
+
+
+def test_value_loss_by_hand() -> None:
+    # V_old 1, eps 0.2. V 1.5, R 2: plain 0.25, clipped (1.2 - 2)^2 = 0.64 -> 0.32, no gradient
+    # V 1.5, R 1: plain 0.25, clipped 0.04 -> 0.125, gradient 0.5. V 1.1, R 2: inside, 0.81 -> 0.405, gradient -0.9
+    values = torch.tensor([[1.5, 1.5, 1.1, 9.0]], requires_grad=True)
+    old, returns = torch.ones(1, 4), torch.tensor([[2.0, 1.0, 2.0, float("nan")]])
+    mask = torch.tensor([[True, True, True, False]])
+    loss, clipped = clipped_value_loss(values, old, returns, mask, 0.2)
+    loss.sum().backward()
+    assert loss[0].tolist() == pytest.approx([0.32, 0.125, 0.405, 0.0], abs=1e-6)
+    assert values.grad[0].tolist() == pytest.approx([0.0, 0.5, -0.9, 0.0], abs=1e-6)
+    assert clipped[0].tolist() == [1, 0, 0, 0]
+    assert clipped_value_loss(values, old, returns, mask, None)[0][0].tolist() == pytest.approx(
+        [0.125, 0.125, 0.405, 0]
+    )
+
+
+def test_value_loss_gradient_by_finite_differences() -> None:
+    torch.manual_seed(2)
+    values, old, returns = torch.randn(3, 2, 5, dtype=torch.float64).unbind()
+    mask = torch.rand(2, 5) > 0.3
+    values.requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: clipped_value_loss(v, old, returns, mask, 0.3)[0], values)
+
+
+def test_explained_variance_by_hand() -> None:
+    # R 0, 2, 4: variance 4. V 0, 1, 4: R - V = 0, 1, 0 with variance 1/3. 1 - 1/12
+    returns, values = torch.tensor([[0.0, 2.0, 4.0, 50.0]]), torch.tensor([[0.0, 1.0, 4.0, -50.0]])
+    mask = torch.tensor([[True, True, True, False]])
+    assert explained_variance(values, returns, mask).item() == pytest.approx(11 / 12)
+    assert explained_variance(returns, returns, mask).item() == 1
+    assert explained_variance(returns + 3, returns, mask).item() == pytest.approx(1), "a constant offset is no variance"
+    assert explained_variance(values, torch.ones_like(returns), mask).item() == 0
