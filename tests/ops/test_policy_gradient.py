@@ -124,7 +124,7 @@ def test_losses_agree_on_policy(loss: PolicyLoss) -> None:
 
 def test_maxrl_climbs_the_truncated_log_likelihood() -> None:
     """E[gradient] is that of sum_{k=1}^{G-1} 1/k * pass@k = -sum 1/k * (1 - p)^k + const."""
-    wins = (REWARDS > REWARDS.median()).double()
+    wins = REWARDS.gt(REWARDS.median()).double()
     first, second = FIRST.clone().requires_grad_(), SECOND.clone().requires_grad_()
     p = (token_logprobs(first, second, SEQUENCES).sum(1).exp() * wins).sum()
     exact = flat_gradient(-sum((1 - p) ** k / k for k in range(1, G)), first, second)
