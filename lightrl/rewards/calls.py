@@ -72,7 +72,7 @@ class RewardFunction:
 
         Raises:
             CallFailed: it raised or took too long.
-            RewardError: what it returned is not n rewards, it needs what is not there, or it raised a RewardError itself.
+            RewardError: it returned what is not n rewards, needs what is not there, or raised a RewardError itself.
         """
         num_rows = len(rows["completions"])
         log = CallLog(self.name, num_rows)

@@ -155,7 +155,7 @@ def test_what_serve_reward_refuses(monkeypatch):
 def test_a_sequence_classification_model_is_served(serve, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
 
     from lightrl.rewards.model import ModelReward
 
@@ -169,13 +169,13 @@ def test_a_sequence_classification_model_is_served(serve, tmp_path):
     model = Qwen2ForSequenceClassification(config).eval()
     model.save_pretrained(tmp_path)
     completions = [" a", " a b b", " b"]
-    expected = [
-        model(torch.tensor([[2, *[vocabulary[word] for word in text.split()]]])).logits.item() for text in completions
-    ]
+    tokens = [AutoTokenizer.from_pretrained(tmp_path)("pp" + text)["input_ids"] for text in completions]
+    expected = [model(torch.tensor([row])).logits.item() for row in tokens]  # each alone, without padding
     assert len(set(expected)) == 3
     reward = ModelReward(str(tmp_path), batch_size=2)  # unequal lengths share a batch
     assert reward(["pp"] * 3, completions) == pytest.approx(expected, abs=1e-6)
-    short = ModelReward(str(tmp_path), max_length=2)(["pp"], [" a b"])  # loses its start: "a b"
-    assert short == pytest.approx([model(torch.tensor([[3, 4]])).logits.item()], abs=1e-6)
+    short = ModelReward(str(tmp_path), max_length=2)(["pp"], completions[1:2])  # loses its start
+    assert len(tokens[1]) > 2
+    assert short == pytest.approx([model(torch.tensor([tokens[1][-2:]])).logits.item()], abs=1e-6)
     server = serve("length", reward=None, model=str(tmp_path))
     assert score(RemoteReward(server.url), completions).total == pytest.approx(expected, abs=1e-6)
