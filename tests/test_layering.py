@@ -114,8 +114,12 @@ def imported_by(statement: str, root: Path) -> tuple[set[str], bool]:
     return set(modules), cuda
 
 
-def test_import_lightrl_is_light(root: Path) -> None:
-    modules, cuda = imported_by("import lightrl", root)
+@pytest.mark.parametrize(
+    "statement",
+    ["import lightrl", "import lightrl.engines, lightrl.rewards, lightrl.data, lightrl.modules, lightrl.callbacks"],
+)
+def test_importing_lightrl_is_light(statement: str, root: Path) -> None:
+    modules, cuda = imported_by(statement, root)
     assert "lightrl" in modules
-    assert modules.isdisjoint({"vllm", "deepspeed", "wandb"})
+    assert modules.isdisjoint({"vllm", "deepspeed", "wandb", "peft"})
     assert not cuda
