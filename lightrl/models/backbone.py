@@ -1,0 +1,164 @@
+"""Runs a backbone on a (B, T) batch in the best layout it supports, and reads the wanted hidden states."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightrl.models.attention import IMPLEMENTATION, unsupported_reason
+from lightrl.models.layouts import LayoutError, Plan, make_plan
+from lightrl.models.logprobs import LogitMap
+from lightrl.models.spec import Layout
+
+__all__ = ["Backbone", "BackboneOutput"]
+
+BLANK_MASK = torch.empty(1, 1, 1, 1)  # transformers takes a 4-D mask as it is, so it builds none; the plan masks
+
+
+@dataclass
+class BackboneOutput:
+    """Hidden states where they are wanted.
+
+    Attributes:
+        hidden: (M, D). Where nothing is wanted it is one state, so that heads and collectives run all the same.
+        targets: (M,) int64, index in the flattened (B, T) batch of the token each belongs to.
+        empty: nothing is wanted, and `scatter` gives zeros (with a graph).
+        aux_loss: see `PolicyOutput`.
+    """
+
+    hidden: Tensor
+    targets: Tensor
+    shape: tuple[int, int]
+    empty: bool = False
+    aux_loss: Tensor | None = None
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """(M,) to (B, T), 0 where nothing is wanted."""
+        if self.empty:
+            values = values * 0.0
+        flat = values.new_zeros(self.shape[0] * self.shape[1])
+        return flat.index_copy(0, self.targets, values).view(self.shape)
+
+
+class Backbone:
+    """Calls a transformers backbone. Not a module itself: it only refers to one that its owner holds.
+
+    Args:
+        model: the whole model, whose class says what it supports.
+        body: the part that gives hidden states.
+        layout: see `ModelSpec.layout`.
+
+    Raises:
+        ValueError: an explicit layout that the model cannot run.
+    """
+
+    def __init__(self, model: Any, body: Any, layout: Layout) -> None:
+        self.name, self.body, self.layout = type(model).__name__, body, layout
+        self.explicit = layout != "auto"
+        self.num_layers = model.config.get_text_config().num_hidden_layers
+        if layout != "padded":
+            reason = unsupported_reason(model)
+            if reason is None:
+                model.set_attn_implementation(IMPLEMENTATION)
+            else:
+                self._fall_back(reason)
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        response_mask: Tensor | None,
+        group_ids: Tensor | None = None,
+        inputs: list[dict[str, Any]] | None = None,
+    ) -> BackboneOutput:
+        """Hidden states at t - 1 for each response token t, or at each row's last token where the mask is None."""
+        extra = [row for row in inputs or () if row]
+        if self.layout != "padded" and not extra:
+            share = self.layout != "packed"
+            plan = make_plan(token_ids, attention_mask, response_mask, group_ids, share=share)
+            try:
+                return self._run_plan(token_ids, plan)
+            except LayoutError as error:
+                self._fall_back(str(error))
+        return self._run_padded(token_ids, attention_mask, response_mask, extra)
+
+    def _fall_back(self, reason: str) -> None:
+        if self.explicit:
+            raise ValueError(
+                f"layout={self.layout!r} does not work with {self.name}: {reason}. Use layout='auto' or 'padded'."
+            )
+        warnings.warn(f"{self.name} runs in the padded layout, which is slower: {reason}.", stacklevel=2)
+        self.layout = "padded"
+
+    def _run_plan(self, token_ids: Tensor, plan: Plan) -> BackboneOutput:
+        out = self.body(
+            input_ids=token_ids.reshape(1, -1).index_select(1, plan.source),
+            position_ids=plan.position_ids.unsqueeze(0),
+            attention_mask=BLANK_MASK.to(token_ids.device),
+            use_cache=False,
+            plan=plan,
+        )
+        if plan.num_calls != self.num_layers:
+            raise LayoutError(f"{plan.num_calls} of its {self.num_layers} layers use the replaced attention")
+        return self._output(out, plan.read, plan.targets, plan.shape, None)
+
+    def _run_padded(
+        self, token_ids: Tensor, attention_mask: Tensor, response_mask: Tensor | None, extra: list[dict[str, Any]]
+    ) -> BackboneOutput:
+        merged = {name: torch.cat([row[name] for row in extra if name in row]) for name in {n for r in extra for n in r}}
+        out = self.body(input_ids=token_ids, attention_mask=attention_mask.long(), use_cache=False, **merged)
+        if response_mask is None:
+            rows = torch.arange(len(token_ids), device=token_ids.device) * token_ids.shape[1]
+            targets = read = rows + attention_mask.sum(1).clamp(min=1) - 1
+        else:
+            wanted = response_mask.clone()
+            wanted[:, :1] = False
+            targets = wanted.reshape(-1).nonzero().squeeze(1)
+            read = targets - 1
+        return self._output(out, read, targets, (token_ids.shape[0], token_ids.shape[1]), attention_mask)
+
+    def _output(
+        self, out: Any, read: Tensor, targets: Tensor, shape: tuple[int, int], mask: Tensor | None
+    ) -> BackboneOutput:
+        hidden = out.last_hidden_state
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        empty = len(targets) == 0
+        if empty:
+            read = targets = targets.new_zeros(1)
+        hidden = hidden.index_select(0, read)
+        return BackboneOutput(hidden, targets, shape, empty, self._aux_loss(out, mask))
+
+    def _aux_loss(self, out: Any, mask: Tensor | None) -> Tensor | None:
+        """Load-balancing loss as the model's own file defines it, if its configuration puts out router logits."""
+        config = self.body.config.get_text_config()
+        if not getattr(config, "output_router_logits", False) or getattr(out, "router_logits", None) is None:
+            return None
+        function = sys.modules[type(self.body).__module__].load_balancing_loss_func  # type: ignore[attr-defined]
+        experts = getattr(config, "num_local_experts", None) or config.num_experts
+        loss: Tensor = function(out.router_logits, experts, config.num_experts_per_tok, mask)
+        return loss
+
+    @torch.no_grad()
+    def check_logits(self, lm: Any, logit_map: LogitMap) -> None:
+        """Compares eight log-probs with the model's own forward, once: catches models that change logits unseen.
+
+        Raises:
+            ValueError: they differ.
+        """
+        ids = (torch.arange(8, device=lm.device) % lm.config.get_text_config().vocab_size).unsqueeze(0)
+        hidden = self.body(input_ids=ids, use_cache=False).last_hidden_state[0]
+        own, _ = lm.get_output_embeddings()(hidden, targets=ids[0], logit_map=logit_map)
+        plain = F.log_softmax(lm(input_ids=ids, use_cache=False).logits[0].float(), -1).gather(1, ids.T).squeeze(1)
+        tolerance = 1e-3 if hidden.dtype in (torch.float32, torch.float64) else 0.2
+        worst = (own - plain).abs().max().item()
+        if worst > tolerance:
+            raise ValueError(
+                f"{self.name}: log-probs from its head differ by {worst:.3g} from its own forward pass, so it changes "
+                "logits in a way LightRL does not know. It cannot be trained correctly as it is."
+            )

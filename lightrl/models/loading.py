@@ -1,0 +1,169 @@
+"""Loads Hugging Face models the way training needs them, and writes them back as folders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from lightrl.models.lora import add_lora
+from lightrl.models.spec import ModelSpec
+
+__all__ = ["load_backbone", "load_causal_lm", "load_model", "require_model_folder", "save_hf_folder"]
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+CONFIG_KEYS = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder", "code_revision")
+
+
+def require_model_folder(path: str) -> None:
+    """Checks cheaply that a model can be there, before anything heavy starts.
+
+    A path that exists must hold a config.json; one that does not must at least look like a hub name (`name` or
+    `organisation/name`), which only loading can check.
+
+    Raises:
+        ValueError: neither holds.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                f"Model folder {path!r} has no config.json: give a folder that `save_pretrained` wrote, or a hub name."
+            )
+    elif folder.exists():
+        raise ValueError(f"Model path {path!r} is a file: give the folder that holds its config.json.")
+    elif not HUB_NAME.fullmatch(path):
+        raise ValueError(f"Model folder {path!r} does not exist, and it cannot be a hub name (organisation/name).")
+    elif "/" in path and Path(path).parent.is_dir():
+        raise ValueError(
+            f"Model folder {path!r} does not exist, although {str(Path(path).parent)!r} does. Create it first, or give "
+            "a hub name that does not start like a local folder."
+        )
+
+
+def load_causal_lm(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
+    """Loads a causal language model (or a model that takes images and text and has a language head).
+
+    Args:
+        spec: what to load.
+        trainable: False freezes every parameter and ignores `lora`, `freeze` and `gradient_checkpointing`.
+
+    Returns:
+        the model in training mode, which gradient checkpointing needs, with all dropout set to 0, so that log-probs
+        are those of the engine. With LoRA only the adapter requires gradients.
+
+    Raises:
+        ValueError: there is no such folder, or it holds no model.
+    """
+    return load_model(spec, _causal_class(spec), trainable=trainable)
+
+
+def load_backbone(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
+    """Loads the model without its language head, as a critic needs it. Arguments and result: `load_causal_lm`."""
+    return load_model(spec, AutoModel, trainable=trainable)
+
+
+def load_model(spec: ModelSpec, auto_class: Any, *, trainable: bool, **overrides: Any) -> PreTrainedModel:
+    """Loads a model of any auto class; `overrides` are set on the configuration. Otherwise as `load_causal_lm`."""
+    require_model_folder(spec.path)
+    config = _config(spec)
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    dtype = getattr(torch, spec.dtype or "float32")
+    lora = spec.lora if trainable else None
+    if spec.random_init:
+        kwargs = {k: v for k, v in spec.kwargs.items() if k in ("trust_remote_code", "attn_implementation")}
+        model = auto_class.from_config(config, dtype=dtype, **kwargs)
+    else:
+        kwargs = {**spec.kwargs, **(_quantization(dtype) if lora is not None and lora.quantize_4bit else {})}
+        model = auto_class.from_pretrained(spec.path, config=config, dtype=dtype, **kwargs)
+    _switch_dropout_off(model)
+    if lora is not None:
+        add_lora(model, lora)
+    elif not trainable:
+        model.requires_grad_(False)
+    if trainable:
+        _freeze(model, spec.freeze)
+        if spec.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def _config(spec: ModelSpec) -> Any:
+    return AutoConfig.from_pretrained(spec.path, **{k: v for k, v in spec.kwargs.items() if k in CONFIG_KEYS})
+
+
+def _causal_class(spec: ModelSpec) -> Any:
+    """The auto class with a language head: that of images and text where the configuration belongs to one."""
+    require_model_folder(spec.path)
+    config = _config(spec)
+    from transformers import AutoModelForImageTextToText
+
+    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+
+
+def _quantization(dtype: torch.dtype) -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        raise ValueError("lora.quantize_4bit=True needs a CUDA device: set it to false.")
+    from transformers import BitsAndBytesConfig
+
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=True
+        )
+    }
+
+
+def _switch_dropout_off(model: nn.Module) -> None:
+    """Sets every dropout to 0, in modules and in the numbers that attention layers pass on.
+
+    Not `eval()`: transformers recomputes activations in training mode only.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def _freeze(model: nn.Module, patterns: list[str]) -> None:
+    unused = set(patterns)
+    for name, parameter in model.named_parameters():
+        for pattern in patterns:
+            if fnmatch(name, pattern):
+                parameter.requires_grad_(False)
+                unused.discard(pattern)
+    if unused:
+        raise ValueError(f"freeze={sorted(unused)}: no parameter has such a name; `*` stands for anything.")
+
+
+def save_hf_folder(actor: Any, state: Mapping[str, Tensor], folder: str | Path, *, tokenizer_path: str) -> None:
+    """Writes a folder that transformers and vLLM load: weights, configuration, tokenizer, generation settings.
+
+    Args:
+        actor: the `PolicyModel`; only its configuration and buffers are read, so it may be sharded.
+        state: Hugging Face name -> full tensor, LoRA merged, as `named_hf_weights` gives them.
+        folder: where to; created if missing.
+        tokenizer_path: folder or hub name whose tokenizer or processor is copied beside the weights.
+    """
+    lm = actor.lm
+    buffers = {n: b.detach().cpu() for n, b in lm.named_buffers() if n in _persistent_names(lm)}
+    lm.save_pretrained(folder, state_dict={**state, **buffers})
+    AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(folder)
+
+
+def _persistent_names(model: nn.Module) -> set[str]:
+    """Names of the buffers that belong into a checkpoint."""
+    names = set()
+    for prefix, module in model.named_modules():
+        kept = set(module._buffers) - module._non_persistent_buffers_set
+        names |= {f"{prefix}.{name}" if prefix else name for name in kept}
+    return names

@@ -1,0 +1,172 @@
+"""The policy and the critic: (B, T) tensors in, (B, T) tensors out, whatever goes on inside.
+
+Everything is computed inside `forward`: FSDP2 shards these wrappers as roots, ZeRO-3 gathers parameters in module
+calls, and nothing reaches into a sharded model from outside. Letters: B rows, T tokens, N tokens that go through the
+backbone, M outputs that are read, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightrl.models.backbone import Backbone
+from lightrl.models.loading import load_backbone
+from lightrl.models.logprobs import LogitMap, install_head
+from lightrl.models.lora import adapter_disabled
+from lightrl.models.spec import Layout, ModelSpec
+
+__all__ = ["PolicyModel", "PolicyOutput", "ValueModel"]
+
+
+class PolicyOutput(NamedTuple):
+    """What a policy knows about given tokens; all float32, 0 off the response mask.
+
+    Attributes:
+        logprobs: (B, T) log-probability of each response token under the sampling distribution.
+        entropy: (B, T) entropy in nats of the distribution each was drawn from; None if not asked for.
+        values: (B, T) value of the state before each response token; None if not asked for.
+        aux_loss: scalar load-balancing loss of a mixture of experts; None for other models.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+class PolicyModel(nn.Module):
+    """A causal language model that scores tokens.
+
+    Args:
+        lm: from `load_causal_lm`; its head becomes a `TokenHead`.
+        value_head: put a linear critic on the same backbone.
+        layout: see `ModelSpec.layout`.
+
+    Raises:
+        ValueError: the head is not linear, or an explicit layout that the model cannot run.
+    """
+
+    def __init__(self, lm: Any, *, value_head: bool = False, layout: Layout = "auto") -> None:
+        super().__init__()
+        install_head(lm)
+        self.lm = lm
+        self.value_head = new_value_head(lm) if value_head else None
+        self.logit_map = LogitMap.of(lm.config.get_text_config())
+        self._backbone = Backbone(lm, lm.base_model, layout)
+        self._checked = False
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        response_mask: Tensor,
+        *,
+        group_ids: Tensor | None = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        values: bool = False,
+        inputs: list[dict[str, Any]] | None = None,
+    ) -> PolicyOutput:
+        """Scores the response tokens.
+
+        Args:
+            token_ids: (B, T) int64, right-padded.
+            attention_mask: (B, T) bool.
+            response_mask: (B, T) bool; a token at 0 has nothing before it and gets 0.
+            group_ids: (B,) int64; rows of a group may share the computation of their prompt. None shares nothing.
+            temperature: of the sampling distribution, above 0.
+            entropy: whether to compute entropies.
+            values: whether to read the value head.
+            inputs: B dictionaries of further model inputs, `{}` for text.
+
+        Raises:
+            ValueError: `values` without a value head, rows that are not right-padded, or a bad temperature.
+        """
+        if values and self.value_head is None:
+            raise ValueError("values=True: this policy has no value head; build it with value_head=True.")
+        if not self._checked:
+            self._checked = True
+            self._backbone.check_logits(self.lm, self.logit_map)
+        out = self._backbone(token_ids, attention_mask, response_mask, group_ids, inputs)
+        tokens = token_ids.reshape(-1)[out.targets]
+        picked, entropies = self.lm.get_output_embeddings()(
+            out.hidden, targets=tokens, temperature=temperature, entropy=entropy, logit_map=self.logit_map
+        )
+        read = read_values(self.value_head, out.hidden) if values and self.value_head is not None else None
+        return PolicyOutput(
+            out.scatter(picked),
+            None if entropies is None else out.scatter(entropies),
+            None if read is None else out.scatter(read),
+            out.aux_loss,
+        )
+
+    def blocks(self) -> list[nn.Module]:
+        """The transformer blocks, as FSDP2 shards them."""
+        return transformer_blocks(self.lm)
+
+    def adapter_disabled(self) -> AbstractContextManager[None]:
+        """Within it the policy is its own LoRA base, the reference."""
+        return adapter_disabled(self.lm)
+
+
+class ValueModel(nn.Module):
+    """A critic with its own backbone.
+
+    Args:
+        backbone: from `load_backbone`.
+        layout: see `ModelSpec.layout`.
+    """
+
+    def __init__(self, backbone: Any, *, layout: Layout = "auto") -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.value_head = new_value_head(backbone)
+        self._backbone = Backbone(backbone, backbone, layout)
+
+    @classmethod
+    def from_spec(cls, spec: ModelSpec) -> ValueModel:
+        """Loads the backbone of a language model and puts a new head on it."""
+        return cls(load_backbone(spec, trainable=True), layout=spec.layout)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        response_mask: Tensor,
+        *,
+        group_ids: Tensor | None = None,
+        inputs: list[dict[str, Any]] | None = None,
+    ) -> Tensor:
+        """(B, T) float32 values of the state before each response token, 0 elsewhere; arguments as `PolicyModel`."""
+        out = self._backbone(token_ids, attention_mask, response_mask, group_ids, inputs)
+        return out.scatter(read_values(self.value_head, out.hidden))
+
+    def blocks(self) -> list[nn.Module]:
+        """The transformer blocks, as FSDP2 shards them."""
+        return transformer_blocks(self.backbone)
+
+
+def new_value_head(model: Any) -> nn.Linear:
+    """A linear head whose first values are close to 0: weights of standard deviation 1 / (D + 1), bias 0."""
+    size = model.config.get_text_config().hidden_size
+    head = nn.Linear(size, 1)
+    nn.init.normal_(head.weight, std=1.0 / (size + 1))
+    nn.init.zeros_(head.bias)
+    return head.to(next(model.parameters()).device)
+
+
+def read_values(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """(M,) float32; in the head's own precision, also under autocast, because returns are not small numbers."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        values: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
+    return values
+
+
+def transformer_blocks(model: Any) -> list[nn.Module]:
+    """Modules of the classes that the model declares indivisible."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]

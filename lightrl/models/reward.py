@@ -1,0 +1,175 @@
+"""Reward models: sequence-classification models with one output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from lightrl.models.backbone import Backbone
+from lightrl.models.batching import micro_batches
+from lightrl.models.loading import load_model
+from lightrl.models.policy import transformer_blocks
+from lightrl.models.spec import Layout, ModelSpec
+from lightrl.types import pad_rows
+
+__all__ = ["RewardModel", "RewardModelSpec"]
+
+
+@dataclass
+class RewardModelSpec:
+    """A frozen reward model.
+
+    Args:
+        name: under which its rewards are logged; letters, digits and underscores.
+        path: folder or hub name of a sequence-classification model with one label.
+        weight: its reward's weight in the sum.
+        dtype: of the weights; null is float32, bfloat16 halves the memory.
+        tokenizer: "own" scores text with the tokenizer of the model's folder; "policy" scores the policy's token ids as
+            they are, which is right only where both share a vocabulary.
+        chat_template: Jinja template that the own tokenizer renders [user: prompt, assistant: completion] with;
+            "default" is the tokenizer's; null scores prompt + completion as plain text.
+        max_length: longest text in tokens; longer ones lose their beginning. null is the model's limit.
+        layout: see `ModelSpec.layout`.
+        kwargs: further arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: a value is not one of those above.
+    """
+
+    name: str
+    path: str
+    weight: float = 1.0
+    dtype: str | None = None
+    tokenizer: str = "own"
+    chat_template: str | None = None
+    max_length: int | None = None
+    layout: Layout = "auto"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"reward_models.name={self.name!r}: must consist of letters, digits and underscores.")
+        if self.tokenizer not in ("own", "policy"):
+            raise ValueError(f"reward_models.tokenizer={self.tokenizer!r}: must be 'own' or 'policy'.")
+        if self.tokenizer == "policy" and self.chat_template is not None:
+            raise ValueError("reward_models.chat_template renders text, but tokenizer='policy' scores token ids: drop one.")
+
+
+class RewardModel(nn.Module):
+    """Scores whole sequences.
+
+    Args:
+        model: a sequence-classification model with one label.
+        tokenizer: for `score_texts`; None scores token ids only.
+        chat_template, max_length, layout: see `RewardModelSpec`.
+
+    Raises:
+        ValueError: the model has more than one label.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        chat_template: str | None = None,
+        max_length: int | None = None,
+        layout: Layout = "auto",
+    ) -> None:
+        super().__init__()
+        if model.config.num_labels != 1:
+            raise ValueError(f"A reward model needs num_labels=1, {type(model).__name__} has {model.config.num_labels}.")
+        self.model, self.tokenizer, self.chat_template = model, tokenizer, chat_template
+        config = model.config.get_text_config()
+        self.max_length = max_length or getattr(config, "max_position_embeddings", None) or 1 << 30
+        # decoders read their `score` at the last token; encoders have heads of their own and are called as they are
+        self._backbone = Backbone(model, model.base_model, layout) if isinstance(_head(model), nn.Linear) else None
+
+    @classmethod
+    def from_spec(cls, spec: RewardModelSpec) -> RewardModel:
+        """Loads model and tokenizer, frozen."""
+        model_spec = ModelSpec(spec.path, dtype=spec.dtype, kwargs=spec.kwargs)
+        model = load_model(model_spec, AutoModelForSequenceClassification, trainable=False, num_labels=1)
+        own = spec.tokenizer == "own"
+        tokenizer = AutoTokenizer.from_pretrained(spec.path) if own else None
+        return cls(
+            model, tokenizer, chat_template=spec.chat_template, max_length=spec.max_length, layout=spec.layout
+        )
+
+    def forward(self, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """(B,) float32 scores of right-padded (B, T) rows, read at each row's last real token."""
+        if self._backbone is None:
+            logits = self.model(input_ids=token_ids, attention_mask=attention_mask.long()).logits
+            return logits.squeeze(-1).float()
+        out = self._backbone(token_ids, attention_mask, None)
+        return _head(self.model)(out.hidden).squeeze(-1).float()
+
+    @torch.no_grad()
+    def score(self, rollouts: Any, micro_batch_tokens: int) -> Tensor:
+        """(B,) float32 scores of rollouts, from their texts or their token ids as `RewardModelSpec.tokenizer` says.
+
+        Collective where processes are connected: every rank runs equally many forwards, as sharded models need.
+        """
+        if self.tokenizer is not None:
+            return self.score_texts(rollouts.prompts, rollouts.completions, micro_batch_tokens)
+        return self._score_tokens(rollouts.token_ids, rollouts.attention_mask, micro_batch_tokens)
+
+    @torch.no_grad()
+    def score_texts(
+        self, prompts: Sequence[str], completions: Sequence[str], micro_batch_tokens: int = 16384
+    ) -> Tensor:
+        """(B,) float32 scores of texts, tokenised by the reward model's own tokenizer.
+
+        Raises:
+            ValueError: there is no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ValueError("score_texts: this reward model was built without a tokenizer.")
+        rows = [self._encode(p, c)[-self.max_length :] for p, c in zip(prompts, completions, strict=True)]
+        device = next(self.model.parameters()).device
+        pad = self.tokenizer.pad_token_id
+        token_ids = pad_rows(rows, 0 if pad is None else pad, torch.long).to(device)
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        mask = torch.arange(token_ids.shape[1], device=device) < lengths[:, None]
+        return self._score_tokens(token_ids, mask, micro_batch_tokens)
+
+    def _encode(self, prompt: str, completion: str) -> list[int]:
+        if self.chat_template is None:
+            return list(self.tokenizer(prompt + completion)["input_ids"])
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        template = None if self.chat_template == "default" else self.chat_template
+        text = self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _score_tokens(self, token_ids: Tensor, mask: Tensor, budget: int) -> Tensor:
+        alone = torch.arange(len(token_ids))
+        bins = micro_batches(mask, mask, alone, budget)
+        scores = torch.zeros(len(token_ids), device=token_ids.device)
+        for i in range(_max_over_ranks(len(bins), token_ids.device)):
+            rows = (bins[i] if i < len(bins) else torch.zeros(1, dtype=torch.long)).to(token_ids.device)
+            longest = int(mask[rows].sum(1).max())
+            part = self(token_ids[rows, :longest], mask[rows, :longest])
+            if i < len(bins):
+                scores[rows] = part
+        return scores
+
+    def blocks(self) -> list[nn.Module]:
+        """The transformer blocks, as FSDP2 shards them."""
+        return transformer_blocks(self.model)
+
+
+def _head(model: Any) -> Any:
+    return getattr(model, "score", None)
+
+
+def _max_over_ranks(count: int, device: torch.device) -> int:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return count
+    most = torch.tensor(count, device=device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return int(most)
