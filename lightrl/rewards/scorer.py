@@ -14,74 +14,15 @@ import logging
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightrl.rewards.base import RewardError, RewardSpec, load_reward, reward_name
+from lightrl.rewards.base import RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import CallFailed, CallLog, RewardFunction
+from lightrl.rewards.scores import ScoreHandle, Scores
 
 __all__ = ["RewardScorer", "ScoreHandle", "Scores"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Scores:
-    """The rewards of n rows.
-
-    Attributes:
-        total: n floats, the weighted sums; NaN where no function scored the row.
-        parts: function's name -> n floats, unweighted; NaN where it said None, failed or was not asked.
-        metrics: scalars, each a mean over the rows or calls: `reward/<function>/failed` is the fraction of the rows
-            that the function was asked for and failed on, the others are what the functions logged.
-        extra: `<function>/<column>` -> n values that the function logged, None where it was not asked.
-    """
-
-    total: list[float]
-    parts: dict[str, list[float]]
-    metrics: dict[str, float] = field(default_factory=dict)
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-
-    @staticmethod
-    def concat(pieces: Sequence[Scores]) -> Scores:
-        """The rows of several submissions, one after another; metrics are means over the pieces that have them."""
-        names = pieces[0].parts if pieces else {}
-        columns = {name: None for piece in pieces for name in piece.extra}  # a dict keeps the order
-        metrics: dict[str, list[float]] = {}
-        for piece in pieces:
-            for name, value in piece.metrics.items():
-                metrics.setdefault(name, []).append(value)
-        return Scores(
-            total=[value for piece in pieces for value in piece.total],
-            parts={name: [value for piece in pieces for value in piece.parts[name]] for name in names},
-            metrics={name: sum(values) / len(values) for name, values in metrics.items()},
-            extra={name: [v for p in pieces for v in p.extra.get(name, [None] * len(p.total))] for name in columns},
-        )
-
-
-class ScoreHandle:
-    """The scores of one submission, there when the slowest function is done."""
-
-    def __init__(self, future: concurrent.futures.Future[Scores]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        """Whether `result` would return or raise at once."""
-        return self._future.done()
-
-    def result(self, timeout: float | None = None) -> Scores:
-        """Waits for the scores.
-
-        Args:
-            timeout: seconds to wait; None waits until they are there.
-
-        Raises:
-            RewardError: a function failed. TimeoutError: not there within `timeout`; it may be asked again.
-        """
-        try:
-            return self._future.result(timeout)
-        except concurrent.futures.CancelledError as error:
-            raise RewardError("the RewardScorer was closed before these rows were scored.") from error
 
 
 class RewardScorer:
@@ -107,7 +48,7 @@ class RewardScorer:
             function raises itself.
 
     Attributes:
-        names: F names. weights: name -> weight; NaN for a function whose weight differs between labels.
+        names: F names. weights: name -> weight, without the functions whose weight differs between labels.
 
     Raises:
         ValueError: lengths that differ, equal names, a recipe of unknown functions, numbers out of range.
@@ -288,7 +229,7 @@ def _weights(
     if recipes is None:
         return dict(zip(names, map(float, weights or [1.0] * len(names)), strict=True))
     used = {name: {parts[name] for parts in recipes.values() if name in parts} for name in names}
-    return {name: float(next(iter(found))) if len(found) == 1 else math.nan for name, found in used.items()}
+    return {name: float(found.pop()) for name, found in used.items() if len(found) == 1}
 
 
 def _check(

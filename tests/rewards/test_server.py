@@ -152,6 +152,7 @@ def test_what_serve_reward_refuses(monkeypatch):
             serve_reward(**kwargs)
 
 
+@pytest.mark.slow
 def test_a_sequence_classification_model_is_served(serve, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     import torch
@@ -172,10 +173,23 @@ def test_a_sequence_classification_model_is_served(serve, tmp_path):
     tokens = [AutoTokenizer.from_pretrained(tmp_path)("pp" + text)["input_ids"] for text in completions]
     expected = [model(torch.tensor([row])).logits.item() for row in tokens]  # each alone, without padding
     assert len(set(expected)) == 3
-    reward = ModelReward(str(tmp_path), batch_size=2)  # unequal lengths share a batch
+    reward = ModelReward(str(tmp_path))  # unequal lengths share a batch
     assert reward(["pp"] * 3, completions) == pytest.approx(expected, abs=1e-6)
     short = ModelReward(str(tmp_path), max_length=2)(["pp"], completions[1:2])  # loses its start
     assert len(tokens[1]) > 2
     assert short == pytest.approx([model(torch.tensor([tokens[1][-2:]])).logits.item()], abs=1e-6)
     server = serve("length", reward=None, model=str(tmp_path))
     assert score(RemoteReward(server.url), completions).total == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_command_line_of_the_server():
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_function_arguments(serve_reward)
+    config = parser.parse_args(["--reward=my_package.rewards:fn", "--port=9", "--max_rows=3"])
+    assert (config.reward, config.port, config.max_rows) == ("my_package.rewards:fn", 9, 3)
+    config = parser.parse_args(["--reward=SoftOverlong", "--reward.max_tokens=8", "--reward.buffer_tokens=2"])
+    assert parser.instantiate(config).reward.max_tokens == 8
+    with pytest.raises(ValueError, match="exactly one"):
+        serve_reward(**parser.instantiate(parser.parse_args([])))
