@@ -1,0 +1,114 @@
+"""Writes what `lightrl predict` completes, with rewards, to one JSONL or Parquet file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+
+from lightrl.data.rollout import EvalLoader
+
+__all__ = ["PredictionWriter"]
+
+SUFFIXES = (".jsonl", ".parquet")
+
+
+class PredictionWriter(BasePredictionWriter):
+    """Writes the records of `predict_step`, one per completion, in the order of the prompts.
+
+    Each rank appends to its own shard while it goes, so an interrupted run loses nothing; at the end rank 0 merges the
+    shards into `path`, removes them and prints the path. Several machines need a folder that all of them see. Values
+    that JSON cannot hold, such as images, become the name of their type in angle brackets.
+
+    Args:
+        path: file to write, `.jsonl` (one object per line) or `.parquet`; an existing one is replaced.
+            `predictions.jsonl` in the trainer's `log_dir` where None.
+
+    Raises:
+        ValueError: the suffix is another.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        super().__init__(write_interval="batch")
+        if path is not None and Path(path).suffix not in SUFFIXES:
+            raise ValueError(f"PredictionWriter.path={path!r}: must end in .jsonl or .parquet.")
+        self.path = path
+        self._target = Path()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Finds the folder; every rank asks, because Lightning answers with rank 0's."""
+        super().setup(trainer, pl_module, stage)
+        self._target = Path(self.path or Path(trainer.log_dir or trainer.default_root_dir) / "predictions.jsonl")
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Rank 0 removes shards of an interrupted run, of however many ranks, before any rank writes."""
+        if trainer.is_global_zero:
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            for shard in self._shards():
+                shard.unlink()
+        trainer.strategy.barrier("predictions_start")
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Appends one batch to this rank's shard, each record with its place in the data set."""
+        if is_filler(trainer, batch_idx):
+            return
+        groups = batch.group_ids.tolist()
+        # Prompts are dealt to the ranks like cards, so prompt g of rank r is number g * world_size + r of the batch.
+        order = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+        shard = Path(f"{self._target}.rank{trainer.global_rank}")
+        with shard.open("a", encoding="utf-8") as file:
+            for row, record in enumerate(prediction):
+                place = [dataloader_idx, batch_idx, order[groups[row]], trainer.global_rank, row]
+                file.write(json.dumps([place, record], default=_type_name, ensure_ascii=False) + "\n")
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Merges the shards on rank 0."""
+        trainer.strategy.barrier("predictions_end")
+        if not trainer.is_global_zero:
+            return
+        placed = [json.loads(line) for shard in self._shards() for line in shard.open(encoding="utf-8")]
+        write_records([record for _, record in sorted(placed, key=lambda pair: pair[0])], self._target)
+        for shard in self._shards():
+            shard.unlink()
+        trainer.print(f"Wrote {len(placed)} completions to {self._target}")
+
+    def _shards(self) -> list[Path]:
+        return sorted(self._target.parent.glob(f"{self._target.name}.rank*"))
+
+
+def is_filler(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether the batch only repeats a prompt so that a rank without one takes part in the last generation."""
+    loader = trainer.predict_dataloaders
+    if not isinstance(loader, EvalLoader):
+        return False
+    return batch_idx * loader.batch_size * trainer.world_size + trainer.global_rank >= len(loader.prompts)
+
+
+def write_records(records: list[dict[str, Any]], path: Path) -> None:
+    """Writes records as JSONL or Parquet, by the suffix; keys that a record lacks are null in Parquet."""
+    if path.suffix == ".jsonl":
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        return
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    names = dict.fromkeys(name for record in records for name in record)
+    parquet.write_table(pa.table({name: [record.get(name) for record in records] for name in names}), path)
+
+
+def _type_name(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else f"<{type(value).__name__}>"

@@ -1,0 +1,249 @@
+"""Shows what the policy writes: a few prompts, completions and rewards, in the terminal, in loggers and in a file.
+
+Letters: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import unicodedata
+from collections import Counter
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.loggers import TensorBoardLogger
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from lightrl.types import Experience, Rollouts
+
+__all__ = ["SampleLog"]
+
+WIDTH_WITHOUT_TERMINAL = 120
+COLUMNS = ("prompt", "completion", "reward", "advantage", "num_tokens")
+
+
+class SampleLog(Callback):
+    """Logs a few completions every N rollouts, and those of the same first prompts at each evaluation.
+
+    They go to a table in the terminal (above the progress bar, rank 0 only), to every logger that takes tables (W&B) or
+    text (TensorBoard), and in full to `samples.jsonl` in the trainer's `log_dir`, one object per line:
+    `step` (as in the loggers), `phase` (`train` or `eval`), `prompt`, `completion`, `reward`, `reward_parts` (function
+    -> value), `num_tokens`, `truncated` and in training `advantage` (mean over the completion's tokens).
+    `lightrl report` reads that file. A run from the start begins the file anew, a resumed one goes on in it.
+
+    `reward` is the sum that later callbacks see: put `SampleLog` before `RewardNormalization` to log raw rewards.
+
+    Args:
+        every_n_rollouts: rollouts between two training tables, at least 1. Evaluations are logged each time.
+        num_samples: completions in a table, of different prompts where there are as many, at least 1.
+        max_characters: longer texts lose their middle in the terminal and keep both ends; at least 20.
+        terminal: whether to print tables; loggers and file get them anyway.
+    """
+
+    def __init__(
+        self, every_n_rollouts: int = 10, num_samples: int = 4, max_characters: int = 300, terminal: bool = True
+    ) -> None:
+        for name, value, low in (
+            ("every_n_rollouts", every_n_rollouts, 1),
+            ("num_samples", num_samples, 1),
+            ("max_characters", max_characters, 20),
+        ):
+            if value < low:
+                raise ValueError(f"SampleLog.{name}={value}: must be at least {low}.")
+        self.every_n_rollouts, self.num_samples = every_n_rollouts, num_samples
+        self.max_characters, self.terminal = max_characters, terminal
+        self._path = Path("samples.jsonl")
+        self._rewards: Tensor | None = None
+        self._advantages: Tensor | None = None
+        self._evaluated: list[dict[str, Any]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Finds the folder; every rank asks, because Lightning answers with rank 0's."""
+        self._path = Path(trainer.log_dir or trainer.default_root_dir) / "samples.jsonl"
+
+    # ---- training ----------------------------------------------------------------------------------------------
+
+    def on_rollout_scored(self, trainer: Trainer, pl_module: LightningModule, rollouts: Rollouts) -> None:
+        """Keeps the rewards before callbacks further down the list change them."""
+        self._rewards = rollouts.rewards
+
+    def on_experience_made(self, trainer: Trainer, pl_module: LightningModule, experience: Experience) -> None:
+        """Keeps the mean advantage of each row, (B,)."""
+        tokens = experience.response_mask.sum(1).clamp(min=1)
+        self._advantages = (experience.advantages * experience.response_mask).sum(1) / tokens
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins the file anew unless the run is a resumed one."""
+        if trainer.is_global_zero and trainer.ckpt_path is None:
+            self._path.unlink(missing_ok=True)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs every N-th rollout."""
+        done = trainer.fit_loop.total_batch_idx + 1
+        if isinstance(batch, Rollouts) and trainer.is_global_zero and done % self.every_n_rollouts == 0:
+            records = sample_records(batch, self.num_samples, rewards=self._rewards, advantages=self._advantages)
+            self._log(trainer, "train", records, f"rollout {done}")
+        self._rewards = self._advantages = None
+
+    # ---- evaluation --------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forgets the last evaluation's samples."""
+        self._evaluated = []
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Takes the first prompts, the same in each evaluation."""
+        missing = self.num_samples - len(self._evaluated)
+        if isinstance(batch, Rollouts) and trainer.is_global_zero and missing > 0 and dataloader_idx == 0:
+            self._evaluated += sample_records(batch, missing)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Logs them."""
+        if self._evaluated and not trainer.sanity_checking:
+            done = trainer.fit_loop.total_batch_idx + 1
+            self._log(trainer, "eval", self._evaluated, f"evaluation after {done} rollouts")
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As for validation."""
+        self.on_validation_start(trainer, pl_module)
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """As for validation."""
+        self.on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As for validation."""
+        self.on_validation_epoch_end(trainer, pl_module)
+
+    # ---- where samples go --------------------------------------------------------------------------------------
+
+    def _log(self, trainer: Trainer, phase: str, records: list[dict[str, Any]], title: str) -> None:
+        step = max(trainer.fit_loop.total_batch_idx, 0)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            for record in records:
+                file.write(json.dumps({"step": step, "phase": phase, **record}, ensure_ascii=False) + "\n")
+        rows = [[record.get(name) for name in COLUMNS] for record in records]
+        for logger in trainer.loggers:
+            if hasattr(logger, "log_table"):
+                logger.log_table(f"samples/{phase}", columns=list(COLUMNS), data=rows, step=step)
+            elif isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text(f"samples/{phase}", markdown_table(rows), step)
+        if self.terminal:
+            print_table(trainer, samples_table(records, title, self.max_characters))
+
+
+def sample_records(
+    rollouts: Rollouts, num_samples: int, *, rewards: Tensor | None = None, advantages: Tensor | None = None
+) -> list[dict[str, Any]]:
+    """The first completion of each of the first prompts, then the second of each, up to `num_samples` records.
+
+    Args:
+        rollouts: B rows. num_samples: most records.
+        rewards: (B,) to show; `rollouts.rewards` where None. advantages: (B,), mean over tokens.
+    """
+
+    def number(values: Tensor, row: int) -> float | None:
+        return float(values[row]) if bool(values[row].isfinite()) else None
+
+    seen: Counter[int] = Counter()
+    rank_in_group = []
+    for group in rollouts.group_ids.tolist():
+        rank_in_group.append(seen[group])
+        seen[group] += 1
+    rewards = rollouts.rewards if rewards is None else rewards
+    records = []
+    for row in sorted(range(len(rollouts)), key=lambda i: (rank_in_group[i], i))[:num_samples]:
+        record: dict[str, Any] = {
+            "prompt": rollouts.prompts[row],
+            "completion": rollouts.completions[row],
+            "reward": number(rewards, row),
+            "reward_parts": {name: number(part, row) for name, part in rollouts.reward_parts.items()},
+            "num_tokens": int(rollouts.response_mask[row].sum()),
+            "truncated": bool(rollouts.truncated[row]),
+        }
+        if advantages is not None:
+            record["advantage"] = number(advantages, row)
+        records.append(record)
+    return records
+
+
+def shorten(text: str, length: int) -> str:
+    """At most `length` characters without control characters: a long text loses its middle, both ends stay."""
+    text = text.replace("\r\n", "\n").replace("\n", "↵")
+    text = "".join(c if unicodedata.category(c) != "Cc" else c.encode("unicode_escape").decode() for c in text)
+    if len(text) <= length:
+        return text
+    tail = (length - 3) // 2
+    return f"{text[: length - 3 - tail]} … {text[len(text) - tail :]}"
+
+
+def samples_table(records: list[dict[str, Any]], title: str, max_characters: int) -> Table:
+    """The records as a table that takes the terminal's width; texts are shown as they are, not as rich's markup."""
+    with_advantage = any("advantage" in record for record in records)
+    table = Table(title=Text(f"Samples: {title}"), title_justify="left", title_style="bold", expand=True)
+    table.add_column("prompt", ratio=2, overflow="fold")
+    table.add_column("completion", ratio=3, overflow="fold")
+    for name in ("reward", *(["advantage"] if with_advantage else []), "tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for record in records:
+        numbers = [record["reward"], *([record["advantage"]] if with_advantage else [])]
+        table.add_row(
+            Text(shorten(record["prompt"], max_characters)),
+            Text(shorten(record["completion"], max_characters)),
+            *("-" if value is None else f"{value:.3g}" for value in numbers),
+            f"{record['num_tokens']}{' cut' if record['truncated'] else ''}",
+        )
+    return table
+
+
+def print_table(trainer: Trainer, table: Table) -> None:
+    """Prints above the progress bar, whichever it is."""
+    bar = trainer.progress_bar_callback
+    if isinstance(bar, RichProgressBar) and bar.is_enabled:
+        from rich import get_console
+
+        get_console().print(table)  # the console the bar lives on; it redraws the bar below
+        return
+    out, tty = StringIO(), sys.stdout.isatty()
+    width = shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns
+    Console(file=out, width=width, force_terminal=tty, no_color=not tty).print(table)
+    printer = print if bar is None or bar.is_disabled else bar.print
+    printer(out.getvalue().rstrip("\n"))
+
+
+def markdown_table(rows: list[list[Any]]) -> str:
+    """The rows as a Markdown table of preformatted cells, for TensorBoard's text page."""
+
+    def cell(value: Any) -> str:
+        text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+        return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("\n", "<br>")
+
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *([cell(value) for value in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,88 @@
+"""Speed and memory of each rollout, and the numbers that the progress bar shows."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+__all__ = ["Throughput"]
+
+IN_PROGRESS_BAR = {"reward/mean": "reward", "kl/ref": "kl"}
+
+
+class Throughput(Callback):
+    """Logs how fast a rollout went from prompts to updated weights, and shows reward, KL and tokens/s in the bar.
+
+    Per rollout, with t the wall time from the end of the previous rollout's update to the end of this one's:
+
+    - `time/step` = t, seconds. It holds generation, scoring, experience, update and the callbacks between them;
+      evaluation is taken out. The first also holds the start of the engine.
+    - `throughput/tokens_per_second` = prompt and completion tokens of the rollout over all ranks / t. Each token counts
+      once, however often it was generated, scored or trained on; padding does not count.
+    - `throughput/samples_per_second` = completions of the rollout over all ranks / t.
+    - `throughput/peak_memory_gb` = largest over ranks, 10^9 bytes since the start: memory PyTorch allocated on the GPU,
+      or the resident memory of this process where the run is on CPU. Memory of an engine in its own process is not in.
+
+    It also works with `SFTLightningModule`, where a batch takes the place of a rollout.
+
+    Args:
+        progress_bar: whether `reward`, `kl` and `tokens_per_s` are shown in the progress bar.
+    """
+
+    def __init__(self, progress_bar: bool = True) -> None:
+        self.progress_bar = progress_bar
+        self._start = 0.0
+        self._paused = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the clock; the first rollout is generated after this."""
+        self._start = time.perf_counter()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stops the clock."""
+        self._paused = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lets the clock go on."""
+        self._start += time.perf_counter() - self._paused
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs the rollout."""
+        now = time.perf_counter()
+        seconds, self._start = max(now - self._start, 1e-9), now
+        mask = batch["attention_mask"] if isinstance(batch, Mapping) else batch.attention_mask
+        counts = torch.tensor([float(mask.sum()), float(len(mask))], device=pl_module.device)
+        tokens, samples = _reduce(trainer, counts, "sum").tolist()
+        peak = _reduce(trainer, torch.tensor(peak_memory(pl_module.device), device=pl_module.device), "max")
+        metrics = {
+            "time/step": seconds,
+            "throughput/tokens_per_second": tokens / seconds,
+            "throughput/samples_per_second": samples / seconds,
+            "throughput/peak_memory_gb": float(peak) / 1e9,
+        }
+        pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=len(mask))
+        if self.progress_bar:
+            results = outputs if isinstance(outputs, Mapping) else {}
+            shown = {short: results[name] for name, short in IN_PROGRESS_BAR.items() if name in results}
+            shown["tokens_per_s"] = round(tokens / seconds)
+            # Under short names and not for loggers: they have these numbers already.
+            pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=len(mask))
+
+
+def _reduce(trainer: Trainer, tensor: Tensor, how: str) -> Tensor:
+    return trainer.strategy.reduce(tensor, reduce_op=how)  # type: ignore[arg-type, return-value]
+
+
+def peak_memory(device: torch.device) -> float:
+    """Most bytes so far: allocated by PyTorch on a CUDA device, else resident in this process."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # Linux counts in KiB

@@ -1,0 +1,45 @@
+"""`lightrl report RUN_DIR`: plots and samples of a run as one HTML page, with the plots as PNG files beside it.
+
+`read` gets the numbers off the disk, `plots` draws them, `page` writes the HTML.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightrl.report.page import render_page
+from lightrl.report.plots import draw_panels
+from lightrl.report.read import read_run
+
+__all__ = ["report"]
+
+
+def report(run_dir: Path | str, baseline: Path | str | None = None, out: Path | str | None = None) -> Path:
+    """Draws a run and prints the path of the page as the last line.
+
+    Args:
+        run_dir: folder of a run logged by Lightning's `CSVLogger`: it holds `metrics.csv`, or `version_*` folders that
+            do. Folders of a run that was interrupted and resumed are joined by step; where a later folder starts again
+            from an earlier step, it replaces what came after that step. `samples.jsonl` of `SampleLog` and
+            `config.yaml` are used where they are there.
+        baseline: run folder of an evaluation before training (`lightrl validate` on the start model); its numbers are
+            drawn at 0 rollouts and its samples are the "before" ones. Without it the run's first evaluation is.
+        out: folder to write `report.html` and the PNG files to; `run_dir/report` where None.
+
+    Returns:
+        the path of the page: one file without links to others, for a wide screen or a phone, light or dark.
+
+    Raises:
+        ValueError: there is no `metrics.csv` in `run_dir` (or `baseline`), or nothing was logged to it.
+    """
+    run = read_run(Path(run_dir), "run_dir")
+    before = None if baseline is None else read_run(Path(baseline), "baseline")
+    folder = Path(run_dir) / "report" if out is None else Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    images = draw_panels(run, before)
+    for image in images:
+        (folder / f"{image.name}.png").write_bytes(image.light)
+    page = folder / "report.html"
+    page.write_text(render_page(run, before, images), encoding="utf-8")
+    print(page)
+    return page

@@ -1,0 +1,213 @@
+"""Writes the report's page: one HTML file that needs nothing else, for wide screens and phones, light and dark."""
+
+from __future__ import annotations
+
+import math
+from base64 import b64encode
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from lightrl.report.plots import Image
+from lightrl.report.read import Run, Series
+
+__all__ = ["render_page"]
+
+# (metric, label, unit, which value is the best one, or None where neither direction is)
+SUMMARY = (
+    ("eval/pass@1", "Evaluation: pass@1", "", max),
+    ("eval/reward", "Evaluation: reward", "", max),
+    ("reward/mean", "Training reward", "", max),
+    ("eval/loss", "Evaluation: loss", "nats/token", min),
+    ("loss/sft", "Supervised loss", "nats/token", min),
+    ("kl/ref", "KL to the reference", "nats/token", None),
+    ("policy/entropy", "Entropy", "nats/token", None),
+    ("rollout/response_length", "Response length", "tokens", None),
+    ("rollout/truncated_fraction", "Truncated fraction", "", min),
+    ("throughput/tokens_per_second", "Throughput", "tokens/s", max),
+    ("time/step", "Time per rollout", "s", min),
+)
+TILES = 4
+
+STYLE = """
+:root{color-scheme:light dark;--bg:#f6f7f9;--card:#fff;--text:#1f2937;--soft:#6b7280;--line:#e5e7eb;
+--good:#047857;--code:#f3f4f6}
+@media(prefers-color-scheme:dark){:root{--bg:#0d1117;--card:#161b22;--text:#d1d5db;--soft:#8b949e;--line:#30363d;
+--good:#34d399;--code:#0d1117}}
+*{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--text);font:15px/1.5 system-ui,sans-serif}
+main{max-width:1240px;margin:0 auto;padding:20px 16px 48px}h1{font-size:1.5rem;margin:.2em 0 0;overflow-wrap:anywhere}
+h2{font-size:1.1rem;margin:2em 0 .7em}.soft{color:var(--soft);margin:.2em 0 1.2em;font-size:.9rem}
+.grid{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr))}
+.tiles{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(150px,1fr))}
+.card{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 14px;min-width:0}
+.plot{padding:8px;margin:0}.plot img{display:block;width:100%;height:auto}
+.tile b{display:block;font-size:1.45rem;font-variant-numeric:tabular-nums}small{color:var(--soft)}
+.tile b small{font-size:.8rem;font-weight:400}
+.wide{overflow-x:auto;padding:4px 14px}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+@media(max-width:560px){td small{display:block}td,th{padding:6px 5px;font-size:.85rem}}
+th,td{padding:7px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
+th:first-child,td:first-child{text-align:left;padding-left:0;white-space:normal}th:last-child,td:last-child{padding-right:0}
+tr:last-child td{border-bottom:0}
+th{font-size:.82rem;color:var(--soft);font-weight:600}
+.sample{margin-bottom:14px}.pair{display:grid;gap:12px;grid-template-columns:repeat(auto-fit,minmax(min(100%,320px),1fr))}
+.label{display:flex;justify-content:space-between;gap:8px;font-size:.82rem;color:var(--soft);margin:8px 0 3px}
+.up{color:var(--good);font-weight:600}pre{margin:0;padding:8px 10px;background:var(--code);border-radius:6px;
+white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.45 ui-monospace,monospace;max-height:16em;overflow:auto}
+"""
+
+
+def render_page(run: Run, before: Run | None, images: Sequence[Image]) -> str:
+    """The whole page.
+
+    Args:
+        run: the run. before: evaluation before training. images: drawn panels.
+    """
+    rows = summary_rows(run, before)
+    seconds = sum(value for value in run.metrics.get("time/step", {}).values() if not math.isnan(value))
+    facts = [f"{run.num_rollouts:,} {'rollouts' if 'reward/mean' in run.metrics else 'batches'}"]
+    facts += [f"{duration(seconds)} of training"] if seconds else []
+    body = [
+        f"<h1>{escape(run.name)}</h1><p class=soft>LightRL run report: {', '.join(facts)}.</p>",
+        f"<div class=tiles>{''.join(tile(row) for row in rows[:TILES])}</div>",
+        f"<h2>First, last and best</h2>{summary_table(rows)}" if rows else "",
+        f"<h2>Over the run</h2><div class=grid>{''.join(plot(image) for image in images)}</div>" if images else "",
+        samples_section(run, before),
+    ]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(run.name)} - LightRL report</title><style>{STYLE}</style></head>"
+        f"<body><main>{''.join(body)}</main></body></html>\n"
+    )
+
+
+def duration(seconds: float) -> str:
+    """As `45 s`, `3 min 20 s` or `2 h 05 min`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def number(value: float) -> str:
+    """Four significant digits, thousands separated, never in scientific notation for everyday sizes."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def summary_rows(run: Run, before: Run | None) -> list[dict[str, Any]]:
+    """For each metric that is there: label, unit, and (rollouts done, value) of the first, last and best."""
+    rows: list[dict[str, Any]] = []
+    for name, label, unit, best in SUMMARY:
+        values = run.metrics.get(name, {})
+        series: Series = {step + 1: value for step, value in values.items() if not math.isnan(value)}
+        if before is not None and name.startswith("eval/") and name in before.metrics:
+            series = {0: list(before.metrics[name].values())[-1], **series}
+        if not series or any(name == "eval/reward" and row["series"] == series for row in rows):
+            continue
+        points = list(series.items())
+        top = None if best is None else best(points, key=lambda point: point[1])
+        rows.append(
+            {"label": label, "unit": unit, "series": series, "first": points[0], "last": points[-1], "best": top}
+        )
+    return rows
+
+
+def tile(row: dict[str, Any]) -> str:
+    """The last value, large, with the first one below."""
+    unit = f" <small>{escape(row['unit'])}</small>" if row["unit"] else ""
+    after = number(row["last"][1])
+    return (
+        f"<div class='card tile'><small>{escape(row['label'])}</small><b>{after}{unit}</b>"
+        f"<small>first: {number(row['first'][1])}</small></div>"
+    )
+
+
+def summary_table(rows: list[dict[str, Any]]) -> str:
+    """First, last and best of each metric, with the rollout it was at."""
+
+    def cell(point: tuple[int, float] | None, *, at: bool = False) -> str:
+        if point is None:
+            return "<td>-</td>"
+        return f"<td>{number(point[1])}{f' <small>(at {point[0]:,})</small>' if at else ''}</td>"
+
+    lines = [
+        f"<tr><td>{escape(row['label'])} <small>{escape(row['unit'])}</small></td>"
+        f"{cell(row['first'])}{cell(row['last'])}{cell(row['best'], at=True)}</tr>"
+        for row in rows
+    ]
+    head = "<tr><th>Metric</th><th>First</th><th>Last</th><th>Best</th></tr>"
+    return f"<div class='card wide'><table>{head}{''.join(lines)}</table></div>"
+
+
+def plot(image: Image) -> str:
+    """A panel in both colour schemes; the browser shows the one that fits the page."""
+    light, dark = (f"data:image/png;base64,{b64encode(data).decode()}" for data in (image.light, image.dark))
+    return (
+        "<figure class='card plot'><picture>"
+        f'<source media="(prefers-color-scheme:dark)" srcset="{dark}">'
+        f'<img src="{light}" alt="{escape(image.title)}" width="780" height="442"></picture></figure>'
+    )
+
+
+def samples_section(run: Run, before: Run | None) -> str:
+    """Completions of the same prompts before and after, or the first and last logged ones where prompts differ."""
+    samples = [r for r in run.samples if r["phase"] == "eval"]
+    earlier = [r for r in before.samples if r["phase"] == "eval"] if before is not None else []
+    pairs = pair_by_prompt(at_step(earlier, -1) if earlier else at_step(samples, 0), at_step(samples, -1))
+    if pairs and (earlier or samples[0]["step"] != samples[-1]["step"]):
+        start = "before training" if earlier else done(samples[0])
+        cards = [
+            f"<div class='card sample'><div class=label>prompt</div><pre>{escape(old['prompt'])}</pre><div class=pair>"
+            f"{completion(old, start)}{completion(new, done(new), better_than=old)}</div></div>"
+            for old, new in pairs
+        ]
+        return f"<h2>The same evaluation prompts, before and after</h2>{''.join(cards)}"
+    logged = [r for r in run.samples if r["phase"] == "train"] or samples
+    if not logged:
+        return ""
+    first, last = at_step(logged, 0), at_step(logged, -1)
+    shown = [*first, *last] if first[0]["step"] != last[0]["step"] else first
+    cards = [
+        f"<div class='card sample'><div class=label>prompt</div><pre>{escape(r['prompt'])}</pre>"
+        f"{completion(r, done(r))}</div>"
+        for r in shown
+    ]
+    return f"<h2>Sampled completions, first and last logged</h2>{''.join(cards)}"
+
+
+def at_step(records: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+    """The records of the first (0) or last (-1) step."""
+    return [r for r in records if r["step"] == records[index]["step"]]
+
+
+def pair_by_prompt(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Records of equal prompts, in the order of `new`; several completions of a prompt pair up in their order."""
+    left = list(old)
+    pairs = []
+    for record in new:
+        match = next((r for r in left if r["prompt"] == record["prompt"]), None)
+        if match is not None:
+            left.remove(match)
+            pairs.append((match, record))
+    return pairs
+
+
+def done(record: dict[str, Any]) -> str:
+    """When a record was sampled."""
+    count = record["step"] + 1
+    when = "after" if record["phase"] == "eval" else "in"
+    return f"{when} rollout {count:,}"
+
+
+def completion(record: dict[str, Any], when: str, better_than: dict[str, Any] | None = None) -> str:
+    """One completion with its reward and length."""
+    reward = record.get("reward")
+    text = "no reward" if reward is None else f"reward {number(reward)}"
+    old = None if better_than is None else better_than.get("reward")
+    rose = reward is not None and old is not None and reward > old
+    cut = ", cut" if record.get("truncated") else ""
+    return (
+        f"<div><div class=label><span>{escape(when)}</span><span{' class=up' if rose else ''}>{text}"
+        f"{' ↑' if rose else ''} · {record['num_tokens']} tokens{cut}</span></div>"
+        f"<pre>{escape(record['completion']) or ' '}</pre></div>"
+    )

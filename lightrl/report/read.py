@@ -1,0 +1,145 @@
+"""Reads a run's numbers and samples off the disk, whole or cut short."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+__all__ = ["Run", "Series", "read_run"]
+
+Series = dict[int, float]
+"""Step, as in the loggers (0 is the first rollout), -> value. Sorted by step."""
+
+TRAINING = ("reward/", "loss/", "rollout/", "optim/")
+
+
+@dataclass
+class Run:
+    """What is known of a run.
+
+    Attributes:
+        name: for the title.
+        metrics: name -> series; names without any number are not in it.
+        samples: records of `SampleLog`, in the order of the steps.
+        kl_target: target of the `AdaptiveKL` callback, if `config.yaml` names one.
+    """
+
+    name: str
+    metrics: dict[str, Series]
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    kl_target: float | None = None
+
+    @property
+    def num_rollouts(self) -> int:
+        """Number of the last rollout that anything was logged for."""
+        return 1 + max((max(series) for series in self.metrics.values()), default=-1)
+
+
+def read_run(folder: Path, argument: str) -> Run:
+    """Reads `metrics.csv`, `samples.jsonl` and `config.yaml` of a run folder, joined over its `version_*` folders.
+
+    Args:
+        folder: the run. argument: what the caller calls it, for messages.
+
+    Raises:
+        ValueError: no `metrics.csv`, or no numbers in it.
+    """
+    folders = metric_folders(folder, argument)
+    tables = [read_metrics(path / "metrics.csv") for path in folders]
+    trained = [i for i, table in enumerate(tables) if any(name.startswith(TRAINING) for name in table)]
+    used = trained or range(len(tables))  # evaluations of a finished run do not belong to its curves
+    metrics: dict[str, Series] = {}
+    samples: list[dict[str, Any]] = []
+    for i in used:
+        restart(metrics, tables[i])
+        for record in read_samples(folders[i] / "samples.jsonl"):
+            samples = [old for old in samples if old["step"] <= record["step"]]  # a resumed run repeats its last steps
+            samples.append(record)
+    metrics = {name: dict(sorted(series.items())) for name, series in sorted(metrics.items()) if series}
+    if not metrics:
+        files = ", ".join(str(path / "metrics.csv") for path in folders)
+        raise ValueError(f"{argument}={str(folder)!r}: no numbers in {files} yet: wait for the first rollout to end.")
+    return Run(folder.resolve().name, metrics, samples, kl_target(folders))
+
+
+def metric_folders(folder: Path, argument: str) -> list[Path]:
+    """The folder itself or its `version_*` folders by number, those with a `metrics.csv`."""
+    if (folder / "metrics.csv").is_file():
+        return [folder]
+    versions = [path.parent for path in folder.glob("version_*/metrics.csv")]
+    if versions:
+        return sorted(versions, key=lambda path: (len(path.name), path.name))
+    if not folder.is_dir():
+        raise ValueError(f"{argument}={str(folder)!r}: there is no such folder.")
+    below = sorted({str(path.parent) for path in folder.glob("*/**/metrics.csv")})
+    hint = f" Did you mean one of {', '.join(below)}?" if below else ""
+    raise ValueError(
+        f"{argument}={str(folder)!r}: no metrics.csv in {folder} or in {folder / 'version_*'}. Give the folder of a "
+        f"run whose trainer.logger is (or has) Lightning's CSVLogger.{hint}"
+    )
+
+
+def read_metrics(path: Path) -> dict[str, Series]:
+    """The table as name -> series. A line cut short by a crash is left out; numbers that are not finite are NaN."""
+    metrics: dict[str, Series] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(line.replace("\0", "") for line in file):
+            if None in row.values() or not str(row.get("step", "")).isdigit():
+                continue
+            for name, text in row.items():
+                if name not in ("step", "epoch") and text:
+                    metrics.setdefault(name, {})[int(row["step"])] = _number(text, path)
+    return metrics
+
+
+def _number(text: str, path: Path) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{path}: {text!r} is not a number.") from None
+    return value if math.isfinite(value) else math.nan
+
+
+def restart(metrics: dict[str, Series], later: dict[str, Series]) -> None:
+    """Adds a later table in place: from its first step on it replaces what was there."""
+    first = min((min(series) for series in later.values()), default=None)
+    if first is None:
+        return
+    for name in list(metrics):
+        metrics[name] = {step: value for step, value in metrics[name].items() if step < first}
+    for name, series in later.items():
+        metrics.setdefault(name, {}).update(series)
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """The records of one file, none if it is not there; a last line cut short is left out."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    records = []
+    for i, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if i < len(lines) - 1:
+                raise ValueError(f"{path}, line {i + 1}: not JSON: {error}") from error
+    return records
+
+
+def kl_target(folders: list[Path]) -> float | None:
+    """Target of `AdaptiveKL` in the newest `config.yaml`, None without one."""
+    for path in (folder / "config.yaml" for folder in reversed(folders)):
+        if path.is_file():
+            config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            for callback in (config.get("trainer") or {}).get("callbacks") or []:
+                if str(callback.get("class_path", "")).split(".")[-1] == "AdaptiveKL":
+                    return float(callback.get("init_args", {}).get("target", math.nan))
+    return None
