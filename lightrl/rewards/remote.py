@@ -40,12 +40,14 @@ class RemoteReward(Reward):
     Args:
         url: the server's scoring address, for example `http://127.0.0.1:8000/score`.
         columns: data-set columns to send, under their own names.
-        reference_column: column sent as `references`. label_column: sent as `labels`.
+        reference_column: column sent as `references`.
+        label_column: sent as `labels`.
         image_column: sent as `images`: text as it is, bytes and PIL images as base64 (PIL as PNG), lists of them alike.
         send_completion_ids: also send the sampled token ids.
         timeout: seconds for one request, above 0: to connect, and again between two pieces of the answer.
         retries: how often a failed request is sent again, 0 or more.
-        backoff: seconds before the first repetition. max_backoff: upper bound of every wait.
+        backoff: seconds before the first repetition.
+        max_backoff: upper bound of every wait.
         batch_size: most rows per request, at least 1; a group larger than that is sent whole.
         concurrency: most requests of this object at a time, at least 1.
         token_env: environment variable with the bearer token. A token is no argument, since arguments end up in

@@ -116,7 +116,8 @@ class LengthReward(Reward):
     """Distance from a wanted length: `r = -alpha * | |y| - target |`.
 
     Args:
-        target: wanted length in tokens. column: data-set column with it, per row; give one of the two.
+        target: wanted length in tokens.
+        column: data-set column with it, per row; give one of the two.
         alpha: penalty per token, above 0.
 
     Source: the length term of L1-Exact, https://arxiv.org/abs/2503.04697, eq. 1 (alpha = 0.0003). We leave the
@@ -206,8 +207,10 @@ class CosineLength(Reward):
     Args:
         correct: the reward function that tells right (at least 0.5) from wrong; plain or `async`.
         max_tokens: length at which `exceed` applies, at least 1.
-        correct_at_zero: value of a right answer at length 0. correct_at_max: just below `max_tokens`.
-        wrong_at_zero: value of a wrong answer at length 0. wrong_at_max: just below `max_tokens`.
+        correct_at_zero: value of a right answer at length 0.
+        correct_at_max: just below `max_tokens`.
+        wrong_at_zero: value of a wrong answer at length 0.
+        wrong_at_max: just below `max_tokens`.
         exceed: value at `max_tokens` and beyond, right or wrong.
 
     Source: https://arxiv.org/abs/2502.03373, section 4. Default values as `get_cosine_scaled_reward` of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import inspect
 import ipaddress
@@ -69,7 +70,8 @@ def serve_reward(
         raise ValueError(f"serve_reward needs {' and '.join(missing)}: pip install 'lightrl[server]'.")
     function = RewardFunction(*_function(reward, model))
     limit = getattr(function.function, "max_concurrency", None) or max_concurrency
-    asyncio.run(_serve(function, host, port, token, max_rows, max_bytes, limit, timeout))
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how it is meant to end
+        asyncio.run(_serve(function, host, port, token, max_rows, max_bytes, limit, timeout))
 
 
 async def _serve(

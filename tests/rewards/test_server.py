@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
+import signal
 
 import httpx
 import pytest
@@ -135,6 +136,12 @@ def test_a_server_that_comes_back_while_it_is_asked(serve):
         scores = pool.submit(score, reward, ["abc"])
         server.start()
         assert scores.result(60).total == [3.0]
+
+
+def test_ctrl_c_ends_the_server_cleanly(serve):
+    server = serve("length")
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(20) == 0
 
 
 def test_what_serve_reward_refuses(monkeypatch):
