@@ -7,6 +7,7 @@ gradient ascent ends at is the fixed point itself, and its distance to the close
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
@@ -16,7 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.modules.advantages import GAE, OPO, RLOO, AdvantageEstimator, GroupNorm, Reinforce
+from lightrl.modules.advantages import (
+    GAE,
+    OPO,
+    RLOO,
+    AdvantageEstimator,
+    GroupNorm,
+    Reinforce,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+)
 from lightrl.modules.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.modules.losses import CISPO, CPG, GMPO, GSPO, SAPO, PolicyLoss, PPOClip, RLOOSequence
 
@@ -32,14 +42,14 @@ def tempered(beta: float) -> Tensor:
     return (REF.log() + R / beta).softmax(0)
 
 
-def forward_kl_optimum(beta: float) -> Tensor:
+def forward_kl_optimum(beta: float, rewards: Tensor = R) -> Tensor:
     """pi = beta * pi_ref / (lambda - r) with lambda > max r such that it sums to 1, by bisection."""
-    low, high = float(R.max()), float(R.max()) + beta
+    low, high = float(rewards.max()), float(rewards.max()) + beta
     for _ in range(200):
         middle = (low + high) / 2
-        total = float((beta * REF / (middle - R)).sum())
+        total = float((beta * REF / (middle - rewards)).sum())
         low, high = (middle, high) if total > 1 else (low, middle)
-    return beta * REF / (high - R)
+    return beta * REF / (high - rewards)
 
 
 def tv(p: Tensor, q: Tensor) -> float:
@@ -47,7 +57,7 @@ def tv(p: Tensor, q: Tensor) -> float:
 
 
 def objective(
-    logits: Tensor, estimator: AdvantageEstimator, loss: PolicyLoss, kl: KLPenalty, population: int | None
+    logits: Tensor, estimator: AdvantageEstimator, loss: PolicyLoss, kl: KLPenalty, population: int | None, beta: float
 ) -> Tensor:
     """Expected loss of one on-policy update."""
     logp = logits.log_softmax(0)
@@ -68,25 +78,29 @@ def objective(
     rewards = R[actions][:, None]
     values = (pi * R).sum().expand_as(rewards)
     if isinstance(kl, KLInReward):
-        rewards = rewards - BETA * kl(old, ref)
+        rewards = rewards - beta * kl(old, ref)
     advantages, _ = estimator(rewards, mask, groups, values=values)
     token_loss, _ = loss(logprobs, old, advantages, mask)
     if isinstance(kl, KLInLoss):
-        token_loss = token_loss + BETA * kl(logprobs, old, ref)
+        token_loss = token_loss + beta * kl(logprobs, old, ref)
     return (weights[:, None] * token_loss).sum()
 
 
 def ascend(
-    estimator: AdvantageEstimator, kl: KLPenalty, loss: PolicyLoss | None = None, population: int | None = None
+    estimator: AdvantageEstimator,
+    kl: KLPenalty,
+    loss: PolicyLoss | None = None,
+    population: int | None = None,
+    beta: float = BETA,
 ) -> Tensor:
     """The policy that gradient ascent from the reference ends at."""
     logits = REF.log().clone().requires_grad_()
-    steps = 400
-    optimizer = torch.optim.Adam([logits], lr=0.1, betas=(0.8, 0.95))
+    steps = 150
+    optimizer = torch.optim.Adam([logits], lr=0.2, betas=(0.8, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 0.5 * (1 + math.cos(math.pi * i / steps)))
     for _ in range(steps):
         optimizer.zero_grad()
-        objective(logits, estimator, loss or PPOClip(), kl, population).backward()
+        objective(logits, estimator, loss or PPOClip(), kl, population, beta).backward()
         optimizer.step()
         schedule.step()
     return logits.detach().softmax(0)
@@ -113,14 +127,13 @@ def group_std_advantage(pi: Tensor) -> Tensor:
     return torch.tensor(out, dtype=torch.float64)
 
 
-def population_std_advantage(pi: Tensor) -> Tensor:
-    """(r - E[r]) / std under pi: the same for G without bound."""
-    mean = (pi * R).sum()
-    return (R - mean) / ((pi * (R - mean) ** 2).sum().sqrt() + 1e-4)
+@functools.cache
+def group_std_optimum() -> Tensor:
+    return self_consistent(group_std_advantage)
 
 
-UNBIASED = {"GAE": GAE(), "Reinforce": Reinforce(), "RLOO": RLOO()}
-MEAN_BASELINE = {"GroupNorm none": GroupNorm("none"), "OPO": OPO()}
+UNBIASED: dict[str, AdvantageEstimator] = {"GAE": GAE(), "Reinforce": Reinforce(), "RLOO": RLOO()}
+MEAN_BASELINE: dict[str, AdvantageEstimator] = {"GroupNorm none": GroupNorm("none"), "OPO": OPO()}
 REVERSE = {
     "k2 in loss": KLInLoss("k2"),
     "k3 in loss, ratio": KLInLoss("k3", ratio_correction=True),
@@ -134,7 +147,7 @@ def test_the_optima_are_apart() -> None:
         tempered(BETA),
         forward_kl_optimum(BETA),
         tempered(BETA * G / (G - 1)),
-        self_consistent(group_std_advantage),
+        group_std_optimum(),
     ]
     for p, q in itertools.combinations([*points, REF], 2):
         assert tv(p, q) > 0.1
@@ -173,19 +186,41 @@ def test_plain_k3_with_a_group_mean() -> None:
 @pytest.mark.parametrize("placement", REVERSE)
 def test_group_std_moves_the_optimum(placement: str) -> None:
     """To pi ~ pi_ref * exp(h(a) / beta), h(a) the expected normalised advantage of a under that pi."""
-    point = self_consistent(group_std_advantage)
+    point = group_std_optimum()
     assert tv(ascend(GroupNorm("group"), REVERSE[placement]), point) < 0.01
     assert tv(point, tempered(BETA)) > 0.1
 
 
-@pytest.mark.parametrize("scale", ["group", "batch"])
-def test_std_of_a_large_group_divides_beta(scale: str) -> None:
-    """G without bound: pi ~ pi_ref * exp(r / (beta * std)), std that of r under this very pi."""
-    estimator = GroupNorm(scale)  # type: ignore[arg-type]
-    point = ascend(estimator, KLInLoss("k2"), population=4000)
+def test_group_std_with_plain_k3() -> None:
+    """GRPO as published: pi = beta * pi_ref / (lambda - h(a)), h under that very pi."""
+    point = ascend(GroupNorm("group"), KLInLoss("k3"))
+    assert tv(point, forward_kl_optimum(BETA, group_std_advantage(point))) < 0.01
+    assert tv(point, forward_kl_optimum(BETA)) > 0.1
+
+
+LARGE_BATCH: dict[str, AdvantageEstimator] = {
+    "GroupNorm group": GroupNorm("group"),
+    "GroupNorm batch": GroupNorm("batch"),
+    "RLOO normalized": RLOO(normalize=True),
+    "REINFORCE++": ReinforcePlusPlus(),
+    "REINFORCE++ baseline": ReinforcePlusPlusBaseline(),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_BATCH)
+def test_std_of_a_large_batch_divides_beta(name: str) -> None:
+    """G and B without bound: pi ~ pi_ref * exp(r / (beta * std)), std that of r under this very pi."""
+    beta = 1.5
+    point = ascend(LARGE_BATCH[name], KLInLoss("k2"), population=800, beta=beta)
     std = float(((point * R**2).sum() - (point * R).sum() ** 2).sqrt())
-    assert tv(point, tempered(BETA * std)) < 0.01
-    assert tv(point, self_consistent(population_std_advantage)) < 0.01
+    assert std > 0.2, "not collapsed"
+    assert tv(point, tempered(beta * std)) < 0.01
+    assert tv(point, tempered(beta)) > 0.1
+
+
+@pytest.mark.parametrize("name", LARGE_BATCH)
+def test_std_does_not_matter_with_k1_in_the_reward(name: str) -> None:
+    assert tv(ascend(LARGE_BATCH[name], KLInReward(), population=800), tempered(BETA)) < 0.01
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
