@@ -217,7 +217,6 @@ class VLLMAdapter:
     def abort(self, request_ids: list[str]) -> None:
         """Drops requests."""
         with _deaths():
-            # Internal ids differ from ours; `abort_request` knows both.
             self.engine.abort_request(request_ids)
 
     @property
@@ -248,7 +247,7 @@ class VLLMAdapter:
 
     def close(self) -> None:
         """Ends the engine and waits until each of its processes is gone, killing those that stay."""
-        import psutil
+        import psutil  # type: ignore[import-untyped]
 
         processes = [psutil.Process(pid) for pid in self.pids if psutil.pid_exists(pid)]
         try:

@@ -95,8 +95,8 @@ class WeightSender:
         if missing:
             raise ValueError(
                 f"Weight sync left {len(missing)} parameter(s) of the engine without new values (or brought NaN): "
-                f"{', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}. Push every parameter of the model, under "
-                "its Hugging Face name, tied ones once."
+                f"{', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}. Push every parameter of the model, "
+                "under its Hugging Face name, tied ones once."
             )
         self.names = frozenset(names)
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 import vllm.model_executor.layers.utils as layer_utils
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ def _keep_weight(layer: nn.Module, remove_weight: bool) -> None:
     if layer.weight.ndim != 2 or layer.weight.is_meta:
         _pack_gemm(layer, remove_weight)
     else:
-        layer.cpu_linear = _linear
+        layer.cpu_linear = _linear  # type: ignore[assignment]
 
 
 if current_platform.is_cpu():
@@ -73,8 +73,8 @@ def _outlive_not(trainer_pid: int, poll_seconds: float = 0.5) -> None:
         while alive():
             time.sleep(poll_seconds)
         try:
-            # "VLLM::" processes only: had the core died before us, our parent would be init or a subreaper.
-            if core.pid != trainer_pid and core.is_running() and core.pid == os.getppid() and core.pid != 1:
+            # Our parent still: had the core died before us, we would be the child of init or of a subreaper.
+            if core.pid not in (trainer_pid, 1) and core.pid == os.getppid() and core.is_running():
                 core.kill()
         finally:
             os._exit(1)
@@ -166,7 +166,8 @@ class WorkerExtension:
             named_tensors = ((name, tensor.clone()) for name, tensor in named_tensors)
         try:
             with torch.no_grad():
-                self._lightrl_loaded |= set(model.load_weights(named_tensors) or ())
+                loaded: Any = model.load_weights(named_tensors)  # type: ignore[operator]
+            self._lightrl_loaded |= set(loaded or ())
             if self.device.type == "cuda":  # type: ignore[attr-defined]
                 torch.cuda.synchronize(self.device)  # type: ignore[attr-defined]
         except Exception as error:
@@ -197,7 +198,7 @@ class WorkerExtension:
         return [missing for name in holes for missing in _sources(model, name, received)]
 
     def _lightrl_model(self) -> nn.Module:
-        return self.model_runner.get_model()  # type: ignore[attr-defined,no-any-return]
+        return self.model_runner.get_model()  # type: ignore[attr-defined]
 
     def _lightrl_slots(self) -> dict[int, Tensor]:
         if not hasattr(self, "_lightrl_bucket"):
@@ -209,9 +210,9 @@ class WorkerExtension:
         plain = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType")
         if not hasattr(self, "_lightrl_rearranged"):
             self._lightrl_rearranged = any(
-                hasattr(m, "_cpu_unpacked_conv_weight")
-                or ("Attention" not in type(m).__name__ and type(getattr(m, "quant_method", None)).__name__ not in plain)
+                hasattr(m, "_cpu_unpacked_conv_weight") or type(getattr(m, "quant_method", None)).__name__ not in plain
                 for m in model.modules()
+                if "Attention" not in type(m).__name__  # their method is for a quantised KV cache
             )
         return self._lightrl_rearranged
 

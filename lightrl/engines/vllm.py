@@ -1,21 +1,30 @@
 """`VLLMEngine`: vLLM embedded in the run, in the trainer's process or beside it.
 
-What touches vLLM's internals is in `_vllm_adapter` (trainer's side), `_vllm_weights` (transport) and `_vllm_worker`
-(workers' side). vLLM is imported by `start`, not before. P prompts, G completions per prompt.
+What touches vLLM's internals is in `_vllm_adapter` (trainer's side) and `_vllm_worker` (workers' side); `_vllm_weights`
+is the transport between them, `_vllm_requests` translates requests and answers. vLLM is imported by `start`, not
+before. P prompts, G completions per prompt.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
+import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from lightrl.engines._vllm_requests import (
+    completion,
+    completion_seed,
+    engine_prompt,
+    prompt_name,
+    sampling_params,
+    scoring_params,
+)
 from lightrl.engines.base import Engine, EngineContext, EngineDiedError, EngineRestartedError
 from lightrl.types import Completion, CompletionGroup, Prompts, SamplingParams
 
@@ -24,17 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VLLMEngine", "completion_seed"]
 
-_MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 _CPU_KV_BYTES = 256 << 20
-
-
-def completion_seed(prompt_seed: int, completion: int) -> int:
-    """The seed of one completion: 63 bits of a hash of (seed of its prompt, its place in the group).
-
-    vLLM's own `n=G` uses seed, seed + 1, ..., so that prompts with neighbouring seeds would share random numbers.
-    """
-    digest = hashlib.blake2b(f"{prompt_seed}:{completion}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 class VLLMEngine(Engine):
@@ -93,14 +92,14 @@ class VLLMEngine(Engine):
                 "set in_process=False."
             )
         if fire_temperature is not None and fire_temperature <= 0:
-            raise ValueError(f"VLLMEngine.fire_temperature={fire_temperature}: must be above 0, or None to turn it off.")
+            raise ValueError(f"VLLMEngine.fire_temperature={fire_temperature}: must be above 0, or None for off.")
         if restart_engine and in_process:
             raise ValueError(
                 "VLLMEngine.restart_engine=True: an engine in the trainer's process cannot die alone; "
                 "set in_process=False or leave restart_engine off."
             )
         if "worker_extension_cls" in (engine_args or {}):
-            raise ValueError("VLLMEngine.engine_args: worker_extension_cls is how LightRL pushes weights; leave it out.")
+            raise ValueError("VLLMEngine.engine_args: leave out worker_extension_cls, LightRL pushes weights by it.")
         self.model = model
         self.dtype = dtype
         self.in_process = in_process
@@ -117,6 +116,7 @@ class VLLMEngine(Engine):
         self._finished: dict[str, Any] = {}
         self._num_requests = 0
         self._asleep: Literal[0, 1, 2] = 0
+        self._cache_asleep = False
         self._died = False
 
     # -- life ------------------------------------------------------------------------------------------------------
@@ -141,9 +141,13 @@ class VLLMEngine(Engine):
                 f"{context.max_prompt_tokens} and max_new_tokens={context.max_new_tokens}): lower max_new_tokens or "
                 f"the prompts' length. vLLM says: {error}"
             ) from error
-        self._sender = WeightSender(self._adapter)
-        self._finished, self._asleep, self._died, self.policy_version = {}, 0, False, -1
+        self._finished, self._asleep, self._cache_asleep, self._died, self.policy_version = {}, 0, False, False, -1
         self._lock = threading.RLock()
+        try:
+            self._sender = WeightSender(self._adapter)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def started(self) -> bool:
@@ -197,12 +201,20 @@ class VLLMEngine(Engine):
         if cuda and self.in_process:
             forced |= {"RANK": str(context.rank), "LOCAL_RANK": str(context.local_rank)}
             forced["WORLD_SIZE"] = str(context.world_size)
-            defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571"}
+            # Only read where no process group exists yet, that is by a run of one process.
+            defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         elif cuda:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             first = int(context.device.partition(":")[2] or 0) * self.tensor_parallel_size
             numbers = visible.split(",") if visible else [str(i) for i in range(first + self.tensor_parallel_size)]
-            forced["CUDA_VISIBLE_DEVICES"] = ",".join(numbers[first : first + self.tensor_parallel_size])
+            chosen = numbers[first : first + self.tensor_parallel_size]
+            if len(chosen) < self.tensor_parallel_size:
+                raise ValueError(
+                    f"VLLMEngine.tensor_parallel_size={self.tensor_parallel_size}: {context.device}'s engine needs "
+                    f"GPUs {first} to {first + self.tensor_parallel_size - 1} of the {len(numbers)} visible ones; "
+                    "lower it or use fewer ranks."
+                )
+            forced["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
         elif not self.in_process:
             # vLLM would bind every engine to core 0, and with as many spinning threads as cores trainer and engine
             # slow one another down tenfold.
@@ -265,7 +277,7 @@ class VLLMEngine(Engine):
         for position, ids in enumerate(prompts.token_ids):
             if len(ids) + sampling.max_new_tokens > limit:
                 raise ValueError(
-                    f"Prompt {_name(prompts, position)} has {len(ids)} tokens; with max_new_tokens="
+                    f"Prompt {prompt_name(prompts, position)} has {len(ids)} tokens; with max_new_tokens="
                     f"{sampling.max_new_tokens} that is more than the engine's max_model_len={limit}. Lower "
                     "max_new_tokens, raise VLLMEngine.max_model_len, or drop or truncate prompts of this length."
                 )
@@ -274,7 +286,7 @@ class VLLMEngine(Engine):
         self, prompts: Prompts, sampling: SamplingParams, num_completions: int, seeds: Sequence[int]
     ) -> Iterator[CompletionGroup]:
         version = self.policy_version
-        params = self._sampling(sampling)
+        params = sampling_params(sampling, self.fire_temperature)
         owner: dict[str, tuple[int, int]] = {}
         groups: dict[int, dict[int, Completion]] = {}
         try:
@@ -286,12 +298,12 @@ class VLLMEngine(Engine):
                     key = f"lightrl-{self._num_requests}"
                     owner[key] = (p, g)
                     with self._serving() as adapter:
-                        adapter.add(key, _engine_prompt(prompts, p), request)
+                        adapter.add(key, engine_prompt(prompts, p), request)
             while owner:
                 for key, output in self._step(owner):
                     p, g = owner.pop(key)
                     group = groups.setdefault(p, {})
-                    group[g] = _completion(output.outputs[0], sampling, _name(prompts, p))
+                    group[g] = completion(output.outputs[0], sampling, prompt_name(prompts, p))
                     if len(group) == num_completions:
                         del groups[p]
                         yield CompletionGroup(p, [group[i] for i in range(num_completions)], version)
@@ -301,12 +313,12 @@ class VLLMEngine(Engine):
 
     def _step(self, owner: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """Finished requests of this stream; those of others that finish meanwhile wait for their own."""
-        mine = [key for key in self._finished if key in owner]
-        if not mine:
-            with self._serving() as adapter:
+        with self._serving() as adapter:  # looked up inside: another thread's step may just have brought them
+            mine = [key for key in self._finished if key in owner]
+            if not mine:
                 self._wake_cache()
                 self._finished.update({output.request_id: output for output in adapter.step()})
-            mine = [key for key in self._finished if key in owner]
+                mine = [key for key in self._finished if key in owner]
         return [(key, self._finished.pop(key)) for key in mine]
 
     def _abort(self, keys: list[str]) -> None:
@@ -315,40 +327,7 @@ class VLLMEngine(Engine):
         with self._serving() as adapter:
             adapter.abort(keys)
 
-    def _sampling(self, sampling: SamplingParams) -> Any:
-        """vLLM's sampling parameters, without a seed."""
-        from vllm import SamplingParams as VLLMSamplingParams
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-
-        structured = None
-        if sampling.regex is not None:
-            structured = StructuredOutputsParams(regex=sampling.regex)
-        elif sampling.json_schema is not None:
-            structured = StructuredOutputsParams(json=sampling.json_schema)
-        arguments: dict[str, Any] = {
-            "max_tokens": sampling.max_new_tokens,
-            "min_tokens": sampling.min_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop": sampling.stop,
-            "stop_token_ids": sampling.stop_token_ids,
-            "ignore_eos": sampling.ignore_eos,
-            "structured_outputs": structured,
-            "include_stop_str_in_output": True,
-            "logprobs": 0,
-            "flat_logprobs": True,
-            "output_kind": RequestOutputKind.FINAL_ONLY,
-            "extra_args": None if self.fire_temperature is None else {"fire_temperature": self.fire_temperature},
-        }
-        return VLLMSamplingParams(**(arguments | (sampling.extra or {})))
-
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        from vllm import SamplingParams as VLLMSamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         limit = self.max_model_len
         for position, ids in enumerate(sequences):
             if not 2 <= len(ids) < limit:
@@ -356,9 +335,7 @@ class VLLMEngine(Engine):
                     f"logprobs: sequence {position} has {len(ids)} tokens; vLLM takes 2 to {limit - 1} "
                     "(max_model_len - 1)."
                 )
-        params = VLLMSamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-        )
+        params = scoring_params()
         owner: dict[str, int] = {}
         result: list[list[float]] = [[] for _ in sequences]
         try:
@@ -419,8 +396,6 @@ class VLLMEngine(Engine):
         self._cache_asleep = self._asleep == 2
         self._asleep = 0
 
-    _cache_asleep = False
-
     def _wake_cache(self) -> None:
         if self._asleep:
             self.wake()
@@ -434,35 +409,12 @@ class VLLMEngine(Engine):
         return self._context is not None and self._context.device.startswith("cuda")
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def _lacks_weights(model: str) -> bool:
     folder = Path(model)
-    return folder.is_dir() and not any(f for pattern in ("*.safetensors", "*.bin", "*.pt") for f in folder.glob(pattern))
-
-
-def _name(prompts: Prompts, position: int) -> str:
-    return f"{position} (data-set row {prompts.indices[position]})" if prompts.indices else str(position)
-
-
-def _engine_prompt(prompts: Prompts, position: int) -> dict[str, Any]:
-    """One prompt as vLLM takes it: token ids, with images and the like beside them where the prompt has any."""
-    extra = prompts.inputs[position] if prompts.inputs else {}
-    return {"prompt_token_ids": prompts.token_ids[position]} | {k: extra[k] for k in _MEDIA_KEYS if k in extra}
-
-
-def _completion(output: Any, sampling: SamplingParams, prompt: str) -> Completion:
-    """vLLM's `CompletionOutput` as ours."""
-    tokens = [int(token) for token in output.token_ids]
-    flat = getattr(output.logprobs, "logprobs", None)
-    if flat is not None and len(flat) == len(tokens):
-        logprobs = [float(value) for value in flat]
-    else:  # more than one per token: `extra` asked for it
-        logprobs = [float(entry[token].logprob) for token, entry in zip(tokens, output.logprobs, strict=True)]
-    if output.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"vLLM ended a completion of prompt {prompt} with finish_reason={output.finish_reason!r}.")
-    if output.finish_reason == "length" and len(tokens) < sampling.max_new_tokens:
-        raise ValueError(
-            f"vLLM cut a completion of prompt {prompt} after {len(tokens)} tokens, before max_new_tokens="
-            f"{sampling.max_new_tokens}: the prompt grew beyond max_model_len, as images do. Raise "
-            "VLLMEngine.max_model_len or lower max_new_tokens."
-        )
-    return Completion(tokens, logprobs, output.text, output.finish_reason)
+    return folder.is_dir() and not any(file.suffix in (".safetensors", ".bin", ".pt") for file in folder.iterdir())

@@ -9,14 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.engines.conftest import EOS, load
 
 from lightrl.engines.vllm import completion_seed
 from lightrl.types import CompletionGroup, Prompts, SamplingParams
+from tests.engines.conftest import EOS, load
 
 pytest.importorskip("vllm")
 
 PROMPTS = Prompts(token_ids=[[2, 5 + i, 17, 20 + i] for i in range(6)], texts=[""] * 6, indices=list(range(100, 106)))
+LONG = SamplingParams(max_new_tokens=60, ignore_eos=True)
+SHORT = SamplingParams(max_new_tokens=4)
 SEEDS = [11, 12, 13, 14, 15, 16]
 
 
@@ -66,8 +68,8 @@ def test_random_states_of_the_trainer_are_left_alone(engine) -> None:
 
 
 def test_groups_come_as_they_finish(engine) -> None:
-    """A constrained prompt of 3 tokens against others of 40: the short group is out before the long ones end."""
-    long = engine.generate(PROMPTS[[0]], SamplingParams(max_new_tokens=60, ignore_eos=True), num_completions=2, seeds=[1])
+    """Short completions come out before long ones, whatever their place among the prompts."""
+    long = engine.generate(PROMPTS[[0]], LONG, num_completions=2, seeds=[1])
     sampling = SamplingParams(max_new_tokens=60, stop_token_ids=[*range(3, 20)])
     groups = list(engine.generate(PROMPTS, sampling, num_completions=1, seeds=SEEDS))
     lengths = [len(group.completions[0].token_ids) for group in groups]
@@ -76,11 +78,12 @@ def test_groups_come_as_they_finish(engine) -> None:
 
 
 def test_an_abandoned_stream_leaves_nothing_running(engine) -> None:
-    stream = engine.generate(PROMPTS, SamplingParams(max_new_tokens=60, ignore_eos=True), num_completions=2, seeds=SEEDS)
+    stream = engine.generate(PROMPTS, LONG, num_completions=2, seeds=SEEDS)
     next(stream)
     stream.close()
     assert not engine._adapter.busy
-    half = engine.generate(PROMPTS, SamplingParams(max_new_tokens=9, stop_token_ids=[*range(20)]), num_completions=1, seeds=SEEDS)
+    sampling = SamplingParams(max_new_tokens=9, stop_token_ids=[*range(20)])
+    half = engine.generate(PROMPTS, sampling, num_completions=1, seeds=SEEDS)
     next(half)
     half.close()
     assert not engine._adapter.busy and not engine._finished
@@ -186,10 +189,10 @@ def test_fire_heats_the_first_token_alone(engine, weights) -> None:
     [
         (lambda e: e.generate(PROMPTS, SamplingParams(max_new_tokens=125), num_completions=1, seeds=SEEDS),
          r"data-set row 100.*max_new_tokens=125.*max_model_len=128"),
-        (lambda e: e.generate(Prompts([[5] * 300], [""]), SamplingParams(), num_completions=1, seeds=[0]), "300 tokens"),
-        (lambda e: e.generate(PROMPTS, SamplingParams(max_new_tokens=4), num_completions=0, seeds=SEEDS), "num_completions=0"),
-        (lambda e: e.generate(PROMPTS, SamplingParams(max_new_tokens=4), num_completions=1, seeds=[1]), "seeds: 1 given"),
-        (lambda e: e.generate(PROMPTS, SamplingParams(temperature=0.001), num_completions=1, seeds=SEEDS), "temperature=0.001"),
+        (lambda e: e.generate(Prompts([[5] * 300], [""]), SHORT, num_completions=1, seeds=[0]), "300 tokens"),
+        (lambda e: e.generate(PROMPTS, SHORT, num_completions=0, seeds=SEEDS), "num_completions=0"),
+        (lambda e: e.generate(PROMPTS, SHORT, num_completions=1, seeds=[1]), "seeds: 1 given"),
+        (lambda e: e.generate(PROMPTS, SamplingParams(temperature=0.001), num_completions=1, seeds=SEEDS), "=0.001"),
         (lambda e: e.logprobs([[2]]), "sequence 0 has 1 tokens"),
         (lambda e: e.logprobs([[2] * 128]), "sequence 0 has 128 tokens"),
     ],

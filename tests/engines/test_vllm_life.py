@@ -44,7 +44,7 @@ if __name__ == "__main__":
         change(model)
         before = canary_gap(engine, model)
         engine.load_weights(model.named_parameters(), policy_version=0)
-        gaps.append([before, canary_gap(engine, model), sampled_gap(engine, model, 1.0), sampled_gap(engine, model, 0.7)])
+        gaps.append([before, canary_gap(engine, model), *(sampled_gap(engine, model, t) for t in (1.0, 0.7))])
         engine.close()
         engine.close()
         assert not engine.started and engine.policy_version == -1

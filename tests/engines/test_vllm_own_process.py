@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from tests.engines.conftest import change, load
-from tests.engines.test_vllm_sync import canary_gap, sampled_gap
 
 from lightrl.engines import EngineContext, EngineDiedError, EngineRestartedError, VLLMEngine
 from lightrl.types import Prompts, SamplingParams
+from tests.engines.conftest import change, load
+from tests.engines.test_vllm_sync import canary_gap, sampled_gap
 
 pytest.importorskip("vllm")
 

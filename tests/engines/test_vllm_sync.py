@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.engines.conftest import change, load, reference_logprobs
 
 from lightrl.types import Prompts, SamplingParams
+from tests.engines.conftest import change, load, reference_logprobs
 
 pytest.importorskip("vllm")
 
