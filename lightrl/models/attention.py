@@ -85,10 +85,9 @@ def _window(module: Any, window: int | None, plan: Plan) -> int | None:
     if window is None and config is not None:
         types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
         slides = types[index] == "sliding_attention" if types and index is not None else True
-        configured = getattr(config, "sliding_window", None)
-        if slides and configured is not None and getattr(config, "use_sliding_window", True):
-            if configured < plan.max_length:
-                raise LayoutError("its sliding window does not reach the attention function")
+        configured = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        if slides and configured is not None and configured < plan.max_length:
+            raise LayoutError("its sliding window does not reach the attention function")
     return window if window is not None and window < plan.max_length else None
 
 
@@ -117,7 +116,7 @@ def stream_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float, 
 
 @dataclass
 class Batch:
-    """Stretches of the stream side by side, right-padded: `index` (S, L), pads point at token 0; `real` marks others."""
+    """Stretches of the stream side by side, right-padded: `index` (S, L), where pads point at token 0."""
 
     index: Tensor
     real: Tensor | None  # positions in the flattened (S * L) that are no pads; None where there are no pads
@@ -150,7 +149,8 @@ class Batch:
         if self.real is None:
             return None
         inside = torch.arange(self.index.shape[1], device=self.index.device) < self.lengths[:, None]
-        return torch.zeros(inside.shape, dtype=dtype, device=inside.device).masked_fill_(~inside, -torch.inf)[:, None, None]
+        zeros = torch.zeros(inside.shape, dtype=dtype, device=inside.device)
+        return zeros.masked_fill_(~inside, -torch.inf)[:, None, None]
 
 
 def _buckets(sizes: list[tuple[int, int]]) -> list[list[int]]:
@@ -298,10 +298,8 @@ def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float, wind
     repeat = q.shape[1] // k.shape[1]
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
     for queries, keys, mask in _cached(plan, ("masked", window), lambda: _masked_batches(plan, window, q.device)):
-        ks, vs = (
-            x.index_select(0, keys.view(-1)).view(*keys.shape, *x.shape[1:]).transpose(1, 2).repeat_interleave(repeat, 1)
-            for x in (k, v)
-        )
+        taken = (x.index_select(0, keys.view(-1)).view(*keys.shape, *x.shape[1:]) for x in (k, v))
+        ks, vs = (_expand_heads(x.transpose(1, 2), repeat) for x in taken)
         o = F.scaled_dot_product_attention(queries.take(q), ks, vs, attn_mask=mask, scale=scale)
         out = out.index_copy(0, queries.tokens, queries.compact(o))
     return out

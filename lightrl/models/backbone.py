@@ -111,7 +111,8 @@ class Backbone:
     def _run_padded(
         self, token_ids: Tensor, attention_mask: Tensor, response_mask: Tensor | None, extra: list[dict[str, Any]]
     ) -> BackboneOutput:
-        merged = {name: torch.cat([row[name] for row in extra if name in row]) for name in {n for r in extra for n in r}}
+        names = {name for row in extra for name in row}
+        merged = {name: torch.cat([row[name] for row in extra if name in row]) for name in names}
         out = self.body(input_ids=token_ids, attention_mask=attention_mask.long(), use_cache=False, **merged)
         if response_mask is None:
             rows = torch.arange(len(token_ids), device=token_ids.device) * token_ids.shape[1]

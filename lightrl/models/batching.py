@@ -54,7 +54,7 @@ def micro_batches(
     fewest = _first_fit(units, budget)
     wanted = len(fewest) if num_bins is None else num_bins
     if wanted < len(fewest):
-        raise ValueError(f"num_bins={num_bins}: {len(fewest)} micro-batches of {budget} tokens are needed for these rows.")
+        raise ValueError(f"num_bins={num_bins}: these rows need {len(fewest)} micro-batches of {budget} tokens.")
     bins = _balanced(units, budget, wanted)
     if bins is None:  # balancing needs more room than first fit, which packs tighter
         bins = fewest + [[] for _ in range(wanted - len(fewest))]

@@ -137,9 +137,8 @@ class _Chunked(torch.autograd.Function):
             slope = None
             if logit_map.cap:  # d tanh = 1 - tanh^2
                 slope = z.mul(temperature / logit_map.cap).square_().neg_().add_(1.0)
-            dz = _logit_gradient(
-                z, targets[rows], lse[rows], entropies[rows], grad_logprob[rows], grad_entropy[rows] if entropy else None
-            )
+            g_entropy = grad_entropy[rows] if entropy else None
+            dz = _logit_gradient(z, targets[rows], lse[rows], entropies[rows], grad_logprob[rows], g_entropy)
             if slope is not None:
                 dz *= slope
             dz = dz.mul_(logit_map.scale / temperature) if logit_map.scale != temperature else dz
@@ -200,7 +199,7 @@ def install_head(lm: Any) -> None:
         return
     if type(head) is not nn.Linear:
         raise ValueError(
-            f"{type(lm).__name__} has a head of type {type(head).__name__}: log-probs need a plain nn.Linear. Leave the "
-            "head out of lora.target_modules and of quantisation, or load a model with a linear head."
+            f"{type(lm).__name__} has a head of type {type(head).__name__}: log-probs need a plain nn.Linear. Leave "
+            "the head out of lora.target_modules and of quantisation, or load a model with a linear head."
         )
     head.__class__ = TokenHead

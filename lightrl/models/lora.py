@@ -35,7 +35,7 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     for name, layer in _lora_layers(model).items():
         if not hasattr(layer, "lora_A") or ADAPTER not in layer.lora_A:
-            raise ValueError(f"lora.target_modules={spec.target_modules!r}: {name} is not a linear layer; leave it out.")
+            raise ValueError(f"lora.target_modules={spec.target_modules!r}: {name} is not a linear layer.")
 
 
 def _lora_layers(model: nn.Module) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class RewardModelSpec:
         if self.tokenizer not in ("own", "policy"):
             raise ValueError(f"reward_models.tokenizer={self.tokenizer!r}: must be 'own' or 'policy'.")
         if self.tokenizer == "policy" and self.chat_template is not None:
-            raise ValueError("reward_models.chat_template renders text, but tokenizer='policy' scores token ids: drop one.")
+            raise ValueError("reward_models.chat_template renders text, tokenizer='policy' scores token ids: drop one.")
 
 
 class RewardModel(nn.Module):
@@ -83,7 +83,7 @@ class RewardModel(nn.Module):
     ) -> None:
         super().__init__()
         if model.config.num_labels != 1:
-            raise ValueError(f"A reward model needs num_labels=1, {type(model).__name__} has {model.config.num_labels}.")
+            raise ValueError(f"A reward model has num_labels=1, {type(model).__name__} has {model.config.num_labels}.")
         self.model, self.tokenizer, self.chat_template = model, tokenizer, chat_template
         config = model.config.get_text_config()
         self.max_length = max_length or getattr(config, "max_position_embeddings", None) or 1 << 30
@@ -97,9 +97,7 @@ class RewardModel(nn.Module):
         model = load_model(model_spec, AutoModelForSequenceClassification, trainable=False, num_labels=1)
         own = spec.tokenizer == "own"
         tokenizer = AutoTokenizer.from_pretrained(spec.path) if own else None
-        return cls(
-            model, tokenizer, chat_template=spec.chat_template, max_length=spec.max_length, layout=spec.layout
-        )
+        return cls(model, tokenizer, chat_template=spec.chat_template, max_length=spec.max_length, layout=spec.layout)
 
     def forward(self, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """(B,) float32 scores of right-padded (B, T) rows, read at each row's last real token."""

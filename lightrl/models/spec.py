@@ -74,8 +74,10 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"ModelSpec.dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}, or null for float32.")
+            raise ValueError(f"ModelSpec.dtype={self.dtype!r}: give one of {', '.join(DTYPES)}, or null for float32.")
         if self.layout not in ("auto", "padded", "packed", "shared_prefix"):
             raise ValueError(f"ModelSpec.layout={self.layout!r}: must be auto, padded, packed or shared_prefix.")
         if self.random_init and self.lora is not None:
-            raise ValueError("ModelSpec.random_init with lora: an adapter on random frozen weights learns nothing; drop one.")
+            raise ValueError(
+                "ModelSpec.random_init with lora: an adapter on random frozen weights is of no use; drop one."
+            )

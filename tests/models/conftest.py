@@ -1,0 +1,88 @@
+"""Tiny models with large random weights (differences show), and a batch of groups with varied lengths."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+VOCAB = 97
+
+
+def build(kind: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        **changes,
+    }
+    if kind == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**settings))
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**settings))
+    return MistralForCausalLM(MistralConfig(**{"sliding_window": 6, **settings}))
+
+
+class Batch(NamedTuple):
+    token_ids: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    group_ids: Tensor
+
+    def pick(self, rows: list[int]) -> Batch:
+        return Batch(*(x[rows] for x in self))
+
+
+def make_batch(groups: list[tuple[int, list[int]]], pad: int = 2, seed: int = 3) -> Batch:
+    """(prompt length, completion lengths) per group; `pad` columns too many."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for group, (prompt, completions) in enumerate(groups):
+        head = torch.randint(1, VOCAB, (prompt,), generator=generator).tolist()
+        rows += [(group, head, torch.randint(1, VOCAB, (n,), generator=generator).tolist()) for n in completions]
+    width = max(len(p) + len(c) for _, p, c in rows) + pad
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    attention, response = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
+    for i, (_, p, c) in enumerate(rows):
+        ids[i, : len(p) + len(c)] = torch.tensor(p + c)
+        attention[i, : len(p) + len(c)] = True
+        response[i, len(p) : len(p) + len(c)] = True
+    return Batch(ids, attention, response, torch.tensor([group for group, _, _ in rows]))
+
+
+@pytest.fixture
+def batch() -> Batch:
+    """A group of four with an empty and a one-token response, a single row, a pair, and a prompt of one token."""
+    return make_batch([(7, [5, 1, 9, 0]), (12, [4]), (3, [8, 2]), (1, [6, 6, 12])])
+
+
+def plain_scores(lm: Any, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies from transformers' own forward, each row alone."""
+    logprobs, entropies = [], []
+    for ids, attention, response in zip(*batch[:3], strict=True):
+        logits = lm(input_ids=ids[attention][None]).logits[0, :-1] / temperature
+        table = torch.log_softmax(logits.float(), -1)
+        row, wide = torch.zeros(2, len(ids)).unbind()
+        n = int(attention.sum())
+        row = torch.cat([row[:1], table.gather(-1, ids[1:n, None]).squeeze(-1), row[n:]])
+        wide = torch.cat([wide[:1], -(table.exp() * table).sum(-1), wide[n:]])
+        logprobs.append(row * response)
+        entropies.append(wide * response)
+    return torch.stack(logprobs), torch.stack(entropies)

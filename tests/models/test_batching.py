@@ -1,0 +1,72 @@
+"""Micro-batches: complete, within the budget, balanced, groups kept together, deterministic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightrl.models.batching import micro_batches
+from tests.models.conftest import Batch, make_batch
+
+
+def cut(batch: Batch, budget: int, num_bins: int | None = None) -> list[Tensor]:
+    return micro_batches(batch.attention_mask, batch.response_mask, batch.group_ids, budget, num_bins)
+
+
+def tokens(batch: Batch, rows: Tensor) -> int:
+    """Tokens with each group's prompt once, counted the slow way."""
+    total = 0
+    for group in batch.group_ids[rows].unique():
+        own = rows[batch.group_ids[rows] == group]
+        prompt = int((batch.attention_mask & ~batch.response_mask)[own[0]].sum())
+        total += prompt + int(batch.response_mask[own].sum())
+    return total
+
+
+def test_every_row_once_within_the_budget() -> None:
+    batch = make_batch([(10, [5, 6, 7, 8]), (20, [3, 3, 3, 3]), (5, [30, 1, 1, 1]), (8, [2, 2])])
+    bins = cut(batch, 60)
+    assert sorted(torch.cat(bins).tolist()) == list(range(14))
+    assert all(tokens(batch, rows) <= 60 for rows in bins)
+    # 36 + 32 + 38 + 12 tokens with prompts counted once: two bins of 60 cannot hold 36 + 32 + 38, three can
+    assert len(bins) == 3
+
+
+def test_groups_stay_together_when_they_fit() -> None:
+    batch = make_batch([(10, [5, 5]), (10, [5, 5]), (10, [5, 5])])
+    assert sorted(rows.tolist() for rows in cut(batch, 20)) == [[0, 1], [2, 3], [4, 5]]
+    # prompts counted once, two groups of 20 fit into 40; counted per row they would be 30 each
+    assert len(cut(batch, 40)) == 2
+
+
+def test_a_large_group_is_split_and_a_long_row_is_alone() -> None:
+    batch = make_batch([(10, [10, 10, 10, 10]), (100, [50])])
+    bins = cut(batch, 30)
+    assert sorted(rows.tolist() for rows in bins) == [[0, 1], [2, 3], [4]]
+
+
+def test_exact_number_of_bins() -> None:
+    batch = make_batch([(4, [4]), (4, [4])])
+    assert [len(rows) for rows in cut(batch, 100)] == [2]
+    assert sorted(len(rows) for rows in cut(batch, 100, num_bins=5)) == [0, 0, 0, 1, 1]
+    with pytest.raises(ValueError, match="num_bins=1: these rows need 2 micro-batches of 8"):
+        cut(batch, 8, num_bins=1)
+    with pytest.raises(ValueError, match="micro_batch_tokens=0"):
+        cut(batch, 0)
+
+
+def test_cost_is_balanced_not_tokens() -> None:
+    """One row of 8,000 tokens costs 8000 + 8000^2 / 2 / 6144 = 13,208; eighty of 100 cost 8,065."""
+    batch = make_batch([(1, [7999])] + [(1, [99])] * 120, pad=0)
+    first, second = cut(batch, 20_000, num_bins=2)
+    alone, others = (first, second) if 0 in first else (second, first)
+    # 120 rows cost 12,098, so the long row stays alone although others hold 12,000 tokens against its 8,000
+    assert len(alone) == 1 and len(others) == 120
+
+
+def test_rows_without_a_response_and_the_same_result_twice() -> None:
+    batch = make_batch([(4, [0, 3]), (6, [2, 2])])
+    first, second = cut(batch, 12), cut(batch, 12)
+    assert [rows.tolist() for rows in first] == [rows.tolist() for rows in second] == [[0, 1, 2, 3]] or len(first) == 2
+    assert all(a.equal(b) for a, b in zip(first, second, strict=True))

@@ -1,0 +1,163 @@
+"""Chunked log-probs and entropies against the plain formula, finite differences, and memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightrl.models.logprobs import LogitMap, TokenHead, chunked_logprobs, install_head
+from lightrl.models.policy import PolicyModel
+from lightrl.ops.logprobs import entropy_from_logits, logprobs_from_logits
+from tests.models.conftest import Batch, build
+
+
+def inputs(m: int = 7, d: int = 5, v: int = 11, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*s, generator=generator, dtype=dtype) for s in ((m, d), (v, d), (v,)))
+    return (
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        bias.requires_grad_(),
+        torch.randint(v, (m,), generator=generator),
+    )
+
+
+def test_by_hand() -> None:
+    # logits (0, log 3), temperature 1: p = (1/4, 3/4); temperature 2: p = (1, sqrt 3) / (1 + sqrt 3)
+    hidden, weight, target = torch.tensor([[1.0]]), torch.tensor([[0.0], [math.log(3)]]), torch.tensor([1])
+    logprob, entropy = chunked_logprobs(hidden, weight, None, target, entropy=True)
+    assert logprob.item() == pytest.approx(math.log(0.75), abs=1e-6)
+    assert entropy is not None and entropy.item() == pytest.approx(
+        0.25 * math.log(4) + 0.75 * math.log(4 / 3), abs=1e-6
+    )
+    logprob, none = chunked_logprobs(hidden, weight, None, target, temperature=2.0)
+    assert none is None
+    assert logprob.item() == pytest.approx(math.log(math.sqrt(3) / (1 + math.sqrt(3))), abs=1e-6)
+
+
+@pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(0.4), LogitMap(1.5, 2.0)])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_gradients_by_finite_differences(logit_map: LogitMap, temperature: float, with_bias: bool) -> None:
+    hidden, weight, bias, targets = inputs()
+
+    def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = chunked_logprobs(
+            hidden, weight, bias if with_bias else None, targets,
+            temperature=temperature, entropy=True, logit_map=logit_map, chunk_elements=22,
+        )  # fmt: skip
+        assert entropy is not None
+        return logprobs, entropy
+
+    leaves = (hidden, weight, bias if with_bias else bias.detach())
+    assert torch.autograd.gradcheck(both, leaves)
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 11, 33, 1000])
+def test_equal_to_the_plain_formula(chunk_elements: int) -> None:
+    hidden, weight, bias, targets = inputs(dtype=torch.float32)
+    logprobs, entropy = chunked_logprobs(
+        hidden, weight, bias, targets, temperature=0.7, entropy=True, chunk_elements=chunk_elements
+    )
+    assert entropy is not None
+    logits = torch.nn.functional.linear(hidden, weight, bias)[None]
+    shifted = torch.nn.functional.pad(targets, (1, 0))[None]  # entry t of the plain function belongs to token t
+    logits = torch.nn.functional.pad(logits, (0, 0, 0, 1))
+    expected = logprobs_from_logits(logits, shifted, 0.7)[0, 1:]
+    torch.testing.assert_close(logprobs, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(entropy, entropy_from_logits(logits, 0.7)[0, 1:], atol=1e-6, rtol=1e-6)
+
+
+def test_only_what_is_trained_gets_gradients() -> None:
+    hidden, weight, bias, targets = inputs()
+    chunked_logprobs(hidden, weight.detach(), None, targets)[0].sum().backward()
+    assert hidden.grad is not None and weight.grad is None and bias.grad is None
+    chunked_logprobs(hidden.detach(), weight, None, targets)[0].sum().backward()
+    assert weight.grad is not None
+
+
+def test_bfloat16_sums_in_float32() -> None:
+    """A sum over 50,000 equal probabilities would be lost in bfloat16's 8 bits."""
+    hidden, weight = torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(50_000, 4, dtype=torch.bfloat16)
+    logprobs, entropy = chunked_logprobs(hidden, weight, None, torch.tensor([0, 1, 2]), entropy=True)
+    assert entropy is not None and logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs, torch.full((3,), -math.log(50_000)))
+    torch.testing.assert_close(entropy, torch.full((3,), math.log(50_000)))
+
+
+def test_bfloat16_weight_gradient_is_accumulated_in_float32() -> None:
+    """Many chunks of equal contributions: adding in bfloat16 would stall at 256 times the first."""
+    hidden = torch.ones(1000, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    chunked_logprobs(hidden, weight, None, torch.zeros(1000, dtype=torch.long), chunk_elements=2)[0].sum().backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad.float(), torch.tensor([[500.0], [-500.0]]), atol=2, rtol=0)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, Tensor):
+                self.elements = max(self.elements, value.numel())
+        return out
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+def test_no_matrix_of_tokens_by_vocabulary(entropy: bool) -> None:
+    hidden, weight, bias, targets = inputs(m=200, d=4, v=300, dtype=torch.float32)
+    with Largest() as seen:
+        logprobs, entropies = chunked_logprobs(hidden, weight, bias, targets, entropy=entropy, chunk_elements=10 * 300)
+        (logprobs.sum() if entropies is None else logprobs.sum() + entropies.sum()).backward()
+    assert seen.elements == 10 * 300  # against 200 * 300 of the plain way
+
+
+def test_temperature_must_be_positive() -> None:
+    hidden, weight, bias, targets = inputs()
+    with pytest.raises(ValueError, match=r"temperature=0\.0"):
+        chunked_logprobs(hidden, weight, bias, targets, temperature=0.0)
+
+
+def test_head_keeps_its_parameter_and_its_tie() -> None:
+    lm = build("qwen2", tie_word_embeddings=True)
+    before = lm.lm_head.weight
+    install_head(lm)
+    assert isinstance(lm.lm_head, TokenHead) and lm.lm_head.weight is before is lm.model.embed_tokens.weight
+    assert "lm_head.weight" in lm.state_dict()
+    hidden = torch.randn(2, 32)
+    torch.testing.assert_close(lm.lm_head(hidden), hidden @ before.T)
+
+
+def test_other_heads_are_refused() -> None:
+    class Odd(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).tanh()
+
+    lm = build("qwen2", tie_word_embeddings=False)
+    lm.lm_head = Odd(32, 97)
+    with pytest.raises(ValueError, match="head of type Odd"):
+        PolicyModel(lm)
+
+
+def test_changed_logits_are_found_out(batch: Batch) -> None:
+    """A model that does something to its logits behind the head."""
+    lm = build("qwen2")
+    original = lm.forward
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        out = original(*args, **kwargs)
+        out.logits = out.logits * 2.0
+        return out
+
+    lm.forward = scaled
+    with pytest.raises(ValueError, match="changes logits in a way"):
+        PolicyModel(lm)(*batch[:3])

@@ -1,0 +1,243 @@
+"""Every layout gives what transformers gives row by row, forward and backward."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightrl.models import attention
+from lightrl.models.layouts import make_plan
+from lightrl.models.policy import PolicyModel, ValueModel
+from tests.models.conftest import Batch, build, make_batch, plain_scores
+
+LAYOUTS = ("padded", "packed", "shared_prefix", "auto")
+FAMILIES = [("qwen2", True), ("qwen2", False), ("llama", False), ("mistral", True)]
+
+
+def loss_of(logprobs: Tensor, entropy: Tensor) -> Tensor:
+    weights = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(5))
+    return ((logprobs + 0.3 * entropy) * weights).sum()
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (got[name] - value).norm() <= relative * value.norm(), name
+
+
+@pytest.mark.parametrize(("kind", "tied"), FAMILIES)
+def test_layouts_equal_plain_forward(kind: str, tied: bool, batch: Batch) -> None:
+    lm = build(kind, tie_word_embeddings=tied)
+    logprobs, entropy = plain_scores(lm, batch, 0.7)
+    loss_of(logprobs, entropy).backward()
+    expected = gradients(lm)
+    for layout in LAYOUTS:
+        policy = PolicyModel(build(kind, tie_word_embeddings=tied), layout=layout)
+        out = policy(*batch[:3], group_ids=batch.group_ids, temperature=0.7, entropy=True)
+        torch.testing.assert_close(out.logprobs, logprobs, atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(out.entropy, entropy, atol=1e-5, rtol=1e-6)
+        loss_of(out.logprobs, out.entropy).backward()
+        assert_close(gradients(policy.lm), expected, 1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_checkpointing_changes_nothing(layout: str, batch: Batch) -> None:
+    results = []
+    for checkpointing in (False, True):
+        lm = build("qwen2").train()
+        if checkpointing:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        policy = PolicyModel(lm, layout=layout)
+        policy(*batch[:3], group_ids=batch.group_ids).logprobs.sum().backward()
+        results.append(gradients(policy))
+    assert_close(results[1], results[0], 1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_padding_order_and_split_do_not_matter(layout: str, batch: Batch) -> None:
+    policy = PolicyModel(build("llama"), layout=layout)
+    with torch.no_grad():
+        whole = policy(*batch[:3], group_ids=batch.group_ids).logprobs
+        order = [3, 9, 0, 5, 1, 8, 2, 4, 7, 6]
+        shuffled = policy(*batch.pick(order)[:3], group_ids=batch.group_ids[order]).logprobs
+        torch.testing.assert_close(shuffled, whole[order], atol=1e-5, rtol=0)
+        for rows in ([0, 5], [1, 2, 8], [3]):  # groups cut apart; a micro-batch with an empty response only
+            part = policy(*batch.pick(rows)[:3], group_ids=batch.group_ids[rows]).logprobs
+            torch.testing.assert_close(part, whole[rows], atol=1e-5, rtol=0)
+        wider = [torch.nn.functional.pad(x, (0, 5)) for x in batch[:3]]
+        wide = policy(*wider, group_ids=batch.group_ids).logprobs
+        torch.testing.assert_close(wide[:, : whole.shape[1]], whole, atol=1e-5, rtol=0)
+        assert not wide[:, whole.shape[1] :].any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_wanted_keeps_the_graph(layout: str, batch: Batch) -> None:
+    policy = PolicyModel(build("qwen2"), layout=layout, value_head=True)
+    out = policy(
+        batch.token_ids, batch.attention_mask, torch.zeros_like(batch.response_mask), entropy=True, values=True
+    )
+    assert not any(x.any() for x in out[:3])
+    (out.logprobs + out.entropy + out.values).sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_prompts_that_differ_within_a_group_are_not_shared(layout: str) -> None:
+    batch = make_batch([(5, [3, 4, 2])])
+    batch.token_ids[1, 2] = 50 if batch.token_ids[1, 2] != 50 else 51
+    lm = build("qwen2")
+    expected, _ = plain_scores(lm, batch)
+    got = PolicyModel(lm, layout=layout)(*batch[:3], group_ids=batch.group_ids).logprobs
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+def test_only_needed_tokens_go_through(batch: Batch) -> None:
+    # last response tokens are never read: group 0: 7 + 4 + 0 + 8 (the empty response needs nothing), group 1: 12 + 3,
+    # group 2: 3 + 7 + 1, group 3: 1 + 5 + 5 + 11
+    plan = make_plan(*batch[:3], batch.group_ids)
+    assert plan.num_tokens == 19 + 15 + 11 + 22
+    # without sharing: 11 + 7 + 15, 15, 10 + 4, 6 + 6 + 12
+    assert make_plan(*batch[:3], batch.group_ids, share=False).num_tokens == 33 + 15 + 14 + 24
+    assert plan.max_length == 15
+    torch.testing.assert_close(plan.position_ids[:12], torch.tensor([*range(7), 7, 8, 9, 10, 7]))
+
+
+def test_gaps_in_the_response_mask(batch: Batch) -> None:
+    """Tool output between response tokens is context, not trained; tokens after the last response are not run."""
+    response = batch.response_mask.clone()
+    response[2, 9:12] = False
+    response[9, 10:] = False
+    gaps = batch._replace(response_mask=response)
+    lm = build("llama")
+    expected, _ = plain_scores(lm, gaps)
+    for layout in LAYOUTS:
+        got = PolicyModel(lm, layout=layout)(*gaps[:3], group_ids=gaps.group_ids).logprobs
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+def test_left_padding_is_refused(batch: Batch) -> None:
+    with pytest.raises(ValueError, match="right-padded"):
+        make_plan(batch.token_ids, batch.attention_mask.flip(1), batch.response_mask)
+
+
+def test_bfloat16_layouts_agree(batch: Batch) -> None:
+    exact = PolicyModel(build("qwen2", initializer_range=0.05))(*batch[:3], group_ids=batch.group_ids).logprobs
+    for layout in LAYOUTS:
+        policy = PolicyModel(build("qwen2", initializer_range=0.05).bfloat16(), layout=layout)
+        got = policy(*batch[:3], group_ids=batch.group_ids).logprobs
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, exact, atol=3e-2, rtol=0)
+        got.sum().backward()
+
+
+def test_autocast_layouts_agree(batch: Batch) -> None:
+    policy = PolicyModel(build("qwen2", initializer_range=0.05))
+    exact = policy(*batch[:3], group_ids=batch.group_ids).logprobs
+    with torch.autocast("cpu", torch.bfloat16):
+        got = policy(*batch[:3], group_ids=batch.group_ids).logprobs
+    torch.testing.assert_close(got, exact, atol=3e-2, rtol=0)
+    got.sum().backward()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_paths_agree(window: int | None) -> None:
+    """The merged flash path, the masked path and FlexAttention's mask, in double precision."""
+    batch = make_batch([(9, [4, 30, 2]), (40, [3, 5]), (2, [7])])
+    plan = make_plan(*batch[:3], batch.group_ids)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(plan.num_tokens, h, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2))
+    mask = attention._block_mask(plan, window, q.device).mask_mod
+    index = torch.arange(plan.num_tokens)
+    dense = mask(torch.tensor(0), torch.tensor(0), index[:, None], index[None, :])
+    heads = [x.transpose(0, 1).repeat_interleave(4 // x.shape[1], 0) for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=dense, scale=0.3).transpose(0, 1)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    masked = attention._masked_sdpa(*leaves, plan, 0.3, window)
+    torch.testing.assert_close(masked, expected)
+    if window is None:
+        others = [x.clone().requires_grad_() for x in (q, k, v)]
+        merged = attention.stream_attention(*others, plan, 0.3)
+        torch.testing.assert_close(merged, expected)
+        out = torch.randn(merged.shape, dtype=torch.float64, generator=generator)
+        (merged * out).sum().backward()
+        (masked * out).sum().backward()
+        for a, b in zip(others, leaves, strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_buckets_keep_padding_small() -> None:
+    lengths = [2000, 1900, 30, 20, 10, 8]
+    buckets = attention._buckets([(n, n) for n in lengths])
+    assert sorted(i for bucket in buckets for i in bucket) == list(range(6))
+    assert buckets == [[0, 1], [2, 3, 4, 5]]
+
+
+def test_window_wider_than_the_rows_is_no_window(batch: Batch) -> None:
+    wide, none = (build("mistral", sliding_window=w) for w in (100, None))
+    got, expected = (PolicyModel(lm)(*batch[:3], group_ids=batch.group_ids).logprobs for lm in (wide, none))
+    torch.testing.assert_close(got, expected)
+
+
+def test_unsupported_models_fall_back_once(batch: Batch) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    def gemma() -> Any:
+        torch.manual_seed(0)
+        config = Gemma2Config(
+            vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, sliding_window=6, initializer_range=0.2, final_logit_softcapping=3.0,
+            attn_implementation="eager",
+        )  # fmt: skip
+        return Gemma2ForCausalLM(config)
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        policy = PolicyModel(gemma())
+        got = policy(*batch[:3], group_ids=batch.group_ids, temperature=0.7).logprobs
+        policy(*batch[:3], group_ids=batch.group_ids)
+    assert len([w for w in seen if "padded layout" in str(w.message)]) == 1
+    expected, _ = plain_scores(gemma(), batch, 0.7)  # the head's cap is handled
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match=r"layout='packed' does not work with Gemma2ForCausalLM: it caps"):
+        PolicyModel(gemma(), layout="packed")
+
+
+def test_attention_that_ignores_the_plan_is_found_out(batch: Batch) -> None:
+    """A model whose layers drop the extra arguments must not run packed."""
+    lm = build("qwen2")
+    layer = lm.model.layers[1]
+    original = layer.forward
+    layer.forward = lambda *args, plan=None, **kwargs: original(*args, **kwargs)
+    with pytest.raises(ValueError, match="1 of its 2 layers"):
+        PolicyModel(lm, layout="packed")(*batch[:3])
+    expected, _ = plain_scores(build("qwen2"), batch)
+    with pytest.warns(UserWarning, match="padded layout"):
+        got = PolicyModel(lm)(*batch[:3], group_ids=batch.group_ids).logprobs
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_are_read_before_the_token(layout: str, batch: Batch) -> None:
+    torch.manual_seed(1)
+    critic = ValueModel(build("qwen2").model, layout=layout)
+    torch.nn.init.normal_(critic.value_head.weight)
+    got = critic(*batch[:3], group_ids=batch.group_ids)
+    for i, (ids, attention_row, response) in enumerate(zip(*batch[:3], strict=True)):
+        hidden = critic.backbone(input_ids=ids[attention_row][None]).last_hidden_state[0]
+        read = critic.value_head(hidden).squeeze(-1)
+        expected = torch.zeros(len(ids))
+        for t in response.nonzero().flatten().tolist():
+            expected[t] = read[t - 1]
+        torch.testing.assert_close(got[i], expected, atol=1e-5, rtol=1e-5)
+    shared = PolicyModel(build("qwen2"), value_head=True, layout=layout)
+    shared.value_head.load_state_dict(critic.value_head.state_dict())
+    values = shared(*batch[:3], group_ids=batch.group_ids, values=True).values
+    torch.testing.assert_close(values, got, atol=1e-5, rtol=1e-5)

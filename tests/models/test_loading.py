@@ -1,0 +1,110 @@
+"""Loading: errors before anything heavy, frozen parameters, dropout, random weights, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightrl.models.loading import load_backbone, load_causal_lm, require_model_folder, save_hf_folder
+from lightrl.models.lora import named_hf_weights
+from lightrl.models.policy import PolicyModel
+from lightrl.models.spec import LoraSpec, ModelSpec
+from tests.models.conftest import Batch, build
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    build("qwen2", attention_dropout=0.3).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_missing_folders_are_named(tmp_path: Path) -> None:
+    for path in (f"{tmp_path}/nothing", "./nothing", "a/b/c"):
+        with pytest.raises(ValueError, match="does not exist"):
+            require_model_folder(path)
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        require_model_folder(str(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file"):
+        load_causal_lm(ModelSpec(f"{tmp_path}/file"), trainable=True)
+    require_model_folder("organisation/a-model-1.5B")
+
+
+def test_bad_specs_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"dtype='int8'"):
+        ModelSpec("x", dtype="int8")
+    with pytest.raises(ValueError, match=r"layout='dense'"):
+        ModelSpec("x", layout="dense")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"lora\.r=0"):
+        LoraSpec(r=0)
+    with pytest.raises(ValueError, match="random_init with lora"):
+        ModelSpec("x", random_init=True, lora=LoraSpec())
+
+
+def test_dropout_does_nothing_in_training_mode(folder: str, batch: Batch) -> None:
+    lm = load_causal_lm(ModelSpec(folder), trainable=True)
+    assert lm.training and lm.dtype == torch.float32
+    for layout in ("padded", "shared_prefix"):
+        policy = PolicyModel(lm, layout=layout)  # type: ignore[arg-type]
+        assert policy(*batch[:3]).logprobs.equal(policy(*batch[:3]).logprobs)
+
+
+def test_freezing(folder: str) -> None:
+    assert not any(p.requires_grad for p in load_causal_lm(ModelSpec(folder), trainable=False).parameters())
+    lm = load_causal_lm(ModelSpec(folder, freeze=["*embed_tokens*", "model.layers.0.*"]), trainable=True)
+    trained = {name for name, p in lm.named_parameters() if p.requires_grad}
+    assert trained and not any("embed" in name or "layers.0" in name for name in trained)
+    with pytest.raises(ValueError, match=r"freeze=\['nothing'\]"):
+        load_causal_lm(ModelSpec(folder, freeze=["nothing"]), trainable=True)
+
+
+def test_random_weights_need_a_configuration_only_and_follow_the_seed(folder: str, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text((Path(folder) / "config.json").read_text())
+    spec = ModelSpec(str(bare), random_init=True, dtype="bfloat16")
+    models = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        models.append(load_causal_lm(spec, trainable=True).model.layers[0].mlp.up_proj.weight)
+    assert models[0].dtype == torch.bfloat16
+    assert models[0].equal(models[1]) and not models[0].equal(models[2])
+
+
+def test_gradient_checkpointing_is_the_non_reentrant_kind(folder: str) -> None:
+    lm = load_causal_lm(ModelSpec(folder, gradient_checkpointing=True), trainable=True)
+    assert lm.is_gradient_checkpointing
+    assert lm.model.layers[0]._gradient_checkpointing_func.keywords == {"use_reentrant": False}
+
+
+def test_backbone_has_no_head(folder: str) -> None:
+    assert not any("lm_head" in name for name, _ in load_backbone(ModelSpec(folder), trainable=True).named_parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_export_loads_again(tied: bool, tmp_path: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = PolicyModel(build("llama", tie_word_embeddings=tied))
+    expected = policy(*batch[:3]).logprobs
+    monkeypatch.setattr("lightrl.models.loading.AutoTokenizer", Tokenizers)
+    state = {name: tensor.clone() for name, tensor in named_hf_weights(policy)}
+    assert ("lm_head.weight" in state) is not tied
+    save_hf_folder(policy, state, tmp_path / "out", tokenizer_path="there")
+    assert (tmp_path / "out" / "tokenizer").read_text() == "there"
+    loaded = PolicyModel(load_causal_lm(ModelSpec(str(tmp_path / "out")), trainable=False))
+    torch.testing.assert_close(loaded(*batch[:3]).logprobs, expected)
+
+
+class Tokenizers:
+    """Stands in for AutoTokenizer: remembers where it was loaded from."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @classmethod
+    def from_pretrained(cls, path: str) -> Tokenizers:
+        return cls(path)
+
+    def save_pretrained(self, folder: Path) -> None:
+        (Path(folder) / "tokenizer").write_text(self.path)

@@ -1,0 +1,94 @@
+"""LoRA: merged weights equal peft's own merge, the base serves as reference, names are Hugging Face's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightrl.models.lora import add_lora, named_hf_weights
+from lightrl.models.policy import PolicyModel
+from lightrl.models.spec import LoraSpec
+from tests.models.conftest import Batch, build
+
+pytest.importorskip("peft")
+
+
+def adapted(tied: bool = True, **changes: Any) -> PolicyModel:
+    lm = build("qwen2", tie_word_embeddings=tied)
+    add_lora(lm, LoraSpec(r=3, alpha=7.0, **changes))
+    torch.manual_seed(1)
+    for name, parameter in lm.named_parameters():
+        if "lora_B" in name:  # peft starts at 0, where nothing would show
+            torch.nn.init.normal_(parameter, std=0.3)
+    return PolicyModel(lm)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_merged_weights_equal_pefts(tied: bool) -> None:
+    policy = adapted(tied)
+    before = {name: p.clone() for name, p in policy.named_parameters()}
+    got = {name: tensor.clone() for name, tensor in named_hf_weights(policy)}
+    assert all(p.equal(before[name]) for name, p in policy.named_parameters())  # the module is not changed
+    merged = copy.deepcopy(policy.lm)
+    for module in merged.modules():
+        if hasattr(module, "base_layer"):
+            module.merge()
+    expected = {name.replace(".base_layer", ""): p for name, p in merged.named_parameters() if ".lora_" not in name}
+    assert (
+        list(got) == list(expected) == [name for name, _ in build("qwen2", tie_word_embeddings=tied).named_parameters()]
+    )
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, atol=1e-6, rtol=1e-6)
+
+
+def test_merged_model_gives_the_same_logprobs(batch: Batch) -> None:
+    policy, plain = adapted(), build("qwen2", tie_word_embeddings=True)
+    plain.load_state_dict(dict(named_hf_weights(policy)), strict=False)
+    torch.testing.assert_close(
+        PolicyModel(plain)(*batch[:3]).logprobs, policy(*batch[:3]).logprobs, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_base_is_the_reference(batch: Batch) -> None:
+    policy = adapted()
+    base = PolicyModel(build("qwen2", tie_word_embeddings=True))(*batch[:3]).logprobs
+    trained = {name for name, p in policy.named_parameters() if p.requires_grad}
+    assert trained and all(".lora_" in name for name in trained)
+    with policy.adapter_disabled():
+        assert policy(*batch[:3]).logprobs.equal(base)
+    assert not torch.allclose(policy(*batch[:3]).logprobs, base, atol=0.1)
+    assert trained == {name for name, p in policy.named_parameters() if p.requires_grad}
+    with pytest.raises(ValueError, match="has no LoRA adapter"), PolicyModel(build("qwen2")).adapter_disabled():
+        pass
+
+
+def test_gathering_goes_through_the_callers_function() -> None:
+    """Parameters may be shards: only gathered tensors are read, in the same order everywhere."""
+    policy, seen = adapted(), []
+    names = {id(p): name for name, p in policy.lm.named_parameters()}
+    open_now = []
+
+    @contextmanager
+    def gather(parameter: Tensor) -> Iterator[Tensor]:
+        seen.append(names[id(parameter)])
+        open_now.append(parameter)
+        yield parameter.detach() * 2.0
+        open_now.pop()
+
+    for _, tensor in named_hf_weights(policy, gather):
+        assert 1 <= len(open_now) <= 3  # one layer at a time
+        assert not tensor.requires_grad
+    assert sorted(seen) == sorted(names.values()) and not open_now
+
+
+def test_target_modules_are_named_when_they_match_nothing() -> None:
+    with pytest.raises(ValueError, match="nothing_like_it"):
+        add_lora(build("qwen2"), LoraSpec(target_modules=["nothing_like_it"]))
+    with pytest.raises(ValueError, match="is not a linear layer"):
+        add_lora(build("qwen2"), LoraSpec(target_modules=["embed_tokens"]))

@@ -1,0 +1,90 @@
+"""Reward models: scores as transformers gives them, from token ids and from texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+from lightrl.models.reward import RewardModel, RewardModelSpec
+from tests.models.conftest import VOCAB, Batch
+
+
+def classifier(labels: int = 1) -> Any:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, pad_token_id=0, num_labels=labels,
+    )  # fmt: skip
+    return Qwen2ForSequenceClassification(config)
+
+
+class Letters:
+    """A tokenizer whose ids are character codes modulo the vocabulary."""
+
+    pad_token_id = None
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [1] * add_special_tokens + [2 + ord(c) % (VOCAB - 2) for c in text]}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], chat_template: str | None, tokenize: bool) -> str:
+        assert not tokenize
+        return f"{chat_template or 'T'}|" + "|".join(f"{m['role']}:{m['content']}" for m in messages)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "auto"])
+def test_scores_equal_transformers(layout: Any, batch: Batch) -> None:
+    model = classifier()
+    expected = model(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits.squeeze(-1)
+    reward = RewardModel(classifier(), layout=layout)
+    torch.testing.assert_close(reward(batch.token_ids, batch.attention_mask), expected, atol=1e-5, rtol=1e-5)
+    rollouts = SimpleNamespace(token_ids=batch.token_ids, attention_mask=batch.attention_mask)
+    for budget in (1, 30, 1000):  # one row each, a few, all at once
+        torch.testing.assert_close(reward.score(rollouts, budget), expected.detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_the_last_token_counts_even_if_it_is_the_pad_token(batch: Batch) -> None:
+    """Many tokenizers pad with end-of-sequence; a position found by comparing ids would skip the real one."""
+    ids = batch.token_ids[:1].clone()
+    last = int(batch.attention_mask[0].sum()) - 1
+    ids[0, last] = 0
+    reward = RewardModel(classifier())
+    score = reward(ids, batch.attention_mask[:1])
+    hidden = reward.model.model(input_ids=ids[:, : last + 1]).last_hidden_state[0, -1]
+    torch.testing.assert_close(score[0], reward.model.score(hidden)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_texts_are_tokenised_by_its_own_tokenizer() -> None:
+    reward = RewardModel(classifier(), Letters(), max_length=8)
+    rollouts = SimpleNamespace(prompts=["ab", "a long prompt"], completions=["c", "d"])
+
+    def alone(ids: list[int]) -> float:
+        return reward.model(input_ids=torch.tensor([ids])).logits.item()
+
+    def encode(text: str) -> list[int]:
+        return [2 + ord(c) % (VOCAB - 2) for c in text]
+
+    got = reward.score(rollouts, 100)
+    assert got.tolist() == pytest.approx([alone([1, *encode("abc")]), alone(encode(" promptd"))], abs=1e-5)
+    for template, text in (("default", "T|user:ab|assistant:c"), ("X", "X|user:ab|assistant:c")):
+        templated = RewardModel(classifier(), Letters(), chat_template=template)
+        assert templated.score_texts(["ab"], ["c"]).item() == pytest.approx(alone(encode(text)), abs=1e-5)
+
+
+def test_from_spec_is_frozen_and_errors_are_named(tmp_path: Path) -> None:
+    classifier().save_pretrained(tmp_path)
+    reward = RewardModel.from_spec(RewardModelSpec("quality", str(tmp_path), tokenizer="policy", dtype="bfloat16"))
+    assert not any(p.requires_grad for p in reward.parameters())
+    assert next(reward.parameters()).dtype == torch.bfloat16 and len(reward.blocks()) == 2
+    with pytest.raises(ValueError, match="without a tokenizer"):
+        reward.score_texts(["a"], ["b"])
+    with pytest.raises(ValueError, match="num_labels=1"):
+        RewardModel(classifier(labels=3))
+    with pytest.raises(ValueError, match="tokenizer='other'"):
+        RewardModelSpec("r", "x", tokenizer="other")
+    with pytest.raises(ValueError, match="drop one"):
+        RewardModelSpec("r", "x", tokenizer="policy", chat_template="default")
