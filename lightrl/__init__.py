@@ -1,0 +1,68 @@
+"""LightRL: reinforcement fine-tuning of language models as an ordinary Lightning job.
+
+The names below are loaded when they are first asked for, so that `import lightrl` costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from lightrl.callbacks import WeightSync
+    from lightrl.data import PromptSource, RolloutDataModule, SFTDataModule, SFTSource
+    from lightrl.engines import TransformersEngine, VLLMEngine
+    from lightrl.models.spec import LoraSpec, ModelSpec
+    from lightrl.modules import (
+        CriticSpec,
+        GRPOLightningModule,
+        PPOLightningModule,
+        RLOOLightningModule,
+        SFTLightningModule,
+    )
+    from lightrl.types import Experience, Rollouts, SamplingParams
+
+_HOMES = {
+    "callbacks": ["WeightSync"],
+    "data": ["PromptSource", "RolloutDataModule", "SFTDataModule", "SFTSource"],
+    "engines": ["TransformersEngine", "VLLMEngine"],
+    "models.spec": ["LoraSpec", "ModelSpec"],
+    "modules": [
+        "CriticSpec",
+        "GRPOLightningModule",
+        "PPOLightningModule",
+        "RLOOLightningModule",
+        "SFTLightningModule",
+    ],
+    "types": ["Experience", "Rollouts", "SamplingParams"],
+}
+_MODULE_OF = {name: f"lightrl.{home}" for home, names in _HOMES.items() for name in names}
+
+__all__ = [  # noqa: RUF022 - grouped as above
+    "WeightSync",
+    "PromptSource",
+    "RolloutDataModule",
+    "SFTDataModule",
+    "SFTSource",
+    "TransformersEngine",
+    "VLLMEngine",
+    "LoraSpec",
+    "ModelSpec",
+    "CriticSpec",
+    "GRPOLightningModule",
+    "PPOLightningModule",
+    "RLOOLightningModule",
+    "SFTLightningModule",
+    "Experience",
+    "Rollouts",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        from importlib import import_module
+
+        return getattr(import_module(_MODULE_OF[name]), name)
+    raise AttributeError(f"module 'lightrl' has no attribute {name!r}")

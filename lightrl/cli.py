@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ USAGE = """LightRL: reinforcement fine-tuning as an ordinary Lightning job.
   lightrl serve-reward ...           serve a reward function over HTTP
 
 `lightrl COMMAND --help` explains every argument; `lightrl fit --model.help PPOLightningModule` those of a class.
+Several --config are merged, later ones win. LIGHTRL_DEBUG=1 shows the traceback of every error.
 """
 
 
@@ -45,6 +47,7 @@ def _build_cli() -> type[Any]:
     import lightrl.engines
     import lightrl.modules
     import lightrl.rewards  # noqa: F401 - imported so that YAML may name their classes without a path
+    from lightrl.engines import TransformersEngine, VLLMEngine  # noqa: F401 - imported lazily by their package
 
     class LightRLCLI(LightningCLI):
         """`LightningCLI` in subclass mode, without a checkpoint's hyperparameters overriding YAML on resume."""
@@ -82,16 +85,40 @@ def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
         LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
+        auto_configure_optimizers=False,  # modules take an optimizer of their own; `--optimizer` would do nothing
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
-        args=None if args is None else list(args),
+        args=list(args) if args is not None else None,
         **kwargs,
     )
 
 
+def is_users_error(error: BaseException) -> bool:
+    """Whether LightRL itself raised this to say what is wrong with the input, so that its message is enough.
+
+    A `ValueError` that comes out of a library, or out of the user's own code, keeps its traceback.
+    """
+    from lightrl.rewards.base import RewardError
+
+    raised_in = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
+    return isinstance(error, ValueError | RewardError) and any(name.startswith("lightrl.") for name in raised_in)
+
+
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point of the `lightrl` command."""
+    """Entry point of the `lightrl` command: shows a user's error as one message and exits with status 2."""
+    try:
+        _main(args)
+    except Exception as error:
+        if os.environ.get("LIGHTRL_DEBUG") == "1" or not is_users_error(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _main(args: Sequence[str] | None) -> None:
     arguments = list(sys.argv[1:] if args is None else args)
+    # Threads that spin while they wait make two busy processes on shared cores ten times slower than sleeping ones.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.path.insert(0, os.getcwd())  # YAML may name classes and functions of the folder it is run in
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -101,4 +128,4 @@ def main(args: Sequence[str] | None = None) -> None:
 
         auto_cli(COMMANDS[arguments[0]](), args=arguments[1:], as_positional=True, prog=f"lightrl {arguments[0]}")
         return
-    run(arguments)
+    run(args)

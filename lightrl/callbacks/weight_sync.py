@@ -28,7 +28,8 @@ class WeightSync(Callback):
         canary: whether to ask after each push.
         tolerance: largest allowed mean absolute difference in nats. None takes 5e-4 for a float32 engine, 0.15 for
             bfloat16, 0.05 for float16.
-        num_sequences: sequences of the canary. num_tokens: tokens in each.
+        num_sequences: sequences of the canary.
+        num_tokens: tokens in each.
 
     Raises:
         StaleWeightsError: from `ensure_synced`, with the gap.
@@ -67,7 +68,7 @@ class WeightSync(Callback):
                 self._check(pl_module, engine)
 
     def _check(self, pl_module: Any, engine: Engine) -> None:
-        vocabulary = pl_module.actor.vocab_size
+        vocabulary = pl_module.actor.lm.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
         length = min(self.num_tokens, engine.max_model_len - 1)
         tokens = torch.randint(vocabulary, (self.num_sequences, length), generator=generator)
