@@ -6,8 +6,10 @@ Letters: P prompts, G completions per prompt, B = P * G sequences, T tokens.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,13 +18,15 @@ from lightning.pytorch import LightningDataModule
 
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource
 from lightrl.data.templates import load_tokenizer
-from lightrl.engines.base import Engine, EngineContext, StaleWeightsError
+from lightrl.engines.base import Engine, EngineContext, EngineDiedError, EngineRestartedError, StaleWeightsError
 from lightrl.engines.vllm import VLLMEngine
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer, Scores
 from lightrl.types import CompletionGroup, Prompts, Rollouts, SamplingParams, pad_rows
 
 __all__ = ["RolloutDataModule", "RolloutLoader"]
+
+log = logging.getLogger(__name__)
 
 PRECISION_TO_DTYPE = {"bf16": "bfloat16", "16": "float16", "32": "float32", "64": "float32", "transformer": "bfloat16"}
 
@@ -256,15 +260,15 @@ class RolloutDataModule(LightningDataModule):
         self._ready_engine()
         synced = time.perf_counter()
         seeds = [request_seed(self.seed, stream, cursor, i * self.world_size + self.rank) for i in range(len(prompts))]
-        groups: list[CompletionGroup | None] = [None] * len(prompts)
-        handles: list[Any] = [None] * len(prompts)
-        for group in self.engine.generate(prompts, sampling, num_completions=group_size, seeds=seeds):
+        groups: dict[int, CompletionGroup] = {}
+        handles: dict[int, Any] = {}
+        for group in self._groups(prompts, sampling, group_size, seeds):
             groups[group.prompt_index] = group
             handles[group.prompt_index] = self._submit(prompts, group)
         generated = time.perf_counter()
-        finished = [group for group in groups if group is not None]
-        assert len(finished) == len(prompts), "the engine lost a group"
-        scores = None if self.scorer is None else Scores.concat([handle.result() for handle in handles])
+        assert len(groups) == len(prompts), "the engine lost a group"
+        finished = [groups[i] for i in range(len(prompts))]
+        scores = None if self.scorer is None else Scores.concat([handles[i].result() for i in range(len(prompts))])
         rollouts = build_rollouts(prompts, finished, scores, self.tokenizer.pad_token_id, sampling.temperature)
         rollouts.reward_weights = {} if self.scorer is None else dict(self.scorer.weights)
         rollouts.metrics |= {
@@ -273,6 +277,30 @@ class RolloutDataModule(LightningDataModule):
             "time/score": time.perf_counter() - generated,
         }
         return rollouts
+
+    def _groups(
+        self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int]
+    ) -> Iterator[CompletionGroup]:
+        """All groups as they finish. An engine that restarted gets the weights again and the lost prompts anew.
+
+        Seeds belong to prompts, so what is sampled again is what would have been sampled.
+        """
+        pending = list(range(len(prompts)))
+        while pending:
+            asked = list(pending)
+            try:
+                stream = self.engine.generate(
+                    prompts[asked], sampling, num_completions=group_size, seeds=[seeds[i] for i in asked]
+                )
+                for group in stream:
+                    index = asked[group.prompt_index]
+                    pending.remove(index)
+                    yield replace(group, prompt_index=index)
+            except EngineRestartedError as error:
+                if self.world_size > 1:  # a push is collective, and the other ranks are elsewhere
+                    raise EngineDiedError(f"{error} restart_engine works with one process only.") from error
+                log.warning("%s Pushing the weights and sampling %d lost prompts again.", error, len(pending))
+                self._ready_engine()
 
     def _submit(self, prompts: Prompts, group: CompletionGroup) -> Any:
         if self.scorer is None:
