@@ -41,6 +41,15 @@ def test_gae_equals_itself_without_the_masked_tokens() -> None:
     assert torch.equal(short, gae(REWARDS, VALUES, MASK, 0.9, 0.8)[0][:, keep])
 
 
+def test_gae_of_a_row_does_not_depend_on_the_other_rows() -> None:
+    """Another row samples a token where this one has the tool's answer, and goes on where this one is padding."""
+    other = torch.tensor([[False, True, True, True, True, True]])
+    pair = [torch.cat([x, y]) for x, y in ((REWARDS, REWARDS + 1), (VALUES, VALUES - 1), (MASK, other))]
+    both, returns = gae(pair[0], pair[1], pair[2], 0.9, 0.8)
+    assert torch.equal(both[:1], gae(REWARDS, VALUES, MASK, 0.9, 0.8)[0])
+    assert torch.equal(returns[1:], gae(REWARDS + 1, VALUES - 1, other, 0.9, 0.8)[1])
+
+
 def test_gae_limits() -> None:
     # lam 1: return minus value. returns to go with gamma 0.9: 1, 0.9, 0.5 + 0.81 = 1.31
     advantages, returns = gae(REWARDS, VALUES, MASK, 0.9, 1.0)
@@ -77,9 +86,10 @@ def test_group_statistics_by_hand() -> None:
 
 
 def test_equal_scores_leave_no_rounding() -> None:
-    scores = torch.full((8,), 0.1)
-    stats = group_stats(scores, torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.bool))
-    assert (group_centered(scores, stats, torch.ones(8, dtype=torch.bool)) == 0).all()
+    scores = torch.full((3,), 0.1, dtype=torch.float64)
+    assert scores.sum() / 3 != 0.1, "the mean is off by one rounding, which a division by std + eps would blow up"
+    stats = group_stats(scores, torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool))
+    assert (group_centered(scores, stats, torch.ones(3, dtype=torch.bool)) == 0).all()
 
 
 def test_length_weighted_baseline_by_hand() -> None:
