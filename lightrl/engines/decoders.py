@@ -63,7 +63,7 @@ class CacheDecoder:
         self.pads = types <= {"full_attention", "sliding_attention"} and not getattr(model, "_is_stateful", False)
         self.cache: Any = None
         self.mask: Tensor | None = None
-        self.positions = torch.empty(0)
+        self.positions: Tensor | None = None
 
     def tokens_held(self, prompt_tokens: int, copies: int, new_tokens: int) -> int:
         """Every row holds its own copy of the prompt."""
@@ -93,10 +93,15 @@ class CacheDecoder:
             logits_to_keep=1,
             **extra,
         )
-        self.cache = out.past_key_values
+        self.cache = getattr(out, "past_key_values", None)
+        if self.cache is None:
+            raise ValueError(
+                f"model_path: {type(self.model).__name__} keeps no past_key_values, so TransformersEngine cannot "
+                "decode with it; use VLLMEngine."
+            )
         rows = torch.arange(len(prompts), device=device).repeat_interleave(copies)
         self.cache.reorder_cache(rows)
-        self.positions = lengths[rows]
+        self.positions = None if inputs else lengths[rows, None]
         self.mask = mask[rows].long() if padded else None
         return out.logits[:, -1]
 
@@ -108,12 +113,12 @@ class CacheDecoder:
         out = self.model(
             input_ids=tokens[:, None],
             attention_mask=self.mask,
-            position_ids=self.positions[:, None],
+            position_ids=self.positions,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
         )
-        self.positions = self.positions + 1
+        self.positions = self.positions + 1 if self.positions is not None else None
         return out.logits[:, -1]
 
     @torch.inference_mode()
@@ -124,5 +129,5 @@ class CacheDecoder:
             return
         index = torch.tensor(rows, device=self.model.device)
         self.cache.reorder_cache(index)
-        self.positions = self.positions[index]
+        self.positions = self.positions[index] if self.positions is not None else None
         self.mask = self.mask[index] if self.mask is not None else None

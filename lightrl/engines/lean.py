@@ -207,8 +207,11 @@ class LeanDecoder:
     def _make_room(self, lengths: list[int], copies: int) -> None:
         """Widens `prompt_kv` for more and longer prompts and `new_kv` for more rows."""
         layers, _, count, kv, width, d = self.prompt_kv.shape
-        wider = self.prompt_kv.new_zeros(layers, 2, count + len(lengths), kv, max(width, *lengths), d)
+        wider = self.prompt_kv.new_empty(layers, 2, count + len(lengths), kv, max(width, *lengths), d)
         wider[:, :, :count, :, :width] = self.prompt_kv
+        wider[:, :, :count, :, width:] = 0  # a weight of 0 does not hide what is not a number
+        for place, length in enumerate(lengths, count):
+            wider[:, :, place, :, length:] = 0
         self.prompt_kv = wider
         rows = len(self.owner)
         taller = self.new_kv.new_zeros(layers, 2, rows + len(lengths) * copies, kv, self.new_kv.shape[4], d)

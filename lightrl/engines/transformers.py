@@ -75,7 +75,7 @@ class TransformersEngine(Engine):
         path, kwargs = context.model_path, self._model_kwargs
         # Making a module draws random numbers, which the trainer would miss.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(context.seed)
+            torch.default_generator.manual_seed(context.seed)  # torch.manual_seed would reach the accelerators' too
             if context.random_init:
                 config = AutoConfig.from_pretrained(path, **kwargs)
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -10,8 +10,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedTokenizerFast,
@@ -22,6 +30,8 @@ from transformers import (
 )
 
 from lightrl.engines.base import EngineContext
+from lightrl.engines.decoders import CacheDecoder
+from lightrl.engines.lean import LeanDecoder
 from lightrl.engines.sampling import completion_uniforms, distribution, sample
 from lightrl.engines.transformers import TransformersEngine
 from lightrl.types import CompletionGroup, Prompts, SamplingParams
@@ -40,10 +50,21 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26], [5, 6, 8]]
 
+GPT2_SIZES: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
+IDS: dict[str, Any] = {"vocab_size": 48, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+MIXED = {"head_dim": 16, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "gpt2": (GPT2LMHeadModel, GPT2Config(**IDS, **GPT2_SIZES)),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, **MIXED)),
+    "lfm2": (Lfm2ForCausalLM, Lfm2Config(**SIZES, **CONVOLUTIONS)),
+    "mamba": (MambaForCausalLM, MambaConfig(**IDS, hidden_size=32, num_hidden_layers=2, state_size=4)),
+}
+
 
 def save(kind: str, folder: Path) -> str:
     torch.manual_seed(0)
-    model_class, config = KINDS[kind]
+    model_class, config = {**KINDS, **OTHERS}[kind]
     model = model_class(config)
     for parameter in model.parameters():  # biases and norms would otherwise be zeros and ones
         if parameter.ndim == 1:
@@ -92,24 +113,77 @@ def tokens_of(groups: list[CompletionGroup]) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("limits", [{}, {"max_sequences": 4}, {"max_batch_tokens": 80}])
+@pytest.mark.parametrize("limits", [{}, {"max_sequences": 7}, {"max_batch_tokens": 80}])
 def test_logprobs_equal_a_plain_forward(folders: dict[str, str], kind: str, limits: dict[str, int]) -> None:
     """Unequal prompts, unequal completions, compaction, refills: each log-prob is that of a forward of its row."""
     engine = start(folders[kind], **limits)
     model = AutoModelForCausalLM.from_pretrained(folders[kind])
     groups = run(engine, PROMPTS, SamplingParams(max_new_tokens=24, temperature=0.7, stop_token_ids=[30, 31, 32]))
     assert [group.prompt_index for group in groups] == list(range(5))
-    lengths = set()
-    for prompt, group in zip(PROMPTS, groups, strict=True):
+    check_logprobs(model, PROMPTS, groups, 0.7, 2e-5)
+    lengths = {len(c.token_ids) for group in groups for c in group.completions}
+    assert len(lengths) > 3  # else this would not test compaction
+
+
+def check_logprobs(
+    model: Any, prompts: list[list[int]], groups: list[CompletionGroup], temperature: float, tolerance: float
+) -> None:
+    """Each log-prob is that of a plain forward of its row alone."""
+    for prompt, group in zip(prompts, groups, strict=True):
         assert len(group.completions) == 3
         for completion in group.completions:
             ids = torch.tensor([prompt + completion.token_ids])
             with torch.no_grad():
-                logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / 0.7
+                logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
             expected = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
-            assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=2e-5)
-            lengths.add(len(completion.token_ids))
-    assert len(lengths) > 3  # else this would not test compaction
+            assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma3", "lfm2"])
+def test_any_decoder_works(tmp_path: Path, kind: str) -> None:
+    """Absolute positions, sliding and full attention mixed, recurrent layers: through transformers' own cache."""
+    engine = start(save(kind, tmp_path))
+    assert engine._lean is None
+    groups = run(engine, PROMPTS, SamplingParams(max_new_tokens=16, stop_token_ids=[30, 31, 32]))
+    check_logprobs(engine._model, PROMPTS, groups, 1.0, 2e-5)
+
+
+def test_a_model_without_such_a_cache_is_refused(tmp_path: Path) -> None:
+    engine = start(save("mamba", tmp_path))
+    with pytest.raises(ValueError, match=r"MambaForCausalLM.*past_key_values.*VLLMEngine"):
+        run(engine, PROMPTS, SamplingParams(max_new_tokens=2))
+
+
+def test_lean_decoder_serves_plain_models(engines: dict[str, TransformersEngine]) -> None:
+    assert {kind: engine._lean is not None for kind, engine in engines.items()} == {
+        "qwen2": True, "llama": True, "qwen3": True, "sliding": False
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "sliding"])
+def test_long_completions(engines: dict[str, TransformersEngine], kind: str) -> None:
+    """Beyond the columns that there is room for at first."""
+    groups = run(engines[kind], PROMPTS, SamplingParams(max_new_tokens=110, ignore_eos=True))
+    check_logprobs(engines[kind]._model, PROMPTS, groups, 1.0, 5e-5)
+
+
+def test_extra_inputs_reach_the_model_once_per_prompt(engines: dict[str, TransformersEngine]) -> None:
+    prompts = prompts_of(PROMPTS[:3])
+    prompts.inputs = [{}, {"picture": "one"}, {"picture": "two"}]
+    seen: list[Any] = []
+
+    def take_picture(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if "picture" in kwargs:
+            seen.append((kwargs.pop("picture"), kwargs["input_ids"].tolist()))
+        return args, kwargs
+
+    engine = engines["qwen2"]
+    hook = engine._model.register_forward_pre_hook(take_picture, with_kwargs=True)
+    stream = engine.generate(prompts, SamplingParams(max_new_tokens=6), num_completions=3, seeds=[100, 101, 102])
+    groups = sorted(stream, key=lambda group: group.prompt_index)
+    hook.remove()
+    assert sorted(seen) == [("one", [PROMPTS[1]]), ("two", [PROMPTS[2]])]
+    assert tokens_of(groups) == tokens_of(run(engine, PROMPTS[:3], SamplingParams(max_new_tokens=6)))
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -270,19 +344,24 @@ def test_stop_string_over_several_tokens(engines: dict[str, TransformersEngine])
     assert len(cut[0].completions[0].token_ids) < len(free.token_ids)
 
 
-def test_groups_stream_out(folders: dict[str, str]) -> None:
-    """With room for one group at a time the first comes before the second has been computed."""
-    engine = start(folders["qwen2"], max_sequences=2)
-    sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
-    stream = engine.generate(prompts_of(PROMPTS), sampling, num_completions=2, seeds=[1] * 5)
-    calls: list[int] = []
-    hook = engine._model.model.embed_tokens.register_forward_hook(lambda *_: calls.append(1))
-    assert len(next(stream).completions) == 2
-    assert not torch.is_inference_mode_enabled()
-    after_one = len(calls)
-    assert len(list(stream)) == 4
-    hook.remove()
-    assert after_one == 0 or after_one < len(calls)  # the lean decoder does not call modules
+def test_groups_stream_out(engines: dict[str, TransformersEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group comes when its completions are done: here the others, which wait for room, have not been computed."""
+    prefilled: list[int] = []
+    for decoder in (CacheDecoder, LeanDecoder):
+        plain = decoder.prefill
+        monkeypatch.setattr(
+            decoder, "prefill", lambda self, p, *a, plain=plain: prefilled.extend(p) or plain(self, p, *a)
+        )
+    for kind in ("qwen2", "sliding"):
+        monkeypatch.setattr(engines[kind], "max_sequences", 2)
+        sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
+        stream = engines[kind].generate(prompts_of(PROMPTS), sampling, num_completions=2, seeds=[1] * 5)
+        prefilled.clear()
+        assert next(stream).prompt_index == 3  # the longest goes first
+        assert not torch.is_inference_mode_enabled()
+        assert prefilled == [PROMPTS[3]]
+        assert len(list(stream)) == 4
+        assert sorted(prefilled) == sorted(PROMPTS)  # each once, not once per completion
 
 
 def test_global_generators_are_untouched(folders: dict[str, str]) -> None:
