@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ class PredictionWriter(BasePredictionWriter):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finds the folder; every rank asks, because Lightning answers with rank 0's."""
         super().setup(trainer, pl_module, stage)
+        # Lightning looks for the indices of a sampler; the records' places are kept here without them.
+        warnings.filterwarnings("ignore", message="Couldn't infer the batch indices")
         self._target = Path(self.path or Path(trainer.log_dir or trainer.default_root_dir) / "predictions.jsonl")
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

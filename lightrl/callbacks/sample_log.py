@@ -82,7 +82,7 @@ class SampleLog(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins the file anew unless the run is a resumed one."""
-        if trainer.is_global_zero and trainer.ckpt_path is None:
+        if trainer.is_global_zero and trainer.ckpt_path is None and not trainer.fast_dev_run:
             self._path.unlink(missing_ok=True)
 
     def on_train_batch_end(
@@ -145,10 +145,11 @@ class SampleLog(Callback):
 
     def _log(self, trainer: Trainer, phase: str, records: list[dict[str, Any]], title: str) -> None:
         step = max(trainer.fit_loop.total_batch_idx, 0)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            for record in records:
-                file.write(json.dumps({"step": step, "phase": phase, **record}, ensure_ascii=False) + "\n")
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                for record in records:
+                    file.write(json.dumps({"step": step, "phase": phase, **record}, ensure_ascii=False) + "\n")
         rows = [[record.get(name) for name in COLUMNS] for record in records]
         for logger in trainer.loggers:
             if hasattr(logger, "log_table"):
@@ -234,7 +235,7 @@ def print_table(trainer: Trainer, table: Table) -> None:
     out, tty = StringIO(), sys.stdout.isatty()
     width = shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns
     Console(file=out, width=width, force_terminal=tty, no_color=not tty).print(table)
-    printer = print if bar is None or bar.is_disabled else bar.print
+    printer = bar.print if bar is not None and getattr(bar, "is_enabled", True) else print
     printer(out.getvalue().rstrip("\n"))
 
 

@@ -32,7 +32,7 @@ class Throughput(Callback):
     It also works with `SFTLightningModule`, where a batch takes the place of a rollout.
 
     Args:
-        progress_bar: whether `reward`, `kl` and `tokens_per_s` are shown in the progress bar.
+        progress_bar: whether `reward`, `kl` and `tok/s` are shown in the progress bar.
     """
 
     def __init__(self, progress_bar: bool = True) -> None:
@@ -72,7 +72,7 @@ class Throughput(Callback):
         if self.progress_bar:
             results = outputs if isinstance(outputs, Mapping) else {}
             shown = {short: results[name] for name, short in IN_PROGRESS_BAR.items() if name in results}
-            shown["tokens_per_s"] = round(tokens / seconds)
+            shown["tok/s"] = round(tokens / seconds)
             # Under short names and not for loggers: they have these numbers already.
             pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True, logger=False, batch_size=len(mask))
 

@@ -91,7 +91,7 @@ PANELS = (
         ("time/update", "update"), ("time/sync", "weight sync"), ("time/other", "other"),
     ), kind="area", low=0.0),
     Panel("throughput", "Throughput", "tokens / s", (("throughput/tokens_per_second", "tokens / s"),), low=0.0),
-    Panel("explained_variance", "Critic: explained variance", "fraction of the returns' variance", (
+    Panel("explained_variance", "Critic: explained variance", "fraction of the variance", (
         ("value/explained_variance", "explained variance"),
     )),
     Panel("gradient_norm", "Gradient norm", "L2 norm before clipping", (("optim/grad_norm", "norm"),), low=0.0),

@@ -1,0 +1,137 @@
+"""Files that PredictionWriter and SaveRollouts write, read back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.callbacks.prediction_writer import PredictionWriter, is_filler, write_records
+from lightrl.callbacks.save_rollouts import SaveRollouts, load_rollouts
+from lightrl.data.rollout import EvalLoader
+from lightrl.types import Rollouts
+from tests.callbacks.toys import Loader, LoggingModule, make_rollouts
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_jsonl_has_every_completion_in_order(
+    rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = make_rollouts(["x"], [["ü", "z"]], [[0.5, 0.25]])
+    other.columns["answer"] = [object(), 7]
+    make_trainer(PredictionWriter()).predict(LoggingModule(), Loader([rollouts, other]))
+    path = tmp_path / "predictions.jsonl"
+    records = read(path)
+    assert [r["completion"] for r in records] == ["2", "[/red]33", "4\n", "\x1b[2J55", "ü", "z"]
+    assert records[1] == {
+        "answer": "answer 0", "prompt": "1+1=", "completion": "[/red]33", "reward": 0.0, "num_tokens": 8,
+        "truncated": True, "reward/exact": 0.0,
+    }  # fmt: skip
+    assert records[3]["reward"] is None  # nobody scored it
+    assert [r["answer"] for r in records[4:]] == ["<object>", 7]
+    assert capsys.readouterr().out.splitlines()[-1] == f"Wrote 6 completions to {path}"
+    assert list(tmp_path.glob("*.rank*")) == []
+
+
+def test_parquet_has_the_same_records(rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    path = tmp_path / "deep" / "p.parquet"
+    for _ in range(2):  # the second replaces the first
+        make_trainer(PredictionWriter(str(path))).predict(LoggingModule(), Loader([rollouts]))
+    table = parquet.read_table(path).to_pylist()
+    assert [r["completion"] for r in table] == ["2", "[/red]33", "4\n", "\x1b[2J55"]
+    assert [r["reward"] for r in table] == [1.0, 0.0, 1.0, None]
+
+
+def test_parquet_takes_records_with_different_keys(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    write_records([{"a": 1}, {"a": 2, "b": "x"}], tmp_path / "x.parquet")
+    assert parquet.read_table(tmp_path / "x.parquet").to_pylist() == [{"a": 1, "b": None}, {"a": 2, "b": "x"}]
+
+
+def fake_trainer(rank: int, world_size: int, loader: Any, printed: list[str]) -> Any:
+    strategy = SimpleNamespace(barrier=lambda name: None)
+    return SimpleNamespace(
+        global_rank=rank,
+        world_size=world_size,
+        is_global_zero=rank == 0,
+        strategy=strategy,
+        predict_dataloaders=loader,
+        print=printed.append,
+    )
+
+
+def test_shards_of_ranks_merge_in_the_order_of_the_prompts(tmp_path: Path) -> None:
+    """5 prompts, 2 ranks, 2 per rank and batch: rank 0 has 0, 2 and then 4; rank 1 has 1, 3 and then a filler."""
+    datamodule = SimpleNamespace(world_size=2)
+    loader = EvalLoader(datamodule, [0, 1, 2, 3, 4], batch_size=2)  # type: ignore[arg-type]
+    shares = [[[0, 2], [4]], [[1, 3], [4]]]
+    printed: list[str] = []
+    trainers = [fake_trainer(rank, 2, loader, printed) for rank in range(2)]
+    assert [is_filler(trainers[1], batch) for batch in range(2)] == [False, True]
+    assert not is_filler(trainers[0], 1)
+    writers = []
+    for _ in trainers:
+        writer = PredictionWriter()
+        writer._target = tmp_path / "p.jsonl"
+        writers.append(writer)
+    (tmp_path / "p.jsonl.rank7").write_text("left over by an interrupted run\n")
+    writers[0].on_predict_start(trainers[0], None)  # type: ignore[arg-type]
+    for rank in (1, 0):
+        for batch_idx, prompts in enumerate(shares[rank]):
+            batch = SimpleNamespace(group_ids=torch.tensor([i for i in range(len(prompts)) for _ in range(2)]))
+            records = [{"prompt": p, "completion": c} for p in prompts for c in "ab"]
+            writers[rank].write_on_batch_end(trainers[rank], None, records, None, batch, batch_idx, 0)  # type: ignore[arg-type]
+    writers[0].on_predict_end(trainers[0], None)  # type: ignore[arg-type]
+    assert [(r["prompt"], r["completion"]) for r in read(tmp_path / "p.jsonl")] == [
+        (p, c) for p in range(5) for c in "ab"
+    ]
+    assert printed == [f"Wrote 10 completions to {tmp_path / 'p.jsonl'}"]
+
+
+def test_another_suffix_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"PredictionWriter.path='x.csv': must end in .jsonl or .parquet"):
+        PredictionWriter("x.csv")
+
+
+def test_saved_rollouts_come_back(rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    rollouts.inputs = [{"pixels": torch.full((2,), float(i))} for i in range(4)]
+    make_trainer(SaveRollouts(every_n_rollouts=2)).fit(LoggingModule(), Loader([rollouts] * 5))
+    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["rollout=000002", "rollout=000004"]
+    tensors, texts = load_rollouts(tmp_path / "rollouts" / "rollout=000004")
+    assert torch.equal(tensors["token_ids"], rollouts.token_ids)
+    assert torch.equal(tensors["engine_logprobs"], rollouts.engine_logprobs)
+    assert torch.equal(tensors["reward/exact"], rollouts.reward_parts["exact"]) is False  # NaN is not NaN,
+    assert torch.equal(tensors["reward/exact"].isnan(), rollouts.rewards.isnan())  # but it is where it was
+    assert tensors["advantages"][0].tolist()[:6] == [0, 0, 0, 0, 4, 0]
+    assert "values" not in tensors and tensors["policy_version"] == 3 and tensors["temperature"] == 1.0
+    assert [float(x["pixels"][0]) for x in tensors["inputs"]] == [0.0, 1.0, 2.0, 3.0]
+    assert texts[2] == {"prompt": "[b]2+2=", "completion": "4\n", "columns": {"answer": "answer 1"}}
+
+
+def test_ranks_are_joined(tmp_path: Path) -> None:
+    for rank, width in ((0, 2), (1, 3), (10, 1)):
+        tensors = {"token_ids": torch.full((2, width), rank), "group_ids": torch.tensor([0, 1]), "policy_version": 4}
+        torch.save(tensors, tmp_path / f"rank{rank}.pt")
+        (tmp_path / f"rank{rank}.jsonl").write_text(f'{{"prompt": "{rank}"}}\n' * 2)
+    tensors, texts = load_rollouts(tmp_path)
+    assert tensors["token_ids"].tolist() == [[0, 0, 0]] * 2 + [[1, 1, 1]] * 2 + [[10, 0, 0]] * 2
+    assert tensors["group_ids"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert [text["prompt"] for text in texts] == ["0", "0", "1", "1", "10", "10"]
+
+
+def test_bad_folder_and_count(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"folder='.*': no rank\*.pt"):
+        load_rollouts(tmp_path)
+    with pytest.raises(ValueError, match="SaveRollouts.every_n_rollouts=0"):
+        SaveRollouts(0)

@@ -1,0 +1,148 @@
+"""What SampleLog prints, logs and writes."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from rich.console import Console
+
+from lightrl.callbacks.reward_normalization import RewardNormalization
+from lightrl.callbacks.sample_log import SampleLog, markdown_table, sample_records, samples_table, shorten
+from lightrl.types import Rollouts
+from tests.callbacks.toys import Loader, LoggingModule
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_records_of_training_and_evaluation(
+    rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    trainer = make_trainer(SampleLog(every_n_rollouts=2, num_samples=3, terminal=False))
+    trainer.fit(LoggingModule(), Loader([rollouts] * 4), Loader([rollouts]))
+    records = read(tmp_path)
+    assert [(r["step"], r["phase"]) for r in records] == [(1, "train")] * 3 + [(3, "train")] * 3 + [(3, "eval")] * 3
+    # the first completion of each prompt, then the second of the first
+    assert [r["completion"] for r in records[:3]] == ["2", "4\n", "[/red]33"]
+    # "1+1=" takes positions 0..3, so "2" is at 4; "[b]2+2=" takes 0..6, "4\n" is at 7 and 8; "[/red]33" at 4..11
+    assert [r["advantage"] for r in records[:3]] == [4.0, 7.5, 7.5]
+    assert records[0] == {
+        "step": 1, "phase": "train", "prompt": "1+1=", "completion": "2", "reward": 1.0, "reward_parts": {"exact": 1.0},
+        "num_tokens": 1, "truncated": False, "advantage": 4.0,
+    }  # fmt: skip
+    assert "advantage" not in records[-1]
+
+
+def test_an_unscored_completion_has_no_reward(rollouts: Rollouts) -> None:
+    record = sample_records(rollouts, 4)[3]
+    assert record["reward"] is None and record["reward_parts"] == {"exact": None}
+
+
+def test_the_step_is_the_one_of_the_loggers(
+    rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    trainer = make_trainer(SampleLog(every_n_rollouts=3, num_samples=1, terminal=False), max_epochs=2)
+    trainer.fit(LoggingModule(), Loader([rollouts] * 3), Loader([rollouts]))
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    names = lines[0].split(",")
+    table = [dict(zip(names, line.split(","), strict=True)) for line in lines[1:]]
+    evaluated = [int(row["step"]) for row in table if row["eval/reward"]]
+    assert evaluated == [r["step"] for r in read(tmp_path) if r["phase"] == "eval"] == [2, 5]
+
+
+def test_rewards_are_raw_before_the_normalisation(
+    rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    module = LoggingModule()
+    module.all_sum = lambda tensor: tensor  # type: ignore[assignment]
+    trainer = make_trainer(SampleLog(1, num_samples=3, terminal=False), RewardNormalization())
+    trainer.fit(module, Loader([rollouts]))
+    assert [r["reward"] for r in read(tmp_path)] == [1.0, 1.0, 0.0]
+
+
+def test_a_new_run_begins_the_file_anew_and_a_resumed_one_goes_on(
+    rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    for _ in range(2):
+        trainer = make_trainer(SampleLog(1, num_samples=1, terminal=False), max_epochs=1)
+        trainer.fit(LoggingModule(), Loader([rollouts] * 2))
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert [r["step"] for r in read(tmp_path)] == [0, 1]
+    trainer = make_trainer(SampleLog(1, num_samples=1, terminal=False), max_epochs=2)
+    trainer.fit(LoggingModule(), Loader([rollouts] * 2), ckpt_path=tmp_path / "x.ckpt", weights_only=False)
+    assert [r["step"] for r in read(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_the_table_shows_texts_as_they_are_in_the_width_there_is(rollouts: Rollouts) -> None:
+    rollouts.completions[0] = "x" * 1000 + "END"
+    for width in (50, 120):
+        out = io.StringIO()
+        table = samples_table(sample_records(rollouts, 4), "[bold]rollout 1", max_characters=100)
+        Console(file=out, width=width).print(table)
+        lines = out.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        text = "".join(lines)
+        assert "Samples: [bold]rollout 1" in text
+        assert "\x1b" not in text
+    assert "[/red]33" in text and "[b]2+2=" in text  # not taken for markup
+    assert "4↵" in text and r"\x1b[2J55" in text  # control characters made visible
+
+
+def test_long_texts_keep_both_ends() -> None:
+    short = shorten("a" * 50 + "b" * 50, 21)
+    assert short == "a" * 9 + " … " + "b" * 9 and len(short) == 21
+    assert shorten("abc\r\n\td", 21) == r"abc↵\td"
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar, None])
+def test_the_table_is_printed_beside_any_progress_bar(
+    bar: type[Callback] | None, rollouts: Rollouts, make_trainer: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bars = [] if bar is None else [bar()]
+    trainer = make_trainer(SampleLog(2, num_samples=1), *bars, enable_progress_bar=bar is not None)
+    trainer.fit(LoggingModule(), Loader([rollouts] * 3), Loader([rollouts]))
+    out = capsys.readouterr().out
+    assert out.count("Samples: rollout 2") == 1
+    assert out.count("Samples: evaluation after 3 rollouts") == 1
+
+
+def test_loggers_that_take_tables_or_text_get_them(
+    rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    class TableLogger(CSVLogger):
+        """A logger with W&B's method."""
+
+        log_table = mock.Mock()
+
+    loggers = [CSVLogger(tmp_path / "a"), TableLogger(tmp_path / "b"), TensorBoardLogger(tmp_path / "c")]
+    trainer = make_trainer(SampleLog(1, num_samples=1, terminal=False), logger=loggers)
+    with mock.patch.object(loggers[2].experiment, "add_text") as add_text:
+        trainer.fit(LoggingModule(), Loader([rollouts]))
+    TableLogger.log_table.assert_called_once_with(
+        "samples/train",
+        columns=["prompt", "completion", "reward", "advantage", "num_tokens"],
+        data=[["1+1=", "2", 1.0, 4.0, 1]],
+        step=0,
+    )
+    assert add_text.call_args.args[0] == "samples/train" and "| 1+1= | 2 | 1 | 4 | 1 |" in add_text.call_args.args[1]
+
+
+def test_markdown_cells_cannot_break_the_table() -> None:
+    assert markdown_table([["a|b\n<c>", "&", None, 0.5, 3]]).splitlines()[-1] == (
+        "| a&#124;b<br>&lt;c> | &amp; |  | 0.5 | 3 |"
+    )
+
+
+@pytest.mark.parametrize(("name", "value"), [("every_n_rollouts", 0), ("num_samples", 0), ("max_characters", 19)])
+def test_bad_arguments(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"SampleLog.{name}={value}"):
+        SampleLog(**{name: value})

@@ -1,0 +1,102 @@
+"""What Throughput measures, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightrl.callbacks import throughput
+from lightrl.callbacks.throughput import Throughput
+from lightrl.types import Rollouts
+from tests.callbacks.toys import Loader, LoggingModule
+
+
+class Clock(Callback):
+    """A clock that each training batch moves by 2 s and each validation batch by 100 s."""
+
+    now = 0.0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.now += 2.0
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self.now += 100.0
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["time/step"]]
+
+
+def fit(make_trainer: Callable[..., Any], rollouts: Rollouts, callback: Throughput, **arguments: Any) -> Any:
+    clock = Clock()
+    trainer = make_trainer(clock, callback, **arguments)
+    with mock.patch.object(throughput.time, "perf_counter", lambda: clock.now):
+        trainer.fit(LoggingModule(), Loader([rollouts] * 3), Loader([rollouts]))
+    return trainer
+
+
+def test_tokens_and_samples_per_second(rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    """Prompts have 4 and 7 tokens; completions 1, 8, 2 and 6: 2 * 4 + 2 * 7 + 17 = 39 tokens, without padding."""
+    fit(make_trainer, rollouts, Throughput(), val_check_interval=1)
+    rows = table(tmp_path)
+    assert [float(row["time/step"]) for row in rows] == [2.0, 2.0, 2.0]  # the evaluations' 100 s are taken out
+    assert [float(row["throughput/tokens_per_second"]) for row in rows] == [19.5] * 3
+    assert [float(row["throughput/samples_per_second"]) for row in rows] == [2.0] * 3
+    assert 0.05 < float(rows[0]["throughput/peak_memory_gb"]) < 500  # of a process that has loaded torch
+
+
+def test_the_bar_shows_what_loggers_get_once(
+    rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    rollouts.rewards = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    trainer = fit(make_trainer, rollouts, Throughput(), enable_progress_bar=True, max_epochs=2)
+    bar = trainer.progress_bar_metrics
+    assert {name: bar[name] for name in ("reward", "kl", "tok/s")} == {
+        "reward": 0.5, "kl": 0.25, "tok/s": 20,
+    }  # fmt: skip
+    rows = table(tmp_path)
+    assert len(rows) == 6 and "reward" not in rows[0] and "tok/s" not in rows[0]
+    assert [row["step"] for row in rows] == list("012345")
+    assert all(float(row["reward/mean"]) == 0.5 for row in rows)
+
+
+def test_the_bar_can_be_left_alone(rollouts: Rollouts, make_trainer: Callable[..., Any]) -> None:
+    trainer = fit(make_trainer, rollouts, Throughput(progress_bar=False))
+    assert "tok/s" not in trainer.progress_bar_metrics
+
+
+def test_it_takes_supervised_batches(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    class Supervised(LoggingModule):
+        """Batches are dictionaries, `outputs` a loss."""
+
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:  # type: ignore[override]
+            self.optimizers().step()
+            return self.weight.sum()
+
+    batch = {"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)}
+    clock = Clock()
+    trainer = make_trainer(clock, Throughput())
+    with mock.patch.object(throughput.time, "perf_counter", lambda: clock.now):
+        trainer.fit(Supervised(), Loader([batch]))  # type: ignore[list-item]
+    assert float(table(tmp_path)[0]["throughput/tokens_per_second"]) == 2.0  # 4 tokens in 2 s
+
+
+def test_peak_memory_grows_with_what_is_held() -> None:
+    before = throughput.peak_memory(torch.device("cpu"))
+    held = torch.ones(50_000_000)  # 200 MB
+    assert throughput.peak_memory(torch.device("cpu")) >= before
+    assert throughput.peak_memory(torch.device("cpu")) > held.nbytes
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_peak_memory_of_a_gpu() -> None:
+    held = torch.ones(1_000_000, device="cuda")
+    assert throughput.peak_memory(held.device) >= held.nbytes

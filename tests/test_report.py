@@ -1,0 +1,178 @@
+"""The report from runs written by hand, and the metric table against the code."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl.report import report
+from lightrl.report.plots import other_time, running_mean
+from lightrl.report.read import read_run
+
+
+def write_run(folder: Path, rows: list[dict[str, Any]], samples: list[dict[str, Any]] | None = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = sorted({name for row in rows for name in row})
+    lines = [",".join(names), *(",".join(str(row.get(name, "")) for name in names) for row in rows)]
+    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
+    if samples:
+        (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    return folder
+
+
+def sample(step: int, phase: str, prompt: str, completion: str, reward: float | None) -> dict[str, Any]:
+    record = {"step": step, "phase": phase, "prompt": prompt, "completion": completion, "reward": reward}
+    return record | {"reward_parts": {}, "num_tokens": 3, "truncated": False}
+
+
+def training(first: int, last: int, offset: float = 0.0) -> list[dict[str, Any]]:
+    return [{"step": s, "epoch": 0, "reward/mean": s / 10 + offset, "reward/std": 0.5} for s in range(first, last)]
+
+
+def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [*training(0, 6), {"step": 5, "eval/pass@1": 0.9375, "eval/reward": 0.9375}]
+    samples = [sample(5, "eval", "1+1=", "<b>2</b>", 1.0)]
+    run = write_run(tmp_path / "run", rows, samples)
+    before = [sample(0, "eval", "1+1=", "7", 0.0)]
+    baseline = write_run(tmp_path / "before", [{"step": 0, "eval/pass@1": 0.5, "eval/reward": 0.5}], before)
+    page = report(run, baseline=baseline)
+    assert capsys.readouterr().out.splitlines()[-1] == str(page)
+    assert page == run / "report" / "report.html"
+    assert sorted(path.name for path in page.parent.glob("*.png")) == ["evaluation.png", "reward.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in page.parent.glob("*.png"))
+    text = page.read_text()
+    assert not re.search(r'(src|href|srcset)="(?!data:image/png;base64,)', text)
+    assert "0.9375" in text and "first: 0.5<" in text  # last and first evaluation
+    assert "&lt;b&gt;2&lt;/b&gt;" in text and "<b>2</b>" not in text  # a completion is text, not HTML
+    assert "before training" in text and "after rollout 6" in text and "reward 1 ↑" in text
+
+
+def test_out_names_another_folder(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", training(0, 2))
+    assert report(run, out=tmp_path / "elsewhere") == tmp_path / "elsewhere" / "report.html"
+    assert not (run / "report").exists()
+
+
+def test_a_resumed_run_is_joined_by_step(tmp_path: Path) -> None:
+    """Steps 4 and 5 of the first part came after the checkpoint: the second part, which did them again, counts."""
+    write_run(tmp_path / "version_0", training(0, 6), [sample(s, "train", "p", "old", 0.0) for s in (1, 5)])
+    write_run(tmp_path / "version_9", training(4, 8, 10.0), [sample(4, "train", "p", "new", 1.0)])
+    write_run(tmp_path / "version_10", training(8, 9, 20.0))
+    run = read_run(tmp_path, "run_dir")
+    assert run.metrics["reward/mean"] == pytest.approx(
+        {0: 0.0, 1: 0.1, 2: 0.2, 3: 0.3, 4: 10.4, 5: 10.5, 6: 10.6, 7: 10.7, 8: 20.8}
+    )
+    assert [(record["step"], record["completion"]) for record in run.samples] == [(1, "old"), (4, "new")]
+    assert run.num_rollouts == 9
+
+
+def test_a_run_from_the_start_replaces_an_older_one_and_evaluations_are_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path / "version_0", training(0, 6))
+    write_run(tmp_path / "version_1", training(0, 2, 1.0))
+    write_run(tmp_path / "version_2", [{"step": 0, "eval/reward": 0.3}])
+    run = read_run(tmp_path, "run_dir")
+    assert run.metrics == {"reward/mean": {0: 1.0, 1: 1.1}, "reward/std": {0: 0.5, 1: 0.5}}
+
+
+def test_a_run_cut_short_is_read_up_to_the_cut(tmp_path: Path) -> None:
+    write_run(tmp_path, training(0, 3), [sample(0, "train", "p", "c", None)])
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("0,0.")
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write('{"step": 1, "pha')
+    run = read_run(tmp_path, "run_dir")
+    assert list(run.metrics["reward/mean"]) == [0, 1, 2]
+    assert len(run.samples) == 1
+    assert "no reward" in report(tmp_path).read_text()
+
+
+def test_nan_and_infinity_leave_a_gap(tmp_path: Path) -> None:
+    write_run(tmp_path, [{"step": 0, "reward/mean": "nan"}, {"step": 1, "reward/mean": 0.25, "optim/grad_norm": "inf"}])
+    text = report(tmp_path).read_text()
+    assert "first: 0.25" in text
+    assert not (tmp_path / "report" / "gradient_norm.png").exists()  # nothing finite to draw
+
+
+def test_the_target_comes_from_the_saved_configuration(tmp_path: Path) -> None:
+    write_run(tmp_path, [{"step": 0, "kl/ref": 0.1}])
+    (tmp_path / "config.yaml").write_text(
+        "trainer:\n  callbacks:\n  - class_path: lightrl.callbacks.AdaptiveKL\n    init_args: {target: 0.25}\n"
+    )
+    assert read_run(tmp_path, "run_dir").kl_target == 0.25
+
+
+@pytest.mark.parametrize("content", ["", "epoch,step,reward/mean\n"])
+def test_nothing_logged_yet(tmp_path: Path, content: str) -> None:
+    (tmp_path / "metrics.csv").write_text(content)
+    with pytest.raises(ValueError, match=r"run_dir='.*metrics\.csv yet"):
+        report(tmp_path)
+
+
+def test_no_metrics_names_the_path_and_what_is_below(tmp_path: Path) -> None:
+    write_run(tmp_path / "ppo" / "version_0", training(0, 1))
+    with pytest.raises(ValueError, match=r"no metrics\.csv in .*Did you mean one of .*ppo/version_0"):
+        report(tmp_path)
+    with pytest.raises(ValueError, match="baseline='.*nowhere'"):
+        report(tmp_path / "ppo", baseline=tmp_path / "nowhere")
+
+
+def test_time_nobody_names() -> None:
+    metrics = {"time/step": {0: 3.0, 1: 2.0}, "time/generate": {0: 1.0, 1: 1.5}, "time/update": {0: 0.5, 1: 1.0}}
+    assert other_time(metrics) == {0: 1.5, 1: 0.0}  # 3 - 1.5; 2 - 2.5 is rounding, not negative time
+
+
+def test_running_mean_skips_gaps() -> None:
+    # windows of 2: [1], [1, 3], [3, nan], [nan, 5]
+    assert running_mean([1.0, 3.0, float("nan"), 5.0], 2) == [1.0, 2.0, 3.0, 5.0]
+
+
+# ---- docs/metrics.md ---------------------------------------------------------------------------------------------
+
+NAMESPACES = "reward|advantage|loss|kl|policy|off_policy|value|rollout|optim|time|throughput|eval"
+LOGGED = re.compile(rf"(?:{NAMESPACES})/[^\s*]+")
+NOT_LOGGED = {"reward/second_moment"}  # becomes reward/std before anything is logged
+
+
+def logged_names(source: str) -> Iterator[str]:
+    """Metric names among the string literals of a source; an f-string's expressions become `{}`."""
+    nodes = list(ast.walk(ast.parse(source)))
+    inside = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
+        if id(node) in inside:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        else:
+            continue
+        if LOGGED.fullmatch(text) and not text.endswith("/"):
+            yield text
+
+
+def pattern(name: str) -> re.Pattern[str]:
+    """Matches a documented name: each `{}` of the code is a `<placeholder>` or a word of the table."""
+    return re.compile(re.escape(name).replace(r"\{\}", r"(?:<\w+>|\w+)"))
+
+
+def test_every_logged_metric_is_documented(root: Path) -> None:
+    documented = set(re.findall(r"^\| `([^`]+)` \|", (root / "docs" / "metrics.md").read_text(), re.MULTILINE))
+    sources = [path for path in (root / "lightrl").rglob("*.py") if "report" not in path.parts]
+    logged = {name for path in sources for name in logged_names(path.read_text())} - NOT_LOGGED
+    assert len(logged) > 30
+    missing = sorted(name for name in logged if not any(pattern(name).fullmatch(known) for known in documented))
+    assert missing == [], "logged by the code, but not a row of docs/metrics.md"
+    stale = sorted(known for known in documented if not any(pattern(name).fullmatch(known) for name in logged))
+    assert stale == [], "rows of docs/metrics.md that no code logs"
+
+
+def test_the_check_sees_literals_and_f_strings() -> None:
+    source = 'log("kl/new", 1); log(f"eval/pass@{k}", 2); open("models/x"); x = "reward/ is a prefix"; y = "reward/"'
+    assert set(logged_names(source)) == {"kl/new", "eval/pass@{}"}
+    assert pattern("eval/pass@{}").fullmatch("eval/pass@<k>") and not pattern("kl/new").fullmatch("kl/newer")
