@@ -27,7 +27,7 @@ class _Row:
     def __init__(self, prompt: int, completion: int, slot: int) -> None:
         self.prompt, self.completion, self.slot = prompt, completion, slot
         self.tokens: list[int] = []
-        self.visible: list[int] = []  # tokens that are not special; kept up only where there are stop strings
+        self.visible: list[int] = []  # tokens that may be part of a stop string; empty where there are none
         self.logprobs: list[float] = []
         self.text: str | None = None  # set when a stop string cuts it
 
@@ -168,27 +168,28 @@ class Generation:
             seen.scatter_(1, tokens[:, None], True)
         lengths += 1
         self.last[first:] = tokens
-        ended = []
+        ended, limit = [], self.sampling.max_new_tokens
         for i, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True), first):
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            if token in self.end_ids or len(row.tokens) == self.sampling.max_new_tokens or self._stopped(row, token):
+            stopped = bool(self.stops) and self._stopped(row, token)  # also of the last token: its text is cut
+            if stopped or token in self.end_ids or len(row.tokens) == limit:
                 ended.append(i)
         return ended
 
     def _stopped(self, row: _Row, token: int) -> bool:
         """Whether a stop string is complete; cuts the row's text before it."""
-        if not self.stops:
+        if len(row.tokens) < self.sampling.min_new_tokens:
             return False
         if token not in self.special:
             row.visible.append(token)
-        if len(row.tokens) < self.sampling.min_new_tokens:
-            return False
         tail = self._decode(row.visible[-self.stop_window :])
         if not any(stop in tail for stop in self.stops):
             return False
         text = self._decode(row.tokens)
-        cuts = [at for at in (text.find(stop) for stop in self.stops) if at >= 0]
+        # A stop string among the tokens before min_new_tokens does not count.
+        start = len(text) - len(self._decode(row.visible)) if self.sampling.min_new_tokens else 0
+        cuts = [at for at in (text.find(stop, max(start, 0)) for stop in self.stops) if at >= 0]
         if cuts:
             row.text = text[: min(cuts)]
         return bool(cuts)

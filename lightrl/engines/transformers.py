@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from lightrl.engines.base import Engine, EngineContext
 from lightrl.engines.decoders import CacheDecoder, Decoder
 from lightrl.engines.decoding import Generation
-from lightrl.engines.lean import LeanDecoder, LeanModel
+from lightrl.engines.lean import LeanDecoder
+from lightrl.engines.lean_model import LeanModel
 from lightrl.types import CompletionGroup, Prompts, SamplingParams
 
 __all__ = ["TransformersEngine"]
@@ -48,7 +49,7 @@ class TransformersEngine(Engine):
     def __init__(
         self,
         max_sequences: int = 256,
-        max_batch_tokens: int = 1 << 20,
+        max_batch_tokens: int = 1 << 17,
         max_model_len: int | None = None,
         dtype: str | None = None,
         device: str | None = None,

@@ -332,7 +332,12 @@ def test_stop_strings_cut_the_text_and_keep_the_tokens(engines: dict[str, Transf
     for c in completions:
         assert "a" not in c.text and "7" not in c.text
     late = run(engines["qwen2"], PROMPTS, SamplingParams(max_new_tokens=60, min_new_tokens=9, stop=["a", "7"]), g=8)
-    assert all(len(c.token_ids) >= 9 for group in late for c in group.completions)
+    for c in (c for group in late for c in group.completions):
+        before = "".join(CHARS[t] for t in c.token_ids[:8] if t > 2)
+        assert len(c.token_ids) >= 9
+        assert c.text.startswith(before)
+        assert "a" not in c.text[len(before) :] and "7" not in c.text[len(before) :]
+    assert any("a" in "".join(CHARS[t] for t in c.token_ids[:8]) for group in late for c in group.completions)
 
 
 def test_stop_string_over_several_tokens(engines: dict[str, TransformersEngine]) -> None:
@@ -341,7 +346,11 @@ def test_stop_string_over_several_tokens(engines: dict[str, TransformersEngine])
     pair = free.text[10:12]
     cut = run(engines["qwen2"], [[5, 6]], SamplingParams(max_new_tokens=30, ignore_eos=True, stop=[pair]), g=1)
     assert cut[0].completions[0].text == free.text[: free.text.index(pair)]
-    assert len(cut[0].completions[0].token_ids) < len(free.token_ids)
+    count = len(cut[0].completions[0].token_ids)
+    assert count < len(free.token_ids)
+    # The same where the stop string is complete with the last token that is allowed.
+    tight = SamplingParams(max_new_tokens=count, ignore_eos=True, stop=[pair])
+    assert run(engines["qwen2"], [[5, 6]], tight, g=1)[0].completions == cut[0].completions
 
 
 def test_groups_stream_out(engines: dict[str, TransformersEngine], monkeypatch: pytest.MonkeyPatch) -> None:
