@@ -33,7 +33,7 @@ def refuse_combination(advantage: AdvantageEstimator, kl: KLPenalty | None, *, w
             )
         if advantage.needs_reward_parts:
             raise ValueError(
-                f"advantage={name} with kl=KLInReward: {name} reads each reward function's own rewards, and a KL inside "
+                f"advantage={name} with kl=KLInReward: {name} reads each reward function's own rewards, and a KL in "
                 f"their sum would be lost. {way_out}"
             )
     if whiten and advantage.normalizes:
