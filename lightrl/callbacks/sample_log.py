@@ -35,9 +35,10 @@ class SampleLog(Callback):
 
     They go to a table in the terminal (above the progress bar, rank 0 only), to every logger that takes tables (W&B) or
     text (TensorBoard), and in full to `samples.jsonl` in the trainer's `log_dir`, one object per line:
-    `step` (as in the loggers), `phase` (`train` or `eval`), `prompt`, `completion`, `reward`, `reward_parts` (function
-    -> value), `num_tokens`, `truncated` and in training `advantage` (mean over the completion's tokens).
-    `lightrl report` reads that file. A run from the start begins the file anew, a resumed one goes on in it.
+    `step` (as in the loggers; -1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`), `prompt`,
+    `completion`, `reward`, `reward_parts` (function -> value), `num_tokens`, `truncated` and in training `advantage`
+    (mean over the completion's tokens). `lightrl report` reads that file. A run from the start begins the file anew, a
+    resumed one goes on in it.
 
     `reward` is the sum that later callbacks see: put `SampleLog` before `RewardNormalization` to log raw rewards.
 
@@ -82,7 +83,7 @@ class SampleLog(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins the file anew unless the run is a resumed one."""
-        if trainer.is_global_zero and trainer.ckpt_path is None and not trainer.fast_dev_run:
+        if trainer.is_global_zero and trainer.ckpt_path is None and not _trying_out(trainer):
             self._path.unlink(missing_ok=True)
 
     def on_train_batch_end(
@@ -117,9 +118,12 @@ class SampleLog(Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs them."""
-        if self._evaluated and not trainer.sanity_checking:
+        if self._evaluated:
             done = trainer.fit_loop.total_batch_idx + 1
-            self._log(trainer, "eval", self._evaluated, f"evaluation after {done} rollouts")
+            title = f"evaluation after {done} rollouts" if trainer.fit_loop.total_batch_idx >= 0 else "evaluation"
+            self._log(
+                trainer, "eval", self._evaluated, "evaluation before training" if trainer.sanity_checking else title
+            )
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As for validation."""
@@ -144,8 +148,8 @@ class SampleLog(Callback):
     # ---- where samples go --------------------------------------------------------------------------------------
 
     def _log(self, trainer: Trainer, phase: str, records: list[dict[str, Any]], title: str) -> None:
-        step = max(trainer.fit_loop.total_batch_idx, 0)
-        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        step = -1 if trainer.sanity_checking else max(trainer.fit_loop.total_batch_idx, 0)
+        if not _trying_out(trainer):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
                 for record in records:
@@ -160,6 +164,10 @@ class SampleLog(Callback):
             print_table(trainer, samples_table(records, title, self.max_characters))
 
 
+def _trying_out(trainer: Trainer) -> bool:
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+
+
 def sample_records(
     rollouts: Rollouts, num_samples: int, *, rewards: Tensor | None = None, advantages: Tensor | None = None
 ) -> list[dict[str, Any]]:
@@ -171,7 +179,7 @@ def sample_records(
     """
 
     def number(values: Tensor, row: int) -> float | None:
-        return float(values[row]) if bool(values[row].isfinite()) else None
+        return round(float(values[row]), 6) if bool(values[row].isfinite()) else None
 
     seen: Counter[int] = Counter()
     rank_in_group = []

@@ -23,7 +23,8 @@ def report(run_dir: Path | str, baseline: Path | str | None = None, out: Path | 
             from an earlier step, it replaces what came after that step. `samples.jsonl` of `SampleLog` and
             `config.yaml` are used where they are there.
         baseline: run folder of an evaluation before training (`lightrl validate` on the start model); its numbers are
-            drawn at 0 rollouts and its samples are the "before" ones. Without it the run's first evaluation is.
+            drawn at 0 rollouts and its samples are the "before" ones. Without it the run's first evaluation is, which
+            is one before training with the `EvaluateFirst` callback.
         out: folder to write `report.html` and the PNG files to; `run_dir/report` where None.
 
     Returns:

@@ -195,6 +195,8 @@ def pair_by_prompt(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list
 def done(record: dict[str, Any]) -> str:
     """When a record was sampled."""
     count = record["step"] + 1
+    if count == 0:
+        return "before training"
     when = "after" if record["phase"] == "eval" else "in"
     return f"{when} rollout {count:,}"
 

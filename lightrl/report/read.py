@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 __all__ = ["Run", "Series", "read_run"]
 
 Series = dict[int, float]
-"""Step, as in the loggers (0 is the first rollout), -> value. Sorted by step."""
+"""Step, as in the loggers (0 is the first rollout, -1 before it), -> value. Sorted by step."""
 
 TRAINING = ("reward/", "loss/", "rollout/", "optim/")
 
@@ -90,7 +91,7 @@ def read_metrics(path: Path) -> dict[str, Series]:
     metrics: dict[str, Series] = {}
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(line.replace("\0", "") for line in file):
-            if None in row.values() or not str(row.get("step", "")).isdigit():
+            if None in row.values() or not re.fullmatch(r"-?\d+", row.get("step", "")):
                 continue
             for name, text in row.items():
                 if name not in ("step", "epoch") and text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 from collections.abc import Callable
@@ -10,12 +11,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from rich.console import Console
 
+from lightrl.callbacks.evaluate_first import EvaluateFirst
 from lightrl.callbacks.reward_normalization import RewardNormalization
 from lightrl.callbacks.sample_log import SampleLog, markdown_table, sample_records, samples_table, shorten
+from lightrl.report import report
+from lightrl.report.read import read_run
 from lightrl.types import Rollouts
 from tests.callbacks.toys import Loader, LoggingModule
 
@@ -146,3 +151,20 @@ def test_markdown_cells_cannot_break_the_table() -> None:
 def test_bad_arguments(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"SampleLog.{name}={value}"):
         SampleLog(**{name: value})
+
+
+def test_the_evaluation_before_training_is_logged_at_step_minus_one(
+    rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    trainer = make_trainer(EvaluateFirst(), SampleLog(9, num_samples=1, terminal=False))
+    module = LoggingModule()
+    better = copy.copy(rollouts)
+    better.rewards = torch.tensor([1.0, 1.0, 1.0, 1.0])
+    rollouts.rewards = torch.tensor([0.0, 0.0, 1.0, 0.0])
+    trainer.fit(module, Loader([rollouts] * 2), Loader([rollouts, better, better]))
+    run = read_run(tmp_path, "run_dir")
+    # all three batches before training too: (0.25 + 1 + 1) / 3
+    assert run.metrics["eval/reward"] == pytest.approx({-1: 0.75, 1: 0.75})
+    assert [(r["step"], r["phase"], r["reward"]) for r in run.samples] == [(-1, "eval", 0.0), (1, "eval", 0.0)]
+    page = report(tmp_path).read_text()
+    assert "before training" in page and "after rollout 2" in page

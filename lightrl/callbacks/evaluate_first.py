@@ -1,0 +1,28 @@
+"""The evaluation that all later ones are compared with."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+__all__ = ["EvaluateFirst"]
+
+
+class EvaluateFirst(Callback):
+    """Evaluates once before training, on all evaluation prompts, and logs `eval/*` at step -1.
+
+    It lets Lightning's sanity check run over the whole evaluation set and logs what it finds, which Lightning drops.
+    A resumed run has no sanity check and so logs nothing here. `SampleLog` then has samples of before training, and
+    `lightrl report` draws the evaluation at 0 rollouts.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Asks for a sanity check over everything."""
+        if stage == "fit":
+            trainer.num_sanity_val_steps = float("inf")
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hands the numbers to the loggers."""
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval/")}
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=-1)
+            logger.save()
