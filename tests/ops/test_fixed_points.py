@@ -95,7 +95,7 @@ def ascend(
 ) -> Tensor:
     """The policy that gradient ascent from the reference ends at."""
     logits = REF.log().clone().requires_grad_()
-    steps = 150
+    steps = 220
     optimizer = torch.optim.Adam([logits], lr=0.2, betas=(0.8, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 0.5 * (1 + math.cos(math.pi * i / steps)))
     for _ in range(steps):
