@@ -16,7 +16,16 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Completion", "CompletionGroup", "Experience", "Prompts", "Rollouts", "SamplingParams", "pad_rows"]
+__all__ = [
+    "Completion",
+    "CompletionGroup",
+    "Experience",
+    "Prompts",
+    "Rollouts",
+    "SamplingParams",
+    "class_name",
+    "pad_rows",
+]
 
 
 @dataclass(frozen=True)
@@ -256,6 +265,11 @@ class Experience(_Rows):
     token_normalizer: float = 1.0
     inputs: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+def class_name(obj: object) -> str:
+    """The class of an object as a user wrote it: defaults of the command line are made by lazy stand-ins."""
+    return type(obj).__name__.removeprefix("LazyInstance_")
 
 
 def pad_rows(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, length: int | None = None) -> Tensor:

@@ -22,6 +22,8 @@ QUICKSTART_MODEL = Path(__file__).parent.parent / "configs" / "quickstart" / "mo
 def quickstart_model(folder: Path, seed: int = 0, **config: Any) -> str:
     """The quickstart's tokenizer and architecture with random weights, wide enough that answers differ."""
     torch.manual_seed(seed)
+    if "num_hidden_layers" in config:
+        config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     cfg = Qwen2Config.from_pretrained(QUICKSTART_MODEL, initializer_range=0.1, **config)
     Qwen2ForCausalLM(cfg).save_pretrained(folder)
     AutoTokenizer.from_pretrained(QUICKSTART_MODEL).save_pretrained(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -61,7 +60,7 @@ class RolloutCheckpoint(ModelCheckpoint):
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Any]:
         import torch
 
-        return {**super()._monitor_candidates(trainer), "rollout": torch.tensor(trainer.fit_loop.total_batch_idx)}
+        return {**super()._monitor_candidates(trainer), "rollout": torch.tensor(trainer.fit_loop.total_batch_idx + 1)}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes over Ctrl-C."""
@@ -87,7 +86,7 @@ class RolloutCheckpoint(ModelCheckpoint):
     ) -> None:
         """Saves every N rollouts; ends the run if Ctrl-C was pressed during the updates."""
         self._updating = False
-        if trainer.fit_loop.total_batch_idx % self.every_n_rollouts == 0:
+        if (trainer.fit_loop.total_batch_idx + 1) % self.every_n_rollouts == 0:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._stop_requested:
             raise KeyboardInterrupt
@@ -97,6 +96,8 @@ class RolloutCheckpoint(ModelCheckpoint):
         self._restore_handler()
         between = not self._updating or self._stop_requested
         interrupted = isinstance(exception, KeyboardInterrupt)
+        if trainer.fast_dev_run:
+            return
         if trainer.training and between and (interrupted or trainer.world_size == 1) and trainer.global_step > 0:
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
         if trainer.training and self.last_model_path:
@@ -105,7 +106,7 @@ class RolloutCheckpoint(ModelCheckpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the final state."""
         self._restore_handler()
-        if trainer.global_step > self._last_global_step_saved:
+        if not trainer.fast_dev_run and trainer.global_step > self._last_global_step_saved:
             candidates = self._monitor_candidates(trainer)
             self._save_topk_checkpoint(trainer, candidates)
             self._save_last_checkpoint(trainer, candidates)

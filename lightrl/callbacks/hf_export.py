@@ -30,12 +30,14 @@ class HFExport(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Exports every N rollouts."""
-        done = trainer.fit_loop.total_batch_idx
+        done = trainer.fit_loop.total_batch_idx + 1
         if self.every_n_rollouts is not None and done % self.every_n_rollouts == 0:
             self.export(trainer, pl_module, self._folder(trainer) / f"rollout={done}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exports the final weights."""
+        """Exports the final weights; a `fast_dev_run` must not replace those of a real run."""
+        if trainer.fast_dev_run:
+            return
         self.export(trainer, pl_module, self._folder(trainer))
 
     def _folder(self, trainer: Trainer) -> Path:

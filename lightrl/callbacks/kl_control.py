@@ -42,7 +42,8 @@ class LinearKL(Callback):
     """Moves `kl_coef` linearly from `start` to `end` over the first `num_rollouts` rollouts, then holds it.
 
     Args:
-        start: coefficient of the first rollout. end: coefficient from rollout `num_rollouts` on.
+        start: coefficient of the first rollout.
+        end: coefficient from rollout `num_rollouts` on.
         num_rollouts: length of the ramp, at least 1.
     """
 

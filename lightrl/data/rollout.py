@@ -22,7 +22,7 @@ from lightrl.engines.base import Engine, EngineContext, EngineDiedError, EngineR
 from lightrl.engines.vllm import VLLMEngine
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer, Scores
-from lightrl.types import CompletionGroup, Prompts, Rollouts, SamplingParams, pad_rows
+from lightrl.types import CompletionGroup, Prompts, Rollouts, SamplingParams, class_name, pad_rows
 
 __all__ = ["RolloutDataModule", "RolloutLoader"]
 
@@ -76,9 +76,13 @@ class EvalLoader:
         dm = self.datamodule
         for i in range(len(self)):
             first = i * self.batch_size * dm.world_size
-            rows = range(first, min(first + self.batch_size * dm.world_size, len(self.prompts)))[dm.rank :: dm.world_size]
+            rows = range(first, min(first + self.batch_size * dm.world_size, len(self.prompts)))[
+                dm.rank :: dm.world_size
+            ]
             rows = rows or range(first, first + 1)  # a rank without rows repeats one: it must take part
-            yield dm.rollout(self.prompts.rows(list(rows)), dm.eval_sampling, dm.eval_group_size, stream="eval", cursor=first)
+            yield dm.rollout(
+                self.prompts.rows(list(rows)), dm.eval_sampling, dm.eval_group_size, stream="eval", cursor=first
+            )
 
 
 class RolloutDataModule(LightningDataModule):
@@ -96,6 +100,7 @@ class RolloutDataModule(LightningDataModule):
         prompts_per_rollout: P, prompts in one rollout, over all ranks; must be a multiple of their number.
         rollouts_per_epoch: rollouts in one Lightning epoch.
         reward_weights: weight of each reward function; 1 for each where None.
+        reward_names: name of each in logs and recipes; the function's or class's own where None.
         recipes: label -> list of (reward name, weight): rows of different labels use different functions.
         label_column: column that holds a row's label, for `recipes`.
         reward_timeout: seconds one call of a reward function may take; None waits for ever.
@@ -124,6 +129,7 @@ class RolloutDataModule(LightningDataModule):
         prompts_per_rollout: int = 32,
         rollouts_per_epoch: int = 10,
         reward_weights: list[float] | None = None,
+        reward_names: list[str] | None = None,
         recipes: dict[str, list[tuple[str, float]]] | None = None,
         label_column: str = "label",
         reward_timeout: float | None = None,
@@ -153,14 +159,19 @@ class RolloutDataModule(LightningDataModule):
         if sampling.temperature == 0:
             raise ValueError("sampling.temperature=0: greedy completions of a prompt are all equal; train above 0.")
         # Without functions the rewards come from the module's reward models alone.
-        self.scorer = None if not rewards else RewardScorer(
-            rewards,
-            weights=reward_weights,
-            recipes=recipes,
-            label_column=label_column,
-            timeout=reward_timeout,
-            max_concurrency=reward_concurrency,
-            on_error=on_reward_error,
+        self.scorer = (
+            None
+            if not rewards
+            else RewardScorer(
+                rewards,
+                weights=reward_weights,
+                names=reward_names,
+                recipes=recipes,
+                label_column=label_column,
+                timeout=reward_timeout,
+                max_concurrency=reward_concurrency,
+                on_error=on_reward_error,
+            )
         )
 
     # ---- Lightning's hooks -------------------------------------------------------------------------------------
@@ -186,7 +197,7 @@ class RolloutDataModule(LightningDataModule):
         needed = getattr(getattr(module, "advantage", None), "needs_groups", False)
         if stage == "fit" and needed and self.group_size < 2:
             raise ValueError(
-                f"group_size={self.group_size} with {type(module).__name__} ({type(module.advantage).__name__}): its "
+                f"group_size={self.group_size} with {type(module).__name__} ({class_name(module.advantage)}): its "
                 "advantages compare the completions of one prompt, so it needs group_size of at least 2 (8 is usual)."
             )
         self.tokenizer = load_tokenizer(self.tokenizer_path or module.actor_spec.path)

@@ -6,17 +6,31 @@ Letters: B sequences, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightrl.models.batching import micro_batches
+from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.modules.kl import KLInReward
 from lightrl.ops.masking import masked_whiten
 from lightrl.types import Experience, Rollouts
 
-__all__ = ["batched_forward", "cut_micro_batches", "shape_rewards", "whiten_and_clip"]
+if TYPE_CHECKING:
+    from lightrl.modules.ppo import PPOLightningModule
+
+__all__ = [
+    "batched_forward",
+    "cut_micro_batches",
+    "evaluate_models",
+    "policy_forward",
+    "shape_rewards",
+    "shuffled_groups",
+    "value_forward",
+    "whiten_and_clip",
+]
 
 AllReduce = Callable[[Tensor], Tensor]
 
@@ -28,6 +42,66 @@ def plan(rows: Rollouts | Experience, budget: int, all_max: AllReduce) -> list[T
     if most > len(bins):
         bins = micro_batches(rows.attention_mask, rows.response_mask, rows.group_ids, budget, num_bins=most)
     return bins
+
+
+def policy_forward(model: PolicyModel, rows: Any, **wanted: bool) -> dict[str, Tensor]:
+    """What the policy says about some rows: `logprobs` and, where `wanted`, `entropy` and `values`, each (b, t)."""
+    output = model(
+        rows.token_ids,
+        rows.attention_mask,
+        rows.response_mask,
+        group_ids=rows.group_ids,
+        temperature=rows.temperature,
+        inputs=rows.inputs,
+        **wanted,
+    )
+    return {name: value for name, value in output._asdict().items() if value is not None}
+
+
+def value_forward(critic: ValueModel, rows: Any) -> Tensor:
+    """The critic's (b, t) values of some rows."""
+    values: Tensor = critic(
+        rows.token_ids, rows.attention_mask, rows.response_mask, group_ids=rows.group_ids, inputs=rows.inputs
+    )
+    return values
+
+
+def evaluate_models(module: PPOLightningModule, rollouts: Rollouts) -> Experience:
+    """Old and reference log-probs and values, each only where something uses it."""
+
+    def batched(forward: Callable[[Any], dict[str, Tensor]]) -> dict[str, Tensor]:
+        return batched_forward(forward, rollouts, module.micro_batch_tokens, module.all_max)
+
+    actor, critic, reference = module.actor, module.critic, module.reference
+    experience = _from_rollouts(rollouts)
+    shared = actor.value_head is not None
+    updates = module.ppo_epochs * module.num_minibatches(len(rollouts))
+    if updates > 1 or shared or isinstance(module.kl, KLInReward):
+        out = batched(lambda x: policy_forward(actor, x, values=shared))
+        experience.old_logprobs, experience.values = out["logprobs"], out.get("values")
+    if critic is not None:
+        experience.values = batched(lambda x: {"values": value_forward(critic, x)})["values"]
+    if module.kl is not None:
+        with actor.adapter_disabled() if reference is None else nullcontext():
+            experience.ref_logprobs = batched(lambda x: policy_forward(reference or actor, x))["logprobs"]
+    return experience
+
+
+def _from_rollouts(rollouts: Rollouts) -> Experience:
+    names = ("token_ids", "attention_mask", "response_mask", "group_ids", "engine_logprobs", "temperature", "inputs")
+    return Experience(
+        **{name: getattr(rollouts, name) for name in names},
+        advantages=torch.zeros_like(rollouts.engine_logprobs),
+        rewards=rollouts.rewards,
+        valid=rollouts.rewards.isfinite(),
+    )
+
+
+def shuffled_groups(group_ids: Tensor, *, seed: int) -> Tensor:
+    """(B,) row order in which groups are shuffled but stay together; the same for the same seed."""
+    groups = group_ids.unique()
+    place = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).to(group_ids.device)
+    return place[torch.searchsorted(groups, group_ids)].argsort(stable=True)
 
 
 def batched_forward(

@@ -7,7 +7,7 @@ Everything that is a matter of taste (estimator, loss, aggregation, KL) is an ob
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,12 +26,20 @@ from lightrl.models.spec import ModelSpec
 from lightrl.modules import evaluation, random_states, strategies
 from lightrl.modules.advantages import GAE, AdvantageEstimator
 from lightrl.modules.aggregation import Aggregation, TokenMean
-from lightrl.modules.experience import batched_forward, cut_micro_batches, shape_rewards, whiten_and_clip
+from lightrl.modules.experience import (
+    cut_micro_batches,
+    evaluate_models,
+    policy_forward,
+    shape_rewards,
+    shuffled_groups,
+    value_forward,
+    whiten_and_clip,
+)
 from lightrl.modules.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.modules.losses import PolicyLoss, PPOClip
 from lightrl.modules.metrics import MetricSums
 from lightrl.ops.losses import clipped_value_loss, explained_variance
-from lightrl.types import Experience, Rollouts
+from lightrl.types import Experience, Rollouts, class_name
 
 __all__ = ["CriticSpec", "PPOLightningModule"]
 
@@ -161,7 +169,7 @@ class PPOLightningModule(LightningModule):
     def _check_arguments(self) -> None:
         if self.advantage.needs_critic and self.critic_spec is None:
             raise ValueError(
-                f"advantage={type(self.advantage).__name__} needs a critic but critic=None: give a CriticSpec or "
+                f"advantage={class_name(self.advantage)} needs a critic but critic=None: give a CriticSpec or "
                 "another estimator (GroupNorm, RLOO, ...)."
             )
         at_least = {"kl_coef": 0, "vf_coef": 0, "ppo_epochs": 1, "micro_batch_tokens": 1, "max_skipped_updates": 1}
@@ -173,7 +181,7 @@ class PPOLightningModule(LightningModule):
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value!r}: must be above 0, or None (null in YAML) to turn it off.")
         if self.kl is not None and self.actor_spec.random_init and self.reference_spec is None:
-            raise ValueError("actor.random_init=True has no weights to take a reference from: set kl=None or reference.")
+            raise ValueError("actor.random_init=True has no weights to make a reference of: set kl=None or reference.")
 
     def setup(self, stage: str) -> None:
         """Refuses what cannot work, before any model is loaded."""
@@ -241,6 +249,8 @@ class PPOLightningModule(LightningModule):
             sums.add(self.apply_gradients(finite=finite))
         times = {"time/experience": made - start, "time/update": time.perf_counter() - made}
         metrics = {**experience.metrics, **self._reduce(sums), **times}
+        if self.kl is not None:
+            metrics["kl/coef"] = float(self.kl_coef)
         self._call_callbacks("on_policy_updated", metrics)
         self.log_dict(metrics, batch_size=len(rollouts))
         return metrics
@@ -258,7 +268,7 @@ class PPOLightningModule(LightningModule):
         self.score(rollouts)
         raw_rewards = rollouts.rewards
         self._call_callbacks("on_rollout_scored", rollouts)
-        experience, sums = self._evaluate_models(rollouts), MetricSums()
+        experience, sums = evaluate_models(self, rollouts), MetricSums()
         rewards, bound = rollouts.rewards, self.reward_clip
         if bound is not None:
             sums.add({"reward/clip_fraction": (rewards.abs() > bound).float()})
@@ -286,36 +296,6 @@ class PPOLightningModule(LightningModule):
             scores = self.reward_models[spec.name].score(rollouts, self.micro_batch_tokens)
             rollouts.reward_parts[spec.name] = scores
             rollouts.rewards = rollouts.rewards.nan_to_num(0.0) + spec.weight * scores
-
-    def _evaluate_models(self, rollouts: Rollouts) -> Experience:
-        """Old and reference log-probs and values, each only where something uses it."""
-        blank = torch.zeros_like(rollouts.engine_logprobs)
-        shared_names = ("token_ids", "attention_mask", "response_mask", "group_ids", "engine_logprobs", "temperature", "inputs")
-        kept = {name: getattr(rollouts, name) for name in shared_names}
-        experience = Experience(**kept, advantages=blank, rewards=rollouts.rewards, valid=rollouts.rewards.isfinite())
-        shared = self.actor.value_head is not None
-        updates = self.ppo_epochs * self.num_minibatches(len(rollouts))
-        if updates > 1 or shared or isinstance(self.kl, KLInReward):
-            out = self._batched(lambda x: self._policy(self.actor, x, values=shared), rollouts)
-            experience.old_logprobs, experience.values = out["logprobs"], out.get("values")
-        if self.critic is not None:
-            critic = self.critic
-            experience.values = self._batched(lambda x: {"values": self._values(critic, x)}, rollouts)["values"]
-        if self.kl is not None:
-            with self.actor.adapter_disabled() if self.reference is None else nullcontext():
-                out = self._batched(lambda x: self._policy(self.reference or self.actor, x), rollouts)
-            experience.ref_logprobs = out["logprobs"]
-        return experience
-
-    def _policy(self, model: PolicyModel, rows: Any, **wanted: bool) -> dict[str, Tensor]:
-        output = model(
-            rows.token_ids, rows.attention_mask, rows.response_mask,
-            group_ids=rows.group_ids, temperature=rows.temperature, inputs=rows.inputs, **wanted,
-        )  # fmt: skip
-        return {name: value for name, value in output._asdict().items() if value is not None}
-
-    def _batched(self, forward: Callable[[Any], dict[str, Tensor]], rows: Rollouts) -> dict[str, Tensor]:
-        return batched_forward(forward, rows, self.micro_batch_tokens, self.all_max)
 
     def compute_advantages(
         self, experience: Experience, token_rewards: Tensor, rollouts: Rollouts
@@ -348,10 +328,7 @@ class PPOLightningModule(LightningModule):
             if count == 1:
                 yield experience
                 continue
-            seed = torch.Generator().manual_seed(self.policy_version * 1009 + epoch)  # resumes to the same order
-            groups = experience.group_ids.unique()
-            rank_of_group = torch.randperm(len(groups), generator=seed).to(groups.device)
-            order = rank_of_group[torch.searchsorted(groups, experience.group_ids)].argsort(stable=True)
+            order = shuffled_groups(experience.group_ids, seed=self.policy_version * 1009 + epoch)
             for rows in order.tensor_split(count):
                 yield experience.select(rows)
 
@@ -362,15 +339,16 @@ class PPOLightningModule(LightningModule):
         total = int(self.all_sum(torch.tensor(float(num_sequences))))
         if total % self.minibatch_size:
             raise ValueError(
-                f"minibatch_size={self.minibatch_size} does not divide the rollout's {total} sequences (prompts x group "
-                f"size, over all ranks): take a divisor of {total}, or null for one update per epoch."
+                f"minibatch_size={self.minibatch_size} does not divide the rollout's {total} sequences (prompts x "
+                f"group size, over all ranks): take a divisor of {total}, or null for one update per epoch."
             )
         return total // self.minibatch_size
 
     def micro_batches(self, minibatch: Experience) -> Iterator[Experience]:
         """Cuts a mini-batch by tokens and sets its normalisers; gradients are reduced over ranks in the last one."""
         minibatch = self._with_normalizers(minibatch)
-        pieces = cut_micro_batches(minibatch, self.micro_batch_tokens, self.all_max, skip_zero=self._zero_rows_are_free())
+        skip_zero = self._zero_rows_are_free()
+        pieces = cut_micro_batches(minibatch, self.micro_batch_tokens, self.all_max, skip_zero=skip_zero)
         trained = [model for model in (self.actor, self.critic) if model is not None]
         for i, piece in enumerate(pieces):
             with strategies.backward_scope(self.trainer.strategy, trained, last=i == len(pieces) - 1):
@@ -398,7 +376,7 @@ class PPOLightningModule(LightningModule):
         """
         mask = minibatch.response_mask
         shared = self.actor.value_head is not None
-        out = self._policy(self.actor, minibatch, entropy=True, values=shared)
+        out = policy_forward(self.actor, minibatch, entropy=True, values=shared)
         logprobs, entropy = out["logprobs"], out["entropy"]
         old = logprobs.detach() if minibatch.old_logprobs is None else minibatch.old_logprobs
         token_loss, metrics = self.loss(
@@ -416,7 +394,7 @@ class PPOLightningModule(LightningModule):
         if self.in_critic_warmup:
             loss = loss * 0.0  # keeps the graph: every rank and every wrapper sees the same backward
         if minibatch.values is not None and minibatch.returns is not None:
-            values = out["values"] if self.critic is None else self._values(self.critic, minibatch)
+            values = out["values"] if self.critic is None else value_forward(self.critic, minibatch)
             value_loss, clipped = clipped_value_loss(values, minibatch.values, minibatch.returns, mask, self.value_clip)
             loss = loss + self.vf_coef * value_loss.sum() / minibatch.token_normalizer
             metrics |= {"loss/value": value_loss, "value/clip_fraction": clipped}
@@ -424,10 +402,6 @@ class PPOLightningModule(LightningModule):
             loss = loss + self.aux_loss_coef * out["aux_loss"] * mask.sum() / minibatch.token_normalizer
             metrics["loss/aux"] = out["aux_loss"]
         return loss, metrics
-
-    @staticmethod
-    def _values(critic: ValueModel, rows: Any) -> Tensor:
-        return critic(rows.token_ids, rows.attention_mask, rows.response_mask, group_ids=rows.group_ids, inputs=rows.inputs)
 
     def apply_gradients(self, *, finite: bool) -> dict[str, Tensor | float]:
         """Clips, steps and schedules, or skips on all ranks together when something is not finite. Hook 5 of 5.
@@ -451,8 +425,8 @@ class PPOLightningModule(LightningModule):
         if self._skipped_in_a_row >= self.max_skipped_updates:
             raise RuntimeError(
                 f"{self._skipped_in_a_row} updates in a row had a non-finite loss or gradient norm (the last norm: "
-                f"{None if norm is None else norm.item()}). Lower the learning rate, check the rewards' scale, or raise "
-                "max_skipped_updates. The weights are those of the last finite update."
+                f"{None if norm is None else norm.item()}). Lower the learning rate, check the scale of the rewards, "
+                "or raise max_skipped_updates. The weights are those of the last finite update."
             )
         learning_rates = {f"optim/lr_{_role(group)}": float(group["lr"]) for group in optimizer.param_groups}
         if not skip:

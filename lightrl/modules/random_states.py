@@ -13,11 +13,11 @@ __all__ = ["collect", "restore"]
 
 def collect() -> list[dict[str, Any]]:
     """States of Python's, NumPy's and torch's generators, one entry per rank. Collective."""
-    numpy_state = np.random.get_state()
+    name, keys, *rest = np.random.get_state(legacy=True)  # type: ignore[misc]
     version, numbers, gauss = random.getstate()
     own: dict[str, Any] = {
         "python": [version, list(numbers), gauss],
-        "numpy": [str(numpy_state[0]), torch.from_numpy(numpy_state[1].astype(np.int64)), *map(float, numpy_state[2:])],
+        "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), *map(float, rest)],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }

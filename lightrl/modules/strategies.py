@@ -86,7 +86,7 @@ def optimizer_window(strategy: Strategy) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def backward_scope(strategy: Strategy, models: Iterable[nn.Module], *, last: bool) -> Iterator[None]:
+def backward_scope(strategy: Strategy, models: Iterable[Any], *, last: bool) -> Iterator[None]:
     """The context of one micro-batch: gradients are reduced over ranks in the last one only."""
     if isinstance(strategy, DeepSpeedStrategy):  # a DDPStrategy by inheritance, so asked first
         yield
