@@ -87,9 +87,24 @@ def test_micro_batches_and_layouts_do_not_change_the_update(kind: type[PPOLightn
 def test_hooks_are_called_once_per_rollout_and_metrics_are_documented_names(model_path: str) -> None:
     keep = fit(ppo(model_path), rollouts=2)
     assert len(keep.rollouts) == len(keep.experiences) == len(keep.metrics) == len(keep.updated) == 2
-    expected = {"reward/mean", "reward/std", "kl/ref", "kl/engine", "loss/policy", "loss/value", "policy/entropy",
-                "policy/clip_fraction_low", "policy/ratio_max", "value/explained_variance", "rollout/response_length",
-                "rollout/truncated_fraction", "optim/grad_norm", "optim/lr_policy", "time/generate", "time/update"}  # fmt: skip
+    expected = {
+        "reward/mean",
+        "reward/std",
+        "kl/ref",
+        "kl/engine",
+        "loss/policy",
+        "loss/value",
+        "policy/entropy",
+        "policy/clip_fraction_low",
+        "policy/ratio_max",
+        "value/explained_variance",
+        "rollout/response_length",
+        "rollout/truncated_fraction",
+        "optim/grad_norm",
+        "optim/lr_policy",
+        "time/generate",
+        "time/update",
+    }
     assert expected <= set(keep.metrics[0])
     rewards = keep.rollouts[0].rewards
     assert keep.metrics[0]["reward/mean"] == pytest.approx(float(rewards.mean()))
@@ -108,7 +123,7 @@ def test_records_are_aligned(model_path: str) -> None:
 
 
 def test_one_update_per_rollout_needs_no_old_logprobs_and_gives_the_same(model_path: str) -> None:
-    """With KL in the loss old log-probs are not computed; asking for them (a KL in the reward of weight 0) must agree."""
+    """Without KL in the reward old log-probs are not computed; a KL of weight 0 in it has them computed and must agree."""
     fast = GRPOLightningModule(model_path, optimizer=sgd, kl=None)
     slow = GRPOLightningModule(model_path, optimizer=sgd, kl=KLInReward(), kl_coef=0.0)
     first, second = fit(fast, rollouts=2), fit(slow, rollouts=2)
@@ -146,7 +161,7 @@ def test_minibatches_cover_every_row_once_and_keep_groups_together(model_path: s
     keep = fit(module)
     assert len(seen) == 2 * 4 and module.policy_version == 8
     for epoch in (seen[:4], seen[4:]):
-        assert sorted(sum(epoch, [])) == sorted(list(range(8)) * 4)
+        assert sorted(group for part in epoch for group in part) == sorted(list(range(8)) * 4)
         assert all(part.count(g) == 4 for part in epoch for g in part)
     assert seen[:4] != seen[4:], "each epoch has its own order"
     assert keep.metrics[0]["policy/ratio_max"] > 1.0
@@ -202,11 +217,15 @@ def _fresh(path: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
+def always_one(completions: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
 @pytest.mark.parametrize("critic", [CriticSpec(), CriticSpec(shared=True)])
 def test_critics_learn_values(critic: CriticSpec, model_path: str) -> None:
     module = ppo(model_path, critic=critic, ppo_epochs=4, critic_lr=1e-2, value_clip=None, critic_warmup_rollouts=6)
-    keep = fit(module, rollouts=6)
-    errors = [abs(m["value/mean"] - m["reward/mean"]) for m in keep.metrics]
+    keep = fit(module, rollouts=6, rewards=[always_one])
+    errors = [abs(m["value/mean"] - 1.0) for m in keep.metrics]  # gamma = lambda = 1: every state is worth 1
     assert errors[-1] < 0.5 * errors[0], errors
     names = [group["name"] for group in module.trainer.optimizers[0].param_groups]
     assert names == ["actor", "critic"] and (module.critic is None) == critic.shared
