@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -245,18 +245,26 @@ class VLLMAdapter:
         with _deaths():
             self.llm.wake_up(tags=tags)
 
-    def close(self) -> None:
-        """Ends the engine and waits until each of its processes is gone, killing those that stay."""
+    def close(self, *, dead: bool = False) -> None:
+        """Ends the engine and waits until each of its processes is gone, killing those that stay.
+
+        With `dead` a process is missing already: what is left gets no time to say goodbye.
+        """
         import psutil  # type: ignore[import-untyped]
 
         processes = [psutil.Process(pid) for pid in self.pids if psutil.pid_exists(pid)]
+        if dead:
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
         try:
             with isolated_rng():
                 self.client.shutdown()
         finally:
             _, left = psutil.wait_procs(processes, timeout=_CLOSE_SECONDS)
             for process in left:
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             psutil.wait_procs(left, timeout=_CLOSE_SECONDS)
             del self.llm, self.engine, self.client
             gc.collect()

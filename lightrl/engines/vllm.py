@@ -163,10 +163,13 @@ class VLLMEngine(Engine):
         return list(self._running().pids)
 
     def close(self) -> None:
+        self._release(dead=False)
+
+    def _release(self, *, dead: bool) -> None:
         adapter, self._adapter, self._sender = self._adapter, None, None
         self.policy_version, self._finished = -1, {}
         if adapter is not None:
-            adapter.close()
+            adapter.close(dead=dead)
 
     def _running(self) -> VLLMAdapter:
         if self._adapter is None:
@@ -183,7 +186,7 @@ class VLLMEngine(Engine):
             try:
                 yield adapter
             except EngineDiedError as error:
-                self.close()
+                self._release(dead=True)
                 self._died = True
                 if not self.restart_engine:
                     raise

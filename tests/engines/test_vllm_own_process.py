@@ -81,8 +81,11 @@ def test_a_broken_push_is_told_and_mended(untied: VLLMEngine, untied_folder: Pat
 
 
 def kill_mid_rollout(engine: VLLMEngine, victim: int) -> float:
-    """Kills a process once the first group is out; seconds until the error. It must be `EngineDiedError`."""
-    stream = engine.generate(PROMPTS, LONG, num_completions=8, seeds=range(16))
+    """Kills a process once the first group is out; seconds until the error. It must be `EngineDiedError`.
+
+    960 sequences are more than run at once (256), so the rollout is far from done then.
+    """
+    stream = engine.generate(PROMPTS, LONG, num_completions=60, seeds=range(16))
     next(stream)
     os.kill(victim, signal.SIGKILL)
     began = time.monotonic()
@@ -111,7 +114,7 @@ def test_restart_with_weights_pushed_again(tied: VLLMEngine, tied_folder: Path, 
         tied.restart_engine = True
         tied.start(EngineContext(str(tied_folder), max_prompt_tokens=64, max_new_tokens=120))
     else:
-        stream = tied.generate(PROMPTS, LONG, num_completions=8, seeds=range(16))
+        stream = tied.generate(PROMPTS, LONG, num_completions=60, seeds=range(16))
         next(stream)
         os.kill(commands(before)["core"], signal.SIGKILL)
         with pytest.raises(EngineRestartedError, match="push them"):
