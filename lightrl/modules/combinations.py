@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from lightrl.modules.advantages import AdvantageEstimator
 from lightrl.modules.kl import KLInReward, KLPenalty
+from lightrl.types import class_name
 
 __all__ = ["refuse_combination"]
 
@@ -23,7 +24,7 @@ def refuse_combination(advantage: AdvantageEstimator, kl: KLPenalty | None, *, w
         ValueError: a KL in the reward with an estimator that takes scores for success or failure, or that does not
             read the summed rewards; whitening after an estimator that ends with a normalisation of its own.
     """
-    name = type(advantage).__name__
+    name = class_name(advantage)
     if isinstance(kl, KLInReward):
         way_out = "Use KLInLoss('k3', ratio_correction=True) or no KL."
         if advantage.needs_binary_scores:

@@ -75,7 +75,8 @@ class PPOClip(PolicyLoss):
     above the upper bound) and, with a cap, `policy/clip_fraction_dual` are the fractions of tokens without gradient.
 
     Args:
-        eps_low: in [0, 1]. eps_high: at least 0. DAPO: 0.2 and 0.28.
+        eps_low: in [0, 1].
+        eps_high: at least 0. DAPO: 0.2 and 0.28.
         dual_clip: largest ratio that counts where A < 0, above 1; None is off. Usual: 3.
         delta: INTELLECT-2's name for the same cap, above 1 + eps_high; None is off. Give one of the two.
 
@@ -122,7 +123,8 @@ class GSPO(PolicyLoss):
     of clipped sequences. Use `SequenceMean` (the paper) or `SequenceSum` (LUSPO).
 
     Args:
-        eps_low: in [0, 1]. eps_high: at least 0.
+        eps_low: in [0, 1].
+        eps_high: at least 0.
 
     Raises:
         ValueError: an argument is out of range.
@@ -152,7 +154,8 @@ class RLOOSequence(PolicyLoss):
     to be TRL's RLOO loss. Clip fractions count the tokens of clipped sequences.
 
     Args:
-        eps_low: in [0, 1]. eps_high: at least 0.
+        eps_low: in [0, 1].
+        eps_high: at least 0.
 
     Raises:
         ValueError: an argument is out of range.
@@ -182,7 +185,8 @@ class GMPO(PolicyLoss):
     Clip fractions are those of tokens whose log-ratio is clipped. Use `SequenceMean` (the paper).
 
     Args:
-        eps_low: bound on -log r, above 0. eps_high: bound on log r, above 0. The paper's range is (e^-0.4, e^0.4).
+        eps_low: bound on -log r, above 0.
+        eps_high: bound on log r, above 0. The paper's range is (e^-0.4, e^0.4).
 
     Raises:
         ValueError: an argument is out of range.
@@ -256,7 +260,8 @@ class SAPO(PolicyLoss):
     On-policy the gradient is that of PPO. Without bounds there are no clip fractions.
 
     Args:
-        tau_pos: sharpness for A > 0, above 0. tau_neg: for A <= 0, above 0; larger decays faster.
+        tau_pos: sharpness for A > 0, above 0.
+        tau_neg: for A <= 0, above 0; larger decays faster.
 
     Raises:
         ValueError: an argument is out of range.
@@ -289,7 +294,8 @@ class CPG(PolicyLoss):
     The gradient of a token is A times grad log pi, never weighted by its ratio. The value reported for D is k3's.
 
     Args:
-        eps_low: in [0, 1). eps_high: at least 0.
+        eps_low: in [0, 1).
+        eps_high: at least 0.
         drift_coef: weight of the drift penalty, at least 0; 0 is off. The drift is 0 in the first update of a rollout.
         drift_clip: bound on r - 1 in the drift's gradient, above 0.
 

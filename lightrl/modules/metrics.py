@@ -48,9 +48,7 @@ class MetricSums:
         out: dict[str, float] = {}
         names = sorted(self._sums)
         if names:
-            stacked = torch.stack(
-                [torch.stack([self._sums[n].cpu(), self._counts[n].cpu()]) for n in names]
-            ).to(device)
+            stacked = torch.stack([torch.stack([self._sums[n].cpu(), self._counts[n].cpu()]) for n in names]).to(device)
             for name, (total, count) in zip(names, all_sum(stacked).tolist(), strict=True):
                 if count:
                     out[name] = total / count

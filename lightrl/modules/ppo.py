@@ -26,6 +26,7 @@ from lightrl.models.spec import ModelSpec
 from lightrl.modules import evaluation, random_states, strategies
 from lightrl.modules.advantages import GAE, AdvantageEstimator
 from lightrl.modules.aggregation import Aggregation, TokenMean
+from lightrl.modules.combinations import refuse_combination
 from lightrl.modules.experience import (
     cut_micro_batches,
     evaluate_models,
@@ -172,6 +173,7 @@ class PPOLightningModule(LightningModule):
                 f"advantage={class_name(self.advantage)} needs a critic but critic=None: give a CriticSpec or "
                 "another estimator (GroupNorm, RLOO, ...)."
             )
+        refuse_combination(self.advantage, self.kl, whiten=self.whiten_advantages)
         at_least = {"kl_coef": 0, "vf_coef": 0, "ppo_epochs": 1, "micro_batch_tokens": 1, "max_skipped_updates": 1}
         for name, low in at_least.items():
             if getattr(self, name) < low:

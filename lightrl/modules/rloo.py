@@ -23,9 +23,12 @@ class RLOOLightningModule(PPOLightningModule):
 
     Args:
         actor: the policy: a folder or hub name, or a `ModelSpec`.
-        advantage: estimator of advantages. aggregation: how token losses become one number.
-        kl: penalty against the reference; None for none. kl_coef: its coefficient.
-        whiten_advantages: scale advantages once more over the rollout. ppo_epochs: passes over each rollout.
+        advantage: estimator of advantages.
+        aggregation: how token losses become one number.
+        kl: penalty against the reference; None for none.
+        kl_coef: its coefficient.
+        whiten_advantages: scale advantages once more over the rollout.
+        ppo_epochs: passes over each rollout.
         kwargs: the other arguments of `PPOLightningModule`.
     """
 
