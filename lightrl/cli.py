@@ -85,6 +85,8 @@ def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
         LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
+        # Errors are raised and shown by `main`, without the parser's page of usage before them.
+        parser_kwargs={"exit_on_error": False},
         auto_configure_optimizers=False,  # modules take an optimizer of their own; `--optimizer` would do nothing
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
@@ -93,15 +95,26 @@ def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
     )
 
 
-def is_users_error(error: BaseException) -> bool:
-    """Whether LightRL itself raised this to say what is wrong with the input, so that its message is enough.
+def users_error(error: BaseException) -> str | None:
+    """What to tell the user where the input is wrong; None for everything else, which keeps its traceback.
 
-    A `ValueError` that comes out of a library, or out of the user's own code, keeps its traceback.
+    That is what the parser refuses, and what LightRL itself raises to say what is wrong with an argument, a file or a
+    reward function. A `ValueError` that comes out of a library or of the user's own code is none of it.
     """
+    from jsonargparse import ArgumentError
+
     from lightrl.rewards.base import RewardError
 
-    raised_in = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
-    return isinstance(error, ValueError | RewardError) and any(name.startswith("lightrl.") for name in raised_in)
+    if isinstance(error, ArgumentError):
+        return f"{error}\n`lightrl --help` and `lightrl COMMAND --help` explain the arguments."
+    while _raised_in(error, "jsonargparse") and error.__cause__ is not None:
+        error = error.__cause__  # the parser wraps what a constructor raises
+    return str(error) if isinstance(error, ValueError | RewardError) and _raised_in(error, "lightrl") else None
+
+
+def _raised_in(error: BaseException, package: str) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").split(".")[0] == package
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -109,9 +122,10 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         _main(args)
     except Exception as error:
-        if os.environ.get("LIGHTRL_DEBUG") == "1" or not is_users_error(error):
+        message = users_error(error)
+        if message is None or os.environ.get("LIGHTRL_DEBUG") == "1":
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
 

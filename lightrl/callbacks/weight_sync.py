@@ -76,7 +76,7 @@ class WeightSync(Callback):
         ours = pl_module.token_logprobs(tokens.to(pl_module.device)).cpu()[:, 1:]
         gaps = (ours - theirs).abs()
         self.last_gap = float(gaps.mean())
-        tolerance = self.tolerance or TOLERANCE[getattr(engine, "dtype", None) or "float32"]
+        tolerance = self.tolerance or TOLERANCE.get(engine.dtype or "float32", TOLERANCE["bfloat16"])
         worst = bool(pl_module.all_max(torch.tensor(float(not self.last_gap <= tolerance))))
         if worst:
             version, engine.policy_version = engine.policy_version, -1

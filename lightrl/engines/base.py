@@ -64,6 +64,9 @@ class Engine(ABC):
     policy_version: int = -1
     """Version of the loaded weights, -1 until the first `load_weights`."""
 
+    dtype: str | None = None
+    """Of the weights of the started engine: "float32", "bfloat16" or "float16"; None where the engine does not know."""
+
     @abstractmethod
     def start(self, context: EngineContext) -> None:
         """Loads the model. Collective: every rank calls it. Calling it on a started engine does nothing."""

@@ -72,7 +72,8 @@ class TransformersEngine(Engine):
         """See `Engine.start`."""
         if self.started:
             return
-        dtype = getattr(torch, self._dtype or context.dtype)
+        self.dtype = self._dtype or context.dtype
+        dtype = getattr(torch, self.dtype)
         path, kwargs = context.model_path, self._model_kwargs
         # Making a module draws random numbers, which the trainer would miss.
         with torch.random.fork_rng(devices=[]):

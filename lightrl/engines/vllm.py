@@ -101,7 +101,7 @@ class VLLMEngine(Engine):
         if "worker_extension_cls" in (engine_args or {}):
             raise ValueError("VLLMEngine.engine_args: leave out worker_extension_cls, LightRL pushes weights by it.")
         self.model = model
-        self.dtype = dtype
+        self.requested_dtype = dtype
         self.in_process = in_process
         self.requested_model_len = max_model_len
         self.gpu_memory_utilization = gpu_memory_utilization
@@ -131,6 +131,7 @@ class VLLMEngine(Engine):
         cuda = context.device.startswith("cuda")
         forced, defaults = self._environment(context, cuda)
         arguments = self._arguments(context, cuda)
+        self.dtype = str(arguments["dtype"]).removeprefix("torch.")
         try:
             self._adapter = VLLMAdapter(arguments, in_process=self.in_process, forced=forced, defaults=defaults)
         except ValueError as error:
@@ -233,7 +234,7 @@ class VLLMEngine(Engine):
             length = context.max_prompt_tokens + context.max_new_tokens
         arguments: dict[str, Any] = {
             "model": self.model or context.model_path,
-            "dtype": self.dtype or context.dtype,
+            "dtype": self.requested_dtype or context.dtype,
             "seed": context.seed % 2**31,
             "max_model_len": length,
             "tensor_parallel_size": self.tensor_parallel_size,

@@ -1,0 +1,43 @@
+"""A custom algorithm in Python: override one hook, keep the rest.
+
+    lightrl fit --config configs/quickstart/sft.yaml && python examples/custom_hook.py [MODEL_FOLDER]
+"""
+
+import sys
+
+from lightning.pytorch import Trainer
+
+from lightrl.callbacks import WeightSync
+from lightrl.data import ArithmeticRows, PromptSource, RolloutDataModule
+from lightrl.engines import TransformersEngine
+from lightrl.modules import GRPOLightningModule
+from lightrl.rewards import ExactAnswer
+from lightrl.types import SamplingParams
+
+
+class PositiveOnlyGRPO(GRPOLightningModule):
+    """GRPO that learns from completions better than their group's mean and ignores the others."""
+
+    def compute_advantages(self, experience, token_rewards, rollouts):
+        advantages, returns = super().compute_advantages(experience, token_rewards, rollouts)
+        return advantages.clamp(min=0.0), returns
+
+
+def main(model: str = "outputs/quickstart/sft/model", **trainer_arguments) -> Trainer:
+    data = RolloutDataModule(
+        prompts=PromptSource(rows=ArithmeticRows()),
+        rewards=[ExactAnswer()],
+        engine=TransformersEngine(),
+        sampling=SamplingParams(max_new_tokens=5),
+        group_size=8,
+        prompts_per_rollout=32,
+    )
+    module = PositiveOnlyGRPO(model, kl=None)
+    settings = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1, **trainer_arguments}
+    trainer = Trainer(callbacks=[WeightSync()], **settings)
+    trainer.fit(module, data)
+    return trainer
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,214 @@
+"""Every YAML under configs/ goes through the real command line.
+
+Whole configurations are printed and run (`fast_dev_run`) with a tiny model, local rows and the transformers engine in
+the place of theirs, by one more --config as a user would do it; overlays are merged into a recipe.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightrl.cli import run
+from tests.toys import quickstart_model
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+WHOLE = sorted(p for folder in ("quickstart", "recipes", "algorithms") for p in (CONFIGS / folder).glob("*.yaml"))
+OVERLAYS = sorted(p for folder in ("overlays", "strategies") for p in (CONFIGS / folder).glob("*.yaml"))
+PPO_RECIPE = CONFIGS / "recipes" / "ppo_gsm8k_qwen2.5_1.5b.yaml"
+# A chat template in the characters that the quickstart's tokenizer knows.
+TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+
+
+def name(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
+@pytest.fixture(autouse=True)
+def _in_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lightrl"])  # LightningCLI warns about arguments beside `args`
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model, rows like GSM8K's, and the configurations that put them in place."""
+    folder = tmp_path_factory.mktemp("tiny")
+    model = quickstart_model(folder / "model")
+    settings = json.loads((folder / "model" / "tokenizer_config.json").read_text())
+    (folder / "model" / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
+    rows = [{"question": f"{a}+{a}=", "prompt": f"{a}+{a}=", "answer": f"{a} and {a}\n#### {2 * a}"} for a in range(8)]
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row | {"completion": row["answer"][-2:]}) for row in rows))
+    source = {"path": str(folder / "rows.jsonl"), "rows": None, "name": None}
+    trainer = {"accelerator": "cpu", "devices": 1, "precision": "32-true", "fast_dev_run": 1}
+    trainer |= {"enable_progress_bar": False}
+    actor = {"path": model, "random_init": False}
+    rl = {
+        "trainer": trainer,
+        "model": {"init_args": {"actor": actor, "minibatch_size": None}},
+        "data": {
+            "init_args": {
+                "prompts": source,
+                "eval_prompts": source,
+                "engine": {"class_path": "TransformersEngine"},
+                "sampling": {"max_new_tokens": 4},
+                "eval_sampling": {"max_new_tokens": 4},
+                "prompts_per_rollout": 4,
+                "eval_batch_size": 4,
+            }
+        },
+    }
+    sft_data = {"tokenizer": model, "train": source, "val": source, "batch_size": 4}
+    sft = {"trainer": trainer, "model": {"init_args": {"actor": actor}}, "data": {"init_args": sft_data}}
+    (folder / "rl.yaml").write_text(yaml.safe_dump(rl))
+    (folder / "sft.yaml").write_text(yaml.safe_dump(sft))
+    (folder / "reference.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"reference": {"path": model, "dtype": None}}}}))
+    return folder
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    """What `lightrl fit ... --print_config` prints."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run(["fit", *map(str, arguments), "--print_config"])
+    out = capsys.readouterr()
+    assert not stop.value.code, out.err
+    config: dict[str, Any] = yaml.safe_load(out.out)
+    return config
+
+
+def differences(before: Any, after: Any, path: str = "") -> dict[str, Any]:
+    """Dotted name -> new value of every leaf that differs."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        found: dict[str, Any] = {}
+        for key in [*before, *(key for key in after if key not in before)]:
+            found |= differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
+        return found
+    return {} if before == after else {path: after}
+
+
+def test_every_yaml_is_covered() -> None:
+    assert {*WHOLE, *OVERLAYS} == set(CONFIGS.rglob("*.yaml"))
+    assert {p.stem for p in WHOLE if p.parent.name == "recipes"} == {
+        f"{algorithm}_gsm8k_qwen2.5_{size}" for algorithm in ("ppo", "grpo") for size in ("0.5b", "1.5b")
+    }
+
+
+@pytest.mark.parametrize("config", WHOLE, ids=name)
+def test_prints(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It parses; logs and the exported model go to folders of its own; the header says how to run it."""
+    parsed = printed(capsys, "--config", config)
+    folders = {
+        logger["init_args"]["save_dir"] + "/" + logger["init_args"]["name"] for logger in parsed["trainer"]["logger"]
+    }
+    assert len(folders) == 1 and folders.pop().endswith(config.stem)
+    exports = [c for c in parsed["trainer"]["callbacks"] if c["class_path"].endswith("HFExport")]
+    assert [Path(c["init_args"]["dirpath"]).parent.name for c in exports] == [config.stem]
+    assert f"lightrl fit --config configs/{config.parent.name}/{config.name}" in config.read_text()
+
+
+@pytest.mark.parametrize("config", WHOLE, ids=name)
+def test_runs_with_a_tiny_model(config: Path, place: Path, tmp_path: Path) -> None:
+    """One rollout and one evaluation; nothing is written, so a trial cannot damage the files of a real run."""
+    arguments = ["fit", "--config", str(config), "--config", str(place / ("sft" if config.stem == "sft" else "rl"))]
+    arguments[-1] += ".yaml"
+    if "reference:" in config.read_text():
+        arguments += ["--config", str(place / "reference.yaml")]
+    cli = run(arguments)
+    metrics = cli.trainer.callback_metrics
+    if config.stem == "sft":
+        assert metrics["loss/sft"] > 0 and metrics["eval/loss"] > 0
+    else:
+        assert metrics["reward/scored_fraction"] == 1.0 and "eval/ExactAnswer" in metrics
+        assert metrics["kl/ref"] == pytest.approx(0.0, abs=1e-4)  # the first rollout is the reference's own
+        assert cli.trainer.global_step == cli.model.ppo_epochs
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("overlay", ["lora", "bf16"])
+def test_overlays_run_with_a_tiny_model(overlay: str, place: Path) -> None:
+    if overlay == "lora":
+        pytest.importorskip("peft")
+    tiny = place / "rl.yaml"
+    cli = run(
+        ["fit", "--config", str(CONFIGS / "algorithms" / "grpo.yaml"), "--config", str(tiny)]
+        + ["--config", str(CONFIGS / "overlays" / f"{overlay}.yaml")]
+    )
+    trained = sum(p.numel() for p in cli.model.actor.parameters() if p.requires_grad)
+    assert cli.trainer.precision == ("bf16-mixed" if overlay == "bf16" else "32-true")
+    assert (trained < 0.5 * sum(p.numel() for p in cli.model.actor.parameters())) == (overlay == "lora")
+    assert cli.trainer.global_step == 1
+
+
+def expected_changes(overlay: Path) -> dict[str, Any]:
+    strategy = "trainer.strategy"
+    offload = {"model.init_args.optimizer.class_path": "deepspeed.ops.adam.DeepSpeedCPUAdam"}
+    return {
+        "8gpu": {"trainer.devices": 8, strategy: "ddp"},
+        "bf16": {},
+        "lora": {
+            "model.init_args.reference": None,
+            "model.init_args.actor.lora": {"r": 32, "alpha": 64.0},
+            "model.init_args.optimizer.init_args.lr": 1e-5,
+        },
+        "wandb": {"trainer.logger": None},
+        "ddp": {strategy: {"gradient_as_bucket_view": True}},
+        "fsdp2": {strategy: {"data_parallel_size": 8, "tensor_parallel_size": 1}},
+        "deepspeed_zero2": {strategy: {"stage": 2, "offload_optimizer": False}},
+        "deepspeed_zero3": {strategy: {"stage": 3, "offload_optimizer": False}},
+        "deepspeed_zero2_offload": {strategy: {"stage": 2, "offload_optimizer": True}, **offload},
+        "deepspeed_zero3_offload": {strategy: {"stage": 3, "offload_parameters": True}, **offload},
+    }[overlay.stem]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=name)
+def test_overlay_changes_only_what_it_says(overlay: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if overlay.stem.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    before = printed(capsys, "--config", PPO_RECIPE)
+    after = printed(capsys, "--config", PPO_RECIPE, "--config", overlay)
+    changes = differences(before, after)
+    if overlay.stem.endswith("offload"):  # another optimizer class has other further arguments; the rate stays
+        changes = {k: v for k, v in changes.items() if not k.startswith("model.init_args.optimizer.init_args.")}
+        assert after["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 1e-6
+        assert after["model"]["init_args"]["optimizer"]["init_args"]["weight_decay"] == 0.0
+    expected = expected_changes(overlay)
+    assert set(changes) == set(expected)
+    for key, value in expected.items():
+        got = changes[key]
+        if isinstance(value, dict):
+            got = got.get("init_args", got)
+            assert {k: got[k] for k in value} == value
+        elif key != "trainer.logger":
+            assert got == value
+    assert f"--config configs/{overlay.parent.name}/{overlay.name}" in overlay.read_text()
+
+
+def test_wandb_overlay_adds_to_the_loggers(capsys: pytest.CaptureFixture[str]) -> None:
+    config = printed(capsys, "--config", PPO_RECIPE, "--config", CONFIGS / "overlays" / "wandb.yaml")
+    loggers = [logger["class_path"].rsplit(".", 1)[-1] for logger in config["trainer"]["logger"]]
+    assert loggers == ["CSVLogger", "TensorBoardLogger", "WandbLogger"]
+
+
+def test_a_plain_list_replaces_and_a_plus_adds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the overlays' comments say about lists."""
+    one = [{"class_path": "LinearKL", "init_args": {"start": 0.1, "end": 0.0, "num_rollouts": 9}}]
+    for key, count in (("callbacks", 1), ("callbacks+", 7)):
+        (tmp_path / "more.yaml").write_text(yaml.safe_dump({"trainer": {key: one}}))
+        config = printed(capsys, "--config", PPO_RECIPE, "--config", tmp_path / "more.yaml")
+        assert len(config["trainer"]["callbacks"]) == count
+        assert config["trainer"]["callbacks"][-1]["class_path"].endswith("LinearKL")
+
+
+def test_overlays_combine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight GPUs, then the strategy that shards over them: the later file wins."""
+    files = [PPO_RECIPE, *(CONFIGS / p for p in ("overlays/8gpu.yaml", "overlays/lora.yaml", "strategies/fsdp2.yaml"))]
+    config = printed(capsys, *(argument for file in files for argument in ("--config", file)))
+    assert config["trainer"]["devices"] == 8
+    assert config["trainer"]["strategy"]["class_path"].endswith("ModelParallelStrategy")
+    assert config["model"]["init_args"]["actor"]["lora"]["r"] == 32
+    assert config["data"]["init_args"]["prompts_per_rollout"] % 8 == 0
