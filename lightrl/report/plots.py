@@ -201,8 +201,9 @@ def draw_area(axes: Any, lines: list[tuple[str, str, Series]], colors: Theme) ->
     axes.stackplot(x, rows, labels=[label for _, label, _ in lines], colors=colors.lines, alpha=0.85, linewidth=0)
     totals = sorted(sum(column) for column in zip(*rows, strict=True))
     typical = totals[len(totals) * 9 // 10]
+    axes.set_ylim(0, 1.35 * totals[-1] or 1.0)  # room for the legend
     if totals[-1] > 3 * typical > 0:  # the first rollout starts the engine: do not let it flatten the others
-        axes.set_ylim(0, 2 * typical)
+        axes.set_ylim(0, 1.8 * typical)
         axes.set_title(f"highest: {totals[-1]:.3g} s", loc="right", fontsize=8, color=colors.text)
 
 
@@ -217,8 +218,9 @@ def finish(axes: Any, panel: Panel, colors: Theme, width: int) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
     if panel.kind == "percent":
         axes.set_ylim(0, max(axes.get_ylim()[1], 1.0))
-    elif panel.low is not None:
-        axes.set_ylim(bottom=min(panel.low, axes.dataLim.y0))
+    elif panel.low is not None and panel.kind != "area":
+        low, high = min(panel.low, axes.dataLim.y0), axes.dataLim.y1
+        axes.set_ylim(low, high + 0.08 * max(high - low, 1e-12))
     if panel.name == "evaluation" and axes.dataLim.y1 <= 1.0:
         axes.set_ylim(top=1.03)
     axes.tick_params(colors=colors.text, labelsize=8, length=0)
@@ -230,4 +232,12 @@ def finish(axes: Any, panel: Panel, colors: Theme, width: int) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
         columns = 3 if len(handles) > 4 else 1
-        axes.legend(handles, labels, fontsize=8, frameon=False, labelcolor=colors.text, ncols=columns, loc="best")
+        axes.legend(
+            handles,
+            labels,
+            fontsize=8,
+            frameon=False,
+            labelcolor=colors.text,
+            ncols=columns,
+            loc="upper center" if panel.kind == "area" else "best",
+        )
