@@ -18,8 +18,6 @@ from lightrl.models.spec import Layout
 
 __all__ = ["Backbone", "BackboneOutput"]
 
-BLANK_MASK = torch.empty(1, 1, 1, 1)  # transformers takes a 4-D mask as it is, so it builds none; the plan masks
-
 
 @dataclass
 class BackboneOutput:
@@ -97,10 +95,12 @@ class Backbone:
         self.layout = "padded"
 
     def _run_plan(self, token_ids: Tensor, plan: Plan) -> BackboneOutput:
+        # transformers takes a 4-D mask as it is, so it builds none: the plan says who sees whom
+        blank = torch.empty(1, 1, 1, 1, device=token_ids.device)
         out = self.body(
             input_ids=token_ids.reshape(1, -1).index_select(1, plan.source),
             position_ids=plan.position_ids.unsqueeze(0),
-            attention_mask=BLANK_MASK.to(token_ids.device),
+            attention_mask=blank,
             use_cache=False,
             plan=plan,
         )
@@ -155,8 +155,9 @@ class Backbone:
         ids = (torch.arange(8, device=lm.device) % lm.config.get_text_config().vocab_size).unsqueeze(0)
         hidden = self.body(input_ids=ids, use_cache=False).last_hidden_state[0]
         own, _ = lm.get_output_embeddings()(hidden, targets=ids[0], logit_map=logit_map)
-        plain = F.log_softmax(lm(input_ids=ids, use_cache=False).logits[0].float(), -1).gather(1, ids.T).squeeze(1)
-        tolerance = 1e-3 if hidden.dtype in (torch.float32, torch.float64) else 0.2
+        logits = lm(input_ids=ids, use_cache=False).logits[0]
+        plain = F.log_softmax(logits.float(), -1).gather(1, ids.T).squeeze(1)
+        tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 0.2
         worst = (own - plain).abs().max().item()
         if worst > tolerance:
             raise ValueError(

@@ -126,8 +126,9 @@ def make_plan(
         targets = wanted.view(-1).nonzero().squeeze(1)
         read = where[targets - 1]
     assert bool((read >= 0).all())
+    source, positions, read, targets = (x.to(device, non_blocking=True) for x in (source, positions, read, targets))
     return Plan(
-        *(x.to(device, non_blocking=True) for x in (source, positions, read, targets)),
+        source, positions, read, targets,
         starts.tolist(), lengths, parents, rows, (len(attention), width),
     )  # fmt: skip
 

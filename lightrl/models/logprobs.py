@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["LogitMap", "TokenHead", "chunked_logprobs", "install_head"]
 
-CHUNK_ELEMENTS = 1 << 25  # logits of one chunk: 128 MiB in float32; at most three such buffers live at once
+CHUNK_ELEMENTS = 1 << 26  # logits that live at once: 256 MiB in float32
 
 
 class LogitMap(NamedTuple):
@@ -63,7 +63,7 @@ def chunked_logprobs(
         temperature: above 0.
         entropy: whether the entropy is wanted too.
         logit_map: what happens to logits before the temperature.
-        chunk_elements: C * V is at most this, or C is 1.
+        chunk_elements: C * V is at most this, half of it where entropies need a second buffer; or C is 1.
 
     Returns:
         (M,) float32 log-probs and (M,) float32 entropies in nats or None; exact gradients for hidden, weight and bias.
@@ -107,7 +107,7 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         wide = torch.promote_types(hidden.dtype, torch.float32)
         picked, lse, entropies = (torch.zeros(len(hidden), dtype=wide, device=hidden.device) for _ in range(3))
-        for rows in _chunks(len(hidden), chunk):
+        for rows in _chunks(len(hidden), max(1, chunk // 2) if entropy else chunk):
             z = _logits(hidden[rows], weight, bias, logit_map, temperature)
             top = z.amax(1, keepdim=True)
             picked[rows] = z.gather(1, targets[rows, None]).squeeze(1)
@@ -117,50 +117,67 @@ class _Chunked(torch.autograd.Function):
             lse[rows] = total.log() + top.squeeze(1)
             if entropy:  # H = log sum exp(z) - sum p z
                 entropies[rows] = total.log() - torch.linalg.vecdot(exp, z) / total
+            del z, exp  # before the next chunk is made
         picked -= lse
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropies)
-        ctx.settings = temperature, entropy, logit_map, chunk
+        ctx.settings = temperature, logit_map, chunk
+        ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing in the backward pass
         return picked, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, bias, targets, lse, entropies = ctx.saved_tensors
-        temperature, entropy, logit_map, chunk = ctx.settings
+        temperature, logit_map, chunk = ctx.settings
+        grad_logprob = torch.zeros_like(lse) if grad_logprob is None else grad_logprob
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        wide = lse.dtype
+        cap = logit_map.cap / temperature  # bound of the scaled logits
+        wide, slope = lse.dtype, logit_map.scale / temperature
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
         d_bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if need_bias else None
-        for rows in _chunks(len(hidden), chunk):
+        for rows in _chunks(len(hidden), chunk if grad_entropy is None else max(1, chunk // 2)):
             z = _logits(hidden[rows], weight, bias, logit_map, temperature)
-            slope = None
-            if logit_map.cap:  # d tanh = 1 - tanh^2
-                slope = z.mul(temperature / logit_map.cap).square_().neg_().add_(1.0)
-            g_entropy = grad_entropy[rows] if entropy else None
-            dz = _logit_gradient(z, targets[rows], lse[rows], entropies[rows], grad_logprob[rows], g_entropy)
-            if slope is not None:
+            g, h = grad_logprob[rows], None if grad_entropy is None else grad_entropy[rows]
+            if h is None and not logit_map.cap:
+                dz, factor = z.sub_(lse[rows, None]).exp_(), -g * slope  # dz is factor * p; targets are added below
+            else:
+                dz, factor = _logit_gradient(z, targets[rows], lse[rows], entropies[rows], g, h, cap), None
                 dz *= slope
-            dz = dz.mul_(logit_map.scale / temperature) if logit_map.scale != temperature else dz
+            scaled = hidden[rows] if factor is None else hidden[rows] * factor[:, None].to(hidden.dtype)
             if d_bias is not None:
-                d_bias += dz.sum(0)
+                d_bias += dz.sum(0) if factor is None else factor @ dz
             dz = dz.to(weight.dtype)
             if d_hidden is not None:
-                torch.mm(dz, weight, out=d_hidden[rows])
+                part = dz @ weight
+                d_hidden[rows] = part if factor is None else (part - weight[targets[rows]]) * factor[:, None]
             if d_weight is not None:
                 if d_weight.dtype == dz.dtype:
-                    d_weight.addmm_(dz.T, hidden[rows])
+                    d_weight.addmm_(dz.T, scaled)
                 else:
-                    d_weight += dz.T @ hidden[rows]
+                    d_weight += dz.T @ scaled
+            if factor is not None:
+                if d_weight is not None:
+                    d_weight.index_add_(0, targets[rows], scaled.to(wide), alpha=-1)
+                if d_bias is not None:
+                    d_bias.index_add_(0, targets[rows], factor, alpha=-1)
+            del z, dz  # before the next chunk is made
         d_weight = d_weight.to(weight.dtype) if d_weight is not None else None
         d_bias = d_bias.to(bias.dtype) if d_bias is not None else None
         return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
 def _logit_gradient(
-    z: Tensor, targets: Tensor, lse: Tensor, entropies: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None
+    z: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    entropies: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
+    cap: float,
 ) -> Tensor:
-    """Turns (C, V) scaled logits into the gradient with respect to them; reuses their memory."""
+    """Turns (C, V) scaled logits into the gradient with respect to them, or to the tanh's input under a cap."""
+    slope = z.div(cap).square_().neg_().add_(1.0) if cap else None  # d tanh = 1 - tanh^2
     log_p = z.sub_(lse[:, None])
     if grad_entropy is None:
         dz = log_p.exp_().mul_(-grad_logprob[:, None])
@@ -170,7 +187,7 @@ def _logit_gradient(
         dz = log_p.add_(entropies[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprob[:, None]).mul_(p)
     rows = torch.arange(len(z), device=z.device)
     dz[rows, targets] += grad_logprob
-    return dz
+    return dz if slope is None else dz.mul_(slope)
 
 
 class TokenHead(nn.Linear):
@@ -181,7 +198,7 @@ class TokenHead(nn.Linear):
     that is where ZeRO-3 gathers it (FSDP2 has it gathered throughout the root's forward).
     """
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, **settings: Any) -> Any:
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, **settings: Any) -> Any:  # type: ignore[override]
         """Logits of (..., D), or with (M,) targets what `chunked_logprobs` returns."""
         if targets is None:
             return super().forward(hidden)

@@ -1,0 +1,140 @@
+"""Padded, packed and shared-prefix layouts: the same results, and time by the tokens really computed.
+
+    python benchmarks/layouts.py --out layouts.json
+
+Each case is a batch of groups with varied lengths; the layouts alternate in one process, forward and backward.
+"kept" is the time a layout saved against the padded one divided by what the token counts promise:
+(1 - seconds / padded seconds) / (1 - tokens / padded tokens).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from lightrl.models.layouts import make_plan
+from lightrl.models.policy import PolicyModel
+
+LAYOUTS = ("padded", "packed", "shared_prefix")
+# name: prompts, prompt lengths (from, to), group size, completion lengths (from, to)
+CASES = {
+    "short prompts": (8, (8, 8), 8, (64, 64)),
+    "varied": (8, (30, 160), 8, (16, 64)),
+    "long prompts": (2, (512, 512), 8, (64, 64)),
+    "long varied": (2, (256, 512), 8, (32, 128)),
+    "no groups": (32, (30, 160), 1, (16, 128)),
+}
+
+
+def make_rows(case: tuple[int, tuple[int, int], int, tuple[int, int]], vocab: int) -> tuple[Tensor, ...]:
+    """(B, T) token ids, attention mask, response mask, and (B,) group ids."""
+    prompts, prompt_range, size, range_ = case
+    draw = random.Random(0)
+    rows = []
+    for group in range(prompts):
+        prompt = [draw.randrange(vocab) for _ in range(draw.randint(*prompt_range))]
+        for _ in range(size):
+            rows.append((group, prompt, [draw.randrange(vocab) for _ in range(draw.randint(*range_))]))
+    width = max(len(p) + len(c) for _, p, c in rows)
+    ids = torch.tensor([p + c + [0] * (width - len(p) - len(c)) for _, p, c in rows])
+    slots = torch.arange(width)
+    ends = torch.tensor([len(p) + len(c) for _, p, c in rows])[:, None]
+    starts = torch.tensor([len(p) for _, p, _ in rows])[:, None]
+    return ids, slots < ends, (slots >= starts) & (slots < ends), torch.tensor([g for g, _, _ in rows])
+
+
+def run(policy: PolicyModel, rows: tuple[Tensor, ...]) -> tuple[float, Tensor]:
+    """CPU seconds (wall seconds on CUDA) of forward + backward, and the log-probs."""
+    cuda = rows[0].is_cuda
+    clock = time.perf_counter if cuda else time.process_time
+    policy.zero_grad(set_to_none=True)
+    start = clock()
+    logprobs = policy(*rows[:3], group_ids=rows[3]).logprobs
+    logprobs.sum().backward()
+    if cuda:
+        torch.cuda.synchronize()
+    return clock() - start, logprobs.detach()
+
+
+def measure(policies: dict[str, PolicyModel], rows: tuple[Tensor, ...], repeats: int) -> list[dict[str, Any]]:
+    """One row of the table per layout."""
+    seconds: dict[str, list[float]] = {layout: [] for layout in policies}
+    results: dict[str, Tensor] = {}
+    for _ in range(repeats + 1):
+        for layout, policy in policies.items():
+            took, results[layout] = run(policy, rows)
+            seconds[layout].append(took)
+    tokens = {"padded": rows[0].numel()}
+    for layout in LAYOUTS[1:]:
+        tokens[layout] = make_plan(*rows, share=layout == "shared_prefix").num_tokens
+    table = []
+    for layout, policy in policies.items():
+        times = [mine / padded for mine, padded in zip(seconds[layout][1:], seconds["padded"][1:], strict=True)]
+        ratio, share = statistics.median(times), tokens[layout] / tokens["padded"]
+        pairs = zip(policy.parameters(), policies["padded"].parameters(), strict=True)
+        table.append(
+            {
+                "layout": layout,
+                "tokens": tokens[layout],
+                "seconds": statistics.median(seconds[layout][1:]),
+                "speedup": 1 / ratio,
+                "kept": (1 - ratio) / (1 - share) if share < 1 else None,
+                "logprob_error": float((results[layout] - results["padded"]).abs().max()),
+                "gradient_error": max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in pairs),  # type: ignore[union-attr, operator]
+            }
+        )
+    return table
+
+
+def main() -> None:
+    """Parses arguments, measures, prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=512)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--out", type=Path, help="JSON file")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=args.vocab, hidden_size=args.hidden, intermediate_size=4 * args.hidden,
+        num_hidden_layers=args.layers, num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=True,
+    )  # fmt: skip
+    lm = Qwen2ForCausalLM(config).to(args.device, getattr(torch, args.dtype))
+    policies = {layout: PolicyModel(copy.deepcopy(lm), layout=layout) for layout in LAYOUTS}
+    result: dict[str, Any] = {
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "settings": {k: v for k, v in vars(args).items() if k != "out"},
+        "cases": {},
+    }
+    heads = ("tokens", "seconds", "speedup", "kept", "logprob_error", "gradient_error")
+    print(f"{'case':14} {'layout':14}" + "".join(f" {head:>14}" for head in heads))
+    for case in args.cases:
+        rows = tuple(x.to(args.device) for x in make_rows(CASES[case], args.vocab))
+        result["cases"][case] = measure(policies, rows, args.repeats)
+        for row in result["cases"][case]:
+            cells = "".join(f" {'-' if row[head] is None else format(row[head], '.4g'):>14}" for head in heads)
+            print(f"{case:14} {row['layout']:14}{cells}")
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=2, default=str))
+
+
+if __name__ == "__main__":
+    main()
