@@ -56,7 +56,8 @@ class PolicyModel(nn.Module):
         self.lm = lm
         self.value_head = new_value_head(lm) if value_head else None
         self.logit_map = LogitMap.of(lm.config.get_text_config())
-        self._backbone = Backbone(lm, lm.base_model, layout)
+        body = lm.base_model if lm.base_model is not lm else lm.model  # Llama 4's prefix names nothing
+        self._backbone = Backbone(lm, body, layout)
         self._checked = False
 
     def forward(
