@@ -40,8 +40,8 @@ class BackboneOutput:
         """(M,) to (B, T), 0 where nothing is wanted."""
         if self.empty:
             values = values * 0.0
-        flat = values.new_zeros(self.shape[0] * self.shape[1])
-        return flat.index_copy(0, self.targets, values).view(self.shape)
+        width = self.shape[1]  # not a view of a flat tensor: FSDP2's hooks on outputs do not survive changes to views
+        return values.new_zeros(self.shape).index_put((self.targets // width, self.targets % width), values)
 
 
 class Backbone:

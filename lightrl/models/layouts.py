@@ -67,11 +67,6 @@ class Plan:
         own = zip(self.lengths, self.parents, strict=True)
         return max(length + (self.lengths[parent] if parent >= 0 else 0) for length, parent in own)
 
-    def scatter(self, values: Tensor) -> Tensor:
-        """(M,) outputs to a (B, T) tensor that is 0 elsewhere."""
-        flat = values.new_zeros(self.shape[0] * self.shape[1])
-        return flat.index_copy(0, self.targets, values).view(self.shape)
-
 
 def make_plan(
     token_ids: Tensor,
