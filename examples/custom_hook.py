@@ -1,6 +1,6 @@
 """A custom algorithm in Python: override one hook, keep the rest.
 
-    lightrl fit --config configs/quickstart/sft.yaml && python examples/custom_hook.py [MODEL_FOLDER]
+After `lightrl fit --config configs/quickstart/sft.yaml`: python examples/custom_hook.py [MODEL_FOLDER]
 """
 
 import sys
@@ -34,7 +34,7 @@ def main(model: str = "outputs/quickstart/sft/model", **trainer_arguments) -> Tr
     )
     module = PositiveOnlyGRPO(model, kl=None)
     settings = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1, **trainer_arguments}
-    trainer = Trainer(callbacks=[WeightSync()], **settings)
+    trainer = Trainer(**{"callbacks": [WeightSync()], **settings})
     trainer.fit(module, data)
     return trainer
 

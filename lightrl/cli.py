@@ -49,6 +49,8 @@ def _build_cli() -> type[Any]:
     import lightrl.rewards  # noqa: F401 - imported so that YAML may name their classes without a path
     from lightrl.engines import TransformersEngine, VLLMEngine  # noqa: F401 - imported lazily by their package
 
+    _start_from_own_defaults()
+
     class LightRLCLI(LightningCLI):
         """`LightningCLI` in subclass mode, without a checkpoint's hyperparameters overriding YAML on resume."""
 
@@ -66,6 +68,35 @@ def _build_cli() -> type[Any]:
             """Lightning would merge the checkpoint's hyperparameters over the given YAML; here YAML is what counts."""
 
     return LightRLCLI
+
+
+def _start_from_own_defaults() -> None:
+    """A loss, estimator, aggregation, KL or engine named anew starts from its own defaults.
+
+    Where a class replaces another, jsonargparse hands it the other's arguments wherever the names match: `loss: GSPO`
+    would get PPO's `eps_low=0.2` in the place of its 3e-4. It has no public switch for it: its function is wrapped.
+    """
+    from jsonargparse import Namespace, _typehints
+
+    from lightrl.engines import Engine
+    from lightrl.modules.advantages import AdvantageEstimator
+    from lightrl.modules.aggregation import Aggregation
+    from lightrl.modules.kl import KLPenalty
+    from lightrl.modules.losses import PolicyLoss
+
+    replaceable = (Engine, AdvantageEstimator, Aggregation, KLPenalty, PolicyLoss)
+    original: Any = _typehints.discard_init_args_on_class_path_change
+    if original.__module__ == __name__:
+        return
+
+    def discard(parser: Any, previous: Any, value: Any) -> None:
+        if previous and "init_args" in previous and previous.get("class_path") and value.get("class_path"):
+            old, new = (_typehints.import_object(spec["class_path"]) for spec in (previous, value))
+            if old is not new and isinstance(old, type) and issubclass(old, replaceable):
+                previous["init_args"] = Namespace()
+        original(parser, previous, value)
+
+    _typehints.discard_init_args_on_class_path_change = discard
 
 
 def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:

@@ -66,7 +66,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sft = {"trainer": trainer, "model": {"init_args": {"actor": actor}}, "data": {"init_args": sft_data}}
     (folder / "rl.yaml").write_text(yaml.safe_dump(rl))
     (folder / "sft.yaml").write_text(yaml.safe_dump(sft))
-    (folder / "reference.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"reference": {"path": model, "dtype": None}}}}))
+    reference = {"path": model, "dtype": None}
+    (folder / "reference.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"reference": reference}}}))
     return folder
 
 
@@ -114,11 +115,10 @@ def test_prints(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("config", WHOLE, ids=name)
 def test_runs_with_a_tiny_model(config: Path, place: Path, tmp_path: Path) -> None:
     """One rollout and one evaluation; nothing is written, so a trial cannot damage the files of a real run."""
-    arguments = ["fit", "--config", str(config), "--config", str(place / ("sft" if config.stem == "sft" else "rl"))]
-    arguments[-1] += ".yaml"
+    files = [config, place / ("sft.yaml" if config.stem == "sft" else "rl.yaml")]
     if "reference:" in config.read_text():
-        arguments += ["--config", str(place / "reference.yaml")]
-    cli = run(arguments)
+        files.append(place / "reference.yaml")
+    cli = run(["fit", *(f"--config={file}" for file in files)])
     metrics = cli.trainer.callback_metrics
     if config.stem == "sft":
         assert metrics["loss/sft"] > 0 and metrics["eval/loss"] > 0
@@ -134,10 +134,8 @@ def test_overlays_run_with_a_tiny_model(overlay: str, place: Path) -> None:
     if overlay == "lora":
         pytest.importorskip("peft")
     tiny = place / "rl.yaml"
-    cli = run(
-        ["fit", "--config", str(CONFIGS / "algorithms" / "grpo.yaml"), "--config", str(tiny)]
-        + ["--config", str(CONFIGS / "overlays" / f"{overlay}.yaml")]
-    )
+    files = [CONFIGS / "algorithms" / "grpo.yaml", tiny, CONFIGS / "overlays" / f"{overlay}.yaml"]
+    cli = run(["fit", *(f"--config={file}" for file in files)])
     trained = sum(p.numel() for p in cli.model.actor.parameters() if p.requires_grad)
     assert cli.trainer.precision == ("bf16-mixed" if overlay == "bf16" else "32-true")
     assert (trained < 0.5 * sum(p.numel() for p in cli.model.actor.parameters())) == (overlay == "lora")

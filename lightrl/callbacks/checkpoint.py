@@ -96,7 +96,7 @@ class RolloutCheckpoint(ModelCheckpoint):
         self._restore_handler()
         between = not self._updating or self._stop_requested
         interrupted = isinstance(exception, KeyboardInterrupt)
-        if trainer.fast_dev_run:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         if trainer.training and between and (interrupted or trainer.world_size == 1) and trainer.global_step > 0:
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
@@ -106,7 +106,9 @@ class RolloutCheckpoint(ModelCheckpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the final state."""
         self._restore_handler()
-        if not trainer.fast_dev_run and trainer.global_step > self._last_global_step_saved:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        if trainer.global_step > self._last_global_step_saved:
             candidates = self._monitor_candidates(trainer)
             self._save_topk_checkpoint(trainer, candidates)
             self._save_last_checkpoint(trainer, candidates)

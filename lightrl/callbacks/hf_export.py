@@ -36,7 +36,7 @@ class HFExport(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Exports the final weights; a `fast_dev_run` must not replace those of a real run."""
-        if trainer.fast_dev_run:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self.export(trainer, pl_module, self._folder(trainer))
 

@@ -1,0 +1,317 @@
+"""The command line as a user meets it: help, short names, mistakes, resuming, predictions, and the same in Python."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback
+
+import lightrl.callbacks
+import lightrl.data
+import lightrl.engines
+import lightrl.modules
+import lightrl.rewards
+from lightrl.cli import main, run
+from lightrl.engines import EngineContext, StaleWeightsError
+from tests.toys import quickstart_model
+
+ROOT = Path(__file__).resolve().parent.parent
+ARITHMETIC = {"class_path": "lightrl.data.ArithmeticRows"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return quickstart_model(tmp_path_factory.mktemp("cli") / "model")
+
+
+@pytest.fixture(autouse=True)
+def _in_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    monkeypatch.setattr("sys.path", [*sys.path])  # `main` adds the working folder
+
+
+@pytest.fixture()
+def write(tmp_path: Path, model: str) -> Callable[..., str]:
+    """Writes a small run as YAML: short class names throughout. Keyword arguments change what they name."""
+
+    def config(module: str = "GRPOLightningModule", **changes: dict[str, Any]) -> str:
+        trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_progress_bar": False, "logger": False}
+        trainer |= {"enable_model_summary": False, "enable_checkpointing": False, "callbacks": ["WeightSync"]}
+        data = {"prompts": {"rows": ARITHMETIC}, "rewards": ["ExactAnswer"], "engine": "TransformersEngine"}
+        data |= {"sampling": {"max_new_tokens": 3}, "group_size": 2, "prompts_per_rollout": 4, "rollouts_per_epoch": 1}
+        content = {
+            "trainer": trainer | changes.get("trainer", {}),
+            "model": {"class_path": module, "init_args": {"actor": {"path": model}} | changes.get("model", {})},
+            "data": {"class_path": "RolloutDataModule", "init_args": data | changes.get("data", {})},
+        }
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return str(path)
+
+    return config
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Runs `lightrl fit ...`, which must fail with a short message; returns it."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *arguments])
+    message = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "Traceback" not in message and "usage:" not in message
+    start = message.index("error: ")
+    return message[start:]
+
+
+# ---- help --------------------------------------------------------------------------------------------------------
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    out = capsys.readouterr().out
+    for command in ("fit", "validate", "test", "predict", "report", "serve-reward"):
+        assert f"lightrl {command}" in out
+
+
+def test_fit_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert "--model.help" in out and "--trainer.max_epochs" in out
+    assert "--optimizer" not in out  # modules take theirs as an argument; a flag without effect would mislead
+
+
+def test_help_of_a_class(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--model.help", "GRPOLightningModule"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "--model.kl_coef KL_COEF its coefficient" in out
+    assert "most tokens in one forward and backward" in out  # an argument of the parent class, taken by **kwargs
+
+
+def configurable_classes() -> list[type]:
+    """Every concrete class that YAML can name."""
+    packages = (lightrl.modules, lightrl.data, lightrl.engines, lightrl.rewards, lightrl.callbacks)
+    found = [getattr(package, name) for package in packages for name in {*dir(package), *package.__all__}]
+    classes = {c for c in found if inspect.isclass(c) and c.__module__.startswith("lightrl.")}
+    internal = {EngineContext, lightrl.rewards.RewardScorer, lightrl.rewards.ScoreHandle, lightrl.rewards.Scores}
+    kept = [c for c in classes if c not in internal and not inspect.isabstract(c) and not issubclass(c, BaseException)]
+    return sorted((c for c in kept if c.__name__ != "KLPenalty"), key=lambda c: c.__name__)
+
+
+@pytest.mark.parametrize("cls", configurable_classes(), ids=lambda c: c.__name__)
+def test_every_argument_is_explained(cls: type) -> None:
+    parser = ArgumentParser()
+    parser.add_class_arguments(cls, "it")
+    unexplained = [a.dest for a in parser._actions if a.dest.startswith("it.") and not (a.help or "").strip(" .")]
+    assert unexplained == []
+
+
+def test_the_walk_finds_the_classes_that_matter() -> None:
+    names = {c.__name__ for c in configurable_classes()}
+    assert names >= {"PPOLightningModule", "GRPOLightningModule", "RLOOLightningModule", "SFTLightningModule"}
+    assert names >= {"RolloutDataModule", "VLLMEngine", "TransformersEngine", "WeightSync", "PredictionWriter", "GAE"}
+
+
+# ---- running -----------------------------------------------------------------------------------------------------
+
+
+def test_short_names_reach_the_classes(write: Callable[..., str], model: str) -> None:
+    config = write("PPOLightningModule", model={"advantage": "Reinforce", "critic": None, "kl": "KLInLoss"})
+    cli = run(["--config", config, "--trainer.callbacks+=Throughput"], run=False)
+    assert [type(x).__name__ for x in (cli.model, cli.datamodule, cli.datamodule.engine, cli.model.advantage)] == [
+        "PPOLightningModule",
+        "RolloutDataModule",
+        "TransformersEngine",
+        "Reinforce",
+    ]
+    assert {"WeightSync", "Throughput"} <= {type(c).__name__ for c in cli.trainer.callbacks}
+    assert cli.trainer.num_sanity_val_steps == 0 and cli.model.actor_spec.path == model
+
+
+def test_a_class_named_anew_starts_from_its_own_defaults(write: Callable[..., str], tmp_path: Path) -> None:
+    """Not from those arguments of the class before that happen to have the same names; what is given stays."""
+    config = write(model={"loss": {"class_path": "PPOClip", "init_args": {"eps_low": 0.1, "eps_high": 0.3}}})
+    (tmp_path / "same.yaml").write_text("model: {init_args: {loss: {class_path: PPOClip, init_args: {eps_low: 0.25}}}}")
+    (tmp_path / "gspo.yaml").write_text("model: {init_args: {loss: {class_path: GSPO}, kl: {class_path: KLInReward}}}")
+
+    def loss(*arguments: str) -> tuple[str, float, float]:
+        module = run(["--config", config, *arguments], run=False).model
+        return type(module.loss).__name__, module.loss.eps_low, module.loss.eps_high
+
+    assert loss() == ("PPOClip", 0.1, 0.3)
+    assert loss("--config", "same.yaml") == ("PPOClip", 0.25, 0.3)
+    assert loss("--config", "gspo.yaml") == ("GSPO", 3e-4, 4e-4)
+    assert loss("--model.init_args.loss", "GSPO") == ("GSPO", 3e-4, 4e-4)
+    assert loss("--model.init_args.loss", "GSPO", "--model.init_args.loss.eps_high", "0.5") == ("GSPO", 3e-4, 0.5)
+    module = run(["--config", config, "--config", "gspo.yaml"], run=False).model
+    assert module.kl.estimator == "k1"  # not KLInLoss's k3
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_predict_writes_completions_with_rewards(suffix: str, write: Callable[..., str], tmp_path: Path) -> None:
+    target = tmp_path / f"out.{suffix}"
+    writer = {"class_path": "PredictionWriter", "init_args": {"path": str(target)}}
+    prompts = {"rows": {**ARITHMETIC, "init_args": {"split": "eval"}}, "limit": 3}
+    config = write(
+        trainer={"callbacks": ["WeightSync", writer]}, data={"predict_prompts": prompts, "eval_group_size": 2}
+    )
+    main(["predict", "--config", config])
+    if suffix == "jsonl":
+        records = [json.loads(line) for line in target.read_text().splitlines()]
+    else:
+        from pyarrow import parquet
+
+        records = parquet.read_table(target).to_pylist()
+    assert len(records) == 3 * 2
+    for record in records:
+        assert record["reward"] == float(record["completion"] == record["answer"])
+        assert {"prompt", "num_tokens", "truncated", "reward/ExactAnswer"} <= set(record)
+    assert records[0]["prompt"] == records[1]["prompt"] != records[2]["prompt"]
+
+
+def checkpointed(write: Callable[..., str], module: str, folder: Path, **changes: Any) -> str:
+    saving = {"class_path": "RolloutCheckpoint", "init_args": {"dirpath": str(folder), "every_n_rollouts": 1}}
+    return write(module, trainer={"callbacks": ["WeightSync", saving], "enable_checkpointing": True}, **changes)
+
+
+def test_resume_takes_yaml_and_refuses_another_class(
+    write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    main(["fit", "--config", checkpointed(write, "GRPOLightningModule", folder)])
+    last = str(folder / "last.ckpt")
+    # Lightning's own CLI would take what stands here for the model's arguments, over those of the YAML.
+    content = torch.load(last, weights_only=True)
+    torch.save(content | {"hyper_parameters": {"init_args": {"entropy_coef": 0.5}}}, last)
+    changed = checkpointed(write, "GRPOLightningModule", folder, model={"entropy_coef": 0.01})
+    cli = run(["fit", "--config", changed, "--ckpt_path", last, "--trainer.max_epochs", "2"])
+    assert cli.model.entropy_coef == 0.01
+    assert cli.trainer.global_step == 2  # one rollout before, one after
+
+    other = checkpointed(write, "RLOOLightningModule", folder)
+    message = refused(capsys, "--config", other, "--ckpt_path", last, "--trainer.max_epochs", "3")
+    assert "written by GRPOLightningModule, not by RLOOLightningModule" in message
+
+
+# ---- mistakes ----------------------------------------------------------------------------------------------------
+
+
+def test_unknown_class_file_and_argument(write: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    config = write()
+    assert "NoSuchModule" in refused(capsys, "--config", config, "--model", "NoSuchModule")
+    assert "does not exist: " in refused(capsys, "--config", "nosuch.yaml")
+    assert "'klcoef' is not accepted" in refused(capsys, "--config", config, "--model.init_args.klcoef", "1")
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "prompt column": (
+        {"data": {"prompts": {"rows": ARITHMETIC, "prompt_column": "question"}}},
+        "prompt_column='question': ArithmeticRows has no such column; it has ['prompt', 'answer', 'completion']",
+    ),
+    "data file": ({"data": {"prompts": {"path": "./nosuch.jsonl"}}}, "path='./nosuch.jsonl': there is no such file"),
+    "empty data set": ({"data": {"prompts": {"rows": []}}}, "has no rows"),
+    "group_size 1": ({"data": {"group_size": 1}}, "group_size=1 with GRPOLightningModule (GroupNorm)"),
+    "model folder": ({"model": {"actor": {"path": "./nosuch"}}}, "'./nosuch'"),
+    "greedy training": ({"data": {"sampling": {"temperature": 0.0}}}, "sampling.temperature=0"),
+    "negative kl_coef": ({"model": {"kl_coef": -1.0}}, "kl_coef=-1.0: must be at least 0"),
+    "minibatch_size": ({"model": {"minibatch_size": 3}}, "minibatch_size=3 does not divide the rollout's 8 sequences"),
+    "max_new_tokens": ({"data": {"sampling": {"max_new_tokens": 99}}}, "more than the model's 64"),
+    "reward file": ({"data": {"rewards": ["nosuch.py:f"]}}, "reward function 'nosuch.py:f': there is no file"),
+}
+
+
+@pytest.mark.parametrize("mistake", list(MISTAKES))
+def test_a_mistake_gets_a_message(
+    mistake: str, write: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, expected = MISTAKES[mistake]
+    loaded: list[Any] = []
+    if mistake not in ("minibatch_size", "max_new_tokens"):  # those two are seen when the first rollout is there
+        monkeypatch.setattr("lightrl.modules.ppo.load_causal_lm", lambda *args, **kwargs: loaded.append(args))
+    assert expected in refused(capsys, "--config", write(**changes))
+    assert loaded == []  # found before any model was loaded
+
+
+def test_reward_functions_that_fail(
+    write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def short(completions): return [0.0]\n"
+        "def broken(completions): raise KeyError('gone')\n"
+        "def nan(completions): return [float('nan')] * len(completions)\n"
+    )
+    for name, words in (("short", "1"), ("broken", "gone"), ("nan", "nan")):
+        message = refused(capsys, "--config", write(data={"rewards": [f"mine.py:{name}"]}))
+        assert name in message and words in message
+
+
+def test_an_engine_that_was_never_synced(write: Callable[..., str]) -> None:
+    """Not a mistake in a value: it keeps its traceback, as everything does that LightRL does not call the user's."""
+    with pytest.raises(StaleWeightsError, match="add the WeightSync callback"):
+        main(["fit", "--config", write(trainer={"callbacks": []})])
+
+
+class Failing(Callback):
+    """Stands for the user's own code."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        raise ValueError("mine")
+
+
+def test_the_users_own_code_keeps_its_traceback(write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write(trainer={"callbacks": ["WeightSync", {"class_path": f"{__name__}.Failing"}]})
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+    with pytest.raises(ValueError, match="mine"):
+        main(["fit", "--config", config])
+
+
+def test_debug_shows_the_traceback(write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTRL_DEBUG", "1")
+    with pytest.raises(ValueError, match="group_size=1"):
+        main(["fit", "--config", write(data={"group_size": 1})])
+
+
+# ---- the same in Python ------------------------------------------------------------------------------------------
+
+
+def test_the_installed_command() -> None:
+    """In a process of its own: `python -m`-like start, help without loading torch."""
+    code = "import sys; from lightrl.cli import main; main(); assert 'torch' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "lightrl fit --config x.yaml" in done.stdout
+
+
+def test_the_example_overrides_one_hook(model: str) -> None:
+    path = ROOT / "examples" / "custom_hook.py"
+    spec = importlib.util.spec_from_file_location("custom_hook", path)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    seen: list[torch.Tensor] = []
+
+    class Watch(Callback):
+        def on_experience_made(self, trainer: Any, pl_module: Any, experience: Any) -> None:
+            seen.append(experience.advantages)
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = example.main(model, limit_train_batches=2, callbacks=[example.WeightSync(), Watch()], **quiet)
+    assert trainer.global_step == 2
+    assert len(seen) == 2 and all((advantages >= 0).all() for advantages in seen)
