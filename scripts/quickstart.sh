@@ -10,6 +10,11 @@ if ! "$bin/python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('vl
     engine=(--data.init_args.engine=lightrl.engines.TransformersEngine)
 fi
 
+if [ -d outputs/quickstart ]; then # a repeat starts anew and keeps the last one
+    rm -rf outputs/quickstart.previous
+    mv outputs/quickstart outputs/quickstart.previous
+fi
+
 echo "== 1/3 supervised warm start"
 "$bin/lightrl" fit --config configs/quickstart/sft.yaml
 echo "== 2/3 PPO"
