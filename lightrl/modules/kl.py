@@ -12,8 +12,9 @@ What each leads to on a bandit that the policy can represent (beta the coefficie
 | `KLInLoss("k1")` | 0 in expectation | refused |
 | `KLInReward("k2" or "k3")` | `E[k * grad log pi]`, of no KL | where `r - beta * k` is the same for every action |
 
-In a sequence, the KL in the reward is that of whole responses: a token answers for the KL of those after it. In the loss
-it is the sum of each token's KL given its prefix: the gradient does not see that a token changes which prefixes come.
+In a sequence, the KL in the reward is that of whole responses: a token answers for the KL of those after it. In the
+loss it is the sum of each token's KL given its prefix: the gradient does not see that a token changes which prefixes
+come.
 
 Letters: B sequences, T tokens.
 """
