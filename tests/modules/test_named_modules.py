@@ -1,0 +1,118 @@
+"""The named modules: what each one's defaults are, that it trains, and that its YAML says the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightrl import modules
+from lightrl.modules import PPOLightningModule
+from lightrl.modules.advantages import GAE, RLOO, GroupNorm, ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from lightrl.modules.aggregation import ConstantLength, SequenceMean, SequenceSum, TokenMean
+from lightrl.modules.kl import KLInLoss, KLInReward
+from lightrl.modules.losses import CPG, GSPO, PPOClip
+from lightrl.types import class_name
+from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "algorithms"
+
+# name: estimator, loss, aggregation, KL, kl_coef, ppo_epochs, each with the settings that its paper gives.
+PAPERS: dict[str, tuple[Any, Any, Any, Any, float, int]] = {
+    "PPO": (GAE(1.0, 0.95), PPOClip(0.2, 0.2), TokenMean(), KLInReward("k1"), 0.05, 2),
+    "GRPO": (GroupNorm("group"), PPOClip(0.2, 0.2), SequenceMean(), KLInLoss("k3"), 0.04, 1),
+    "DrGRPO": (GroupNorm("none"), PPOClip(0.2, 0.2), ConstantLength(3000), None, 0.0, 1),
+    "DAPO": (GroupNorm("group"), PPOClip(0.2, 0.28), TokenMean(), None, 0.0, 1),
+    "GSPO": (GroupNorm("group"), GSPO(3e-4, 4e-4), SequenceMean(), None, 0.0, 1),
+    "RLOO": (RLOO(), PPOClip(0.2, 0.2), SequenceSum(), KLInReward("k1"), 0.05, 1),
+    "ReinforcePlusPlus": (ReinforcePlusPlus(1.0), PPOClip(0.2, 0.2), TokenMean(), KLInReward("k1"), 0.01, 1),
+    "CPGD": (GroupNorm("group"), CPG(0.2, 0.2, 0.01, 0.2), SequenceMean(), None, 0.0, 1),
+}
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.0)
+
+
+def make(name: str, path: str, **kwargs: Any) -> PPOLightningModule:
+    module: PPOLightningModule = getattr(modules, f"{name}LightningModule")(path, optimizer=adam, **kwargs)
+    return module
+
+
+def train(module: PPOLightningModule, **data: Any) -> dict[str, float]:
+    trainer = quiet_trainer()
+    trainer.fit(module, sums_data(**{"rollouts_per_epoch": 1, **data}))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_defaults_are_the_papers(name: str, model_path: str) -> None:
+    module = make(name, model_path)
+    *parts, kl_coef, epochs = PAPERS[name]
+    for part, expected in zip((module.advantage, module.loss, module.aggregation, module.kl), parts, strict=True):
+        if expected is None:
+            assert part is None
+            continue
+        assert class_name(part) == type(expected).__name__
+        assert vars(type(expected)(**part.lazy_get_init_args())) == vars(expected)
+    assert (module.kl_coef, module.ppo_epochs) == (kl_coef, epochs)
+    assert module.whiten_advantages == (name == "PPO")
+    assert (module.critic_spec is None) == (name != "PPO")
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_trains(name: str, model_path: str) -> None:
+    """Two mini-batches: the second one is off-policy, so that clip, ratio and drift have something to do."""
+    metrics = train(make(name, model_path, minibatch_size=16))
+    assert metrics["optim/skipped_updates"] == 0
+    assert metrics["optim/grad_norm"] > 0
+    assert metrics["kl/old"] > 0
+    assert ("kl/ref" in metrics) == (PAPERS[name][3] is not None)
+
+
+def test_reinforce_plus_plus_needs_no_groups_and_has_a_form_with_them(model_path: str) -> None:
+    alone = train(make("ReinforcePlusPlus", model_path), group_size=1, prompts_per_rollout=16)
+    assert alone["optim/grad_norm"] > 0
+    grouped = make("ReinforcePlusPlus", model_path, advantage=ReinforcePlusPlusBaseline(), kl=KLInLoss("k2"))
+    metrics = train(grouped)
+    assert metrics["optim/grad_norm"] > 0 and metrics["loss/kl"] >= 0
+
+
+def test_dr_grpo_does_not_depend_on_its_constant_but_in_scale(model_path: str) -> None:
+    """6 / 3000 = 0.002 of the gradient."""
+    norms = {}
+    for length in (6.0, 3000.0):
+        module = make("DrGRPO", model_path, aggregation=ConstantLength(length), max_grad_norm=1e9)
+        norms[length] = train(module)["optim/grad_norm"]
+    assert norms[3000.0] == pytest.approx(0.002 * norms[6.0], rel=1e-4)
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_yaml_names_the_same_parts(file: Path) -> None:
+    """What an algorithm's YAML spells out are the module's own defaults, but for sizes, rates and coefficients."""
+    config = yaml.safe_load(file.read_text())
+    name = config["model"]["class_path"].removesuffix("LightningModule")
+    arguments = config["model"]["init_args"]
+    parts = dict(zip(("advantage", "loss", "aggregation", "kl"), PAPERS[name], strict=False))
+    for key, expected in parts.items():
+        if expected is None:
+            assert arguments[key] is None
+            continue
+        assert arguments[key]["class_path"] == type(expected).__name__
+        given = arguments[key].get("init_args", {})
+        if not isinstance(expected, ConstantLength):  # the length is the task's
+            assert {k: vars(expected)[k] for k in given} == given
+    assert arguments["ppo_epochs"] == PAPERS[name][5]
+
+
+def test_every_named_module_has_a_yaml() -> None:
+    named = {yaml.safe_load(file.read_text())["model"]["class_path"] for file in CONFIGS.glob("*.yaml")}
+    assert named == {f"{name}LightningModule" for name in PAPERS}
