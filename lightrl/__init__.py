@@ -11,7 +11,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from lightrl.callbacks import WeightSync
-    from lightrl.data import PromptSource, RolloutDataModule, SFTDataModule, SFTSource
+    from lightrl.data import (
+        PreferenceDataModule,
+        PreferenceSource,
+        PromptSource,
+        RolloutDataModule,
+        SFTDataModule,
+        SFTSource,
+    )
     from lightrl.engines import TransformersEngine, VLLMEngine
     from lightrl.models.spec import LoraSpec, ModelSpec
     from lightrl.modules import (
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
         GSPOLightningModule,
         PPOLightningModule,
         ReinforcePlusPlusLightningModule,
+        RewardLightningModule,
         RLOOLightningModule,
         SFTLightningModule,
     )
@@ -30,7 +38,14 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "callbacks": ["WeightSync"],
-    "data": ["PromptSource", "RolloutDataModule", "SFTDataModule", "SFTSource"],
+    "data": [
+        "PreferenceDataModule",
+        "PreferenceSource",
+        "PromptSource",
+        "RolloutDataModule",
+        "SFTDataModule",
+        "SFTSource",
+    ],
     "engines": ["TransformersEngine", "VLLMEngine"],
     "models.spec": ["LoraSpec", "ModelSpec"],
     "modules": [
@@ -42,6 +57,7 @@ _HOMES = {
         "GSPOLightningModule",
         "PPOLightningModule",
         "ReinforcePlusPlusLightningModule",
+        "RewardLightningModule",
         "RLOOLightningModule",
         "SFTLightningModule",
     ],
@@ -51,6 +67,8 @@ _MODULE_OF = {name: f"lightrl.{home}" for home, names in _HOMES.items() for name
 
 __all__ = [  # noqa: RUF022 - grouped as above
     "WeightSync",
+    "PreferenceDataModule",
+    "PreferenceSource",
     "PromptSource",
     "RolloutDataModule",
     "SFTDataModule",
@@ -67,6 +85,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "GSPOLightningModule",
     "PPOLightningModule",
     "ReinforcePlusPlusLightningModule",
+    "RewardLightningModule",
     "RLOOLightningModule",
     "SFTLightningModule",
     "Experience",

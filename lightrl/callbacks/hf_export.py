@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightrl.callbacks.ema import EMA
 from lightrl.models.loading import save_hf_folder
 
 __all__ = ["HFExport"]
@@ -16,15 +18,23 @@ __all__ = ["HFExport"]
 class HFExport(Callback):
     """Exports the actor with its tokenizer as a folder that transformers and vLLM load, LoRA merged.
 
+    From a `RewardLightningModule` it exports the reward model, as a folder that `RewardModelSpec` loads.
+
     Args:
         dirpath: the folder; `model/` under the trainer's `log_dir` where None.
         every_n_rollouts: also export while training, to `dirpath/rollout=N`; None exports at the end only.
+        ema: export the average that the `EMA` callback keeps instead of the policy.
     """
 
-    def __init__(self, dirpath: str | None = None, every_n_rollouts: int | None = None) -> None:
+    def __init__(self, dirpath: str | None = None, every_n_rollouts: int | None = None, ema: bool = False) -> None:
         if every_n_rollouts is not None and every_n_rollouts < 1:
             raise ValueError(f"HFExport.every_n_rollouts={every_n_rollouts}: must be at least 1, or null.")
-        self.dirpath, self.every_n_rollouts = dirpath, every_n_rollouts
+        self.dirpath, self.every_n_rollouts, self.ema = dirpath, every_n_rollouts, ema
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Looks for the average, if that is what to export."""
+        if self.ema and stage == "fit" and not _averages(trainer):
+            raise ValueError("HFExport.ema=True needs the callback EMA: add it, or export the policy (ema: false).")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -46,10 +56,18 @@ class HFExport(Callback):
     def export(self, trainer: Trainer, pl_module: Any, folder: Path) -> None:
         """Gathers the weights on every rank, tensor by tensor, and writes them on rank 0."""
         state = {}
-        for name, tensor in pl_module.named_policy_weights():
-            if trainer.is_global_zero:
-                state[name] = tensor.cpu().clone()
+        with _averages(trainer)[0].swapped(pl_module) if self.ema else nullcontext():
+            for name, tensor in pl_module.named_policy_weights():
+                if trainer.is_global_zero:
+                    state[name] = tensor.cpu().clone()
         if trainer.is_global_zero:
-            save_hf_folder(pl_module.actor, state, folder, tokenizer_path=pl_module.actor_spec.path)
+            reward = hasattr(pl_module, "reward_model")
+            model = pl_module.reward_model if reward else pl_module.actor
+            spec = pl_module.model_spec if reward else pl_module.actor_spec
+            save_hf_folder(model, state, folder, tokenizer_path=spec.path)
             rank_zero_info(f"Exported the model to {folder}")
         trainer.strategy.barrier()
+
+
+def _averages(trainer: Trainer) -> list[EMA]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, EMA)]  # type: ignore[attr-defined]

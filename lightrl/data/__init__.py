@@ -1,6 +1,7 @@
 """Data sets, chat templates and the data modules that make batches of them."""
 
 from lightrl.data.arithmetic import ArithmeticRows
+from lightrl.data.preferences import PreferenceDataModule, PreferenceSource
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource
 from lightrl.data.rollout import RolloutDataModule
 from lightrl.data.rows import RowSource
@@ -9,6 +10,8 @@ from lightrl.data.templates import load_tokenizer
 
 __all__ = [
     "ArithmeticRows",
+    "PreferenceDataModule",
+    "PreferenceSource",
     "PromptMixture",
     "PromptSet",
     "PromptSource",

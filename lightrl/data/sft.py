@@ -78,7 +78,7 @@ class SFTSource(RowSource):
             raise ValueError(f"{self.label}: no row fits max_tokens={self.max_tokens}.")
         return kept
 
-    def _split(self, row: Mapping[str, Any]) -> tuple[Any, str]:
+    def prompt_and_answer(self, row: Mapping[str, Any]) -> tuple[Any, str]:
         """Prompt and completion text of a row."""
         if self.messages_column:
             messages = row[self.messages_column]
@@ -96,7 +96,7 @@ class SFTSource(RowSource):
     ) -> tuple[list[int], list[int]]:
         """Prompt and completion are tokenised apart, as they are when the completion is sampled."""
         try:
-            prompt, answer = self._split(row)
+            prompt, answer = self.prompt_and_answer(row)
             text, templated = render_prompt(
                 tokenizer,
                 prompt,

@@ -149,7 +149,7 @@ def save_hf_folder(actor: Any, state: Mapping[str, Tensor], folder: str | Path, 
     """Writes a folder that transformers and vLLM load: weights, configuration, tokenizer, generation settings.
 
     Args:
-        actor: the `PolicyModel`; only its configuration and buffers are read, so it may be sharded.
+        actor: the `PolicyModel` or `RewardModel`; only its configuration and buffers are read, so it may be sharded.
         state: Hugging Face name -> full tensor, LoRA merged, as `named_hf_weights` gives them.
         folder: where to; created if missing.
         tokenizer_path: folder or hub name whose tokenizer or processor is copied beside the weights.

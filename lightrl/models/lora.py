@@ -30,7 +30,12 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
     except ImportError as error:
         raise ValueError("lora=... needs the package peft: pip install 'lightrl[peft]'.") from error
     config = LoraConfig(
-        r=spec.r, lora_alpha=spec.alpha, lora_dropout=spec.dropout, target_modules=spec.target_modules, bias="none"
+        r=spec.r,
+        lora_alpha=spec.alpha,
+        lora_dropout=spec.dropout,
+        target_modules=spec.target_modules,
+        exclude_modules=["score"] if hasattr(model, "score") else None,  # a reward model's head is trained whole
+        bias="none",
     )
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     for name, layer in _lora_layers(model).items():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -99,13 +100,66 @@ class RewardModel(nn.Module):
         tokenizer = AutoTokenizer.from_pretrained(spec.path) if own else None
         return cls(model, tokenizer, chat_template=spec.chat_template, max_length=spec.max_length, layout=spec.layout)
 
-    def forward(self, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """(B,) float32 scores of right-padded (B, T) rows, read at each row's last real token."""
+    @classmethod
+    def for_training(cls, spec: ModelSpec) -> RewardModel:
+        """Loads a model whose weights (with LoRA: adapters) and head are trained.
+
+        A causal language model's backbone gets a new head, drawn with the run's seed. Its configuration learns the
+        tokenizer's pad token where it has none: transformers' own batched scoring of the exported model needs one.
+        """
+        model: Any = load_model(spec, AutoModelForSequenceClassification, trainable=True, num_labels=1)
+        config = model.config.get_text_config()
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = AutoTokenizer.from_pretrained(spec.path).pad_token_id
+        if spec.lora is not None and isinstance(_head(model), nn.Linear):
+            _head(model).requires_grad_(True)
+        return cls(model, layout=spec.layout)
+
+    @property
+    def lm(self) -> Any:
+        """The Hugging Face model, under the name that a `PolicyModel` gives its own."""
+        return self.model
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """Trained parameters of the head; none where it is not a linear layer of its own."""
+        head = _head(self.model)
+        return [p for p in head.parameters() if p.requires_grad] if isinstance(head, nn.Linear) else []
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        response_mask: Tensor | None = None,
+        *,
+        group_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Scores rows, read at each row's last real token.
+
+        Args:
+            token_ids: (B, T) int64, right-padded.
+            attention_mask: (B, T) bool.
+            response_mask: (B, T) bool, the end of each row that rows of its group do not share; with `group_ids`.
+            group_ids: (B,) int64; rows of a group may share the computation of what comes before. None shares nothing.
+
+        Returns:
+            (B,) float32.
+        """
         if self._backbone is None:
             logits = self.model(input_ids=token_ids, attention_mask=attention_mask.long()).logits
             return logits.squeeze(-1).float()
-        out = self._backbone(token_ids, attention_mask, None)
-        return _head(self.model)(out.hidden).squeeze(-1).float()
+        if response_mask is None or group_ids is None or self._backbone.layout not in ("auto", "shared_prefix"):
+            out = self._backbone(token_ids, attention_mask, None)
+            return _head(self.model)(out.hidden).squeeze(-1).float()
+        return self._forward_shared(token_ids, attention_mask, response_mask, group_ids)
+
+    def _forward_shared(self, token_ids: Tensor, attention_mask: Tensor, response: Tensor, groups: Tensor) -> Tensor:
+        """The state that would predict a token after the last one is the last token's: one more column asks for it."""
+        rows, ends = torch.arange(len(token_ids), device=token_ids.device), attention_mask.sum(1)
+        ids, attention, wanted = (F.pad(x, (0, 1)) for x in (token_ids, attention_mask, response & attention_mask))
+        attention[rows, ends] = True
+        wanted[rows, ends] = True
+        out = self._backbone(ids, attention, wanted, groups)  # type: ignore[misc]
+        return out.scatter(_head(self.model)(out.hidden).squeeze(-1).float())[rows, ends]
 
     @torch.no_grad()
     def score(self, rollouts: Any, micro_batch_tokens: int) -> Tensor:

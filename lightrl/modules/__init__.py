@@ -12,6 +12,7 @@ from lightrl.modules.losses import *  # noqa: F403
 from lightrl.modules.off_policy import *  # noqa: F403
 from lightrl.modules.ppo import CriticSpec, PPOLightningModule
 from lightrl.modules.reinforce_plus_plus import ReinforcePlusPlusLightningModule
+from lightrl.modules.reward import RewardLightningModule
 from lightrl.modules.rloo import RLOOLightningModule
 from lightrl.modules.sft import SFTLightningModule
 
@@ -25,5 +26,6 @@ __all__ = [
     "PPOLightningModule",
     "RLOOLightningModule",
     "ReinforcePlusPlusLightningModule",
+    "RewardLightningModule",
     "SFTLightningModule",
 ]

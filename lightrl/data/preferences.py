@@ -1,0 +1,219 @@
+"""Preference pairs: a prompt with a completion that was chosen and one that was rejected.
+
+Letters: P pairs, B = 2 P rows (chosen and rejected by turns), T tokens of the longest row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, Literal, NamedTuple
+
+import torch
+from datasets import IterableDataset
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightrl.data.rows import RowSource, require_columns
+from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource
+from lightrl.data.templates import ChatTemplate, load_tokenizer, render_prompt
+from lightrl.types import pad_rows
+
+__all__ = ["PreferenceDataModule", "PreferenceLoader", "PreferencePair", "PreferenceSource"]
+
+
+class PreferencePair(NamedTuple):
+    """Token ids of both sequences, prompt included, and by how much the chosen one is better."""
+
+    chosen: list[int]
+    rejected: list[int]
+    margin: float
+
+
+@dataclass
+class PreferenceSource(RowSource):
+    """Where preference pairs come from. The arguments of `RowSource`, and:
+
+    Args:
+        prompt_column: column of the prompt: a string, or a conversation. None: `chosen` and `rejected` are whole
+            conversations that end with an assistant turn and are equal before it.
+        chosen_column: column of the preferred completion: a string, or a list with one assistant message.
+        rejected_column: column of the other one.
+        margin_column: column with a number, how much better the chosen one is in units of score; None is 0.
+        system_prompt: put in front of every conversation; needs a chat template.
+        chat_template: as in `PromptSource`. The same rendering as in reinforcement learning, token for token.
+        template_kwargs: further variables of the chat template.
+        rendering: what the reward model is to score in PPO. "tokens": prompt, completion and end-of-sequence token,
+            tokenised as they are sampled, for `RewardModelSpec(tokenizer="policy")`. "text": prompt and completion as
+            one text without end, for `RewardModelSpec(tokenizer="own")` without a chat template of its own.
+        max_tokens: longest sequence in tokens, prompt and completion together; None is no limit.
+        overlong: what happens to pairs with a longer one: "drop" leaves them out (and says how many), "error" stops.
+    """
+
+    prompt_column: str | None = "prompt"
+    chosen_column: str = "chosen"
+    rejected_column: str = "rejected"
+    margin_column: str | None = None
+    system_prompt: str | None = None
+    chat_template: ChatTemplate = "auto"
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    rendering: Literal["tokens", "text"] = "tokens"
+    max_tokens: int | None = None
+    overlong: Literal["drop", "error"] = "drop"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rendering not in ("tokens", "text"):
+            raise ValueError(f'PreferenceSource.rendering={self.rendering!r}: must be "tokens" or "text".')
+        if self.overlong not in ("drop", "error"):
+            raise ValueError(f'PreferenceSource.overlong={self.overlong!r}: must be "drop" or "error".')
+        if self.max_tokens is not None and self.max_tokens < 2:
+            raise ValueError(f"PreferenceSource.max_tokens={self.max_tokens}: must be at least 2, or None.")
+        if self.streaming:
+            raise ValueError("PreferenceSource.streaming=True: pairs are shuffled in whole passes; use `limit`.")
+
+    def tokenized(self, tokenizer: PreTrainedTokenizerBase) -> list[PreferencePair]:
+        """All pairs, those that are too long treated as `overlong` says.
+
+        Raises:
+            ValueError: no rows, a missing column, a margin that is no number, prompts that differ within a pair, or
+                no pair that fits.
+        """
+        data = self.read()
+        if isinstance(data, IterableDataset):
+            raise ValueError(f"{self.label} is a stream: pairs need rows with a length.")
+        columns = getattr(data, "column_names", None) or data[0]
+        for argument in ("prompt_column", "chosen_column", "rejected_column", "margin_column"):
+            if getattr(self, argument) is not None:
+                require_columns(columns, [getattr(self, argument)], self.label, argument)
+        chosen, rejected = (self._side(tokenizer, data, c) for c in (self.chosen_column, self.rejected_column))
+        margins = [self._margin(i, data[i]) for i in range(len(data))]
+        pairs = [PreferencePair(*pair) for pair in zip(chosen, rejected, margins, strict=True)]
+        kept = [pair for i, pair in enumerate(pairs) if self._fits(i, pair)]
+        if len(kept) < len(pairs):
+            dropped = len(pairs) - len(kept)
+            rank_zero_info(f"{self.label}: {dropped} of {len(pairs)} pairs do not fit max_tokens={self.max_tokens}.")
+        if not kept:
+            raise ValueError(f"{self.label}: no pair fits max_tokens={self.max_tokens}.")
+        return kept
+
+    def _side(self, tokenizer: PreTrainedTokenizerBase, data: Any, column: str) -> list[list[int]]:
+        """Token ids of the chosen or the rejected sequences, rendered as supervised rows are."""
+
+        def rows() -> Any:
+            return data
+
+        rows.__name__ = self.label
+        if self.prompt_column is None:
+            names: dict[str, Any] = {"messages_column": column}
+            self._require_equal_prompts(data)
+        else:
+            names = {"prompt_column": self.prompt_column, "completion_column": column}
+        options: dict[str, Any] = {"system_prompt": self.system_prompt, "chat_template": self.chat_template}
+        options["template_kwargs"] = self.template_kwargs
+        source = SFTSource(rows=rows, **names, **options)
+        if self.rendering == "tokens":
+            return [prompt + completion for prompt, completion in source.tokenized(tokenizer)]
+        texts = []
+        for i in range(len(data)):
+            try:
+                prompt, answer = source.prompt_and_answer(data[i])
+                texts.append(render_prompt(tokenizer, prompt, **options)[0] + answer)
+            except ValueError as error:
+                raise ValueError(f"{self.label}, row {i}: {error}") from error
+        return [list(tokenizer(text)["input_ids"]) for text in texts]
+
+    def _require_equal_prompts(self, data: Any) -> None:
+        for i in range(len(data)):
+            chosen, rejected = data[i][self.chosen_column], data[i][self.rejected_column]
+            if list(chosen[:-1]) != list(rejected[:-1]):
+                raise ValueError(
+                    f"{self.label}, row {i}: {self.chosen_column!r} and {self.rejected_column!r} answer different "
+                    "prompts; only their last turn may differ."
+                )
+
+    def _margin(self, i: int, row: Any) -> float:
+        if self.margin_column is None:
+            return 0.0
+        margin = row[self.margin_column]
+        if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+            raise ValueError(f"{self.label}, row {i}: the margin must be a finite number, got {margin!r}.")
+        return float(margin)
+
+    def _fits(self, i: int, pair: PreferencePair) -> bool:
+        length = max(len(pair.chosen), len(pair.rejected))
+        if self.max_tokens is None or length <= self.max_tokens:
+            return True
+        if self.overlong == "error":
+            raise ValueError(
+                f"{self.label}, row {i}: {length} tokens, max_tokens is {self.max_tokens}; raise it or drop the pair."
+            )
+        return False
+
+
+class PreferenceLoader(SFTLoader):
+    """Batches of pairs; order, ranks and resume as in `SFTLoader`.
+
+    Batch: `token_ids` (B, T) int64, right-padded, chosen and rejected by turns; `attention_mask` (B, T) bool;
+    `response_mask` (B, T) bool, True after the tokens with which both of a pair begin; `group_ids` (B,) int64, the
+    pair; `margin` (P,) float32; `valid` (P,) bool, False for the pair that a rank without pairs repeats in validation.
+    """
+
+    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Lays pairs out as a batch."""
+        pairs: Sequence[PreferencePair] = rows or [self.rows[0]]  # type: ignore[assignment, list-item]
+        tokens = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
+        own = []
+        for pair in pairs:
+            together = zip(pair.chosen, pair.rejected, strict=False)
+            shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], together))
+            own += [[0] * shared + [1] * (len(side) - shared) for side in (pair.chosen, pair.rejected)]
+        return {
+            "token_ids": pad_rows(tokens, self.pad_token_id, torch.long),
+            "attention_mask": pad_rows([[1] * len(row) for row in tokens], 0, torch.bool),
+            "response_mask": pad_rows(own, 0, torch.bool),
+            "group_ids": torch.arange(len(pairs)).repeat_interleave(2),
+            "margin": torch.tensor([pair.margin for pair in pairs], dtype=torch.float32),
+            "valid": torch.full((len(pairs),), bool(rows)),
+        }
+
+
+class PreferenceDataModule(SFTDataModule):
+    """Preference pairs for `RewardLightningModule`.
+
+    Args:
+        train: pairs to learn from.
+        val: pairs for `eval/*`; without them there is no validation.
+        batch_size: pairs per batch and rank.
+        tokenizer: folder or hub name; that of the model that is trained where None.
+        seed: of the order, 0 or more.
+
+    Raises:
+        ValueError: missing file, column or tokenizer; no pairs, or fewer than one batch; sequences that are too long.
+    """
+
+    def __init__(
+        self,
+        train: PreferenceSource,
+        val: PreferenceSource | None = None,
+        batch_size: int = 32,
+        tokenizer: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(train, val, batch_size, tokenizer, seed)  # type: ignore[arg-type]
+
+    def setup(self, stage: str) -> None:
+        """Reads and tokenises the pairs of the stage, once."""
+        trainer: Any = self.trainer
+        self.tokenizer = load_tokenizer(self.tokenizer_path or trainer.lightning_module.model_spec.path)
+        pad: Any = self.tokenizer.pad_token_id
+        for name, source in (("train", self.train if stage == "fit" else None), ("val", self.val)):
+            if source is not None and name not in self._loaders:
+                pairs: Any = source.tokenized(self.tokenizer)
+                self._loaders[name] = PreferenceLoader(
+                    pairs, self.batch_size, pad, seed=self.seed, train=name == "train",
+                    rank=trainer.global_rank, world_size=trainer.world_size,
+                )  # fmt: skip

@@ -1,0 +1,135 @@
+"""Preference pairs: tokens, shared beginnings, margins, conversations, order, bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.data.preferences import PreferenceDataModule, PreferenceLoader, PreferenceSource
+from lightrl.data.prompts import PromptSource
+
+ROWS = [{"prompt": "1+1=", "chosen": "2", "rejected": "23"}, {"prompt": "9=", "chosen": "009", "rejected": "5"}]
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}>{{ m['content'] }}<eos>\n{% else %}"
+    "({{ m['content'] }}){% endif %}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+def loader(pairs: Any, batch_size: int, **kwargs: Any) -> PreferenceLoader:
+    return PreferenceLoader(pairs, batch_size, 0, **kwargs)
+
+
+def test_a_batch_by_hand(tokenizer: Any) -> None:
+    pairs = PreferenceSource(rows=ROWS).tokenized(tokenizer)
+    batch = loader(pairs, 2, train=False).collate(pairs)
+    # "0" is 4, "1" 5, "2" 6, "3" 7, "5" 9, "9" 13, "+" 14, "=" 18, end 1, padding 0.
+    assert batch["token_ids"].tolist() == [
+        [5, 14, 5, 18, 6, 1, 0],
+        [5, 14, 5, 18, 6, 7, 1],
+        [13, 18, 4, 4, 13, 1, 0],
+        [13, 18, 9, 1, 0, 0, 0],
+    ]
+    assert batch["attention_mask"].sum(1).tolist() == [6, 7, 6, 4]
+    # "1+1=2" begins both of the first pair, "9=" both of the second.
+    assert batch["response_mask"].int().tolist() == [
+        [0, 0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 0, 1, 1],
+        [0, 0, 1, 1, 1, 1, 0],
+        [0, 0, 1, 1, 0, 0, 0],
+    ]
+    assert batch["group_ids"].tolist() == [0, 0, 1, 1]
+    assert batch["margin"].tolist() == [0.0, 0.0] and batch["valid"].tolist() == [True, True]
+    assert batch["response_mask"].dtype == batch["attention_mask"].dtype == torch.bool
+
+
+def test_text_rendering_has_no_end(tokenizer: Any) -> None:
+    pair = PreferenceSource(rows=ROWS, rendering="text").tokenized(tokenizer)[0]
+    assert (pair.chosen, pair.rejected) == ([5, 14, 5, 18, 6], [5, 14, 5, 18, 6, 7])
+
+
+def test_margins(tokenizer: Any) -> None:
+    rows = [{**row, "better_by": i + 0.5} for i, row in enumerate(ROWS)]
+    pairs = PreferenceSource(rows=rows, margin_column="better_by").tokenized(tokenizer)
+    assert loader(pairs, 2).collate(pairs)["margin"].tolist() == [0.5, 1.5]
+    for bad in (None, "much", float("nan"), True):
+        with pytest.raises(ValueError, match="row 1: the margin must be a finite number"):
+            PreferenceSource(rows=[rows[0], {**rows[1], "better_by": bad}], margin_column="better_by").tokenized(
+                tokenizer
+            )
+
+
+def say(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"rows": [{"prompt": "1", "chosen": "2", "rejected": "3"}]},
+        {
+            "rows": [
+                {"prompt": [say("user", "1")], "chosen": [say("assistant", "2")], "rejected": [say("assistant", "3")]}
+            ]
+        },
+        {
+            "rows": [
+                {
+                    "chosen": [say("user", "1"), say("assistant", "2")],
+                    "rejected": [say("user", "1"), say("assistant", "3")],
+                }
+            ],
+            "prompt_column": None,
+        },
+    ],
+)
+def test_every_form_of_a_conversation_gives_the_same_tokens(source: dict[str, Any], tokenizer: Any) -> None:
+    tokenizer.chat_template = TEMPLATE
+    (pair,) = PreferenceSource(**source, system_prompt="4").tokenized(tokenizer)
+    assert tokenizer.decode(pair.chosen) == "(4)(1)>2<eos>"
+    assert tokenizer.decode(pair.rejected) == "(4)(1)>3<eos>"
+    sampled = PromptSource(rows=[{"prompt": "1"}], system_prompt="4").load(tokenizer).batch(0, 1)
+    assert pair.chosen[: len(sampled.token_ids[0])] == sampled.token_ids[0]
+
+
+def test_bad_rows_are_named(tokenizer: Any) -> None:
+    for argument in ("prompt_column", "chosen_column", "rejected_column", "margin_column"):
+        with pytest.raises(ValueError, match=rf"{argument}='x': .* no such column"):
+            PreferenceSource(rows=ROWS, **{argument: "x"}).tokenized(tokenizer)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has no rows"):
+        PreferenceSource(rows=[]).tokenized(tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    apart = {"chosen": [say("user", "1"), say("assistant", "2")], "rejected": [say("user", "2"), say("assistant", "2")]}
+    with pytest.raises(ValueError, match="row 0: 'chosen' and 'rejected' answer different prompts"):
+        PreferenceSource(rows=[apart], prompt_column=None).tokenized(tokenizer)
+    with pytest.raises(ValueError, match="row 0: the completion must be a string or one assistant message"):
+        PreferenceSource(rows=[{"prompt": "1", "chosen": 2, "rejected": "3"}], rendering="text").tokenized(tokenizer)
+
+
+def test_bad_arguments_are_named() -> None:
+    for bad in ({"rendering": "both"}, {"overlong": "truncate"}, {"max_tokens": 1}, {"streaming": True}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            PreferenceSource(rows=ROWS, **bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="batch_size=0"):
+        PreferenceDataModule(PreferenceSource(rows=ROWS), batch_size=0)
+
+
+def test_long_pairs(tokenizer: Any) -> None:
+    """The longer of the two counts: 7 and 6 tokens."""
+    assert len(PreferenceSource(rows=ROWS, max_tokens=7).tokenized(tokenizer)) == 2
+    (kept,) = PreferenceSource(rows=ROWS, max_tokens=6).tokenized(tokenizer)
+    assert kept.chosen == [13, 18, 4, 4, 13, 1]
+    with pytest.raises(ValueError, match="row 0: 7 tokens, max_tokens is 6"):
+        PreferenceSource(rows=ROWS, max_tokens=6, overlong="error").tokenized(tokenizer)
+    with pytest.raises(ValueError, match="no pair fits max_tokens=5"):
+        PreferenceSource(rows=ROWS, max_tokens=5).tokenized(tokenizer)
+
+
+def test_ranks_share_the_pairs_and_an_idle_one_says_so(tokenizer: Any) -> None:
+    rows = [{"prompt": str(i), "chosen": "1", "rejected": "2"} for i in range(5)]
+    pairs = PreferenceSource(rows=rows).tokenized(tokenizer)
+    ranks = [list(loader(pairs, 2, train=False, rank=rank, world_size=2)) for rank in range(2)]
+    prompts = [[int(i) for b in rank for i in b["token_ids"][::2, 0][b["valid"]]] for rank in ranks]
+    assert prompts == [[4, 6, 8], [5, 7]]  # "0" is 4
+    assert ranks[1][1]["valid"].tolist() == [False] and ranks[1][1]["token_ids"].shape[0] == 2
