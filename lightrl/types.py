@@ -23,6 +23,7 @@ __all__ = [
     "Prompts",
     "Rollouts",
     "SamplingParams",
+    "SupervisedBatch",
     "class_name",
     "pad_rows",
 ]
@@ -114,6 +115,18 @@ class Prompts:
             inputs=[self.inputs[i] for i in pick] if self.inputs else [],
         )
 
+    @staticmethod
+    def concat(parts: Sequence[Prompts]) -> Prompts:
+        """The rows of several, one after another; all have the same columns."""
+        names = parts[0].columns if parts else {}
+        return Prompts(
+            token_ids=[row for part in parts for row in part.token_ids],
+            texts=[text for part in parts for text in part.texts],
+            columns={name: [value for part in parts for value in part.columns[name]] for name in names},
+            indices=[index for part in parts for index in part.indices],
+            inputs=[inputs for part in parts for inputs in part.inputs],
+        )
+
 
 @dataclass
 class Completion:
@@ -191,6 +204,28 @@ class _Rows:
 
 
 @dataclass
+class SupervisedBatch(_Rows):
+    """Rows with completions to be learnt as they are, for the supervised loss beside reinforcement learning.
+
+    Attributes:
+        token_ids: (B, T) int64, right-padded. attention_mask: (B, T) bool, True on real tokens.
+        response_mask: (B, T) bool, True on the tokens to learn.
+        group_ids: (B,) int64, a group for each row.
+        temperature: of the distribution that is trained: 1.
+        normalizer: what summed losses are divided by: the tokens to learn in the whole optimizer batch, all ranks,
+            divided by the number of ranks.
+        inputs: B dictionaries of extra model inputs; empty for text.
+    """
+
+    attention_mask: Tensor
+    response_mask: Tensor
+    group_ids: Tensor
+    temperature: float = 1.0
+    normalizer: float = 1.0
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
 class Rollouts(_Rows):
     """B = P * G scored sequences: one Lightning batch. Rows of a group are neighbours.
 
@@ -210,6 +245,7 @@ class Rollouts(_Rows):
         columns: data-set columns, name -> B values.
         inputs: B dictionaries of extra model inputs, `{}` for text.
         metrics: scalars measured while the rollout was made (seconds, tokens, counts), summed over nothing.
+        supervised: rows of a second stream for the supervised loss (`ptx_coef`); None without one.
     """
 
     attention_mask: Tensor
@@ -227,6 +263,12 @@ class Rollouts(_Rows):
     inputs: list[dict[str, Any]] = field(default_factory=list)
     reward_weights: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    supervised: SupervisedBatch | None = None
+
+    def to(self, device: torch.device | str) -> Rollouts:
+        """The same record with its tensors on `device`, those of `supervised` too."""
+        moved = super().to(device)
+        return moved if self.supervised is None else replace(moved, supervised=self.supervised.to(device))
 
 
 @dataclass
@@ -247,6 +289,8 @@ class Experience(_Rows):
             optimizer batch, all micro-batches and ranks, divided by the number of ranks (which average gradients).
         token_normalizer: the same for losses that are means over tokens (the critic's).
         metrics: scalars of the making, already reduced over ranks.
+        entropy: entropies of the policy that starts the update; None where nothing uses them.
+        supervised: this mini-batch's share of `Rollouts.supervised`.
     """
 
     attention_mask: Tensor
@@ -265,6 +309,8 @@ class Experience(_Rows):
     token_normalizer: float = 1.0
     inputs: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    entropy: Tensor | None = None
+    supervised: SupervisedBatch | None = None
 
 
 def class_name(obj: object) -> str:

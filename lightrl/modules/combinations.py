@@ -1,15 +1,72 @@
-"""Which estimators, KL placements and whitening do not go together: refused when a module is built, with both names.
+"""What a module refuses when it is built: numbers out of range, and parts that do not go together, with both names.
 
 Everything else combines: any estimator with any loss, aggregation and KL in the loss.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lightrl.modules.advantages import AdvantageEstimator
 from lightrl.modules.kl import KLInReward, KLPenalty
 from lightrl.types import class_name
 
-__all__ = ["refuse_combination"]
+if TYPE_CHECKING:
+    from lightrl.modules.ppo import PPOLightningModule
+
+__all__ = ["check_arguments", "refuse_combination", "refuse_shaped_rewards"]
+
+AT_LEAST = {
+    **{"kl_coef": 0, "vf_coef": 0, "ptx_coef": 0, "aux_loss_coef": 0, "critic_warmup_rollouts": 0},
+    **{"ppo_epochs": 1, "micro_batch_tokens": 1, "max_skipped_updates": 1},
+}
+ABOVE_ZERO_OR_NONE = ("minibatch_size", "max_grad_norm", "value_clip", "advantage_clip", "reward_clip")
+
+
+def check_arguments(module: PPOLightningModule) -> None:
+    """Checks a module's numbers and its combination of parts.
+
+    Raises:
+        ValueError: a number is out of range, a part is missing that another needs, or two exclude each other.
+    """
+    if module.advantage.needs_critic and module.critic_spec is None:
+        raise ValueError(
+            f"advantage={class_name(module.advantage)} needs a critic but critic=None: give a CriticSpec or "
+            "another estimator (GroupNorm, RLOO, ...)."
+        )
+    refuse_combination(module.advantage, module.kl, whiten=module.whiten_advantages)
+    if module.reward_clip is not None:
+        refuse_shaped_rewards(module.advantage, f"reward_clip={module.reward_clip}")
+    for name, low in AT_LEAST.items():
+        if getattr(module, name) < low:
+            raise ValueError(f"{name}={getattr(module, name)!r}: must be at least {low}.")
+    for name in ABOVE_ZERO_OR_NONE:
+        value = getattr(module, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{name}={value!r}: must be above 0, or None (null in YAML) to turn it off.")
+    if not 0 < module.top_entropy_fraction <= 1:
+        raise ValueError(
+            f"top_entropy_fraction={module.top_entropy_fraction}: must be in (0, 1]; 1 trains every token."
+        )
+    if module.kl is not None and module.actor_spec.random_init and module.reference_spec is None:
+        raise ValueError("actor.random_init=True has no weights to make a reference of: set kl=None or reference.")
+
+
+def refuse_shaped_rewards(advantage: AdvantageEstimator, shaping: str) -> None:
+    """Refuses what changes the summed reward for estimators that do not read it.
+
+    Args:
+        advantage: the estimator. shaping: the argument or callback, as the user wrote it.
+
+    Raises:
+        ValueError: the estimator reads each function's own rewards, so that the change would be lost.
+    """
+    if advantage.needs_reward_parts:
+        name = class_name(advantage)
+        raise ValueError(
+            f"{shaping} with advantage={name}: {name} reads each reward function's own rewards, and a change of their "
+            "sum would be lost. Drop it, or take GroupNorm."
+        )
 
 
 def refuse_combination(advantage: AdvantageEstimator, kl: KLPenalty | None, *, whiten: bool) -> None:

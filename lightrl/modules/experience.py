@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,17 +16,23 @@ from torch import Tensor
 from lightrl.models.batching import micro_batches
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.modules.kl import KLInReward
+from lightrl.modules.metrics import MetricSums
+from lightrl.ops.entropy import top_entropy_mask
 from lightrl.ops.masking import masked_whiten
-from lightrl.types import Experience, Rollouts
+from lightrl.types import Experience, Rollouts, SupervisedBatch
 
 if TYPE_CHECKING:
     from lightrl.modules.ppo import PPOLightningModule
 
 __all__ = [
     "batched_forward",
+    "count_minibatches",
     "cut_micro_batches",
+    "cut_minibatches",
     "evaluate_models",
+    "finish_advantages",
     "policy_forward",
+    "set_rewards",
     "shape_rewards",
     "shuffled_groups",
     "value_forward",
@@ -33,9 +40,10 @@ __all__ = [
 ]
 
 AllReduce = Callable[[Tensor], Tensor]
+Rows = TypeVar("Rows", Experience, SupervisedBatch)
 
 
-def plan(rows: Rollouts | Experience, budget: int, all_max: AllReduce) -> list[Tensor]:
+def plan(rows: Rollouts | Experience | SupervisedBatch, budget: int, all_max: AllReduce) -> list[Tensor]:
     """Row indices of micro-batches of at most `budget` tokens, the same number on every rank (some may be empty)."""
     bins = micro_batches(rows.attention_mask, rows.response_mask, rows.group_ids, budget)
     most = int(all_max(torch.tensor(float(len(bins)))))
@@ -75,10 +83,12 @@ def evaluate_models(module: PPOLightningModule, rollouts: Rollouts) -> Experienc
     actor, critic, reference = module.actor, module.critic, module.reference
     experience = _from_rollouts(rollouts)
     shared = actor.value_head is not None
-    updates = module.ppo_epochs * module.num_minibatches(len(rollouts))
-    if updates > 1 or shared or isinstance(module.kl, KLInReward):
-        out = batched(lambda x: policy_forward(actor, x, values=shared))
-        experience.old_logprobs, experience.values = out["logprobs"], out.get("values")
+    updates = module.ppo_epochs * count_minibatches(module, len(rollouts))
+    filtered = module.top_entropy_fraction < 1
+    if updates > 1 or shared or filtered or isinstance(module.kl, KLInReward):
+        out = batched(lambda x: policy_forward(actor, x, values=shared, entropy=filtered))
+        experience.old_logprobs = out["logprobs"]
+        experience.values, experience.entropy = out.get("values"), out.get("entropy")
     if critic is not None:
         experience.values = batched(lambda x: {"values": value_forward(critic, x)})["values"]
     if module.kl is not None:
@@ -94,6 +104,7 @@ def _from_rollouts(rollouts: Rollouts) -> Experience:
         advantages=torch.zeros_like(rollouts.engine_logprobs),
         rewards=rollouts.rewards,
         valid=rollouts.rewards.isfinite(),
+        supervised=rollouts.supervised,
     )
 
 
@@ -102,6 +113,47 @@ def shuffled_groups(group_ids: Tensor, *, seed: int) -> Tensor:
     groups = group_ids.unique()
     place = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).to(group_ids.device)
     return place[torch.searchsorted(groups, group_ids)].argsort(stable=True)
+
+
+def count_minibatches(module: PPOLightningModule, num_sequences: int) -> int:
+    """Optimizer steps per pass over a rollout of which this rank holds `num_sequences` rows. Collective.
+
+    Raises:
+        ValueError: `minibatch_size` does not divide the rollout.
+    """
+    size = module.minibatch_size
+    if size is None:
+        return 1
+    total = int(module.all_sum(torch.tensor(float(num_sequences))))
+    if total % size:
+        raise ValueError(
+            f"minibatch_size={size} does not divide the rollout's {total} sequences (prompts x group size, over all "
+            f"ranks): take a divisor of {total}, or null for one update per epoch."
+        )
+    return total // size
+
+
+def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Experience]:
+    """Cuts a rollout into `count` mini-batches, whole groups in an order that depends on the seed.
+
+    Supervised rows are dealt out in their own order, as evenly as they go.
+
+    Raises:
+        ValueError: there are fewer supervised rows than mini-batches.
+    """
+    if count == 1:
+        return [experience]
+    parts = [experience.select(rows) for rows in shuffled_groups(experience.group_ids, seed=seed).tensor_split(count)]
+    extra = experience.supervised
+    if extra is None:
+        return parts
+    if len(extra) < count:
+        raise ValueError(
+            f"ptx_batch_size={len(extra)} on each rank is less than the {count} mini-batches of a rollout: take at "
+            f"least {count}, or a larger minibatch_size."
+        )
+    shares = torch.arange(len(extra)).tensor_split(count)
+    return [replace(part, supervised=extra.select(rows)) for part, rows in zip(parts, shares, strict=True)]
 
 
 def batched_forward(
@@ -126,20 +178,20 @@ def batched_forward(
     return out
 
 
-def cut_micro_batches(minibatch: Experience, budget: int, all_max: AllReduce, *, skip_zero: bool) -> list[Experience]:
-    """Cuts a mini-batch into micro-batches, equally many on every rank.
+def cut_micro_batches(minibatch: Rows, budget: int, all_max: AllReduce, *, skip_zero: bool = False) -> list[Rows]:
+    """Cuts a mini-batch, or supervised rows, into micro-batches, equally many on every rank.
 
     Args:
         minibatch: rows of one optimizer step, normalisers set: rows left out here still count in them.
         budget: most tokens per micro-batch.
         all_max: maximum over ranks.
-        skip_zero: leave out rows whose advantages are all 0, because their loss has no gradient.
+        skip_zero: (experience only) leave out rows whose advantages are all 0, because their loss has no gradient.
 
     Returns:
         at least one micro-batch; a rank without rows gets one row with an empty response mask.
     """
     device = minibatch.token_ids.device
-    if skip_zero:
+    if skip_zero and isinstance(minibatch, Experience):
         rows = (minibatch.advantages != 0).any(1).nonzero().squeeze(1)
         minibatch = minibatch.select(rows if len(rows) else torch.zeros(1, dtype=torch.long, device=device))
     pieces = []
@@ -151,12 +203,51 @@ def cut_micro_batches(minibatch: Experience, budget: int, all_max: AllReduce, *,
     return pieces
 
 
-def _without_response(rows: Experience) -> Experience:
+def _without_response(rows: Rows) -> Rows:
     """One row that takes part in forward, backward and collectives and adds nothing."""
     row = rows.select(torch.zeros(1, dtype=torch.long, device=rows.token_ids.device)).crop()
     row.response_mask = torch.zeros_like(row.response_mask)
-    row.advantages = torch.zeros_like(row.advantages)
+    if isinstance(row, Experience):
+        row.advantages = torch.zeros_like(row.advantages)
     return row
+
+
+def set_rewards(module: PPOLightningModule, experience: Experience, rewards: Tensor, sums: MetricSums) -> Tensor:
+    """Clips the (B,) rewards, writes them and `valid` into the experience, and lays them out per token.
+
+    Returns:
+        (B, T) token rewards, a KL in the reward already inside; `sums` gets the true clip fraction.
+    """
+    bound = module.reward_clip
+    if bound is not None:
+        sums.add({"reward/clip_fraction": (rewards.abs() > bound).float()})
+        rewards = rewards.clamp(-bound, bound)
+    experience.valid = rewards.isfinite()
+    experience.rewards = torch.where(experience.valid, rewards, 0.0)
+    penalty = module.kl if isinstance(module.kl, KLInReward) else None
+    return shape_rewards(experience, penalty, module.kl_coef)
+
+
+def finish_advantages(
+    module: PPOLightningModule, experience: Experience, advantages: Tensor, rollouts: Rollouts, sums: MetricSums
+) -> None:
+    """Takes truncated rows out of training, whitens, clips and filters advantages, and writes them down.
+
+    A token that the entropy filter leaves out gets advantage 0, so that its policy loss is 0 and it still counts in
+    the normaliser. Statistics of the whitening are those of all trained tokens.
+    """
+    if module.mask_truncated:
+        experience.response_mask = experience.response_mask & ~rollouts.truncated.unsqueeze(1)
+    advantages, metrics = whiten_and_clip(
+        advantages, experience, whiten=module.whiten_advantages, clip=module.advantage_clip, all_sum=module.all_sum
+    )
+    sums.add(metrics, experience.response_mask)
+    if experience.entropy is not None:
+        fraction, mask = module.top_entropy_fraction, experience.response_mask
+        keep = top_entropy_mask(experience.entropy, mask, fraction, all_sum=module.all_sum)
+        sums.add({"policy/top_entropy": experience.entropy[keep]})
+        advantages = advantages * keep
+    experience.advantages = advantages
 
 
 def shape_rewards(experience: Experience, penalty: KLInReward | None, kl_coef: float) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,28 +22,28 @@ from lightrl.models.lora import named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModel, RewardModelSpec
 from lightrl.models.spec import ModelSpec
-from lightrl.modules import evaluation, random_states, strategies
+from lightrl.modules import checkpoints, evaluation, random_states, strategies
 from lightrl.modules.advantages import GAE, AdvantageEstimator
 from lightrl.modules.aggregation import Aggregation, TokenMean
-from lightrl.modules.combinations import refuse_combination
+from lightrl.modules.combinations import check_arguments
 from lightrl.modules.experience import (
+    count_minibatches,
     cut_micro_batches,
+    cut_minibatches,
     evaluate_models,
+    finish_advantages,
     policy_forward,
-    shape_rewards,
-    shuffled_groups,
+    set_rewards,
     value_forward,
-    whiten_and_clip,
 )
 from lightrl.modules.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.modules.losses import PolicyLoss, PPOClip
 from lightrl.modules.metrics import MetricSums
+from lightrl.modules.updates import parameter_groups, step_or_skip
 from lightrl.ops.losses import clipped_value_loss, explained_variance
-from lightrl.types import Experience, Rollouts, class_name
+from lightrl.types import Experience, Rollouts, SupervisedBatch
 
 __all__ = ["CriticSpec", "PPOLightningModule"]
-
-FROZEN = ("reference.", "reward_models.")
 
 
 @dataclass
@@ -71,6 +70,7 @@ class PPOLightningModule(LightningModule):
     turned into experience and used for `ppo_epochs` x mini-batches of updates. Per mini-batch the loss is
 
         sum_t w_t (policy_t + kl_coef * kl_t - entropy_coef * entropy_t) / N + vf_coef * sum_t value_t / M
+            + ptx_coef * mean_t nll_t (supervised rows)
 
     with w and N from `aggregation`, counted over the whole mini-batch, all micro-batches and ranks, so no split into
     micro-batches, layouts or ranks changes a gradient. It differs from the usual PPO for language models in that no
@@ -94,6 +94,11 @@ class PPOLightningModule(LightningModule):
         whiten_advantages: shift and scale advantages to mean 0, std 1 over all response tokens of the rollout.
         advantage_clip: bound on |advantage| after whitening; None is off.
         reward_clip: bound on |sequence reward| before the KL penalty; None is off.
+        mask_truncated: leave completions that `max_new_tokens` cut off out of all losses and their normalisers. They
+            keep their place in the baselines of the others.
+        top_entropy_fraction: fraction of the rollout's tokens, those of highest entropy over all ranks, that the
+            policy loss trains, in (0, 1] (https://arxiv.org/abs/2506.01939: 0.2); the normaliser counts all tokens as
+            in the paper, and KL, entropy bonus and critic see all. 1 is off.
         ppo_epochs: passes over each rollout.
         minibatch_size: sequences per optimizer step, over all ranks; must divide the rollout. None: the whole rollout.
         micro_batch_tokens: most tokens in one forward and backward; only memory and speed depend on it.
@@ -102,7 +107,10 @@ class PPOLightningModule(LightningModule):
         lr_scheduler: called with the optimizer; stepped after every update. None keeps the rate constant.
         max_grad_norm: bound on the joint gradient norm of actor and critic; None is off.
         critic_warmup_rollouts: this many first rollouts train the critic only.
-        aux_loss_coef: weight of a mixture-of-experts model's own load-balancing loss.
+        aux_loss_coef: weight of a mixture-of-experts model's own load-balancing loss; its configuration must put out
+            router logits (`output_router_logits`).
+        ptx_coef: weight of the supervised loss on the data module's `ptx` rows, a mean over their completion tokens
+            (InstructGPT's PPO-ptx, https://arxiv.org/abs/2203.02155 eq. 2, which sums over tokens); 0 is off.
         max_skipped_updates: updates in a row with a non-finite loss or gradient after which the run stops.
         success_reward: a completion counts as solved in `eval/pass@k` from this reward on.
 
@@ -133,6 +141,8 @@ class PPOLightningModule(LightningModule):
         whiten_advantages: bool = True,
         advantage_clip: float | None = None,
         reward_clip: float | None = None,
+        mask_truncated: bool = False,
+        top_entropy_fraction: float = 1.0,
         ppo_epochs: int = 2,
         minibatch_size: int | None = None,
         micro_batch_tokens: int = 16384,
@@ -142,6 +152,7 @@ class PPOLightningModule(LightningModule):
         max_grad_norm: float | None = 1.0,
         critic_warmup_rollouts: int = 0,
         aux_loss_coef: float = 0.0,
+        ptx_coef: float = 0.0,
         max_skipped_updates: int = 5,
         success_reward: float = 1.0,
     ) -> None:
@@ -158,32 +169,15 @@ class PPOLightningModule(LightningModule):
         self.ppo_epochs, self.minibatch_size, self.micro_batch_tokens = ppo_epochs, minibatch_size, micro_batch_tokens
         self.optimizer_factory, self.critic_lr, self.lr_scheduler_factory = optimizer, critic_lr, lr_scheduler
         self.max_grad_norm, self.critic_warmup_rollouts = max_grad_norm, critic_warmup_rollouts
-        self.aux_loss_coef, self.max_skipped_updates = aux_loss_coef, max_skipped_updates
+        self.mask_truncated, self.top_entropy_fraction = mask_truncated, top_entropy_fraction
+        self.aux_loss_coef, self.ptx_coef, self.max_skipped_updates = aux_loss_coef, ptx_coef, max_skipped_updates
         self.success_reward = success_reward
-        self.num_skipped_updates = 0
-        self._skipped_in_a_row = 0
+        self.num_skipped_updates = self.skipped_in_a_row = 0
+        self.reference_moves = False  # a callback that moves the reference sets it, so that checkpoints hold it
         self._restored_rng: list[Any] | None = None
-        self._check_arguments()
+        check_arguments(self)
 
     # ---- set-up ------------------------------------------------------------------------------------------------
-
-    def _check_arguments(self) -> None:
-        if self.advantage.needs_critic and self.critic_spec is None:
-            raise ValueError(
-                f"advantage={class_name(self.advantage)} needs a critic but critic=None: give a CriticSpec or "
-                "another estimator (GroupNorm, RLOO, ...)."
-            )
-        refuse_combination(self.advantage, self.kl, whiten=self.whiten_advantages)
-        at_least = {"kl_coef": 0, "vf_coef": 0, "ppo_epochs": 1, "micro_batch_tokens": 1, "max_skipped_updates": 1}
-        for name, low in at_least.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be at least {low}.")
-        for name in ("minibatch_size", "max_grad_norm", "value_clip", "advantage_clip", "reward_clip"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value!r}: must be above 0, or None (null in YAML) to turn it off.")
-        if self.kl is not None and self.actor_spec.random_init and self.reference_spec is None:
-            raise ValueError("actor.random_init=True has no weights to make a reference of: set kl=None or reference.")
 
     def setup(self, stage: str) -> None:
         """Refuses what cannot work, before any model is loaded."""
@@ -220,14 +214,7 @@ class PPOLightningModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """One optimizer with the named parameter groups `actor` and `critic` (DeepSpeed takes exactly one)."""
-        head = set(self.actor.value_head.parameters()) if self.actor.value_head is not None else set()
-        actor = [p for p in self.actor.parameters() if p.requires_grad and p not in head]
-        critic = [*head] if self.critic is None else [p for p in self.critic.parameters() if p.requires_grad]
-        groups: list[dict[str, Any]] = [{"params": actor, "name": "actor"}]
-        if critic:
-            lr = {} if self.critic_lr is None else {"lr": self.critic_lr}
-            groups.append({"params": critic, "name": "critic", **lr})
-        optimizer = self.optimizer_factory(groups)
+        optimizer = self.optimizer_factory(parameter_groups(self))
         if self.lr_scheduler_factory is None:
             return optimizer
         return [optimizer], [self.lr_scheduler_factory(optimizer)]
@@ -244,7 +231,8 @@ class PPOLightningModule(LightningModule):
             finite = True
             with strategies.optimizer_window(self.trainer.strategy):
                 for micro in self.micro_batches(minibatch):
-                    loss, values = self.compute_loss(micro)
+                    supervised = isinstance(micro, SupervisedBatch)
+                    loss, values = self.compute_ptx_loss(micro) if supervised else self.compute_loss(micro)
                     self.manual_backward(loss)
                     finite = finite and bool(torch.isfinite(loss))
                     sums.add(values, micro.response_mask)
@@ -253,6 +241,8 @@ class PPOLightningModule(LightningModule):
         metrics = {**experience.metrics, **self._reduce(sums), **times}
         if self.kl is not None:
             metrics["kl/coef"] = float(self.kl_coef)
+        if self.entropy_coef:
+            metrics["policy/entropy_coef"] = float(self.entropy_coef)
         self._call_callbacks("on_policy_updated", metrics)
         self.log_dict(metrics, batch_size=len(rollouts))
         return metrics
@@ -271,19 +261,10 @@ class PPOLightningModule(LightningModule):
         raw_rewards = rollouts.rewards
         self._call_callbacks("on_rollout_scored", rollouts)
         experience, sums = evaluate_models(self, rollouts), MetricSums()
-        rewards, bound = rollouts.rewards, self.reward_clip
-        if bound is not None:
-            sums.add({"reward/clip_fraction": (rewards.abs() > bound).float()})
-            rewards = rewards.clamp(-bound, bound)
-        experience.valid = rewards.isfinite()
-        experience.rewards = torch.where(experience.valid, rewards, 0.0)
-        token_rewards = shape_rewards(experience, self.kl if isinstance(self.kl, KLInReward) else None, self.kl_coef)
+        token_rewards = set_rewards(self, experience, rollouts.rewards, sums)
         advantages, experience.returns = self.compute_advantages(experience, token_rewards, rollouts)
-        experience.advantages, clipped = whiten_and_clip(
-            advantages, experience, whiten=self.whiten_advantages, clip=self.advantage_clip, all_sum=self.all_sum
-        )
+        finish_advantages(self, experience, advantages, rollouts, sums)
         sums.add(evaluation.rollout_metrics(rollouts, experience, raw_rewards))
-        sums.add(clipped, experience.response_mask)
         experience.metrics = evaluation.add_std(self._reduce(sums))
         if experience.values is not None and experience.returns is not None:
             experience.metrics["value/explained_variance"] = float(
@@ -295,8 +276,9 @@ class PPOLightningModule(LightningModule):
     def score(self, rollouts: Rollouts) -> None:
         """Adds the rewards of `reward_models` to `rollouts.rewards` and `reward_parts`, in place."""
         for spec in self.reward_model_specs:
-            scores = self.reward_models[spec.name].score(rollouts, self.micro_batch_tokens)
-            rollouts.reward_parts[spec.name] = scores
+            model: Any = self.reward_models[spec.name]
+            scores = model.score(rollouts, self.micro_batch_tokens)
+            rollouts.reward_parts[spec.name], rollouts.reward_weights[spec.name] = scores, spec.weight
             rollouts.rewards = rollouts.rewards.nan_to_num(0.0) + spec.weight * scores
 
     def compute_advantages(
@@ -325,42 +307,34 @@ class PPOLightningModule(LightningModule):
 
     def minibatches(self, experience: Experience) -> Iterator[Experience]:
         """`ppo_epochs` x mini-batches, the same number on every rank; groups stay together. Hook 3 of 5."""
-        count = self.num_minibatches(len(experience))
+        count = count_minibatches(self, len(experience))
         for epoch in range(self.ppo_epochs):
-            if count == 1:
-                yield experience
-                continue
-            order = shuffled_groups(experience.group_ids, seed=self.policy_version * 1009 + epoch)
-            for rows in order.tensor_split(count):
-                yield experience.select(rows)
+            yield from cut_minibatches(experience, count, seed=self.policy_version * 1009 + epoch)
 
-    def num_minibatches(self, num_sequences: int) -> int:
-        """Optimizer steps per pass over a rollout of which this rank holds `num_sequences` rows."""
-        if self.minibatch_size is None:
-            return 1
-        total = int(self.all_sum(torch.tensor(float(num_sequences))))
-        if total % self.minibatch_size:
-            raise ValueError(
-                f"minibatch_size={self.minibatch_size} does not divide the rollout's {total} sequences (prompts x "
-                f"group size, over all ranks): take a divisor of {total}, or null for one update per epoch."
-            )
-        return total // self.minibatch_size
+    def micro_batches(self, minibatch: Experience) -> Iterator[Any]:
+        """Cuts a mini-batch by tokens and sets its normalisers; gradients are reduced over ranks in the last one.
 
-    def micro_batches(self, minibatch: Experience) -> Iterator[Experience]:
-        """Cuts a mini-batch by tokens and sets its normalisers; gradients are reduced over ranks in the last one."""
+        Supervised rows come first, since DDP wants every trained model in the backward that reduces.
+        """
         minibatch = self._with_normalizers(minibatch)
-        skip_zero = self._zero_rows_are_free()
-        pieces = cut_micro_batches(minibatch, self.micro_batch_tokens, self.all_max, skip_zero=skip_zero)
+        budget, skip_zero = self.micro_batch_tokens, self._zero_rows_are_free()
+        pieces: list[Any] = []
+        if minibatch.supervised is not None:
+            pieces += cut_micro_batches(minibatch.supervised, budget, self.all_max)
+        pieces += cut_micro_batches(minibatch, budget, self.all_max, skip_zero=skip_zero)
         trained = [model for model in (self.actor, self.critic) if model is not None]
         for i, piece in enumerate(pieces):
             with strategies.backward_scope(self.trainer.strategy, trained, last=i == len(pieces) - 1):
                 yield piece
 
     def _with_normalizers(self, minibatch: Experience) -> Experience:
-        counts = torch.stack([self.aggregation.count(minibatch.response_mask), minibatch.response_mask.sum()]).double()
+        mask, ptx = minibatch.response_mask, minibatch.supervised
+        learnt = mask.new_zeros(()) if ptx is None else ptx.response_mask.sum()
+        counts = torch.stack([self.aggregation.count(mask).double(), mask.sum().double(), learnt.double()])
         ranks = self.trainer.world_size
-        sequences, tokens = (max(x, 1.0) / ranks for x in self.all_sum(counts).tolist())
-        return replace(minibatch, normalizer=sequences, token_normalizer=tokens)
+        policy, tokens, supervised = (max(x, 1.0) / ranks for x in self.all_sum(counts).tolist())
+        ptx = None if ptx is None else replace(ptx, normalizer=supervised)
+        return replace(minibatch, normalizer=policy, token_normalizer=tokens, supervised=ptx)
 
     def _zero_rows_are_free(self) -> bool:
         """Whether a row whose advantages are all 0 has no gradient, so that it need not be run."""
@@ -405,6 +379,12 @@ class PPOLightningModule(LightningModule):
             metrics["loss/aux"] = out["aux_loss"]
         return loss, metrics
 
+    def compute_ptx_loss(self, rows: SupervisedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The supervised loss of one micro-batch of rows, `ptx_coef` times -log pi summed over `normalizer`."""
+        loss = -policy_forward(self.actor, rows)["logprobs"]
+        weight = 0.0 if self.in_critic_warmup else self.ptx_coef
+        return weight * loss.sum() / rows.normalizer, {"loss/ptx": loss}
+
     def apply_gradients(self, *, finite: bool) -> dict[str, Tensor | float]:
         """Clips, steps and schedules, or skips on all ranks together when something is not finite. Hook 5 of 5.
 
@@ -417,29 +397,7 @@ class PPOLightningModule(LightningModule):
         Raises:
             RuntimeError: `max_skipped_updates` updates in a row were skipped.
         """
-        optimizer: Any = self.optimizers()
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = strategies.clip_gradients(self.trainer.strategy, trained, self.max_grad_norm)
-        broken = not finite or (norm is not None and not bool(torch.isfinite(norm)))
-        skip = bool(self.all_max(torch.tensor(float(broken))))
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skip else 0
-        self.num_skipped_updates += skip
-        if self._skipped_in_a_row >= self.max_skipped_updates:
-            raise RuntimeError(
-                f"{self._skipped_in_a_row} updates in a row had a non-finite loss or gradient norm (the last norm: "
-                f"{None if norm is None else norm.item()}). Lower the learning rate, check the scale of the rewards, "
-                "or raise max_skipped_updates. The weights are those of the last finite update."
-            )
-        learning_rates = {f"optim/lr_{_role(group)}": float(group["lr"]) for group in optimizer.param_groups}
-        if not skip:
-            with strategies.frozen_group(optimizer, "actor") if self.in_critic_warmup else nullcontext():
-                optimizer.step()
-            schedulers = self.lr_schedulers() or []
-            for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
-                scheduler.step()  # type: ignore[call-arg]
-        optimizer.zero_grad()
-        norm_metric = {} if norm is None or skip else {"optim/grad_norm": norm}
-        return {"optim/skipped_updates": float(skip), **learning_rates, **norm_metric}
+        return step_or_skip(self, finite=finite)
 
     # ---- evaluation --------------------------------------------------------------------------------------------
 
@@ -509,42 +467,19 @@ class PPOLightningModule(LightningModule):
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Trained parameters only: frozen models are loaded from where they came from."""
-        state = super().state_dict(*args, **kwargs)
-        return {name: value for name, value in state.items() if not name.startswith(FROZEN)}
+        """What cannot be loaded from where it came from: see `lightrl.modules.checkpoints.trained_state`."""
+        return checkpoints.trained_state(self, super().state_dict(*args, **kwargs))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the module's class, the coefficients that callbacks move, and the random generators' states."""
-        checkpoint["lightrl"] = {
-            "class": type(self).__name__,
-            "kl_coef": float(self.kl_coef),
-            "num_skipped_updates": int(self.num_skipped_updates),
-            "rng": random_states.collect(),
-        }
+        checkpoints.save_extras(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes over what `on_save_checkpoint` stored.
-
-        Raises:
-            ValueError: the checkpoint is another module class's, or lacks parameters of this one.
-        """
-        stored = checkpoint.get("lightrl", {})
-        if stored.get("class") != type(self).__name__:
-            raise ValueError(
-                f"The checkpoint was written by {stored.get('class', 'something other than LightRL')}, not by "
-                f"{type(self).__name__}: resume with the same class_path, or start anew from its exported model folder."
-            )
-        if self.trainer.training:
-            self.kl_coef = stored["kl_coef"]
-            self.num_skipped_updates = stored["num_skipped_updates"]
-            self._restored_rng = stored["rng"]
+        """Takes that over, after a check that the checkpoint is one of this module's."""
+        self._restored_rng = checkpoints.load_extras(self, checkpoint)
 
     def on_train_start(self) -> None:
         """Puts the random generators back as late as possible, so that set-up does not advance them."""
         if self._restored_rng is not None:
             random_states.restore(self._restored_rng)
             self._restored_rng = None
-
-
-def _role(group: dict[str, Any]) -> str:
-    return {"actor": "policy"}.get(group.get("name", "policy"), group.get("name", "policy"))
