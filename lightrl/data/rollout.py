@@ -5,7 +5,6 @@ Letters: P prompts, G completions per prompt, B = P * G sequences, T tokens.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -16,73 +15,22 @@ import torch
 from jsonargparse import lazy_instance
 from lightning.pytorch import LightningDataModule
 
+from lightrl.data.loaders import EvalLoader, RolloutLoader
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource
+from lightrl.data.sampled import Sampled, build_rollouts, refill, request_seed
+from lightrl.data.sft import SFTLoader, SFTSource
 from lightrl.data.templates import load_tokenizer
 from lightrl.engines.base import Engine, EngineContext, EngineDiedError, EngineRestartedError, StaleWeightsError
 from lightrl.engines.vllm import VLLMEngine
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer, Scores
-from lightrl.types import CompletionGroup, Prompts, Rollouts, SamplingParams, class_name, pad_rows
+from lightrl.types import CompletionGroup, Prompts, Rollouts, SamplingParams, SupervisedBatch, class_name
 
-__all__ = ["RolloutDataModule", "RolloutLoader"]
+__all__ = ["EvalLoader", "RolloutDataModule", "RolloutLoader"]
 
 log = logging.getLogger(__name__)
 
 PRECISION_TO_DTYPE = {"bf16": "bfloat16", "16": "float16", "32": "float32", "64": "float32", "transformer": "bfloat16"}
-
-
-class RolloutLoader:
-    """Lightning's train dataloader: sized, and a generator, so that each rollout is made when it is asked for.
-
-    Lightning prefetches loaders without a length, which would make every rollout one update stale.
-    """
-
-    def __init__(self, datamodule: RolloutDataModule, num_rollouts: int) -> None:
-        self.datamodule, self.num_rollouts = datamodule, num_rollouts
-        self.position = 0
-
-    def __len__(self) -> int:
-        return self.num_rollouts
-
-    def __iter__(self) -> Iterator[Rollouts]:
-        if self.position >= self.num_rollouts:
-            self.position = 0
-        while self.position < self.num_rollouts:
-            rollouts = self.datamodule.next_rollout()
-            self.position += 1
-            yield rollouts
-
-    def state_dict(self) -> dict[str, int]:
-        """Rollouts handed out in this epoch; at its end that is the start of the next."""
-        return {"position": self.position % self.num_rollouts}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continues within the epoch."""
-        self.position = state_dict["position"]
-
-
-class EvalLoader:
-    """All evaluation prompts once, as scored rollouts, sampled when asked for. Ranks get equally many batches."""
-
-    def __init__(self, datamodule: RolloutDataModule, prompts: PromptSet, batch_size: int) -> None:
-        self.datamodule, self.prompts = datamodule, prompts
-        self.batch_size = batch_size
-
-    def __len__(self) -> int:
-        per_rank = self.batch_size * self.datamodule.world_size
-        return -(-len(self.prompts) // per_rank)
-
-    def __iter__(self) -> Iterator[Rollouts]:
-        dm = self.datamodule
-        for i in range(len(self)):
-            first = i * self.batch_size * dm.world_size
-            rows = range(first, min(first + self.batch_size * dm.world_size, len(self.prompts)))[
-                dm.rank :: dm.world_size
-            ]
-            rows = rows or range(first, first + 1)  # a rank without rows repeats one: it must take part
-            yield dm.rollout(
-                self.prompts.rows(list(rows)), dm.eval_sampling, dm.eval_group_size, stream="eval", cursor=first
-            )
 
 
 class RolloutDataModule(LightningDataModule):
@@ -99,6 +47,12 @@ class RolloutDataModule(LightningDataModule):
         group_size: G, completions per prompt.
         prompts_per_rollout: P, prompts in one rollout, over all ranks; must be a multiple of their number.
         rollouts_per_epoch: rollouts in one Lightning epoch.
+        max_refills: dynamic sampling (DAPO): groups whose completions all got the same reward are dropped and replaced
+            by those of further prompts, in at most this many further generations per rollout; then the batch is
+            completed with dropped groups, so that it keeps its size. Spread is that of the summed reward functions.
+            0 keeps every group.
+        ptx: supervised rows for a second loss (`ptx_coef` of the module); None without one.
+        ptx_batch_size: supervised rows per rollout and rank, shared by its mini-batches.
         reward_weights: weight of each reward function; 1 for each where None.
         reward_names: name of each in logs and recipes; the function's or class's own where None.
         recipes: label -> list of (reward name, weight): rows of different labels use different functions.
@@ -128,6 +82,9 @@ class RolloutDataModule(LightningDataModule):
         group_size: int = 1,
         prompts_per_rollout: int = 32,
         rollouts_per_epoch: int = 10,
+        max_refills: int = 0,
+        ptx: SFTSource | None = None,
+        ptx_batch_size: int = 32,
         reward_weights: list[float] | None = None,
         reward_names: list[str] | None = None,
         recipes: dict[str, list[tuple[str, float]]] | None = None,
@@ -149,13 +106,22 @@ class RolloutDataModule(LightningDataModule):
         self.group_size, self.eval_group_size = group_size, eval_group_size
         self.prompts_per_rollout, self.rollouts_per_epoch = prompts_per_rollout, rollouts_per_epoch
         self.eval_batch_size, self.tokenizer_path, self.seed = eval_batch_size, tokenizer, seed
+        self.max_refills, self.ptx, self.ptx_batch_size = max_refills, ptx, ptx_batch_size
+        self._ptx_loader: SFTLoader | None = None
         self.ensure_synced: Callable[[], None] | None = None
         self.prompt_cursor = 0
         self._sets: dict[str, PromptSet] = {}
         counts = ("group_size", "eval_group_size", "prompts_per_rollout", "rollouts_per_epoch", "eval_batch_size")
-        for name in counts:
+        for name in (*counts, "ptx_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1.")
+        if max_refills < 0:
+            raise ValueError(f"max_refills={max_refills}: must be 0 (off) or more.")
+        if max_refills and (group_size < 2 or not rewards):
+            raise ValueError(
+                f"max_refills={max_refills} drops groups without reward spread: it needs group_size of at least 2 (it "
+                f"is {group_size}) and reward functions in `rewards`, whose results are known before the update."
+            )
         if sampling.temperature == 0:
             raise ValueError("sampling.temperature=0: greedy completions of a prompt are all equal; train above 0.")
         # Without functions the rewards come from the module's reward models alone.
@@ -194,18 +160,39 @@ class RolloutDataModule(LightningDataModule):
                 f"multiple of {self.world_size}."
             )
         module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
-        needed = getattr(getattr(module, "advantage", None), "needs_groups", False)
-        if stage == "fit" and needed and self.group_size < 2:
-            raise ValueError(
-                f"group_size={self.group_size} with {type(module).__name__} ({class_name(module.advantage)}): its "
-                "advantages compare the completions of one prompt, so it needs group_size of at least 2 (8 is usual)."
-            )
+        if stage == "fit":
+            self._check_module(module)
         self.tokenizer = load_tokenizer(self.tokenizer_path or module.actor_spec.path)
         wanted = {"fit": ("prompts", "eval_prompts"), "predict": ("predict_prompts", "eval_prompts")}
         for name in wanted.get(stage, ("eval_prompts",)):
             source = getattr(self, name)
             if source is not None and name not in self._sets:
                 self._sets[name] = source.load(self.tokenizer, seed=self.seed, shuffle=name == "prompts")
+
+        if stage == "fit" and self.ptx is not None and self._ptx_loader is None:
+            rows, pad = self.ptx.tokenized(self.tokenizer), self.tokenizer.pad_token_id
+            self._ptx_loader = SFTLoader(
+                rows, self.ptx_batch_size, pad, seed=self.seed, rank=self.rank, world_size=self.world_size
+            )
+
+    def _check_module(self, module: Any) -> None:
+        """Refuses what this data module and the module it trains cannot do together."""
+        if getattr(getattr(module, "advantage", None), "needs_groups", False) and self.group_size < 2:
+            raise ValueError(
+                f"group_size={self.group_size} with {type(module).__name__} ({class_name(module.advantage)}): its "
+                "advantages compare the completions of one prompt, so it needs group_size of at least 2 (8 is usual)."
+            )
+        if self.max_refills and getattr(module, "reward_model_specs", None):
+            raise ValueError(
+                f"max_refills={self.max_refills} with reward_models: a group's spread is not known before the module's "
+                "reward models have scored it. Set max_refills=0, or serve the model as a reward function."
+            )
+        coefficient = getattr(module, "ptx_coef", 0.0)
+        if (self.ptx is not None) != (coefficient > 0):
+            raise ValueError(
+                f"ptx={'None' if self.ptx is None else self.ptx.label} (data) with ptx_coef={coefficient} (module): a "
+                "supervised loss needs both, rows and a coefficient above 0; set both or neither."
+            )
 
     def train_dataloader(self) -> RolloutLoader:
         """One epoch of rollouts."""
@@ -237,22 +224,37 @@ class RolloutDataModule(LightningDataModule):
         if self.scorer is not None:
             self.scorer.close()
 
-    def state_dict(self) -> dict[str, int]:
-        """The position in the prompts, the same on every rank."""
-        return {"prompt_cursor": self.prompt_cursor}
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the prompts and in the supervised rows, the same on every rank."""
+        ptx = None if self._ptx_loader is None else self._ptx_loader.state_dict()
+        return {"prompt_cursor": self.prompt_cursor, "ptx": ptx}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continues with the prompts that were next."""
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues with the prompts and rows that were next."""
         self.prompt_cursor = state_dict["prompt_cursor"]
+        if self._ptx_loader is not None and state_dict["ptx"] is not None:
+            self._ptx_loader.load_state_dict(state_dict["ptx"])
 
     # ---- rollouts ----------------------------------------------------------------------------------------------
 
     def next_rollout(self) -> Rollouts:
         """Samples and scores the next prompts with the current policy."""
-        first, count = self.prompt_cursor, self.prompts_per_rollout
-        prompts = self._sets["prompts"].batch(first, count, rank=self.rank, world_size=self.world_size)
-        rollouts = self.rollout(prompts, self.sampling, self.group_size, stream="train", cursor=first)
-        self.prompt_cursor = first + count
+        first, count, prompts = self.prompt_cursor, self.prompts_per_rollout, self._sets["prompts"]
+        sync = self._ready_engine()
+        own = prompts.batch(first, count, rank=self.rank, world_size=self.world_size)
+        sampled = self.sample(own, self.sampling, self.group_size, self._seeds(own, first))
+        cursor, metrics = first + count, dict[str, float]()
+        if self.max_refills:
+            sampled, cursor, metrics = refill(
+                sampled, cursor, self.max_refills, draw=self._draw, gather=gather_numbers, rank=self.rank
+            )
+        rollouts = self._assemble(sampled, self.sampling, sync)
+        counts = {f"rollout/prompts_{name}": float(number) for name, number in prompts.counts.items()}
+        rollouts.metrics |= {**metrics, **counts}
+        if self._ptx_loader is not None:
+            batch: dict[str, Any] = next(iter(self._ptx_loader))
+            rollouts.supervised = SupervisedBatch(**batch, group_ids=torch.arange(len(batch["token_ids"])))
+        self.prompt_cursor = cursor  # last, so that a rollout which is interrupted leaves no trace
         return rollouts
 
     def rollout(
@@ -267,10 +269,20 @@ class RolloutDataModule(LightningDataModule):
             stream: name that keeps the random numbers of training and evaluation apart.
             cursor: number of prompts before this rollout, in the same stream; part of the random seeds.
         """
+        sync = self._ready_engine()
+        seeds = self._seeds(prompts, cursor, stream)
+        return self._assemble(self.sample(prompts, sampling, group_size, seeds), sampling, sync)
+
+    def sample(self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int]) -> Sampled:
+        """Groups of this rank's prompts with their scores; the engine must be ready.
+
+        Args:
+            prompts: P prompts.
+            sampling: the distribution.
+            group_size: completions per prompt.
+            seeds: P random seeds.
+        """
         start = time.perf_counter()
-        self._ready_engine()
-        synced = time.perf_counter()
-        seeds = [request_seed(self.seed, stream, cursor, i * self.world_size + self.rank) for i in range(len(prompts))]
         groups: dict[int, CompletionGroup] = {}
         handles: dict[int, Any] = {}
         for group in self._groups(prompts, sampling, group_size, seeds):
@@ -278,15 +290,25 @@ class RolloutDataModule(LightningDataModule):
             handles[group.prompt_index] = self._submit(prompts, group)
         generated = time.perf_counter()
         assert len(groups) == len(prompts), "the engine lost a group"
-        finished = [groups[i] for i in range(len(prompts))]
-        scores = None if self.scorer is None else Scores.concat([handles[i].result() for i in range(len(prompts))])
-        rollouts = build_rollouts(prompts, finished, scores, self.tokenizer.pad_token_id, sampling.temperature)
+        scores = [] if self.scorer is None else [handles[i].result() for i in range(len(prompts))]
+        seconds = {"time/generate": generated - start, "time/score": time.perf_counter() - generated}
+        return Sampled(prompts, [groups[i] for i in range(len(prompts))], scores, seconds)
+
+    def _seeds(self, prompts: Prompts, cursor: int, stream: str = "train") -> list[int]:
+        return [request_seed(self.seed, stream, cursor, i * self.world_size + self.rank) for i in range(len(prompts))]
+
+    def _draw(self, start: int, offset: int, count: int) -> Sampled:
+        """Samples training prompts start + offset ..., a part of a run of prompts that the ranks share."""
+        prompts = self._sets["prompts"].batch(start + offset, count)
+        seeds = [request_seed(self.seed, "train", start, offset + i) for i in range(count)]
+        return self.sample(prompts, self.sampling, self.group_size, seeds)
+
+    def _assemble(self, sampled: Sampled, sampling: SamplingParams, sync: float) -> Rollouts:
+        scores = None if self.scorer is None else Scores.concat(sampled.scores)
+        pad: Any = self.tokenizer.pad_token_id
+        rollouts = build_rollouts(sampled.prompts, sampled.groups, scores, pad, sampling.temperature)
         rollouts.reward_weights = {} if self.scorer is None else dict(self.scorer.weights)
-        rollouts.metrics |= {
-            "time/sync": synced - start,
-            "time/generate": generated - synced,
-            "time/score": time.perf_counter() - generated,
-        }
+        rollouts.metrics |= {"time/sync": sync, **sampled.seconds}
         return rollouts
 
     def _groups(
@@ -325,8 +347,13 @@ class RolloutDataModule(LightningDataModule):
             group_ids=[row] * size,
         )
 
-    def _ready_engine(self) -> None:
-        """Starts the engine if need be, pushes the weights, and refuses to go on with others than the policy's."""
+    def _ready_engine(self) -> float:
+        """Starts the engine if need be, pushes the weights, and refuses to go on with others than the policy's.
+
+        Returns:
+            the seconds it took.
+        """
+        begin = time.perf_counter()
         if not self.engine.started:
             self.engine.start(self._engine_context())
         if self.ensure_synced is not None:
@@ -337,6 +364,7 @@ class RolloutDataModule(LightningDataModule):
                 f"The engine holds policy version {self.engine.policy_version} (-1: never synced), the trainer "
                 f"{module.policy_version}: add the WeightSync callback (trainer.callbacks), which pushes the weights."
             )
+        return time.perf_counter() - begin
 
     def _engine_context(self) -> EngineContext:
         trainer: Any = self.trainer
@@ -355,44 +383,10 @@ class RolloutDataModule(LightningDataModule):
         )
 
 
-def request_seed(seed: int, stream: str, cursor: int, row: int) -> int:
-    """A 62-bit seed that depends on the run's seed, the stream, and the prompt's place in it, and on nothing else."""
-    digest = hashlib.blake2b(f"{seed}/{stream}/{cursor}/{row}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2
-
-
-def build_rollouts(
-    prompts: Prompts, groups: list[CompletionGroup], scores: Scores | None, pad_token_id: int, temperature: float
-) -> Rollouts:
-    """Lays P groups out as right-padded (B, T) rows, rows of a group next to one another.
-
-    Args:
-        prompts: P prompts. groups: their completions, in the order of the prompts.
-        scores: of the B rows; None leaves them unscored (NaN).
-        pad_token_id: fills the rows. temperature: of the sampling distribution.
-    """
-    rows = [(p, c) for p, group in enumerate(groups) for c in group.completions]
-    picked = [p for p, _ in rows]
-    tokens = [prompts.token_ids[p] + list(c.token_ids) for p, c in rows]
-    before = [len(prompts.token_ids[p]) for p in picked]
-    masks = [[0] * n + [1] * len(c.token_ids) for n, (_, c) in zip(before, rows, strict=True)]
-    logprobs = [[0.0] * n + list(c.logprobs) for n, (_, c) in zip(before, rows, strict=True)]
-    scores = scores or Scores(total=[float("nan")] * len(rows), parts={})
-    columns = {name: [values[p] for p in picked] for name, values in prompts.columns.items()}
-    return Rollouts(
-        token_ids=pad_rows(tokens, pad_token_id, torch.long),
-        attention_mask=pad_rows([[1] * len(row) for row in tokens], 0, torch.bool),
-        response_mask=pad_rows(masks, 0, torch.bool),
-        engine_logprobs=pad_rows(logprobs, 0.0, torch.float32),
-        group_ids=torch.tensor(picked),
-        rewards=torch.tensor(scores.total, dtype=torch.float32),
-        reward_parts={name: torch.tensor(part, dtype=torch.float32) for name, part in scores.parts.items()},
-        truncated=torch.tensor([c.finish_reason == "length" for _, c in rows]),
-        policy_version=min(group.policy_version for group in groups),
-        temperature=temperature,
-        prompts=[prompts.texts[p] for p in picked],
-        completions=[c.text for _, c in rows],
-        columns={**columns, **scores.extra},
-        inputs=[prompts.inputs[p] for p in picked] if prompts.inputs else [],
-        metrics=dict(scores.metrics),
-    )
+def gather_numbers(number: int) -> list[int]:
+    """Every rank's number, in the order of the ranks. Collective."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [number]
+    numbers: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(numbers, number)
+    return numbers
