@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightrl.types import Rollouts
+from lightrl.modules.combinations import refuse_shaped_rewards
+from lightrl.types import Rollouts, class_name
 
 __all__ = ["RewardNormalization"]
 
@@ -36,6 +37,16 @@ class RewardNormalization(Callback):
         if self.count < 2:
             return 1.0
         return max((self.sum_squares / (self.count - 1)) ** 0.5, self.min_std)
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Refuses estimators that do not read the normalised sum, or for which it would be no score any more."""
+        refuse_shaped_rewards(pl_module.advantage, "callback RewardNormalization")
+        if pl_module.advantage.needs_binary_scores:
+            name = class_name(pl_module.advantage)
+            raise ValueError(
+                f"callback RewardNormalization with advantage={name}: {name} takes a score for success or failure, "
+                "which normalisation would move. Drop the callback, or take GroupNorm."
+            )
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: Any, rollouts: Rollouts) -> None:
         """Updates the moments and normalises `rollouts.rewards` in place; unscored rows stay NaN."""

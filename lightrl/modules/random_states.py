@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightrl.modules import strategies
+
 __all__ = ["collect", "restore"]
 
 
@@ -21,11 +23,7 @@ def collect() -> list[dict[str, Any]]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [own]
-    states: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(states, own)
-    return states
+    return strategies.gather_objects(own)
 
 
 def restore(states: list[dict[str, Any]]) -> None:

@@ -19,10 +19,13 @@ __all__ = [
     "all_max",
     "all_sum",
     "backward_scope",
+    "blend_parameter",
     "clip_gradients",
     "frozen_group",
+    "gather_objects",
     "gather_parameter",
     "keep_zero3_config",
+    "local_shard",
     "optimizer_window",
     "refuse_unsupported",
     "set_gradient_clipping",
@@ -158,6 +161,32 @@ def gather_parameter(strategy: Strategy) -> Callable[[Tensor], AbstractContextMa
     return full
 
 
+@torch.no_grad()
+def blend_parameter(parameter: Any, full: Tensor, weight: float) -> None:
+    """Moves a possibly sharded parameter towards a full tensor: `p = weight * full + (1 - weight) * p`. Collective."""
+    if hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.lerp_(full.to(parameter), weight)
+        return
+    target = parameter.detach()
+    if hasattr(parameter, "full_tensor"):
+        from torch.distributed.tensor import distribute_tensor
+
+        full = distribute_tensor(full.to(target), parameter.device_mesh, parameter.placements)
+        target.mul_(1 - weight).add_(full, alpha=weight)
+    else:
+        target.lerp_(full.to(target), weight)
+
+
+def local_shard(parameter: Any) -> Tensor:
+    """What this rank holds of a possibly sharded parameter; writing to it writes to the parameter."""
+    if hasattr(parameter, "ds_tensor"):
+        return parameter.ds_tensor.detach()
+    return parameter.detach().to_local() if hasattr(parameter, "full_tensor") else parameter.detach()
+
+
 def all_sum(strategy: Strategy, tensor: Tensor) -> Tensor:
     """Sum of a tensor over ranks, on every rank."""
     return _all_reduce(strategy, tensor, "sum")
@@ -176,3 +205,12 @@ def _all_reduce(strategy: Strategy, tensor: Tensor, op: str) -> Tensor:
     moved = tensor.detach().clone().to(strategy.root_device)
     torch.distributed.all_reduce(moved, op=getattr(torch.distributed.ReduceOp, op.upper()))
     return moved.to(tensor.device)
+
+
+def gather_objects(own: Any) -> list[Any]:
+    """Every rank's object, in the order of the ranks. Collective."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [own]
+    objects: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(objects, own)
+    return objects

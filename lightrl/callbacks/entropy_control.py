@@ -1,0 +1,71 @@
+"""Control of the module's `entropy_coef`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightrl.ops.entropy import adaptive_entropy_coef
+
+__all__ = ["AdaptiveEntropy"]
+
+
+class AdaptiveEntropy(Callback):
+    """Keeps the policy's entropy from falling below a target by moving the weight of the entropy bonus.
+
+    After each rollout with mean token entropy e the coefficient c moves by `step`: up where `e <= target`, else down,
+    within [minimum, maximum]. The next rollout is trained with `entropy_coef = c` where `e <= target` and with 0
+    elsewhere: a policy with entropy enough gets no bonus. It replaces the module's own `entropy_coef`.
+
+    Args:
+        target: entropy in nats per token, above 0.
+        step: change of the coefficient per rollout, above 0.
+        start: first coefficient.
+        minimum: lower bound of the coefficient, at least 0.
+        maximum: upper bound of the coefficient.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Source: Skywork-OR1, https://arxiv.org/abs/2505.22312, section 4. There the entropy is that of the step to come;
+        here it is `policy/entropy` of the rollout before, so that no forward pass is added.
+    """
+
+    def __init__(
+        self, target: float = 0.2, step: float = 0.005, start: float = 0.0, minimum: float = 0.0, maximum: float = 1.0
+    ) -> None:
+        for name, value in (("target", target), ("step", step)):
+            if value <= 0:
+                raise ValueError(f"AdaptiveEntropy.{name}={value}: must be above 0.")
+        if not 0 <= minimum <= start <= maximum:
+            raise ValueError(
+                f"AdaptiveEntropy: minimum={minimum}, start={start}, maximum={maximum}: needs 0 <= minimum <= start "
+                "<= maximum."
+            )
+        self.target, self.step, self.minimum, self.maximum = target, step, minimum, maximum
+        self.coef, self.active = start, False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Sets the coefficient of the first rollout, or of the one after a checkpoint."""
+        self._apply(pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Moves the coefficient by the rollout's entropy."""
+        entropy = outputs["policy/entropy"]
+        self.coef = adaptive_entropy_coef(
+            self.coef, entropy, self.target, step=self.step, minimum=self.minimum, maximum=self.maximum
+        )
+        self.active = entropy <= self.target
+        self._apply(pl_module)
+
+    def _apply(self, pl_module: Any) -> None:
+        pl_module.entropy_coef = self.coef if self.active else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The coefficient, and whether it is in use."""
+        return {"coef": self.coef, "active": self.active}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Puts them back."""
+        self.coef, self.active = state_dict["coef"], state_dict["active"]
