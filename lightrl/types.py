@@ -24,8 +24,8 @@ __all__ = [
     "Rollouts",
     "SamplingParams",
     "SupervisedBatch",
-    "class_name",
     "pad_rows",
+    "realized",
 ]
 
 
@@ -161,6 +161,7 @@ class CompletionGroup:
 
 
 R = TypeVar("R", bound="_Rows")
+T = TypeVar("T")
 
 
 @dataclass
@@ -313,9 +314,15 @@ class Experience(_Rows):
     supervised: SupervisedBatch | None = None
 
 
-def class_name(obj: object) -> str:
-    """The class of an object as a user wrote it: defaults of the command line are made by lazy stand-ins."""
-    return type(obj).__name__.removeprefix("LazyInstance_")
+def realized(value: T) -> T:
+    """The object that a lazy default of a constructor stands for; any other object as it is.
+
+    Signatures show defaults such as `lazy_instance(GAE)` so that the command line can print them. A stand-in sets
+    itself up when its first method is called, so attributes read before that would be missing.
+    """
+    if not hasattr(value, "lazy_get_init_args"):
+        return value
+    return type(value).__mro__[2](**value.lazy_get_init_args().as_dict())  # type: ignore[no-any-return]
 
 
 def pad_rows(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, length: int | None = None) -> Tensor:

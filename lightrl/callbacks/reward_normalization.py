@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightrl.modules.combinations import refuse_shaped_rewards
-from lightrl.types import Rollouts, class_name
+from lightrl.types import Rollouts
 
 __all__ = ["RewardNormalization"]
 
@@ -42,7 +42,7 @@ class RewardNormalization(Callback):
         """Refuses estimators that do not read the normalised sum, or for which it would be no score any more."""
         refuse_shaped_rewards(pl_module.advantage, "callback RewardNormalization")
         if pl_module.advantage.needs_binary_scores:
-            name = class_name(pl_module.advantage)
+            name = type(pl_module.advantage).__name__
             raise ValueError(
                 f"callback RewardNormalization with advantage={name}: {name} takes a score for success or failure, "
                 "which normalisation would move. Drop the callback, or take GroupNorm."

@@ -24,7 +24,7 @@ from lightrl.engines.base import Engine, EngineContext, EngineDiedError, EngineR
 from lightrl.engines.vllm import VLLMEngine
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer, Scores
-from lightrl.types import CompletionGroup, Prompts, Rollouts, SamplingParams, SupervisedBatch, class_name
+from lightrl.types import CompletionGroup, Prompts, Rollouts, SamplingParams, SupervisedBatch, realized
 
 __all__ = ["EvalLoader", "RolloutDataModule", "RolloutLoader"]
 
@@ -102,7 +102,7 @@ class RolloutDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.prompts, self.eval_prompts, self.predict_prompts = prompts, eval_prompts, predict_prompts
-        self.engine, self.sampling, self.eval_sampling = engine, sampling, eval_sampling or sampling
+        self.engine, self.sampling, self.eval_sampling = realized(engine), sampling, eval_sampling or sampling
         self.group_size, self.eval_group_size = group_size, eval_group_size
         self.prompts_per_rollout, self.rollouts_per_epoch = prompts_per_rollout, rollouts_per_epoch
         self.eval_batch_size, self.tokenizer_path, self.seed = eval_batch_size, tokenizer, seed
@@ -179,7 +179,7 @@ class RolloutDataModule(LightningDataModule):
         """Refuses what this data module and the module it trains cannot do together."""
         if getattr(getattr(module, "advantage", None), "needs_groups", False) and self.group_size < 2:
             raise ValueError(
-                f"group_size={self.group_size} with {type(module).__name__} ({class_name(module.advantage)}): its "
+                f"group_size={self.group_size} with {type(module).__name__} ({type(module.advantage).__name__}): its "
                 "advantages compare the completions of one prompt, so it needs group_size of at least 2 (8 is usual)."
             )
         if self.max_refills and getattr(module, "reward_model_specs", None):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from lightrl.modules.advantages import AdvantageEstimator
 from lightrl.modules.kl import KLInReward, KLPenalty
-from lightrl.types import class_name
 
 if TYPE_CHECKING:
     from lightrl.modules.ppo import PPOLightningModule
@@ -31,7 +30,7 @@ def check_arguments(module: PPOLightningModule) -> None:
     """
     if module.advantage.needs_critic and module.critic_spec is None:
         raise ValueError(
-            f"advantage={class_name(module.advantage)} needs a critic but critic=None: give a CriticSpec or "
+            f"advantage={type(module.advantage).__name__} needs a critic but critic=None: give a CriticSpec or "
             "another estimator (GroupNorm, RLOO, ...)."
         )
     refuse_combination(module.advantage, module.kl, whiten=module.whiten_advantages)
@@ -62,7 +61,7 @@ def refuse_shaped_rewards(advantage: AdvantageEstimator, shaping: str) -> None:
         ValueError: the estimator reads each function's own rewards, so that the change would be lost.
     """
     if advantage.needs_reward_parts:
-        name = class_name(advantage)
+        name = type(advantage).__name__
         raise ValueError(
             f"{shaping} with advantage={name}: {name} reads each reward function's own rewards, and a change of their "
             "sum would be lost. Drop it, or take GroupNorm."
@@ -81,7 +80,7 @@ def refuse_combination(advantage: AdvantageEstimator, kl: KLPenalty | None, *, w
         ValueError: a KL in the reward with an estimator that takes scores for success or failure, or that does not
             read the summed rewards; whitening after an estimator that ends with a normalisation of its own.
     """
-    name = class_name(advantage)
+    name = type(advantage).__name__
     if isinstance(kl, KLInReward):
         way_out = "Use KLInLoss('k3', ratio_correction=True) or no KL."
         if advantage.needs_binary_scores:

@@ -163,7 +163,8 @@ class PPOLightningModule(LightningModule):
         self.critic_spec = critic
         self.reference_spec = ModelSpec(reference) if isinstance(reference, str) else reference
         self.reward_model_specs = reward_models or []
-        self.advantage, self.loss, self.aggregation, self.kl = advantage, loss, aggregation, kl
+        self.advantage, self.loss = realized(advantage), realized(loss)
+        self.aggregation, self.kl = realized(aggregation), realized(kl)
         self.kl_coef, self.entropy_coef, self.vf_coef, self.value_clip = kl_coef, entropy_coef, vf_coef, value_clip
         self.whiten_advantages, self.advantage_clip, self.reward_clip = whiten_advantages, advantage_clip, reward_clip
         self.ppo_epochs, self.minibatch_size, self.micro_batch_tokens = ppo_epochs, minibatch_size, micro_batch_tokens
