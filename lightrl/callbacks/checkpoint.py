@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
 
+import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
@@ -16,9 +19,10 @@ class RolloutCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, saving every N rollouts, at the end, and when the run is interrupted.
 
     `ModelCheckpoint(every_n_train_steps=N)` looks whether Lightning's step counter, which jumps by the updates of a
-    rollout, is divisible by N. This one counts rollouts. Ctrl-C during an update waits for that rollout's updates to
-    finish (a second Ctrl-C does not wait), so that `last.ckpt` always lies between two rollouts and resuming from it
-    continues exactly: `lightrl fit --config x.yaml --ckpt_path last`.
+    rollout, is divisible by N. This one counts rollouts. Ctrl-C (and SIGTERM, where SLURM does not use it) while a
+    rollout is generated saves and ends at once. During an update, and always with several processes, it waits for that
+    rollout's updates (a second one does not wait, and saves nothing). So `last.ckpt` always lies between two rollouts
+    and resuming from it continues exactly: `lightrl fit --config x.yaml --ckpt_path last`. The exit status is 1.
 
     Args:
         every_n_rollouts: rollouts between two checkpoints, at least 1.
@@ -55,57 +59,98 @@ class RolloutCheckpoint(ModelCheckpoint):
         self.every_n_rollouts = every_n_rollouts
         self._updating = False
         self._stop_requested = False
-        self._previous_handler: Any = None
+        self._cursor: int | None = None
+        self._trainer: Trainer | None = None
+        self._previous_handlers: dict[int, Any] = {}
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Any]:
-        import torch
-
         return {**super()._monitor_candidates(trainer), "rollout": torch.tensor(trainer.fit_loop.total_batch_idx + 1)}
 
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        """`--ckpt_path last` also finds earlier runs under the logger's name; Lightning looks in the new folder."""
+        found = super()._find_last_checkpoints(trainer)
+        if found or self.dirpath is not None or not trainer.loggers:
+            return found
+        folder = Path(trainer.loggers[0].save_dir or trainer.default_root_dir) / str(trainer.loggers[0].name)
+        return {str(path) for path in folder.glob(f"*/checkpoints/{self.CHECKPOINT_NAME_LAST}.ckpt")}
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes over Ctrl-C."""
+        """Takes over Ctrl-C and SIGTERM."""
         super().on_train_start(trainer, pl_module)
-        try:
-            self._previous_handler = signal.signal(signal.SIGINT, self._on_interrupt)
-        except ValueError:  # not in the main thread: whoever runs us there handles signals
-            self._previous_handler = None
+        self._trainer, self._cursor = trainer, _prompt_cursor(trainer)
+        self._updating = self._stop_requested = False
+        loop = trainer.fit_loop
+        if loop.restarted_mid_epoch and loop.epoch_loop.batch_progress.current.ready >= loop.max_batches:
+            # Saved in the last batch of an epoch. Lightning would not count the next epoch, and train one too many
+            # after a second restart.
+            loop.reset_restart_stage()
+        # Lightning answers SIGTERM at the end of the batch, with exit status 0; on SLURM it belongs to requeueing.
+        slurm = isinstance(getattr(trainer.strategy, "cluster_environment", None), SLURMEnvironment)
+        for signum in (signal.SIGINT,) if slurm else (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._previous_handlers[signum] = signal.signal(signum, self._on_interrupt)
+            except ValueError:  # not in the main thread: whoever runs us there handles signals
+                return
 
     def _on_interrupt(self, signum: int, frame: Any) -> None:
-        if self._updating and not self._stop_requested:
-            self._stop_requested = True
-            rank_zero_info("\nCtrl-C: finishing the updates of this rollout, then saving. Again to stop at once.")
-            return
-        raise KeyboardInterrupt
+        trainer = self._trainer
+        if trainer is None or self._stop_requested:
+            raise KeyboardInterrupt
+        # A rollout that is made but not yet learned from would be lost: its prompts count as used.
+        made = _prompt_cursor(trainer) != self._cursor
+        if not (self._updating or made or trainer.world_size > 1):
+            raise KeyboardInterrupt
+        self._stop_requested = True
+        rank_zero_info(
+            f"\n{signal.Signals(signum).name}: finishing this rollout, then saving. Ctrl-C again stops at once."
+        )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """From here on the weights move."""
         self._updating = True
+        # The step of loggers: Lightning counts one too many when a run goes on from between two epochs.
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.fit_loop.total_batch_idx
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Saves every N rollouts; ends the run if Ctrl-C was pressed during the updates."""
-        self._updating = False
-        if (trainer.fit_loop.total_batch_idx + 1) % self.every_n_rollouts == 0:
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._stop_requested:
+        self._updating, self._cursor = False, _prompt_cursor(trainer)
+        if (trainer.fit_loop.total_batch_idx + 1) % self.every_n_rollouts == 0 and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._save(trainer)
+        # With several processes all stop, or none: the next update would wait for the missing ones.
+        if trainer.strategy.reduce_boolean_decision(self._stop_requested, all=False):
+            self._stop_requested = True
+            trainer._logger_connector.update_train_step_metrics()  # Lightning would log them after this hook
             raise KeyboardInterrupt
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Saves `last.ckpt` if the weights lie between two rollouts; else says what the newest checkpoint is."""
-        self._restore_handler()
-        between = not self._updating or self._stop_requested
-        interrupted = isinstance(exception, KeyboardInterrupt)
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+    def _save(self, trainer: Trainer) -> None:
+        """The newest or best K, and `last.ckpt`."""
+        candidates = self._monitor_candidates(trainer)
+        if self.monitor is not None and self.monitor not in candidates:
+            self._defer_save_until_validation = True  # `on_validation_end` saves
             return
-        if trainer.training and between and (interrupted or trainer.world_size == 1) and trainer.global_step > 0:
+        self._save_topk_checkpoint(trainer, candidates)
+        self._save_last_checkpoint(trainer, candidates)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Saves `last.ckpt` if the weights lie between two rollouts; says how to resume."""
+        stopped = self._stop_requested and not self._updating
+        self._restore_handlers()
+        fitting = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if trainer.fast_dev_run or not fitting:  # type: ignore[attr-defined]
+            return
+        idle = not self._updating and self._cursor == _prompt_cursor(trainer)
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+        between = stopped or (idle and progress.ready == progress.processed)
+        if between and (stopped or trainer.world_size == 1) and trainer.global_step > 0:
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
-        if trainer.training and self.last_model_path:
+        if self.last_model_path:
             rank_zero_info(f"Resume with: --ckpt_path {self.last_model_path}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the final state."""
-        self._restore_handler()
+        self._restore_handlers()
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         if trainer.global_step > self._last_global_step_saved:
@@ -113,7 +158,11 @@ class RolloutCheckpoint(ModelCheckpoint):
             self._save_topk_checkpoint(trainer, candidates)
             self._save_last_checkpoint(trainer, candidates)
 
-    def _restore_handler(self) -> None:
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGINT, self._previous_handler)
-            self._previous_handler = None
+    def _restore_handlers(self) -> None:
+        for signum, handler in self._previous_handlers.items():
+            signal.signal(signum, handler)
+        self._previous_handlers.clear()
+
+
+def _prompt_cursor(trainer: Trainer) -> int | None:
+    return getattr(trainer.datamodule, "prompt_cursor", None)  # type: ignore[attr-defined]

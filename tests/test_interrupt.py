@@ -1,0 +1,93 @@
+"""Ctrl-C and SIGTERM at any time leave a `last.ckpt` between two rollouts that resumes exactly, and no process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightrl.data.prompts import PromptSource
+from tests.test_resume import Reward, assert_same, rows, run
+from tests.toys import quickstart_model
+
+
+def send(signum: int, times: int = 1) -> Callable[[], None]:
+    def do() -> None:
+        for _ in range(times):
+            os.kill(os.getpid(), signum)
+
+    return do
+
+
+class During(Callback):
+    """Does something during the updates of the rollout of that number, or in the first evaluation."""
+
+    def __init__(self, do: Callable[[], None], update: int | None = None, evaluation: bool = False) -> None:
+        self.do, self.update, self.evaluation = do, update, evaluation
+
+    def on_experience_made(self, trainer: Any, module: Any, experience: Any) -> None:
+        if self.update == trainer.fit_loop.total_batch_idx + 1:
+            self.do()
+
+    def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
+        if self.evaluation:
+            self.evaluation = False
+            self.do()
+
+
+EVALUATION = {"eval_prompts": PromptSource(rows=[{"prompt": f"{a}+{a}="} for a in range(8)]), "eval_batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    return quickstart_model(folder, num_hidden_layers=2, hidden_size=64, intermediate_size=64)
+
+
+@pytest.fixture(scope="module")
+def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("whole")
+    return run(folder, model, every_n_rollouts=100, **EVALUATION), folder
+
+
+SCENES: dict[str, tuple[int | None, Callable[[], dict[str, Any]]]] = {
+    # name: (rollouts in last.ckpt, arguments of the run)
+    "generating": (2, lambda: {"reward": Reward(3, send(signal.SIGINT))}),
+    "generating_sigterm": (2, lambda: {"reward": Reward(3, send(signal.SIGTERM))}),
+    "generating_the_first": (None, lambda: {"reward": Reward(1, send(signal.SIGINT))}),
+    "generating_after_an_epoch": (3, lambda: {"reward": Reward(5, send(signal.SIGINT))}),  # evaluation counts
+    "updating": (2, lambda: {"callbacks": [During(send(signal.SIGINT), update=2)]}),
+    "updating_last_of_epoch": (3, lambda: {"callbacks": [During(send(signal.SIGINT), update=3)]}),
+    "updating_sigterm": (2, lambda: {"callbacks": [During(send(signal.SIGTERM), update=2)]}),
+    "updating_twice": (None, lambda: {"callbacks": [During(send(signal.SIGINT, 2), update=2)]}),
+    "evaluating": (3, lambda: {"callbacks": [During(send(signal.SIGINT), evaluation=True)]}),
+}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_interrupted_and_resumed_is_the_run_that_was_not(
+    scene: str, model: str, whole: tuple[Any, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved, arguments = SCENES[scene]
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as exit_:
+        run(tmp_path, model, every_n_rollouts=100, **arguments(), **EVALUATION)
+    assert exit_.value.code == 1
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    assert last.exists() == (saved is not None)
+    if saved is None:
+        assert "Resume with" not in caplog.text
+        return
+    assert f"Resume with: --ckpt_path {last}" in caplog.text
+    assert torch.load(last, weights_only=True)["global_step"] == 4 * saved
+    assert_same(run(tmp_path, model, resume=str(last), every_n_rollouts=100, **EVALUATION), whole[0])
+    expected = rows(whole[1], "first")
+    assert rows(tmp_path, "first") == expected[:saved]
+    assert rows(tmp_path, "resumed") == expected[saved:]

@@ -1,0 +1,171 @@
+"""A run that is killed and resumed ends with the weights, bit for bit, of one that was not."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.loggers import CSVLogger
+
+from lightrl.callbacks import AdaptiveKL, RewardNormalization, RolloutCheckpoint, Throughput, WeightSync
+from lightrl.modules import PPOLightningModule, RLOOLightningModule
+from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
+
+ROOT = Path(__file__).parent.parent
+EPOCHS = 2
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=3e-3, weight_decay=0.01)
+
+
+def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=24)
+
+
+class Reward:
+    """Scores like `digits_reward`, and does something in the middle of scoring the rollout of that number."""
+
+    def __init__(self, in_rollout: int | None = None, do: Callable[[], Any] = lambda: None) -> None:
+        self.in_rollout, self.do, self.calls, self.lock = in_rollout, do, 0, Lock()
+
+    def __call__(self, prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        with self.lock:
+            self.calls += 1
+            if self.in_rollout is not None and self.calls == 8 * self.in_rollout - 4:  # one call per prompt
+                self.do()
+        return digits_reward(prompts, completions)
+
+
+def die() -> None:
+    """As the kernel ends a process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Draw(Callback):
+    """Logs a random number, which only follows from the one before if the generators' states came back."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        module.log("random", torch.rand(()))
+
+
+def run(
+    folder: Path,
+    model: str,
+    reward: Reward | None = None,
+    resume: str | None = None,
+    callbacks: Any = (),
+    every_n_rollouts: int = 1,
+    **data: Any,
+) -> Any:
+    """PPO with everything that has a state: critic, optimizer, schedule, callbacks, generators. Returns the module."""
+    # What a resumed run needs is in the checkpoint, not in its seed.
+    seed_everything(0 if resume is None else 1, verbose=False)
+    module = PPOLightningModule(
+        model, optimizer=adam, lr_scheduler=decay, critic_lr=1e-2, minibatch_size=16, ppo_epochs=2, kl_coef=0.1
+    )
+    checkpoint = RolloutCheckpoint(every_n_rollouts, dirpath=str(folder / "checkpoints"))
+    controllers = [AdaptiveKL(target=0.01, horizon=200), RewardNormalization(), Throughput(), Draw()]
+    trainer = quiet_trainer(
+        max_epochs=EPOCHS,
+        callbacks=[WeightSync(), *controllers, checkpoint, *callbacks],
+        enable_checkpointing=True,
+        logger=CSVLogger(folder, name="", version="resumed" if resume else "first"),
+        log_every_n_steps=1,
+    )
+    trainer.fit(module, sums_data(rollouts_per_epoch=3, rewards=[reward or Reward()], **data), ckpt_path=resume)
+    return module
+
+
+def rows(folder: Path, version: str) -> list[dict[str, str]]:
+    """What was logged, without times and speeds."""
+    with open(folder / version / "metrics.csv") as file:
+        return [
+            {k: v for k, v in row.items() if v and not k.startswith(("time/", "throughput/"))}
+            for row in csv.DictReader(file)
+            if row.get("reward/mean")
+        ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    return quickstart_model(folder, num_hidden_layers=2, hidden_size=64, intermediate_size=64)
+
+
+@pytest.fixture(scope="module")
+def killed(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Folders of runs that were killed, by SIGKILL, in the rollout of that number; they run beside one another."""
+    folders, processes = {}, {}
+    for number in (3, 4):
+        folders[number] = tmp_path_factory.mktemp(f"killed{number}")
+        code = (
+            "import pathlib, torch; torch.set_num_threads(1); from tests.test_resume import Reward, die, run; "
+            f"run(pathlib.Path({str(folders[number])!r}), {model!r}, Reward({number}, die))"
+        )
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", code]
+        processes[number] = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    for process in processes.values():
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == -signal.SIGKILL, errors[-3000:]
+    return folders
+
+
+@pytest.fixture(scope="module")
+def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """The run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("whole")
+    return run(folder, model), folder
+
+
+def assert_same(module: Any, other: Any) -> None:
+    for (name, a), b in zip(module.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("number", [3, 4])
+def test_killed_and_resumed_is_the_run_that_was_not(
+    number: int, model: str, killed: dict[int, Path], whole: tuple[Any, Path]
+) -> None:
+    """Killed in rollout 3 of 6 (in the middle of epoch 1), and in rollout 4 (the first of epoch 2)."""
+    module, folder = whole
+    last = killed[number] / "checkpoints" / "last.ckpt"
+    resumed = run(killed[number], model, resume=str(last))
+    assert_same(resumed, module)
+    assert resumed.kl_coef == module.kl_coef != 0.1
+    assert resumed.policy_version == module.policy_version == 24
+    expected = rows(folder, "first")
+    assert len(expected) == 6 and len({row["random"] for row in expected}) == 6
+    assert rows(killed[number], "resumed") == expected[number - 1 :]
+    assert rows(killed[number], "first") == expected[: number - 1]
+
+
+def test_ckpt_path_last_finds_it(model: str, killed: dict[int, Path], whole: tuple[Any, Path]) -> None:
+    """Also after the resumed runs above, which left the whole run's end there: then nothing remains to be done."""
+    assert_same(run(killed[4], model, resume="last"), whole[0])
+
+
+def test_checkpoint_is_plain_data_without_frozen_models(whole: tuple[Any, Path]) -> None:
+    module, folder = whole
+    stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert {name.split(".")[0] for name in stored["state_dict"]} == {"actor", "critic"}
+    assert module.reference is not None
+    assert stored["RolloutDataModule"]["prompt_cursor"] == 48
+    assert stored["callbacks"]["RewardNormalization"]["count"] == 6 * 32
+
+
+def test_another_class_is_refused(model: str, whole: tuple[Any, Path]) -> None:
+    last = str(whole[1] / "checkpoints" / "last.ckpt")
+    with pytest.raises(ValueError, match="written by PPOLightningModule, not by RLOOLightningModule"):
+        quiet_trainer().fit(RLOOLightningModule(model), sums_data(), ckpt_path=last)
