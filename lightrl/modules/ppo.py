@@ -41,7 +41,7 @@ from lightrl.modules.losses import PolicyLoss, PPOClip
 from lightrl.modules.metrics import MetricSums
 from lightrl.modules.updates import parameter_groups, step_or_skip
 from lightrl.ops.losses import clipped_value_loss, explained_variance
-from lightrl.types import Experience, Rollouts, SupervisedBatch
+from lightrl.types import Experience, Rollouts, SupervisedBatch, realized
 
 __all__ = ["CriticSpec", "PPOLightningModule"]
 
