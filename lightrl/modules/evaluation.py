@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrl.ops.losses import explained_variance
+from lightrl.ops.masking import AllSum
 from lightrl.types import Experience, Rollouts
 
-__all__ = ["add_std", "eval_metrics", "pass_at_k", "records", "rollout_metrics"]
+__all__ = ["add_std", "critic_metrics", "eval_metrics", "pass_at_k", "records", "rollout_metrics"]
 
 
 def rollout_metrics(rollouts: Rollouts, experience: Experience, raw_rewards: Tensor) -> dict[str, Tensor]:
@@ -43,6 +45,14 @@ def rollout_metrics(rollouts: Rollouts, experience: Experience, raw_rewards: Ten
     if experience.values is not None:
         metrics["value/mean"] = experience.values[mask]
     return metrics | {name: torch.tensor(value) for name, value in rollouts.metrics.items()}
+
+
+def critic_metrics(experience: Experience, all_sum: AllSum) -> dict[str, float]:
+    """How good the critic was before the update, over all ranks; nothing without one."""
+    if experience.values is None or experience.returns is None:
+        return {}
+    explained = explained_variance(experience.values, experience.returns, experience.response_mask, all_sum)
+    return {"value/explained_variance": float(explained)}
 
 
 def add_std(metrics: dict[str, float]) -> dict[str, float]:

@@ -37,6 +37,7 @@ __all__ = [
     "shuffled_groups",
     "value_forward",
     "whiten_and_clip",
+    "whole_logprobs",
 ]
 
 AllReduce = Callable[[Tensor], Tensor]
@@ -72,6 +73,15 @@ def value_forward(critic: ValueModel, rows: Any) -> Tensor:
         rows.token_ids, rows.attention_mask, rows.response_mask, group_ids=rows.group_ids, inputs=rows.inputs
     )
     return values
+
+
+def whole_logprobs(model: PolicyModel, token_ids: Tensor) -> Tensor:
+    """(B, T) log-probs at temperature 1 of all tokens but the first of each row, none of which is padding."""
+    mask = torch.ones_like(token_ids, dtype=torch.bool)
+    response = mask.clone()
+    response[:, 0] = False
+    logprobs: Tensor = model(token_ids, mask, response).logprobs
+    return logprobs
 
 
 def evaluate_models(module: PPOLightningModule, rollouts: Rollouts) -> Experience:

@@ -35,12 +35,13 @@ from lightrl.modules.experience import (
     policy_forward,
     set_rewards,
     value_forward,
+    whole_logprobs,
 )
 from lightrl.modules.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.modules.losses import PolicyLoss, PPOClip
 from lightrl.modules.metrics import MetricSums
 from lightrl.modules.updates import parameter_groups, step_or_skip
-from lightrl.ops.losses import clipped_value_loss, explained_variance
+from lightrl.ops.losses import clipped_value_loss
 from lightrl.types import Experience, Rollouts, SupervisedBatch, realized
 
 __all__ = ["CriticSpec", "PPOLightningModule"]
@@ -267,10 +268,7 @@ class PPOLightningModule(LightningModule):
         finish_advantages(self, experience, advantages, rollouts, sums)
         sums.add(evaluation.rollout_metrics(rollouts, experience, raw_rewards))
         experience.metrics = evaluation.add_std(self._reduce(sums))
-        if experience.values is not None and experience.returns is not None:
-            experience.metrics["value/explained_variance"] = float(
-                explained_variance(experience.values, experience.returns, experience.response_mask, self.all_sum)
-            )
+        experience.metrics |= evaluation.critic_metrics(experience, self.all_sum)
         self._call_callbacks("on_experience_made", experience)
         return experience
 
@@ -440,12 +438,8 @@ class PPOLightningModule(LightningModule):
     @torch.no_grad()
     def token_logprobs(self, token_ids: Tensor) -> Tensor:
         """Log-probs at temperature 1 of all tokens but the first of each row; (B, T) in, (B, T) out, for the canary."""
-        mask = torch.ones_like(token_ids, dtype=torch.bool)
-        response = mask.clone()
-        response[:, 0] = False
         with self.trainer.precision_plugin.forward_context():
-            out: Tensor = self.actor(token_ids, mask, response).logprobs
-        return out
+            return whole_logprobs(self.actor, token_ids)
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks."""
