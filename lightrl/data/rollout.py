@@ -24,11 +24,14 @@ from lightrl.engines.base import Engine, EngineContext, EngineDiedError, EngineR
 from lightrl.engines.vllm import VLLMEngine
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer, Scores
-from lightrl.types import CompletionGroup, Prompts, Rollouts, SamplingParams, SupervisedBatch, realized
+from lightrl.types import CompletionGroup, Prompts, Rollouts, SamplingParams, SupervisedBatch, realized, run_seed
 
 __all__ = ["EvalLoader", "RolloutDataModule", "RolloutLoader"]
 
 log = logging.getLogger(__name__)
+
+MAX_RESTARTS = 3
+"""Times a `restart_engine` engine may die within one rollout."""
 
 PRECISION_TO_DTYPE = {"bf16": "bfloat16", "16": "float16", "32": "float32", "64": "float32", "transformer": "bfloat16"}
 
@@ -67,7 +70,7 @@ class RolloutDataModule(LightningDataModule):
         eval_batch_size: evaluation prompts per batch and rank.
         predict_prompts: prompts for `lightrl predict`; `eval_prompts` where None.
         tokenizer: folder or hub name; the actor's own where None.
-        seed: of prompt order and sampling; a run with the same seed repeats.
+        seed: of prompt order and sampling; None takes that of `seed_everything`. A run with the same seed repeats.
 
     Raises:
         ValueError: counts that do not fit, temperature 0 in training; the message names them.
@@ -98,14 +101,15 @@ class RolloutDataModule(LightningDataModule):
         eval_batch_size: int = 64,
         predict_prompts: PromptSource | PromptMixture | None = None,
         tokenizer: str | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         self.prompts, self.eval_prompts, self.predict_prompts = prompts, eval_prompts, predict_prompts
         self.engine, self.sampling, self.eval_sampling = realized(engine), sampling, eval_sampling or sampling
         self.group_size, self.eval_group_size = group_size, eval_group_size
         self.prompts_per_rollout, self.rollouts_per_epoch = prompts_per_rollout, rollouts_per_epoch
-        self.eval_batch_size, self.tokenizer_path, self.seed = eval_batch_size, tokenizer, seed
+        self.eval_batch_size, self.tokenizer_path = eval_batch_size, tokenizer
+        self.seed = run_seed() if seed is None else seed
         self.max_refills, self.ptx, self.ptx_batch_size = max_refills, ptx, ptx_batch_size
         self._ptx_loader: SFTLoader | None = None
         self.ensure_synced: Callable[[], None] | None = None
@@ -177,6 +181,7 @@ class RolloutDataModule(LightningDataModule):
 
     def _check_module(self, module: Any) -> None:
         """Refuses what this data module and the module it trains cannot do together."""
+        self._check_sampling(getattr(module, "loss", None))
         if getattr(getattr(module, "advantage", None), "needs_groups", False) and self.group_size < 2:
             raise ValueError(
                 f"group_size={self.group_size} with {type(module).__name__} ({type(module.advantage).__name__}): its "
@@ -192,6 +197,24 @@ class RolloutDataModule(LightningDataModule):
             raise ValueError(
                 f"ptx={'None' if self.ptx is None else self.ptx.label} (data) with ptx_coef={coefficient} (module): a "
                 "supervised loss needs both, rows and a coefficient above 0; set both or neither."
+            )
+
+    def _check_sampling(self, loss: Any) -> None:
+        """The trainer computes log-probs of the full softmax; what the engine cuts from it makes a difference."""
+        plain = SamplingParams()
+        names = ("top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens", "regex", "json_schema")
+        cuts = [f"{n}={getattr(self.sampling, n)!r}" for n in names if getattr(self.sampling, n) != getattr(plain, n)]
+        if cuts and getattr(loss, "reads_engine_logprobs", False):
+            raise ValueError(
+                f"sampling with {', '.join(cuts)} and loss={type(loss).__name__}: the engine's log-probs are then those "
+                "of a cut distribution, and comparing them with the trainer's would weight every token wrongly. Sample "
+                "with temperature alone, or drop the correction."
+            )
+        if cuts:
+            log.warning(
+                "Training samples come from a distribution cut by %s, while log-probs are those of the full softmax: "
+                "the gradient is slightly biased. Temperature alone is exact.",
+                ", ".join(cuts),
             )
 
     def train_dataloader(self) -> RolloutLoader:
@@ -318,7 +341,7 @@ class RolloutDataModule(LightningDataModule):
 
         Seeds belong to prompts, so what is sampled again is what would have been sampled.
         """
-        pending = list(range(len(prompts)))
+        pending, restarts = list(range(len(prompts))), 0
         while pending:
             asked = list(pending)
             try:
@@ -332,6 +355,12 @@ class RolloutDataModule(LightningDataModule):
             except EngineRestartedError as error:
                 if self.world_size > 1:  # a push is collective, and the other ranks are elsewhere
                     raise EngineDiedError(f"{error} restart_engine works with one process only.") from error
+                restarts += 1
+                if restarts > MAX_RESTARTS:
+                    raise EngineDiedError(
+                        f"The engine died {restarts} times in one rollout: look for what kills it (memory, a driver), "
+                        "restarting does not help."
+                    ) from error
                 log.warning("%s Pushing the weights and sampling %d lost prompts again.", error, len(pending))
                 self._ready_engine()
 

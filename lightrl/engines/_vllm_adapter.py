@@ -10,11 +10,13 @@ import gc
 import os
 import queue
 import random
+import signal
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -86,6 +88,20 @@ def _keep_process_group(keep: bool) -> None:
 
 
 @contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes started within never see SIGINT: a terminal sends it to all, and the trainer decides what it means.
+
+    A blocked signal stays blocked in children, whatever handlers vLLM installs there. In this process it comes later.
+    """
+    resource_tracker.ensure_running()  # where it starts only now, it would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def _deaths() -> Iterator[None]:
     """Turns vLLM's word for a dead engine into ours."""
     from vllm.v1.engine.exceptions import EngineDeadError
@@ -131,7 +147,8 @@ class VLLMAdapter:
                     # The sampler's rank count is compiled by inductor even with enforce_eager: 12 s for nothing.
                     type(current_platform).simple_compile_backend = "eager"
                 _keep_process_group(had_group and in_process)
-                self.llm: Any = LLM(**arguments)
+                with nullcontext() if in_process else _deaf_to_ctrl_c():
+                    self.llm: Any = LLM(**arguments)
         finally:
             torch.set_num_threads = set_num_threads  # the CPU worker makes it a no-op
         self.engine: Any = self.llm.llm_engine
