@@ -9,6 +9,7 @@ and the matching mask is False.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
@@ -26,12 +27,17 @@ __all__ = [
     "SupervisedBatch",
     "pad_rows",
     "realized",
+    "run_seed",
 ]
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are sampled. The trainer's log-probs are those of this very distribution.
+    """How completions are sampled.
+
+    The trainer's log-probs are those of the softmax at this temperature. They leave out what else changes the
+    distribution (top-p, top-k, min-p, repetition penalty, a minimum length, structured outputs): training with these
+    is slightly off-policy, the data module says so once, and off-policy corrections refuse them.
 
     Args:
         max_new_tokens: upper bound on the completion's length in tokens, at least 1.
@@ -323,6 +329,11 @@ def realized(value: T) -> T:
     if not hasattr(value, "lazy_get_init_args"):
         return value
     return type(value).__mro__[2](**value.lazy_get_init_args().as_dict())  # type: ignore[no-any-return]
+
+
+def run_seed() -> int:
+    """What `seed_everything` was given; 0 where it was not called."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def pad_rows(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, length: int | None = None) -> Tensor:

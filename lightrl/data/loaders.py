@@ -26,13 +26,15 @@ class RolloutLoader:
     def __init__(self, datamodule: RolloutDataModule, num_rollouts: int) -> None:
         self.datamodule, self.num_rollouts = datamodule, num_rollouts
         self.position = 0
+        self._resumed = False
 
     def __len__(self) -> int:
         return self.num_rollouts
 
     def __iter__(self) -> Iterator[Rollouts]:
-        if self.position >= self.num_rollouts:
+        if not self._resumed:  # also after an epoch that Lightning cut short (`limit_train_batches`)
             self.position = 0
+        self._resumed = False
         while self.position < self.num_rollouts:
             rollouts = self.datamodule.next_rollout()
             self.position += 1
@@ -44,7 +46,7 @@ class RolloutLoader:
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Continues within the epoch."""
-        self.position = state_dict["position"]
+        self.position, self._resumed = state_dict["position"], True
 
 
 class EvalLoader:

@@ -28,11 +28,7 @@ def check_arguments(module: PPOLightningModule) -> None:
     Raises:
         ValueError: a number is out of range, a part is missing that another needs, or two exclude each other.
     """
-    if module.advantage.needs_critic and module.critic_spec is None:
-        raise ValueError(
-            f"advantage={type(module.advantage).__name__} needs a critic but critic=None: give a CriticSpec or "
-            "another estimator (GroupNorm, RLOO, ...)."
-        )
+    _check_critic(module)
     refuse_combination(module.advantage, module.kl, whiten=module.whiten_advantages)
     if module.reward_clip is not None:
         refuse_shaped_rewards(module.advantage, f"reward_clip={module.reward_clip}")
@@ -49,6 +45,26 @@ def check_arguments(module: PPOLightningModule) -> None:
         )
     if module.kl is not None and module.actor_spec.random_init and module.reference_spec is None:
         raise ValueError("actor.random_init=True has no weights to make a reference of: set kl=None or reference.")
+
+
+def _check_critic(module: PPOLightningModule) -> None:
+    """A critic is there if and only if the estimator uses it, and only then its settings mean something."""
+    name, missing = type(module.advantage).__name__, module.critic_spec is None
+    if module.advantage.needs_critic and missing:
+        raise ValueError(
+            f"advantage={name} needs a critic but critic=None: give a CriticSpec or another estimator (GroupNorm, "
+            "RLOO, ...)."
+        )
+    if not module.advantage.needs_critic and not missing:
+        raise ValueError(
+            f"advantage={name} uses no critic, so the one given by `critic` would never be trained: set critic=None "
+            "(null in YAML)."
+        )
+    if missing and (module.critic_warmup_rollouts or module.critic_lr is not None):
+        raise ValueError(
+            f"critic_warmup_rollouts={module.critic_warmup_rollouts}, critic_lr={module.critic_lr} with critic=None: "
+            "there is no critic to train. Drop them."
+        )
 
 
 def refuse_shaped_rewards(advantage: AdvantageEstimator, shaping: str) -> None:

@@ -134,7 +134,13 @@ def count_minibatches(module: PPOLightningModule, num_sequences: int) -> int:
     size = module.minibatch_size
     if size is None:
         return 1
+    ranks = module.trainer.world_size
     total = int(module.all_sum(torch.tensor(float(num_sequences))))
+    if size % ranks:
+        raise ValueError(
+            f"minibatch_size={size} counts sequences over all ranks and cannot be shared by {ranks}: take a "
+            f"multiple of {ranks}."
+        )
     if total % size:
         raise ValueError(
             f"minibatch_size={size} does not divide the rollout's {total} sequences (prompts x group size, over all "
@@ -144,7 +150,9 @@ def count_minibatches(module: PPOLightningModule, num_sequences: int) -> int:
 
 
 def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Experience]:
-    """Cuts a rollout into `count` mini-batches, whole groups in an order that depends on the seed.
+    """Cuts a rollout into `count` mini-batches, groups in an order that depends on the seed.
+
+    Groups stay whole where the mini-batch of a rank holds a multiple of the group size.
 
     Supervised rows are dealt out in their own order, as evenly as they go.
 

@@ -39,9 +39,11 @@ class PolicyLoss(ABC):
 
     Attributes:
         zero_advantage_is_zero_loss: a row whose advantages are all 0 has no gradient, so that it need not be run.
+        reads_engine_logprobs: the engine's log-probs are compared with the trainer's.
     """
 
     zero_advantage_is_zero_loss: bool = True
+    reads_engine_logprobs: bool = False
 
     @abstractmethod
     def __call__(

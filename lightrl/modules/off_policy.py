@@ -42,6 +42,8 @@ class OffPolicyCorrection(PolicyLoss):
         https://ringtech.notion.site/icepop. TRL's `vllm_importance_sampling_mode` has the same four combinations.
     """
 
+    reads_engine_logprobs = True
+
     def __init__(
         self,
         loss: PolicyLoss,
@@ -109,6 +111,8 @@ class OffPolicySequenceMask(PolicyLoss):
 
     Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556 eq. 8-9; TRL's `off_policy_mask_threshold`.
     """
+
+    reads_engine_logprobs = True
 
     def __init__(self, loss: PolicyLoss, threshold: float = 0.5) -> None:
         if not threshold > 0:

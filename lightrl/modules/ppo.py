@@ -305,10 +305,13 @@ class PPOLightningModule(LightningModule):
         )
 
     def minibatches(self, experience: Experience) -> Iterator[Experience]:
-        """`ppo_epochs` x mini-batches, the same number on every rank; groups stay together. Hook 3 of 5."""
+        """`ppo_epochs` x mini-batches, the same number on every rank. Hook 3 of 5.
+
+        Groups stay together where the mini-batch of a rank holds a multiple of the group size.
+        """
         count = count_minibatches(self, len(experience))
         for epoch in range(self.ppo_epochs):
-            yield from cut_minibatches(experience, count, seed=self.policy_version * 1009 + epoch)
+            yield from cut_minibatches(experience, count, seed=random_states.derived_seed(self.policy_version, epoch))
 
     def micro_batches(self, minibatch: Experience) -> Iterator[Any]:
         """Cuts a mini-batch by tokens and sets its normalisers; gradients are reduced over ranks in the last one.
