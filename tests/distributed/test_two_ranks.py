@@ -1,0 +1,130 @@
+"""Two DDP processes learn what one process learns from the whole batch: advantages, losses, gradients, refills.
+
+The file is its own script: Lightning starts the second process by running it again.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+
+from lightrl.callbacks import EMA, ReferenceSync, WeightSync
+from lightrl.data.sft import SFTSource
+from lightrl.models.spec import ModelSpec
+from lightrl.modules import GRPOLightningModule, PPOLightningModule
+from lightrl.modules.advantages import GroupNorm
+from lightrl.modules.kl import KLInLoss
+from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TIMES = ("time/", "optim/lr")
+
+
+class Record(Callback):
+    """Per rollout: advantages by sequence, gradients of every update, metrics, and the prompt cursor."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Any] = {}
+        self.gradients: list[torch.Tensor] = []
+        self.metrics: list[dict[str, float]] = []
+        self.cursors: list[int] = []
+        self._rollouts: Any = None
+
+    def on_rollout_scored(self, trainer: Any, module: Any, rollouts: Any) -> None:
+        self._rollouts = rollouts
+
+    def on_experience_made(self, trainer: Any, module: Any, experience: Any) -> None:
+        r, number, seen = self._rollouts, len(self.metrics), {}
+        for i, prompt in enumerate(r.prompts):
+            seen[prompt] = seen.get(prompt, -1) + 1
+            real = experience.attention_mask[i]
+            key = f"{number}/{prompt}/{seen[prompt]}"
+            self.rows[key] = (experience.token_ids[i][real], experience.advantages[i][real])
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.gradients.append(torch.cat([p.grad.detach().flatten() for p in parameters if p.grad is not None]).clone())
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.metrics.append({k: v for k, v in outputs.items() if not k.startswith(TIMES)})
+        self.cursors.append(trainer.datamodule.prompt_cursor)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05)
+
+
+def some_flat(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Groups of prompts with an odd second digit have no spread, so that ranks refill unequally."""
+    scores = digits_reward(prompts, completions)
+    return [s + i if int(p[1]) % 2 == 0 else 1.0 for i, (p, s) in enumerate(zip(prompts, scores, strict=True))]
+
+
+def run(kind: str, path: str, devices: int) -> Record:
+    """Two rollouts, with ranks of unequal work: responses differ in length and micro-batches hold two rows."""
+    seed_everything(0, verbose=False)
+    rows = [{"prompt": f"{a:02d}+01=", "completion": str(a + 1) * (1 + a % 3)} for a in range(16)]
+    ptx = {"ptx": SFTSource(rows=rows), "ptx_batch_size": 8 // devices}
+    common: dict[str, Any] = {"optimizer": sgd, "micro_batch_tokens": 40, "ptx_coef": 0.1}
+    spec = ModelSpec(path, layout="packed")
+    module: PPOLightningModule
+    if kind == "ppo":
+        module = PPOLightningModule(spec, ppo_epochs=2, top_entropy_fraction=0.5, mask_truncated=True, **common)
+        data = {"rewards": [digits_reward], **ptx}
+    else:
+        module = GRPOLightningModule(spec, advantage=GroupNorm("batch"), kl=KLInLoss("k2"), **common)
+        data = {"rewards": [some_flat], "max_refills": 8, **ptx}
+    record = Record()
+    callbacks = [WeightSync(), record, EMA(0.9), ReferenceSync(every_n_rollouts=1, alpha=0.5)]
+    trainer = quiet_trainer(devices=devices, strategy="ddp" if devices > 1 else "auto", callbacks=callbacks)
+    trainer.fit(module, sums_data(rollouts_per_epoch=2, prompts_per_rollout=8, **data))
+    return record
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+def test_two_ranks_equal_one(kind: str, tmp_path: Path) -> None:
+    path = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    one = run(kind, path, devices=1)
+    command = [sys.executable, __file__, kind, path, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    assert ranks[0]["cursors"] == ranks[1]["cursors"] == one.cursors
+    both = ranks[0]["rows"] | ranks[1]["rows"]
+    assert both.keys() == one.rows.keys() and not ranks[0]["rows"].keys() & ranks[1]["rows"].keys()
+    for key, (tokens, advantages) in one.rows.items():
+        assert torch.equal(both[key][0], tokens), key
+        torch.testing.assert_close(both[key][1], advantages, atol=2e-6, rtol=1e-5)
+    for rank in ranks:
+        assert len(rank["gradients"]) == len(one.gradients) == (4 if kind == "ppo" else 2)
+        for ours, expected in zip(rank["gradients"], one.gradients, strict=True):
+            torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
+    assert ranks[0]["metrics"] == ranks[1]["metrics"]
+    per_rank = {"rollout/dropped_groups", "rollout/flat_groups", "reward/sampled_mean"}  # means over ranks of their own
+    for ours, expected in zip(ranks[0]["metrics"], one.metrics, strict=True):
+        assert ours.keys() == expected.keys()
+        for name in expected.keys() - per_rank:
+            assert ours[name] == pytest.approx(expected[name], abs=2e-6, rel=1e-5), name
+    if kind == "grpo":
+        assert any(m["rollout/dropped_groups"] > 0 for m in one.metrics), "the toy must refill"
+
+
+def main(kind: str, path: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    record = run(kind, path, devices=2)
+    rank = torch.distributed.get_rank()
+    state = {name: getattr(record, name) for name in ("rows", "gradients", "metrics", "cursors")}
+    torch.save(state, folder / f"{rank}.pt")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
