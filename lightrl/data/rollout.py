@@ -206,7 +206,7 @@ class RolloutDataModule(LightningDataModule):
         cuts = [f"{n}={getattr(self.sampling, n)!r}" for n in names if getattr(self.sampling, n) != getattr(plain, n)]
         if cuts and getattr(loss, "reads_engine_logprobs", False):
             raise ValueError(
-                f"sampling with {', '.join(cuts)} and loss={type(loss).__name__}: the engine's log-probs are then those "
+                f"sampling with {', '.join(cuts)} and loss={type(loss).__name__}: the engine's log-probs are those "
                 "of a cut distribution, and comparing them with the trainer's would weight every token wrongly. Sample "
                 "with temperature alone, or drop the correction."
             )

@@ -15,7 +15,9 @@ from lightrl.models.spec import ModelSpec
 from lightrl.modules import CriticSpec, GRPOLightningModule, PPOLightningModule, RLOOLightningModule
 from lightrl.modules.advantages import GroupNorm
 from lightrl.modules.kl import KLInLoss, KLInReward
-from lightrl.types import Experience, Rollouts
+from lightrl.modules.losses import PPOClip
+from lightrl.modules.off_policy import OffPolicyCorrection
+from lightrl.types import Experience, Rollouts, SamplingParams
 from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
 
 
@@ -123,7 +125,7 @@ def test_records_are_aligned(model_path: str) -> None:
 
 
 def test_one_update_per_rollout_needs_no_old_logprobs_and_gives_the_same(model_path: str) -> None:
-    """Without KL in the reward old log-probs are not computed; a KL of weight 0 in it has them computed and must agree."""
+    """Without KL in the reward old log-probs are not computed; a KL of weight 0 in it has them computed."""
     fast = GRPOLightningModule(model_path, optimizer=sgd, kl=None)
     slow = GRPOLightningModule(model_path, optimizer=sgd, kl=KLInReward(), kl_coef=0.0)
     first, second = fit(fast, rollouts=2), fit(slow, rollouts=2)
@@ -231,6 +233,46 @@ def test_critics_learn_values(critic: CriticSpec, model_path: str) -> None:
     assert names == ["actor", "critic"] and (module.critic is None) == critic.shared
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"advantage": GroupNorm()}, "advantage=GroupNorm uses no critic"),
+        ({"advantage": GroupNorm(), "critic": None, "critic_warmup_rollouts": 2}, "no critic to train"),
+        ({"advantage": GroupNorm(), "critic": None, "critic_lr": 1e-3}, "no critic to train"),
+    ],
+)
+def test_a_critic_without_use_is_refused(arguments: dict[str, Any], message: str, model_path: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PPOLightningModule(model_path, whiten_advantages=False, **arguments)
+
+
+def test_the_runs_seed_changes_prompts_and_samples(model_path: str) -> None:
+    seen = []
+    for seed in (1, 2):
+        seed_everything(seed, verbose=False)
+        module, keep = GRPOLightningModule(model_path, kl=None), Keep()
+        quiet_trainer(callbacks=[WeightSync(), keep]).fit(module, sums_data(rollouts_per_epoch=1))
+        seen.append(keep.rollouts[0])
+    assert seen[0].prompts != seen[1].prompts and seen[0].completions != seen[1].completions
+
+
+def test_epochs_cut_short_are_all_of_the_same_length(model_path: str) -> None:
+    keep = Keep()
+    trainer = quiet_trainer(callbacks=[WeightSync(), keep], limit_train_batches=2, max_epochs=3)
+    trainer.fit(GRPOLightningModule(model_path, kl=None), sums_data(rollouts_per_epoch=3))
+    assert len(keep.metrics) == 6
+
+
+def test_cut_sampling_is_said_and_refused_with_off_policy_corrections(
+    model_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut = SamplingParams(max_new_tokens=4, top_p=0.8)
+    fit(GRPOLightningModule(model_path, kl=None), sampling=cut)
+    assert "distribution cut by top_p=0.8" in caplog.text
+    with pytest.raises(ValueError, match=r"top_p=0.8 and loss=OffPolicyCorrection"):
+        fit(GRPOLightningModule(model_path, kl=None, loss=OffPolicyCorrection(PPOClip())), sampling=cut)
+
+
 def test_an_estimator_that_needs_a_critic_is_refused_without(model_path: str) -> None:
     with pytest.raises(ValueError, match="advantage=GAE needs a critic but critic=None"):
         PPOLightningModule(model_path, critic=None)
@@ -265,10 +307,8 @@ def base_result(model_path: str) -> tuple[Tensor, Tensor]:
 def _trained(path: str, flags: dict[str, Any]) -> tuple[Tensor, Tensor]:
     module = ppo(path, **{**BASE, **flags})
     fit(module, rollouts=2)
-    critic = (
-        [p.detach().flatten() for p in module.critic.parameters()] if module.critic is not None else [torch.zeros(1)]
-    )
-    return weights(module), torch.cat(critic)
+    critic = [] if module.critic is None else [p.detach().flatten() for p in module.critic.parameters()]
+    return weights(module), torch.cat([torch.zeros(1), *critic])
 
 
 @pytest.mark.parametrize("flag", FLAGS)
