@@ -1,0 +1,92 @@
+"""The records that cross layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from jsonargparse import lazy_instance
+
+from lightrl.types import Prompts, Rollouts, SamplingParams, pad_rows, realized
+
+
+def rollouts() -> Rollouts:
+    """Three rows: prompts of 2, 2 and 1 tokens, responses of 1, 2 and 1; the last column is padding in rows 0 and 2."""
+    return Rollouts(
+        token_ids=torch.tensor([[5, 6, 7, 0], [5, 6, 8, 9], [4, 3, 0, 0]]),
+        attention_mask=torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]]).bool(),
+        response_mask=torch.tensor([[0, 0, 1, 0], [0, 0, 1, 1], [0, 1, 0, 0]]).bool(),
+        engine_logprobs=torch.tensor([[0, 0, -1.0, 0], [0, 0, -2.0, -3.0], [0, -4.0, 0, 0]]),
+        group_ids=torch.tensor([0, 0, 1]),
+        rewards=torch.tensor([1.0, 0.0, float("nan")]),
+        reward_parts={"f": torch.tensor([1.0, 0.0, float("nan")])},
+        truncated=torch.tensor([False, True, False]),
+        policy_version=3,
+        prompts=["p", "p", "q"],
+        completions=["a", "b", "c"],
+        columns={"answer": ["x", "x", "y"]},
+        metrics={"time/generate": 1.5},
+    )
+
+
+def test_select_takes_rows_of_tensors_lists_and_columns() -> None:
+    picked = rollouts().select(torch.tensor([2, 0]))
+    assert picked.token_ids.tolist() == [[4, 3, 0, 0], [5, 6, 7, 0]]
+    assert picked.completions == ["c", "a"] and picked.columns == {"answer": ["y", "x"]}
+    assert picked.reward_parts["f"][1] == 1.0 and picked.policy_version == 3
+    assert picked.metrics == {"time/generate": 1.5}
+
+
+def test_crop_drops_the_columns_that_are_padding_everywhere() -> None:
+    cropped = rollouts().select(torch.tensor([0, 2])).crop()
+    assert cropped.token_ids.shape == cropped.engine_logprobs.shape == (2, 3)
+    assert cropped.rewards.shape == (2,)
+    assert rollouts().crop().token_ids.shape == (3, 4)
+
+
+def test_prompts_are_picked_by_slice_and_by_rows() -> None:
+    prompts = Prompts(token_ids=[[1], [2, 3], [4]], texts=["a", "b", "c"], columns={"k": [1, 2, 3]}, indices=[7, 8, 9])
+    assert prompts[1:].texts == ["b", "c"] and prompts[[2, 0]].columns == {"k": [3, 1]}
+    assert prompts[[2, 0]].indices == [9, 7] and len(prompts[:1]) == 1
+
+
+def test_pad_rows_pads_on_the_right() -> None:
+    assert pad_rows([[1, 2], [3], []], -1, torch.long).tolist() == [[1, 2], [3, -1], [-1, -1]]
+    assert pad_rows([[1.5]], 0.0, torch.float32, length=3).tolist() == [[1.5, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens=9"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"min_p": 1.0}, "min_p=1.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+        ({"regex": "a", "json_schema": {}}, "regex or json_schema, not both"),
+    ],
+)
+def test_sampling_out_of_range_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**arguments)
+
+
+class Thing:
+    """Something with a setting."""
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+
+    def use(self) -> int:
+        return self.size
+
+
+def test_realized_sets_lazy_defaults_up() -> None:
+    lazy = lazy_instance(Thing, size=4)
+    assert not hasattr(lazy, "size")
+    assert type(realized(lazy)) is Thing and realized(lazy).size == 4
+    thing = Thing()
+    assert realized(thing) is thing and realized(None) is None
