@@ -82,7 +82,7 @@ class WeightSync(Callback):
             version, engine.policy_version = engine.policy_version, -1
             raise StaleWeightsError(
                 f"After pushing the weights of policy version {version} the engine's log-probs differ from the "
-                f"trainer's by {self.last_gap:.2e} on average (at most {gaps.max():.2e}; allowed: {tolerance:.0e} on "
+                f"trainer's by {self.last_gap:.2e} on average (at most {gaps.max():.2e}; allowed: {tolerance:g} on "
                 "average). The engine holds stale or incomplete weights. Check that its dtype matches the trainer's "
                 "precision; raise WeightSync.tolerance only if the gap is rounding."
             )

@@ -1,0 +1,121 @@
+"""`WeightSync` with the transformers engine: what it pushes when, what its canary sees, what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, seed_everything
+
+from lightrl.callbacks import WeightSync
+from lightrl.engines.base import StaleWeightsError
+from lightrl.engines.transformers import TransformersEngine
+from lightrl.models.spec import ModelSpec
+from lightrl.modules import PPOLightningModule
+from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    return quickstart_model(folder, num_hidden_layers=2, hidden_size=64, intermediate_size=64)
+
+
+class Engine(TransformersEngine):
+    """Counts pushes and canaries, and can lie about a push."""
+
+    def __init__(self, skip_from: int = 1000, leave_out: str | None = None) -> None:
+        super().__init__()
+        self.skip_from, self.leave_out = skip_from, leave_out
+        self.pushed: list[int] = []
+        self.asked = 0
+
+    def load_weights(self, named_tensors: Any, *, policy_version: int) -> None:
+        self.pushed.append(policy_version)
+        old = dict(self._model.state_dict()) if self.leave_out and policy_version else {}
+        kept = {k: v.clone() for k, v in old.items() if self.leave_out and self.leave_out in k}
+        if policy_version < self.skip_from:
+            super().load_weights(named_tensors, policy_version=policy_version)
+        with torch.no_grad():
+            for name, tensor in kept.items():
+                self._model.state_dict()[name].copy_(tensor)
+        self.policy_version = policy_version
+
+    def logprobs(self, sequences: Any) -> list[list[float]]:
+        self.asked += 1
+        return super().logprobs(sequences)
+
+
+def fit(path: str, engine: Engine, lr: float = 1e-2, sync: WeightSync | None = None, **kwargs: Any) -> Any:
+    seed_everything(0, verbose=False)
+    module = PPOLightningModule(ModelSpec(path), optimizer=lambda params: torch.optim.AdamW(params, lr=lr))
+    trainer = quiet_trainer(callbacks=[sync or WeightSync()], **kwargs)
+    trainer.fit(module, sums_data(engine=engine))
+    return module
+
+
+def test_one_push_and_one_canary_for_each_version(model: str) -> None:
+    engine, sync = Engine(), WeightSync()
+    fit(model, engine, sync=sync)
+    assert engine.pushed == [0, 2, 4, 6] and engine.asked == 4
+    assert sync.last_gap is not None and 0 < sync.last_gap < 5e-6
+    engine = Engine()
+    fit(model, engine, sync=WeightSync(canary=False))
+    assert engine.pushed == [0, 2, 4, 6] and engine.asked == 0
+
+
+@pytest.mark.parametrize("sabotage", [{"skip_from": 2}, {"leave_out": "layers.1.mlp.down_proj"}, {"leave_out": "norm"}])
+def test_canary_tells_the_gap(model: str, sabotage: dict[str, Any]) -> None:
+    engine, sync = Engine(**sabotage), WeightSync()
+    with pytest.raises(StaleWeightsError, match="of policy version 2 ") as error:
+        fit(model, engine, sync=sync)
+    assert sync.last_gap is not None and sync.last_gap > 5e-4
+    assert f"{sync.last_gap:.2e} on average" in str(error.value)
+    assert engine.pushed == [0, 2]
+
+
+def test_without_canary_or_with_a_wide_tolerance_a_stale_engine_goes_unseen(model: str) -> None:
+    for sync in (WeightSync(canary=False), WeightSync(tolerance=10.0)):
+        assert fit(model, Engine(skip_from=2), sync=sync).policy_version == 8
+
+
+def test_bfloat16_rounding_is_let_through_and_a_skipped_push_is_not(model: str) -> None:
+    sync = WeightSync()
+    fit(model, Engine(), sync=sync, precision="bf16-mixed")
+    assert sync.last_gap is not None and sync.last_gap < 0.15
+    with pytest.raises(StaleWeightsError, match="allowed: 0.15 on average"):
+        fit(model, Engine(skip_from=2), lr=0.1, precision="bf16-mixed")
+
+
+def test_number_and_length_of_the_canarys_sequences(model: str) -> None:
+    class Lengths(Engine):
+        shapes: tuple[int, ...] = ()
+
+        def logprobs(self, sequences: Any) -> list[list[float]]:
+            self.shapes = tuple(len(s) for s in sequences)
+            return super().logprobs(sequences)
+
+    engine = Lengths()
+    fit(model, engine, sync=WeightSync(num_sequences=3, num_tokens=5))
+    assert engine.shapes == (5, 5, 5)
+
+
+def test_an_engine_never_synced_is_refused(model: str) -> None:
+    module = PPOLightningModule(model)
+    with pytest.raises(StaleWeightsError, match="add the WeightSync callback"):
+        quiet_trainer(callbacks=[]).fit(module, sums_data())
+
+
+def test_bad_arguments_and_other_data_modules_are_refused(model: str) -> None:
+    for arguments in ({"num_sequences": 0}, {"num_tokens": 1}, {"tolerance": 0.0}):
+        ((name, value),) = arguments.items()
+        with pytest.raises(ValueError, match=f"WeightSync.{name}={value}"):
+            WeightSync(**arguments)  # type: ignore[arg-type]
+
+    class Other(LightningDataModule):
+        def train_dataloader(self) -> list[int]:
+            return [1]
+
+    with pytest.raises(ValueError, match="not Other: remove the callback"):
+        quiet_trainer().fit(PPOLightningModule(model), Other())
