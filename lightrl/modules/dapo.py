@@ -22,7 +22,7 @@ class DAPOLightningModule(PPOLightningModule):
     `PPOLightningModule` with the paper's settings: no critic, `A = (r - mean_group) / std_group`, the ratio clipped to
     [0.8, 1.28], the mean over all tokens of the optimizer's batch, no KL, one pass over each rollout (in 16
     mini-batches there: set `minibatch_size`). Two of its parts belong to the data module and are set there: dynamic
-    sampling (`RolloutDataModule(dynamic_sampling=...)`) and the soft over-long punishment (the reward `SoftOverlong`).
+    sampling (`RolloutDataModule(max_refills=...)`) and the soft over-long punishment (the reward `SoftOverlong`).
 
     Args:
         actor: the policy: a folder or hub name, or a `ModelSpec`.

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import seed_everything
 
 from lightrl.callbacks import WeightSync
-from lightrl.modules import PPOLightningModule, strategies
+from lightrl.modules import CriticSpec, PPOLightningModule, strategies
 from lightrl.modules.advantages import (
     GAE,
     GDPO,
@@ -113,16 +113,17 @@ def test_every_combination_takes_a_step(tmp_path_factory: pytest.TempPathFactory
 def test_what_does_not_combine_is_refused_with_both_names(make_advantage: Callable[[], AdvantageEstimator]) -> None:
     advantage = make_advantage()
     name = type(advantage).__name__
+    rest: dict[str, Any] = {"advantage": advantage, "critic": CriticSpec() if advantage.needs_critic else None}
     for make_kl in KLS:
         kl = make_kl()
         if allowed(advantage, kl):
-            PPOLightningModule("folder", advantage=advantage, kl=kl, whiten_advantages=False)
+            PPOLightningModule("folder", kl=kl, whiten_advantages=False, **rest)
         else:
             with pytest.raises(ValueError, match=f"advantage={name} with kl=KLInReward"):
-                PPOLightningModule("folder", advantage=advantage, kl=kl, whiten_advantages=False)
+                PPOLightningModule("folder", kl=kl, whiten_advantages=False, **rest)
     if advantage.normalizes:
         with pytest.raises(ValueError, match=f"advantage={name} with whiten_advantages=True"):
-            PPOLightningModule("folder", advantage=advantage, kl=None, whiten_advantages=True)
-    if advantage.needs_critic:
-        with pytest.raises(ValueError, match=f"advantage={name} needs a critic but critic=None"):
-            PPOLightningModule("folder", advantage=advantage, critic=None)
+            PPOLightningModule("folder", kl=None, whiten_advantages=True, **rest)
+    wrong = "needs a critic but critic=None" if advantage.needs_critic else "uses no critic"
+    with pytest.raises(ValueError, match=f"advantage={name} {wrong}"):
+        PPOLightningModule("folder", advantage=advantage, critic=None if advantage.needs_critic else CriticSpec())
