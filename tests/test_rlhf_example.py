@@ -1,0 +1,78 @@
+"""The RLHF example: its rule, its data, and its three configurations end to end, briefly."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.rlhf.task import Demonstrations, Preferences, PromptRows, prompts, utility
+from lightrl.cli import run
+
+
+def test_utility_by_hand() -> None:
+    assert utility("7203=", "0237.") == 4 + 3  # all digits, three ascending neighbours
+    assert utility("7203=", "7203.") == 4 + 1  # 7 > 2 > 0 < 3
+    assert utility("7203=", "7203") == 4 + 1 - 2  # no full stop
+    assert utility("7203=", "0007.") == 2 + 3  # one 0 and the 7
+    assert utility("7003=", "0037.") == 4 + 3
+    assert utility("7203=", "02377.") == 4 + 3 - 2  # one too many; its neighbours do not count
+    assert utility("7203=", "") == -2
+    assert utility("7203=", "0237.") > utility("7204=", "0237.")  # the prompt decides
+
+
+def test_held_out_prompts_are_held_out() -> None:
+    held_out = set(prompts("eval"))
+    assert len(held_out) == 500 and len(prompts("train")) == 9500
+    seen = [Demonstrations(size=300)(), Preferences(size=300)(), PromptRows()()]
+    assert not held_out & {prompt for rows in seen for prompt in rows["prompt"]}
+    assert set(Preferences(split="eval", size=50)()["prompt"]) <= held_out
+    assert PromptRows()().column_names == ["prompt"]  # nothing of the rule reaches PPO
+
+
+def test_labels_are_right_most_of_the_time() -> None:
+    """Noise 0.5 and gaps of 1 and more: P(right) >= sigmoid(2) = 0.88; without noise all are."""
+    for noise, low, high in ((0.5, 0.88, 0.99), (1e-2, 1.0, 1.0)):
+        rows = Preferences(size=2000, noise=noise)()
+        gaps = [utility(r["prompt"], r["chosen"]) - utility(r["prompt"], r["rejected"]) for r in rows]
+        right = sum(gap > 0 for gap in gaps) / sum(gap != 0 for gap in gaps)
+        assert low <= right <= high
+
+
+@pytest.mark.slow
+def test_the_pipeline_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step reads what the one before exported; a few updates only, so the win rate itself is not asked for."""
+    from examples.rlhf.win_rate import compare
+
+    monkeypatch.chdir(root)
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    models = {name: str(tmp_path / name) for name in ("sft", "reward", "ppo")}
+
+    def step(name: str, *extra: Any) -> Any:
+        export = {"class_path": "HFExport", "init_args": {"dirpath": models[name]}}
+        callbacks = [{"class_path": "WeightSync"}, export] if name == "ppo" else [export]
+        options = ["--trainer.logger=false", "--trainer.enable_progress_bar=false", "--trainer.max_epochs=1"]
+        options.append(f"--trainer.default_root_dir={tmp_path}")
+        options += [f"--trainer.callbacks={callbacks}", *extra]
+        return run(["fit", f"--config=examples/rlhf/{name}.yaml", *options])
+
+    step("sft", "--trainer.limit_train_batches=4")
+    few = ["--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1"]
+    trained = step("reward", f"--model.init_args.model.path={models['sft']}", *few)
+    assert 0.3 < trained.trainer.callback_metrics["eval/accuracy"] <= 1.0
+    actor = f"--model.init_args.actor.path={models['sft']}"
+    judge = [{"name": "preference", "path": models["reward"], "tokenizer": "policy"}]
+    cli = step(
+        "ppo", actor, f"--model.init_args.reward_models={judge}", "--data.init_args.rollouts_per_epoch=1", *few[1:]
+    )
+    assert "eval/preference" in cli.trainer.callback_metrics
+    assert 0.0 <= compare(models["sft"], models["ppo"], models["reward"], samples=1) <= 1.0
+
+
+def test_run_script_explains_itself(root: Path) -> None:
+    done = subprocess.run(
+        ["bash", "examples/rlhf/run.sh", "--fast"], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "usage: examples/rlhf/run.sh [--engine" in done.stderr
