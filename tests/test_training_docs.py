@@ -1,0 +1,49 @@
+"""The YAML of docs/training.md, run by the command line: every feature is reached and shows in the metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightrl.cli import run
+from tests.toys import quickstart_model
+
+
+def test_every_feature_is_reached_from_yaml(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    (block,) = re.findall(r"```yaml\n(.*?)```", (root / "docs" / "training.md").read_text(), re.DOTALL)
+    (tmp_path / "features.yaml").write_text(block)
+    demonstrations = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(4)]
+    (tmp_path / "demonstrations.jsonl").write_text("\n".join(map(json.dumps, demonstrations)))
+    model = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False}
+    base = {
+        "trainer": {**trainer, "enable_progress_bar": False, "callbacks": [{"class_path": "WeightSync"}]},
+        "model": {"class_path": "PPOLightningModule", "init_args": {"actor": {"path": model}, "ppo_epochs": 1}},
+        "data": {
+            "class_path": "RolloutDataModule",
+            "init_args": {
+                "prompts": {"rows": [{"prompt": f"{a}+{b}=", "answer": "1"} for a in range(4) for b in range(4)]},
+                "rewards": [{"class_path": "SoftOverlong", "init_args": {"max_tokens": 6, "buffer_tokens": 6}}],
+                "engine": {"class_path": "TransformersEngine"},
+                "sampling": {"max_new_tokens": 6},
+                "group_size": 4,
+                "prompts_per_rollout": 4,
+                "rollouts_per_epoch": 2,
+            },
+        },
+    }
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    cli = run(["fit", f"--config={tmp_path / 'base.yaml'}", f"--config={tmp_path / 'features.yaml'}"])
+    metrics = cli.trainer.callback_metrics
+    for name in ("rollout/refills", "policy/top_entropy", "policy/entropy_coef", "loss/ptx", "rollout/prompts_dropped"):
+        assert name in metrics, name
+    assert metrics["policy/entropy_coef"] == pytest.approx(0.005)  # the first rollout's entropy is below 10 nats
+    kinds = {type(callback).__name__ for callback in cli.trainer.callbacks}
+    assert {"EMA", "ReferenceSync", "AdaptiveEntropy"} <= kinds
+    assert cli.model.reference_moves and cli.model.mask_truncated
