@@ -12,6 +12,7 @@ import queue
 import random
 import signal
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -151,6 +152,10 @@ class VLLMAdapter:
                     self.llm: Any = LLM(**arguments)
         finally:
             torch.set_num_threads = set_num_threads  # the CPU worker makes it a no-op
+        if in_process and not had_group:
+            # Lightning takes vLLM's group of one process for a distributed run, drops `sync_dist=True` because its own
+            # strategy is not, and then asks for it.
+            warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=True")
         self.engine: Any = self.llm.llm_engine
         self.client: Any = self.engine.engine_core
         self.max_model_len: int = self.llm.model_config.max_model_len

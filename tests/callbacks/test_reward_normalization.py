@@ -1,0 +1,120 @@
+"""Running moments of rewards, against numbers worked by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch import Tensor
+
+from lightrl.callbacks import RewardNormalization
+from lightrl.types import Rollouts
+from tests.callbacks.toys import make_rollouts
+
+NAN = float("nan")
+
+
+class OneRank:
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def rollouts(*rewards: float) -> Rollouts:
+    return make_rollouts(["p"], [["x"] * len(rewards)], [list(rewards)])
+
+
+def normalize(callback: RewardNormalization, *rewards: float, module: Any = None) -> Tensor:
+    batch = rollouts(*rewards)
+    callback.on_rollout_scored(None, module or OneRank(), batch)  # type: ignore[arg-type]
+    return batch.rewards
+
+
+def test_two_rollouts_by_hand() -> None:
+    callback = RewardNormalization()
+    # 1, 3: mean 2, variance ((-1)^2 + 1^2) / (2 - 1) = 2.
+    torch.testing.assert_close(normalize(callback, 1.0, 3.0), torch.tensor([-1.0, 1.0]) / 2**0.5)
+    # 1, 3, 5, 7: mean 4, variance (9 + 1 + 1 + 9) / 3 = 20 / 3, used for the new rewards 5, 7.
+    torch.testing.assert_close(normalize(callback, 5.0, 7.0), torch.tensor([1.0, 3.0]) / (20 / 3) ** 0.5)
+    assert (callback.count, callback.mean, callback.sum_squares) == (4.0, 4.0, 20.0)
+
+
+def test_without_centring_rewards_are_only_scaled() -> None:
+    torch.testing.assert_close(
+        normalize(RewardNormalization(center=False), 1.0, 3.0), torch.tensor([1.0, 3.0]) / 2**0.5
+    )
+
+
+def test_unscored_rows_stay_unscored_and_do_not_count() -> None:
+    callback = RewardNormalization()
+    got = normalize(callback, 1.0, NAN, 3.0)
+    torch.testing.assert_close(got, torch.tensor([-1.0, NAN, 1.0]) / 2**0.5, equal_nan=True)
+    assert callback.count == 2
+    assert bool(normalize(callback, NAN, NAN).isnan().all())
+    assert callback.count == 2
+
+
+def test_equal_rewards_and_a_single_one_are_finite() -> None:
+    callback = RewardNormalization(min_std=0.5)
+    assert normalize(callback, 4.0).tolist() == [0.0] and callback.std == 1.0
+    assert normalize(callback, 4.0, 4.0).tolist() == [0.0, 0.0] and callback.std == 0.5
+    # 4, 4, 4, 4.2: mean 4.05, variance 0.03 / 3 = 0.01: below the floor, so (4.2 - 4.05) / 0.5.
+    torch.testing.assert_close(normalize(callback, 4.2), torch.tensor([0.3]))
+
+
+def test_many_rollouts_are_the_moments_of_all() -> None:
+    seed_everything(0, verbose=False)
+    callback, everything = RewardNormalization(), torch.randn(50, 7) * 3 + 1000
+    for rewards in everything:
+        got = normalize(callback, *rewards.tolist())
+    assert callback.mean == pytest.approx(float(everything.double().mean()), rel=1e-9)
+    assert callback.std == pytest.approx(float(everything.double().std()), rel=1e-7)
+    torch.testing.assert_close(got, (everything[-1] - callback.mean) / callback.std)
+
+
+def test_two_ranks_have_the_moments_of_both() -> None:
+    """Ranks in lock-step: each `all_sum` adds what the other rank gives at the same place."""
+    from threading import Barrier, Thread
+
+    slots: list[Any] = [None, None]
+    barrier = Barrier(2)
+
+    class Rank:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def all_sum(self, tensor: Tensor) -> Tensor:
+            slots[self.rank] = tensor
+            barrier.wait(10)
+            total = slots[0] + slots[1]
+            barrier.wait(10)
+            return total
+
+    callbacks, results = [RewardNormalization(), RewardNormalization()], {}
+    shares = ([1.0, 3.0], [5.0, 7.0, NAN])  # not equally many
+
+    def work(rank: int) -> None:
+        results[rank] = normalize(callbacks[rank], *shares[rank], module=Rank(rank))
+
+    threads = [Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for callback in callbacks:
+        assert (callback.count, callback.mean, callback.sum_squares) == (4.0, 4.0, 20.0)
+    torch.testing.assert_close(results[0], torch.tensor([-3.0, -1.0]) / (20 / 3) ** 0.5)
+    torch.testing.assert_close(results[1], torch.tensor([1.0, 3.0, NAN]) / (20 / 3) ** 0.5, equal_nan=True)
+
+
+def test_state_goes_on() -> None:
+    first, second = RewardNormalization(), RewardNormalization()
+    normalize(first, 1.0, 3.0)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(normalize(second, 5.0, 7.0), normalize(first, 5.0, 7.0))
+
+
+def test_a_floor_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="min_std=0"):
+        RewardNormalization(min_std=0)
