@@ -1,12 +1,15 @@
 """A closed-form check of learning: the regularised bandit.
 
 One prompt, one sampled token, K actions, reward r(a), KL weight beta. The policy that maximises
-E[r] - beta KL(pi || pi_ref) is pi*(a) = pi_ref(a) exp(r(a) / beta) / Z. The whole machine runs: engine, data module,
-reward function, experience, losses, optimizer, weight sync.
+E[r] - beta KL(pi || pi_ref) is pi*(a) = pi_ref(a) exp(r(a) / beta) / Z; the one that maximises
+E[r] - beta KL(pi_ref || pi) is pi(a) = beta pi_ref(a) / (lambda - r(a)). The whole machine runs: engine, data module,
+reward function, experience, losses, optimizer, weight sync. tests/ops/test_fixed_points.py has the other pairs of
+estimator and KL placement, in exact expectations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,15 @@ from lightning.pytorch import seed_everything
 from lightrl.data.prompts import PromptSource
 from lightrl.data.rollout import RolloutDataModule
 from lightrl.engines.transformers import TransformersEngine
+from lightrl.models.spec import ModelSpec
 from lightrl.modules import GRPOLightningModule, PPOLightningModule, RLOOLightningModule
 from lightrl.modules.advantages import GroupNorm, Reinforce
-from lightrl.modules.kl import KLInReward
+from lightrl.modules.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.types import SamplingParams
 from tests.toys import bandit_model, quiet_trainer
 
 K, BETA = 5, 0.5
+Make = Callable[[ModelSpec], PPOLightningModule]
 REWARDS = torch.tensor([0.0, 0.4, -0.3, 0.8, 0.1])
 
 
@@ -39,30 +44,52 @@ def policy(module: PPOLightningModule) -> torch.Tensor:
 
 
 def optimizer(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.01)
+    return torch.optim.Adam(params, lr=0.02)
 
 
 def schedule(opt: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """Decays, so that the noise of the last updates averages out."""
-    return torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.03 ** min(step / NUM_ROLLOUTS, 1.0))
+    return torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.01 ** min(step / NUM_ROLLOUTS, 1.0))
 
 
-NUM_ROLLOUTS = 150
+NUM_ROLLOUTS = 60
 COMMON: dict[str, Any] = {"kl_coef": BETA, "optimizer": optimizer, "lr_scheduler": schedule, "max_grad_norm": None}
-MODULES = {
+
+
+def rloo(kl: KLPenalty) -> Make:
+    return lambda path: RLOOLightningModule(path, kl=kl, **COMMON)
+
+
+REVERSE: dict[str, Make] = {
     "ppo": lambda path: PPOLightningModule(path, ppo_epochs=1, critic_lr=0.03, value_clip=None, **COMMON),
     "grpo": lambda path: GRPOLightningModule(path, advantage=GroupNorm(scale="none"), kl=KLInReward(), **COMMON),
-    "rloo": lambda path: RLOOLightningModule(path, **COMMON),
+    "rloo": rloo(KLInReward()),
     "reinforce": lambda path: PPOLightningModule(
         path, critic=None, advantage=Reinforce(), ppo_epochs=1, whiten_advantages=False, **COMMON
     ),
+    "k2 in loss": rloo(KLInLoss("k2")),
+    "k3 in loss, ratio": rloo(KLInLoss("k3", ratio_correction=True)),
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_converges_to_the_closed_form_optimum(name: str, tmp_path: Path) -> None:
+def forward_kl_optimum(reference: torch.Tensor) -> torch.Tensor:
+    """pi = beta * pi_ref / (lambda - r) with the lambda above max r at which it sums to 1, by bisection."""
+    low, high = float(REWARDS.max()), float(REWARDS.max()) + BETA
+    for _ in range(60):
+        middle = (low + high) / 2
+        above = float((BETA * reference / (middle - REWARDS)).sum()) > 1
+        low, high = (middle, high) if above else (low, middle)
+    return BETA * reference / (high - REWARDS)
+
+
+def tv(p: torch.Tensor, q: torch.Tensor) -> float:
+    return 0.5 * float((p - q).abs().sum())
+
+
+def learned(make: Make, path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Policy after training; reference; the reverse-KL optimum."""
     seed_everything(0, verbose=False)
-    path = bandit_model(tmp_path, K)
+    module = make(ModelSpec(bandit_model(path, K), layout="padded"))
     data = RolloutDataModule(
         prompts=PromptSource(rows=[{"prompt": "a0"}], chat_template=False),
         rewards=[reward],
@@ -72,14 +99,21 @@ def test_converges_to_the_closed_form_optimum(name: str, tmp_path: Path) -> None
         prompts_per_rollout=16,
         rollouts_per_epoch=NUM_ROLLOUTS,
     )
-    module = MODULES[name](path)
-    trainer = quiet_trainer()
-    trainer.fit(module, data)
-    ref_logits = module.reference.lm(torch.zeros(1, 1, dtype=torch.long)).logits[0, -1].detach()
-    reference = ref_logits.softmax(-1)
-    optimum = (ref_logits + REWARDS / BETA).softmax(-1)
+    quiet_trainer().fit(module, data)
+    logits = module.reference.lm(torch.zeros(1, 1, dtype=torch.long)).logits[0, -1].detach()
+    return policy(module), logits.softmax(-1), (logits + REWARDS / BETA).softmax(-1)
+
+
+@pytest.mark.parametrize("name", REVERSE)
+def test_reverse_kl_optimum(name: str, tmp_path: Path) -> None:
+    pi, reference, optimum = learned(REVERSE[name], tmp_path)
     assert (reference - 1 / K).abs().max() > 0.05, "the reference must not be uniform"
-    start_distance = 0.5 * (reference - optimum).abs().sum()
-    distance = 0.5 * (policy(module) - optimum).abs().sum()
-    assert start_distance > 0.1
-    assert distance <= 0.01, f"{name}: total variation {distance:.4f}, {policy(module)} instead of {optimum}"
+    assert min(tv(optimum, reference), tv(optimum, forward_kl_optimum(reference))) > 0.1
+    assert tv(pi, optimum) <= 0.01, f"{name}: total variation {tv(pi, optimum):.4f}, {pi} instead of {optimum}"
+
+
+def test_plain_k3_in_the_loss_leads_to_the_forward_kl_optimum(tmp_path: Path) -> None:
+    pi, reference, reverse = learned(rloo(KLInLoss("k3")), tmp_path)
+    optimum = forward_kl_optimum(reference)
+    assert tv(optimum, reverse) > 0.1
+    assert tv(pi, optimum) <= 0.01, f"total variation {tv(pi, optimum):.4f}, {pi} instead of {optimum}"
