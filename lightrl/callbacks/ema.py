@@ -36,12 +36,14 @@ class EMA(Callback):
         self.decay, self.evaluate = decay, evaluate
         self._average: dict[str, Tensor] = {}
         self._policy: dict[str, Tensor] = {}
+        self._sharded = False
 
     # ---- the average -------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Starts from the policy, unless a checkpoint brought an average."""
         shards = _shards(pl_module)
+        self._sharded = any(strategies.is_sharded(parameter) for parameter in pl_module.actor.parameters())
         start = self._average or shards
         if {name: value.shape for name, value in start.items()} != {name: v.shape for name, v in shards.items()}:
             raise ValueError(
@@ -59,8 +61,9 @@ class EMA(Callback):
             self._average[name].lerp_(value.float(), 1 - self.decay)
 
     def state_dict(self) -> dict[str, Any]:
-        """The average; where weights are sharded every rank has its own part. Collective."""
-        return {"ranks": strategies.gather_objects({name: value.cpu() for name, value in self._average.items()})}
+        """The average; where weights are sharded, every rank's part of it. Collective."""
+        own = {name: value.cpu() for name, value in self._average.items()}
+        return {"ranks": strategies.gather_objects(own) if self._sharded else [own]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Puts this rank's average back."""

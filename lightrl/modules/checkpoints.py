@@ -54,7 +54,10 @@ def load_extras(module: PPOLightningModule, checkpoint: dict[str, Any]) -> list[
             f"The checkpoint was written by {stored.get('class', 'something other than LightRL')}, not by "
             f"{type(module).__name__}: resume with the same class_path, or start anew from its exported model folder."
         )
-    missing = sorted(module.state_dict().keys() - checkpoint["state_dict"].keys()) if "state_dict" in checkpoint else []
+    missing: list[str] = []
+    if "state_dict" in checkpoint:  # elsewhere the strategy loads sharded weights itself, and checks them
+        own = {name for name in module.state_dict() if not name.startswith("reference.")}  # it may move from now on
+        missing = sorted(own - checkpoint["state_dict"].keys())
     if missing:
         raise ValueError(
             f"The checkpoint lacks {len(missing)} trained parameters of this module, such as {missing[0]}: resume with "

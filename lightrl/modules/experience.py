@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightrl.models.batching import micro_batches
 from lightrl.models.policy import PolicyModel, ValueModel
-from lightrl.modules.kl import KLInReward
+from lightrl.modules.kl import KLInLoss, KLInReward
 from lightrl.modules.metrics import MetricSums
 from lightrl.ops.entropy import top_entropy_mask
 from lightrl.ops.masking import masked_whiten
@@ -38,6 +38,7 @@ __all__ = [
     "value_forward",
     "whiten_and_clip",
     "whole_logprobs",
+    "zero_rows_are_free",
 ]
 
 AllReduce = Callable[[Tensor], Tensor]
@@ -219,6 +220,12 @@ def cut_micro_batches(minibatch: Rows, budget: int, all_max: AllReduce, *, skip_
         else:
             pieces.append(_without_response(minibatch))
     return pieces
+
+
+def zero_rows_are_free(module: PPOLightningModule) -> bool:
+    """Whether a row whose advantages are all 0 has no gradient, so that it need not be run."""
+    terms = (module.critic_spec is not None, isinstance(module.kl, KLInLoss), module.entropy_coef, module.aux_loss_coef)
+    return not any(terms) and module.loss.zero_advantage_is_zero_loss
 
 
 def _without_response(rows: Rows) -> Rows:

@@ -36,6 +36,7 @@ from lightrl.modules.experience import (
     set_rewards,
     value_forward,
     whole_logprobs,
+    zero_rows_are_free,
 )
 from lightrl.modules.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.modules.losses import PolicyLoss, PPOClip
@@ -319,7 +320,7 @@ class PPOLightningModule(LightningModule):
         Supervised rows come first, since DDP wants every trained model in the backward that reduces.
         """
         minibatch = self._with_normalizers(minibatch)
-        budget, skip_zero = self.micro_batch_tokens, self._zero_rows_are_free()
+        budget, skip_zero = self.micro_batch_tokens, zero_rows_are_free(self)
         pieces: list[Any] = []
         if minibatch.supervised is not None:
             pieces += cut_micro_batches(minibatch.supervised, budget, self.all_max)
@@ -337,11 +338,6 @@ class PPOLightningModule(LightningModule):
         policy, tokens, supervised = (max(x, 1.0) / ranks for x in self.all_sum(counts).tolist())
         ptx = None if ptx is None else replace(ptx, normalizer=supervised)
         return replace(minibatch, normalizer=policy, token_normalizer=tokens, supervised=ptx)
-
-    def _zero_rows_are_free(self) -> bool:
-        """Whether a row whose advantages are all 0 has no gradient, so that it need not be run."""
-        terms = (self.critic_spec is not None, isinstance(self.kl, KLInLoss), self.entropy_coef, self.aux_loss_coef)
-        return not any(terms) and self.loss.zero_advantage_is_zero_loss
 
     def compute_loss(self, minibatch: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         """The joint loss of actor and critic on one micro-batch. Hook 4 of 5; pure given the micro-batch.

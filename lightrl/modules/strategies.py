@@ -24,6 +24,7 @@ __all__ = [
     "frozen_group",
     "gather_objects",
     "gather_parameter",
+    "is_sharded",
     "keep_zero3_config",
     "local_shard",
     "optimizer_window",
@@ -178,6 +179,11 @@ def blend_parameter(parameter: Any, full: Tensor, weight: float) -> None:
         target.mul_(1 - weight).add_(full, alpha=weight)
     else:
         target.lerp_(full.to(target), weight)
+
+
+def is_sharded(parameter: Any) -> bool:
+    """Whether ranks hold different parts of a parameter (FSDP2, ZeRO-3)."""
+    return hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_tensor")
 
 
 def local_shard(parameter: Any) -> Tensor:

@@ -166,7 +166,7 @@ def test_a_resumed_run_with_every_moving_part_goes_on_exactly(lora: bool, model_
     stopped = fit(first, before, rollouts=2, **data)
     stopped.save_checkpoint(tmp_path / "half.ckpt")
     second, after = parts()
-    seed_everything(5, verbose=False)
+    seed_everything(0, verbose=False)
     trainer = quiet_trainer(callbacks=[WeightSync(), *after], max_epochs=2)
     resumed_data = sums_data(rollouts_per_epoch=2, prompts_per_rollout=2, **data)
     trainer.fit(second, resumed_data, ckpt_path=tmp_path / "half.ckpt", weights_only=True)

@@ -1,4 +1,4 @@
-"""Two DDP processes learn what one process learns from the whole batch: advantages, losses, gradients, refills.
+"""Two processes learn what one process learns from the whole batch: advantages, losses, gradients, refills.
 
 The file is its own script: Lightning starts the second process by running it again.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightrl.callbacks import EMA, ReferenceSync, WeightSync
 from lightrl.data.sft import SFTSource
@@ -49,7 +50,8 @@ class Record(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.gradients.append(torch.cat([p.grad.detach().flatten() for p in parameters if p.grad is not None]).clone())
+        whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for p in parameters if (g := p.grad) is not None]
+        self.gradients.append(torch.cat([g.detach().flatten() for g in whole]).clone())
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         self.metrics.append({k: v for k, v in outputs.items() if not k.startswith(TIMES)})
@@ -66,7 +68,7 @@ def some_flat(prompts: list[str], completions: list[str], **_: Any) -> list[floa
     return [s + i if int(p[1]) % 2 == 0 else 1.0 for i, (p, s) in enumerate(zip(prompts, scores, strict=True))]
 
 
-def run(kind: str, path: str, devices: int) -> Record:
+def run(kind: str, path: str, devices: int, strategy: str = "auto") -> Record:
     """Two rollouts, with ranks of unequal work: responses differ in length and micro-batches hold two rows."""
     seed_everything(0, verbose=False)
     rows = [{"prompt": f"{a:02d}+01=", "completion": str(a + 1) * (1 + a % 3)} for a in range(16)]
@@ -82,18 +84,21 @@ def run(kind: str, path: str, devices: int) -> Record:
         data = {"rewards": [some_flat], "max_refills": 8, **ptx}
     record = Record()
     callbacks = [WeightSync(), record, EMA(0.9), ReferenceSync(every_n_rollouts=1, alpha=0.5)]
-    trainer = quiet_trainer(devices=devices, strategy="ddp" if devices > 1 else "auto", callbacks=callbacks)
+    fsdp2 = ModelParallelStrategy(data_parallel_size=devices, tensor_parallel_size=1)
+    trainer = quiet_trainer(
+        devices=devices, strategy=fsdp2 if strategy == "fsdp2" else strategy, callbacks=callbacks, log_every_n_steps=1
+    )
     trainer.fit(module, sums_data(rollouts_per_epoch=2, prompts_per_rollout=8, **data))
     return record
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ppo", "grpo"])
-def test_two_ranks_equal_one(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "strategy"), [("ppo", "ddp"), ("grpo", "ddp"), ("ppo", "fsdp2")])
+def test_two_ranks_equal_one(kind: str, strategy: str, tmp_path: Path) -> None:
     path = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     one = run(kind, path, devices=1)
-    command = [sys.executable, __file__, kind, path, str(tmp_path)]
+    command = [sys.executable, __file__, kind, path, str(tmp_path), strategy]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
@@ -117,9 +122,9 @@ def test_two_ranks_equal_one(kind: str, tmp_path: Path) -> None:
         assert any(m["rollout/dropped_groups"] > 0 for m in one.metrics), "the toy must refill"
 
 
-def main(kind: str, path: str, folder: Path) -> None:
+def main(kind: str, path: str, folder: Path, strategy: str) -> None:
     torch.set_num_threads(1)
-    record = run(kind, path, devices=2)
+    record = run(kind, path, devices=2, strategy=strategy)
     rank = torch.distributed.get_rank()
     state = {name: getattr(record, name) for name in ("rows", "gradients", "metrics", "cursors")}
     torch.save(state, folder / f"{rank}.pt")
@@ -127,4 +132,4 @@ def main(kind: str, path: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4])
