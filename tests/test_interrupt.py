@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Callback
 
 from lightrl.data.prompts import PromptSource
-from tests.test_resume import Reward, assert_same, rows, run
+from tests.test_resume import ROOT, Reward, assert_same, rows, run
 from tests.toys import quickstart_model
 
 
@@ -91,3 +95,60 @@ def test_interrupted_and_resumed_is_the_run_that_was_not(
     expected = rows(whole[1], "first")
     assert rows(tmp_path, "first") == expected[:saved]
     assert rows(tmp_path, "resumed") == expected[saved:]
+
+
+SIGNALS = """
+import os, signal
+calls = 0
+
+def reward(prompts, completions, **columns):
+    global calls
+    calls += 1
+    if calls == 20:  # in the third rollout of 8 prompts: to the whole foreground group, as a terminal does
+        os.killpg(0, signal.SIGINT)
+    return [float(len(text) % 2) for text in completions]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_ctrl_c_on_the_command_with_an_engine_of_its_own(tmp_path: Path) -> None:
+    """The engine's processes get the signal too: they must not die of it before the trainer has saved."""
+    pytest.importorskip("vllm")
+    (tmp_path / "signals.py").write_text(SIGNALS)
+    callbacks = [{"class_path": name} for name in ("WeightSync", "RolloutCheckpoint")]
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "logs", "name": "run"}}
+    data = {
+        "prompts": {"rows": [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]},
+        "rewards": ["signals:reward"],
+        "engine": {"class_path": "VLLMEngine", "init_args": {"in_process": False, "restart_engine": True}},
+        "sampling": {"max_new_tokens": 4},
+        "prompts_per_rollout": 8,
+    }
+    config = {
+        "trainer": {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "callbacks": callbacks, "logger": logger},
+        "model": {"class_path": "PPOLightningModule", "init_args": {"actor": quickstart_model(tmp_path / "model")}},
+        "data": {"class_path": "RolloutDataModule", "init_args": data},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-c", "from lightrl.cli import main; main()", "fit", "--config", "run.yaml"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "errors", "w") as errors:
+        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=errors, start_new_session=True)
+        status = process.wait(timeout=240)
+    said = (tmp_path / "errors").read_text()
+    assert status == 1, said[-3000:]
+    assert "Traceback" not in said
+    last = Path("logs/run/version_0/checkpoints/last.ckpt")
+    assert f"Resume with: --ckpt_path {last}" in said
+    assert torch.load(tmp_path / last, weights_only=True)["RolloutDataModule"]["prompt_cursor"] == 16
+    # A dead process that nobody has reaped yet is dead.
+    left = [p for p in psutil.process_iter(["status"]) if _session(p.pid) == process.pid]
+    assert not [p for p in left if p.info["status"] != psutil.STATUS_ZOMBIE]
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None

@@ -7,15 +7,22 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from lightning.pytorch import Callback
 
+from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, EngineDiedError, EngineRestartedError, VLLMEngine
+from lightrl.modules import PPOLightningModule
+from lightrl.modules.advantages import GroupNorm
 from lightrl.types import Prompts, SamplingParams
 from tests.engines.conftest import change, load
 from tests.engines.test_vllm_sync import canary_gap, sampled_gap
+from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 pytest.importorskip("vllm")
 
@@ -132,3 +139,65 @@ def test_killed_core_is_told_in_time(untied: VLLMEngine, untied_folder: Path) ->
     assert kill_mid_rollout(untied, commands(pids)["core"]) < 5
     assert not untied.started and untied.policy_version == -1
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+class Kills:
+    """A reward function that kills the engine's core while most of the rollout is still to be sampled."""
+
+    def __init__(self) -> None:
+        self.engine: VLLMEngine | None = None
+        self.victims: set[int] = set()
+        self.killed_at = 0.0
+        self.lock = Lock()
+
+    def __call__(self, prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        with self.lock:
+            if self.engine is not None:
+                core = commands(self.engine.process_ids)["core"]
+                self.engine, self.killed_at = None, time.monotonic()
+                self.victims.add(core)
+                os.kill(core, signal.SIGKILL)
+        return [float(len(text)) for text in completions]
+
+
+class Checks(Callback):
+    """Kills in rollout 1 with `restart_engine`, samples it once more without, then kills in rollout 2 without."""
+
+    def __init__(self, kills: Kills) -> None:
+        self.kills = kills
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.kills.engine = trainer.datamodule.engine
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        data = trainer.datamodule
+        prompts = data._sets["prompts"].batch(0, data.prompts_per_rollout, rank=0, world_size=1)
+        again = data.rollout(prompts, data.sampling, data.group_size, stream="train", cursor=0)
+        self.pairs = [(getattr(batch, k), getattr(again, k)) for k in ("token_ids", "response_mask", "engine_logprobs")]
+        data.engine.restart_engine = False
+        self.kills.engine = data.engine
+
+
+def test_a_rollout_survives_its_engine_and_is_the_same(tmp_path: Path) -> None:
+    kills = Kills()
+    checks = Checks(kills)
+    engine = VLLMEngine(in_process=False, restart_engine=True, engine_args={"max_num_seqs": 8})
+    data = sums_data(
+        engine=engine, rewards=[kills], sampling=SamplingParams(max_new_tokens=100, ignore_eos=True), group_size=8,
+        prompts_per_rollout=16,
+    )  # fmt: skip
+    module = PPOLightningModule(
+        quickstart_model(tmp_path, max_position_embeddings=128),
+        critic=None,
+        advantage=GroupNorm(),
+        whiten_advantages=False,
+    )
+    with pytest.raises(EngineDiedError, match="engine process is gone"):
+        quiet_trainer(callbacks=[WeightSync(), checks]).fit(module, data)
+    assert time.monotonic() - kills.killed_at < 5
+    assert len(kills.victims) == 2
+    tokens, mask, logprobs = checks.pairs
+    assert torch.equal(*tokens) and torch.equal(*mask)
+    torch.testing.assert_close(*logprobs, atol=5e-5, rtol=0)
+    assert not engine.started and not any(psutil.pid_exists(pid) for pid in kills.victims)
