@@ -19,6 +19,7 @@ from tests.engines.test_vllm_sync import canary_gap
 from tests.toys import quiet_trainer, sums_data
 
 pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec(r=4)])

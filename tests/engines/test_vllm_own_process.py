@@ -25,6 +25,7 @@ from tests.engines.test_vllm_sync import canary_gap, sampled_gap
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
 
 PROMPTS = Prompts(token_ids=[[2, 5 + i, 17, 20 + i] for i in range(16)], texts=[""] * 16)
 LONG = SamplingParams(max_new_tokens=120, ignore_eos=True)

@@ -17,6 +17,7 @@ from lightrl.types import SamplingParams
 from tests.toys import quiet_trainer, sums_data
 
 pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
 
 
 class Gaps(Callback):
