@@ -168,6 +168,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def order(row: dict[str, Any]) -> int:
+    """Place of a row in the table."""
+    return list(TITLES).index(row["algorithm"])
+
+
 def main() -> None:
     """Parses arguments, trains one algorithm after the other, prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -178,16 +183,17 @@ def main() -> None:
     parser.add_argument("--engine", default="TransformersEngine", help="or VLLMEngine")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--out", type=Path, help="JSON file; rows of other algorithms that it has are kept")
     parser.add_argument("--image", type=Path, help="PNG file")
     args, args.override = parser.parse_known_args()
     torch.set_num_threads(args.threads)
     settings = {"seconds": args.seconds, "clock": args.clock, "engine": args.engine, "seed": args.seed}
     settings |= {"threads": args.threads, "machine": platform.machine(), "torch": torch.__version__}
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = json.loads(args.out.read_text())["rows"] if args.out and args.out.exists() else []
     for name in args.algorithms:
-        rows.append(learn(name, args))
-        print(table(rows[-1:]).splitlines()[-1], flush=True)
+        row = learn(name, args)
+        rows = sorted([other for other in rows if other["algorithm"] != name] + [row], key=order)
+        print(table([row]).splitlines()[-1], flush=True)
         if args.out:
             args.out.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
     if args.image:
