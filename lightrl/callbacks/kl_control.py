@@ -27,9 +27,7 @@ class AdaptiveKL(Callback):
                 raise ValueError(f"AdaptiveKL.{name}={value}: must be above 0.")
         self.target, self.horizon = target, horizon
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Updates the coefficient from the rollout's mean KL."""
         if "kl/ref" not in outputs:
             raise ValueError("AdaptiveKL needs a KL term: set the module's kl (KLInReward or KLInLoss).")

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.vllm
+
 ROOT = Path(__file__).parents[2]
 
 TRAINER = """

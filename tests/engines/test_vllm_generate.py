@@ -14,6 +14,8 @@ from lightrl.engines.vllm import completion_seed
 from lightrl.types import CompletionGroup, Prompts, SamplingParams
 from tests.engines.conftest import EOS, load
 
+pytestmark = pytest.mark.vllm
+
 pytest.importorskip("vllm")
 
 PROMPTS = Prompts(token_ids=[[2, 5 + i, 17, 20 + i] for i in range(6)], texts=[""] * 6, indices=list(range(100, 106)))

@@ -13,6 +13,8 @@ import pytest
 from lightrl.engines import EngineContext, VLLMEngine
 from lightrl.types import Prompts, SamplingParams
 
+pytestmark = pytest.mark.vllm
+
 ROOT = Path(__file__).parents[2]
 
 CYCLES = """

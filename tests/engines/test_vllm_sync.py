@@ -10,6 +10,8 @@ import torch
 from lightrl.types import Prompts, SamplingParams
 from tests.engines.conftest import change, load, reference_logprobs
 
+pytestmark = pytest.mark.vllm
+
 pytest.importorskip("vllm")
 
 PROMPTS = Prompts(token_ids=[[2, 5 + i, 17, 20 + i] for i in range(4)], texts=[""] * 4)
