@@ -207,7 +207,13 @@ class _Rows:
 
     def to(self: R, device: torch.device | str) -> R:
         """The same record with its tensors on `device`. Lightning calls this to move a batch."""
-        return self._map(lambda x: x.to(device), lambda x: x)
+
+        def item(value: Any) -> Any:  # `inputs` are dictionaries with tensors (images and the like)
+            if not isinstance(value, dict):
+                return value
+            return {key: x.to(device) if isinstance(x, Tensor) else x for key, x in value.items()}
+
+        return self._map(lambda x: x.to(device), lambda rows: [item(row) for row in rows])
 
 
 @dataclass
@@ -252,6 +258,7 @@ class Rollouts(_Rows):
         columns: data-set columns, name -> B values.
         inputs: B dictionaries of extra model inputs, `{}` for text.
         metrics: scalars measured while the rollout was made (seconds, tokens, counts), summed over nothing.
+        filler: the rows repeat a prompt so that a rank without one takes part in an evaluation; they do not count.
         supervised: rows of a second stream for the supervised loss (`ptx_coef`); None without one.
     """
 
@@ -270,6 +277,7 @@ class Rollouts(_Rows):
     inputs: list[dict[str, Any]] = field(default_factory=list)
     reward_weights: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    filler: bool = False
     supervised: SupervisedBatch | None = None
 
     def to(self, device: torch.device | str) -> Rollouts:

@@ -90,3 +90,11 @@ def test_realized_sets_lazy_defaults_up() -> None:
     assert type(realized(lazy)) is Thing and realized(lazy).size == 4
     thing = Thing()
     assert realized(thing) is thing and realized(None) is None
+
+
+def test_moving_reaches_tensors_inside_the_extra_inputs() -> None:
+    rows = rollouts()
+    rows.inputs = [{"pixels": torch.zeros(2), "kind": "image"}, {}, {}]
+    moved = rows.to("meta")
+    assert moved.inputs[0]["pixels"].device.type == moved.token_ids.device.type == "meta"
+    assert moved.inputs[0]["kind"] == "image" and rows.inputs[0]["pixels"].device.type == "cpu"

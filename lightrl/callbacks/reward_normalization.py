@@ -40,9 +40,12 @@ class RewardNormalization(Callback):
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Refuses estimators that do not read the normalised sum, or for which it would be no score any more."""
-        refuse_shaped_rewards(pl_module.advantage, "callback RewardNormalization")
-        if pl_module.advantage.needs_binary_scores:
-            name = type(pl_module.advantage).__name__
+        advantage = getattr(pl_module, "advantage", None)
+        if advantage is None:
+            return
+        refuse_shaped_rewards(advantage, "callback RewardNormalization")
+        if advantage.needs_binary_scores:
+            name = type(advantage).__name__
             raise ValueError(
                 f"callback RewardNormalization with advantage={name}: {name} takes a score for success or failure, "
                 "which normalisation would move. Drop the callback, or take GroupNorm."

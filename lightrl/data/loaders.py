@@ -64,10 +64,9 @@ class EvalLoader:
         dm = self.datamodule
         for i in range(len(self)):
             first = i * self.batch_size * dm.world_size
-            rows = range(first, min(first + self.batch_size * dm.world_size, len(self.prompts)))[
-                dm.rank :: dm.world_size
-            ]
-            rows = rows or range(first, first + 1)  # a rank without rows repeats one: it must take part
-            yield dm.rollout(
-                self.prompts.rows(list(rows)), dm.eval_sampling, dm.eval_group_size, stream="eval", cursor=first
-            )
+            last = min(first + self.batch_size * dm.world_size, len(self.prompts))
+            rows = list(range(first, last)[dm.rank :: dm.world_size])
+            prompts = self.prompts.rows(rows or [first])  # a rank without rows repeats one: it must take part
+            rollouts = dm.rollout(prompts, dm.eval_sampling, dm.eval_group_size, stream="eval", cursor=first)
+            rollouts.filler = not rows
+            yield rollouts

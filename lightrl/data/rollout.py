@@ -332,6 +332,7 @@ class RolloutDataModule(LightningDataModule):
         rollouts = build_rollouts(sampled.prompts, sampled.groups, scores, pad, sampling.temperature)
         rollouts.reward_weights = {} if self.scorer is None else dict(self.scorer.weights)
         rollouts.metrics |= {"time/sync": sync, **sampled.seconds}
+        self.engine.sleep()  # its memory is the trainer's until the next rollout, for engines that are told so
         return rollouts
 
     def _groups(
@@ -385,6 +386,7 @@ class RolloutDataModule(LightningDataModule):
         begin = time.perf_counter()
         if not self.engine.started:
             self.engine.start(self._engine_context())
+        self.engine.wake()
         if self.ensure_synced is not None:
             self.ensure_synced()
         module: Any = self.trainer.lightning_module  # type: ignore[union-attr]

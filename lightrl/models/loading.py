@@ -15,7 +15,14 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from lightrl.models.lora import add_lora
 from lightrl.models.spec import ModelSpec
 
-__all__ = ["load_backbone", "load_causal_lm", "load_model", "require_model_folder", "save_hf_folder"]
+__all__ = [
+    "load_backbone",
+    "load_causal_lm",
+    "load_model",
+    "put_out_router_logits",
+    "require_model_folder",
+    "save_hf_folder",
+]
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 CONFIG_KEYS = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder", "code_revision")
@@ -62,6 +69,20 @@ def load_causal_lm(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
         ValueError: there is no such folder, or it holds no model.
     """
     return load_model(spec, _causal_class(spec), trainable=trainable)
+
+
+def put_out_router_logits(lm: PreTrainedModel) -> None:
+    """Makes a mixture-of-experts model hand out what its load-balancing loss is computed from.
+
+    Raises:
+        ValueError: the model has no routers.
+    """
+    config: Any = lm.config.get_text_config()
+    if not hasattr(config, "output_router_logits"):
+        raise ValueError(
+            f"aux_loss_coef needs a mixture of experts, and {config.model_type} has no routers: set it to 0."
+        )
+    config.output_router_logits = True
 
 
 def load_backbone(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:

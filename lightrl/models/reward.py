@@ -149,7 +149,7 @@ class RewardModel(nn.Module):
             return logits.squeeze(-1).float()
         if response_mask is None or group_ids is None or self._backbone.layout not in ("auto", "shared_prefix"):
             out = self._backbone(token_ids, attention_mask, None)
-            return _head(self.model)(out.hidden).squeeze(-1).float()
+            return _read_scores(_head(self.model), out.hidden)
         return self._forward_shared(token_ids, attention_mask, response_mask, group_ids)
 
     def _forward_shared(self, token_ids: Tensor, attention_mask: Tensor, response: Tensor, groups: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class RewardModel(nn.Module):
         attention[rows, ends] = True
         wanted[rows, ends] = True
         out = self._backbone(ids, attention, wanted, groups)  # type: ignore[misc]
-        return out.scatter(_head(self.model)(out.hidden).squeeze(-1).float())[rows, ends]
+        return out.scatter(_read_scores(_head(self.model), out.hidden))[rows, ends]
 
     @torch.no_grad()
     def score(self, rollouts: Any, micro_batch_tokens: int) -> Tensor:
@@ -213,6 +213,13 @@ class RewardModel(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks, as FSDP2 shards them."""
         return transformer_blocks(self.model)
+
+
+def _read_scores(head: Any, hidden: Tensor) -> Tensor:
+    """(M,) float32, in the head's own precision also under autocast, which would round close rewards to ties."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        scores: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
+    return scores
 
 
 def _head(model: Any) -> Any:

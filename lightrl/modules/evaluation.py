@@ -73,21 +73,19 @@ def _without_spread(rollouts: Rollouts) -> Tensor:
 
 
 def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]:
-    """Means over groups of one evaluation batch.
+    """Values of one evaluation batch, per row or per group; the caller averages them over the whole evaluation.
 
     Returns:
-        `eval/reward`, `eval/<function>`, `eval/response_length`, `eval/truncated_fraction`, and with several
-        completions per prompt `eval/pass@k` (k = 1, 2, 4, ... G) and `eval/majority@G`.
+        `eval/reward`, `eval/<function>` (rows that were scored), `eval/response_length`, `eval/truncated_fraction`, and
+        with several completions per prompt `eval/pass@k` (k = 1, 2, 4, ... G) and `eval/majority@G`.
     """
-    scored = rollouts.rewards.isfinite()
     metrics = {
-        "eval/reward": rollouts.rewards[scored].mean() if scored.any() else torch.tensor(0.0),
-        "eval/response_length": rollouts.response_mask.sum(1).float().mean(),
-        "eval/truncated_fraction": rollouts.truncated.float().mean(),
+        "eval/reward": rollouts.rewards[rollouts.rewards.isfinite()],
+        "eval/response_length": rollouts.response_mask.sum(1).float(),
+        "eval/truncated_fraction": rollouts.truncated.float(),
     }
     for name, part in rollouts.reward_parts.items():
-        if part.isfinite().any():
-            metrics[f"eval/{name}"] = part[part.isfinite()].mean()
+        metrics[f"eval/{name}"] = part[part.isfinite()]
     groups = [(rollouts.group_ids == g).nonzero().squeeze(1) for g in rollouts.group_ids.unique()]
     size = max(len(rows) for rows in groups)
     success = (rollouts.rewards >= success_reward).float()
@@ -95,10 +93,9 @@ def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]
         k = 1
         while k <= size:
             rates = [pass_at_k(len(rows), int(success[rows].sum()), min(k, len(rows))) for rows in groups]
-            metrics[f"eval/pass@{k}"] = torch.tensor(rates).mean()
+            metrics[f"eval/pass@{k}"] = torch.tensor(rates)
             k *= 2
-        votes = [_majority(rollouts, rows, success) for rows in groups]
-        metrics[f"eval/majority@{size}"] = torch.tensor(votes).mean()
+        metrics[f"eval/majority@{size}"] = torch.tensor([_majority(rollouts, rows, success) for rows in groups])
     return metrics
 
 

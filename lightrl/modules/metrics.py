@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from lightrl.modules.strategies import gather_objects
+
 __all__ = ["MetricSums"]
 
 
@@ -31,29 +33,38 @@ class MetricSums:
         """
         for name, value in metrics.items():
             values = torch.as_tensor(value, dtype=torch.float32).detach().double()
-            if mask is not None and values.shape == mask.shape:
-                values = values[mask]
-            values = values.reshape(-1)
+            chosen = mask if mask is not None and values.shape == mask.shape else torch.ones_like(values).bool()
+            # No indexing by the mask: its size is known on the device only, and asking for it would wait for the GPU.
             if name.endswith("_max"):
-                top = values.max() if values.numel() else values.new_tensor(-float("inf"))
+                low = values.new_full((1,), -float("inf"))
+                top = torch.cat([torch.where(chosen, values, low).reshape(-1), low]).max()
                 self._maxima[name] = torch.maximum(self._maxima.get(name, top), top)
             else:
-                self._sums[name] = self._sums.get(name, values.new_zeros(())) + values.sum()
-                self._counts[name] = self._counts.get(name, values.new_zeros(())) + values.numel()
+                total = torch.where(chosen, values, 0.0).sum()
+                self._sums[name] = self._sums.get(name, torch.zeros_like(total)) + total
+                self._counts[name] = self._counts.get(name, torch.zeros_like(total)) + chosen.sum()
 
     def reduce(
         self, all_sum: Callable[[Tensor], Tensor], all_max: Callable[[Tensor], Tensor], device: torch.device
     ) -> dict[str, float]:
-        """Means and maxima over all ranks; every rank must have added the same names."""
+        """Means and maxima over all ranks. Collective.
+
+        Ranks may have added different names (a reward function that only some rows need): they agree on the union
+        first, and a rank without a name adds nothing to it.
+        """
+        known = gather_objects((sorted(self._sums), sorted(self._maxima)))
         out: dict[str, float] = {}
-        names = sorted(self._sums)
+        zero, low = torch.zeros((), dtype=torch.float64), torch.full((), -float("inf"), dtype=torch.float64)
+        names = sorted({name for sums, _ in known for name in sums})
         if names:
-            stacked = torch.stack([torch.stack([self._sums[n].cpu(), self._counts[n].cpu()]) for n in names]).to(device)
+            pairs = [(self._sums.get(n, zero), self._counts.get(n, zero)) for n in names]
+            stacked = torch.stack([torch.stack([total.to(device), count.to(device)]) for total, count in pairs])
             for name, (total, count) in zip(names, all_sum(stacked).tolist(), strict=True):
                 if count:
                     out[name] = total / count
-        names = sorted(self._maxima)
+        names = sorted({name for _, maxima in known for name in maxima})
         if names:
-            stacked = torch.stack([self._maxima[n].cpu() for n in names]).to(device)
-            out.update(zip(names, all_max(stacked).tolist(), strict=True))
+            stacked = torch.stack([self._maxima.get(n, low).to(device) for n in names])
+            tops = zip(names, all_max(stacked).tolist(), strict=True)
+            out.update({name: top for name, top in tops if top > -float("inf")})
         return out

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lightrl.models.loading import load_causal_lm, require_model_folder
+from lightrl.models.loading import load_causal_lm, put_out_router_logits, require_model_folder
 from lightrl.models.lora import named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModel, RewardModelSpec
@@ -109,8 +109,8 @@ class PPOLightningModule(LightningModule):
         lr_scheduler: called with the optimizer; stepped after every update. None keeps the rate constant.
         max_grad_norm: bound on the joint gradient norm of actor and critic; None is off.
         critic_warmup_rollouts: this many first rollouts train the critic only.
-        aux_loss_coef: weight of a mixture-of-experts model's own load-balancing loss; its configuration must put out
-            router logits (`output_router_logits`).
+        aux_loss_coef: weight of a mixture-of-experts model's own load-balancing loss (its routers' logits are
+            switched on); 0 is off.
         ptx_coef: weight of the supervised loss on the data module's `ptx` rows, a mean over their completion tokens
             (InstructGPT's PPO-ptx, https://arxiv.org/abs/2203.02155 eq. 2, which sums over tokens); 0 is off.
         max_skipped_updates: updates in a row with a non-finite loss or gradient after which the run stops.
@@ -178,6 +178,7 @@ class PPOLightningModule(LightningModule):
         self.num_skipped_updates = self.skipped_in_a_row = 0
         self.reference_moves = False  # a callback that moves the reference sets it, so that checkpoints hold it
         self._restored_rng: list[Any] | None = None
+        self._eval_sums = MetricSums()
         check_arguments(self)
 
     # ---- set-up ------------------------------------------------------------------------------------------------
@@ -199,7 +200,10 @@ class PPOLightningModule(LightningModule):
         critic = self.critic_spec
         shared = critic is not None and critic.shared
         spec = self.actor_spec
-        self.actor = PolicyModel(load_causal_lm(spec, trainable=True), value_head=shared, layout=spec.layout)
+        lm = load_causal_lm(spec, trainable=True)
+        if self.aux_loss_coef:
+            put_out_router_logits(lm)
+        self.actor = PolicyModel(lm, value_head=shared, layout=spec.layout)
         self.critic = None if critic is None or shared else ValueModel.from_spec(critic.model or spec)
         self.reference = self._build_reference()
         self.reward_models = nn.ModuleDict({m.name: RewardModel.from_spec(m) for m in self.reward_model_specs})
@@ -400,15 +404,23 @@ class PPOLightningModule(LightningModule):
     # ---- evaluation --------------------------------------------------------------------------------------------
 
     def validation_step(self, rollouts: Rollouts, batch_idx: int) -> None:
-        """Logs `eval/*` of one batch of evaluation rollouts."""
+        """Adds one batch of evaluation rollouts; rows that only keep an idle rank busy do not count."""
         self.score(rollouts)
-        metrics = evaluation.eval_metrics(rollouts, self.success_reward)
-        groups = len(rollouts.group_ids.unique())
-        self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=groups, sync_dist=True)
+        if not rollouts.filler:
+            self._eval_sums.add(evaluation.eval_metrics(rollouts, self.success_reward))
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs `eval/*`, exact means over all rows or groups and ranks."""
+        sums, self._eval_sums = self._eval_sums, MetricSums()
+        self.log_dict(self._reduce(sums))
 
     def test_step(self, rollouts: Rollouts, batch_idx: int) -> None:
         """As `validation_step`, for `lightrl test`."""
         self.validation_step(rollouts, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        """As `on_validation_epoch_end`."""
+        self.on_validation_epoch_end()
 
     def predict_step(self, rollouts: Rollouts, batch_idx: int) -> list[dict[str, Any]]:
         """One record per completion: prompt, completion, rewards, and the row's columns."""
