@@ -99,6 +99,7 @@ class Prompts:
         columns: every column of the data set's rows, `name -> P values`; reward functions get them.
         indices: P row numbers in the data set, for messages and for trajectories.
         inputs: P dictionaries of extra model inputs (images, ...), carried opaquely; `{}` for text.
+        raw: P prompts before any chat template: strings, or conversations as lists of {"role", "content"}.
     """
 
     token_ids: list[list[int]]
@@ -106,6 +107,7 @@ class Prompts:
     columns: dict[str, list[Any]] = field(default_factory=dict)
     indices: list[int] = field(default_factory=list)
     inputs: list[dict[str, Any]] = field(default_factory=list)
+    raw: list[Any] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -119,6 +121,7 @@ class Prompts:
             columns={name: [values[i] for i in pick] for name, values in self.columns.items()},
             indices=[self.indices[i] for i in pick] if self.indices else [],
             inputs=[self.inputs[i] for i in pick] if self.inputs else [],
+            raw=[self.raw[i] for i in pick] if self.raw else [],
         )
 
     @staticmethod
@@ -131,6 +134,7 @@ class Prompts:
             columns={name: [value for part in parts for value in part.columns[name]] for name in names},
             indices=[index for part in parts for index in part.indices],
             inputs=[inputs for part in parts for inputs in part.inputs],
+            raw=[raw for part in parts for raw in part.raw],
         )
 
 
@@ -255,6 +259,7 @@ class Rollouts(_Rows):
         policy_version: version of the weights that sampled the rows (the oldest, if they differ).
         temperature: of the sampling distribution.
         prompts: B strings. completions: B strings.
+        raw_prompts: B prompts before the policy's chat template, for reward models with a template of their own.
         columns: data-set columns, name -> B values.
         inputs: B dictionaries of extra model inputs, `{}` for text.
         metrics: scalars measured while the rollout was made (seconds, tokens, counts), summed over nothing.
@@ -272,6 +277,7 @@ class Rollouts(_Rows):
     policy_version: int
     temperature: float = 1.0
     prompts: list[str] = field(default_factory=list)
+    raw_prompts: list[Any] = field(default_factory=list)
     completions: list[str] = field(default_factory=list)
     columns: dict[str, list[Any]] = field(default_factory=dict)
     inputs: list[dict[str, Any]] = field(default_factory=list)

@@ -25,12 +25,13 @@ SHUFFLE_BUFFER = 10_000
 
 @dataclass
 class Drawn:
-    """One prompt: its row number in its source, the row, the text and its tokens."""
+    """One prompt: its row number in its source, the row, the text, its tokens, and what the row itself says."""
 
     index: int
     row: dict[str, Any]
     text: str
     token_ids: list[int]
+    raw: Any
 
 
 class OpenSource(ABC):
@@ -96,7 +97,7 @@ class OpenSource(ABC):
             self.counts["truncated"] += 1
             token_ids = token_ids[-limit:]
             text = str(self.tokenizer.decode(token_ids))
-        return Drawn(index, row, text, token_ids)
+        return Drawn(index, row, text, token_ids, row[self.spec.prompt_column])
 
 
 class _MapRows(OpenSource):

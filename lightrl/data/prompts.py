@@ -174,6 +174,7 @@ class PromptSet:
             columns={name: [d.row.get(name) for d in drawn] for name in self._columns},
             indices=[d.index for d in drawn],
             inputs=[{} for _ in drawn],
+            raw=[d.raw for d in drawn],
         )
 
 

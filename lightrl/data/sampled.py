@@ -145,6 +145,7 @@ def build_rollouts(
         policy_version=min(group.policy_version for group in groups),
         temperature=temperature,
         prompts=[prompts.texts[p] for p in picked],
+        raw_prompts=[prompts.raw[p] for p in picked] if prompts.raw else [],
         completions=[c.text for _, c in rows],
         columns={**columns, **scores.extra},
         inputs=[prompts.inputs[p] for p in picked] if prompts.inputs else [],

@@ -168,14 +168,21 @@ class RewardModel(nn.Module):
         Collective where processes are connected: every rank runs equally many forwards, as sharded models need.
         """
         if self.tokenizer is not None:
-            return self.score_texts(rollouts.prompts, rollouts.completions, micro_batch_tokens)
+            templated = self.chat_template is not None and rollouts.raw_prompts
+            prompts = rollouts.raw_prompts if templated else rollouts.prompts
+            return self.score_texts(prompts, rollouts.completions, micro_batch_tokens)
         return self._score_tokens(rollouts.token_ids, rollouts.attention_mask, micro_batch_tokens)
 
     @torch.no_grad()
     def score_texts(
-        self, prompts: Sequence[str], completions: Sequence[str], micro_batch_tokens: int = 16384
+        self, prompts: Sequence[Any], completions: Sequence[str], micro_batch_tokens: int = 16384
     ) -> Tensor:
         """(B,) float32 scores of texts, tokenised by the reward model's own tokenizer.
+
+        Args:
+            prompts: B strings; with a chat template before any template, or conversations.
+            completions: B strings.
+            micro_batch_tokens: most tokens in one forward.
 
         Raises:
             ValueError: there is no tokenizer.
@@ -190,10 +197,11 @@ class RewardModel(nn.Module):
         mask = torch.arange(token_ids.shape[1], device=device) < lengths[:, None]
         return self._score_tokens(token_ids, mask, micro_batch_tokens)
 
-    def _encode(self, prompt: str, completion: str) -> list[int]:
+    def _encode(self, prompt: Any, completion: str) -> list[int]:
         if self.chat_template is None:
             return list(self.tokenizer(prompt + completion)["input_ids"])
-        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        messages = [*turns, {"role": "assistant", "content": completion}]
         template = None if self.chat_template == "default" else self.chat_template
         text = self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

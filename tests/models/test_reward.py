@@ -73,6 +73,13 @@ def test_texts_are_tokenised_by_its_own_tokenizer() -> None:
     for template, text in (("default", "T|user:ab|assistant:c"), ("X", "X|user:ab|assistant:c")):
         templated = RewardModel(classifier(), Letters(), chat_template=template)
         assert templated.score_texts(["ab"], ["c"]).item() == pytest.approx(alone(encode(text)), abs=1e-5)
+        # The policy's template is not rendered into ours, and conversations keep their turns.
+        prompts = SimpleNamespace(prompts=["<policy>ab"], raw_prompts=["ab"], completions=["c"])
+        assert templated.score(prompts, 100).item() == pytest.approx(alone(encode(text)), abs=1e-5)
+        turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "ab"}]
+        prompts = SimpleNamespace(prompts=["<policy>"], raw_prompts=[turns], completions=["c"])
+        head, rest = text[0], text[1:]
+        assert templated.score(prompts, 100).item() == pytest.approx(alone(encode(f"{head}|system:s{rest}")), abs=1e-5)
 
 
 def test_from_spec_is_frozen_and_errors_are_named(tmp_path: Path) -> None:
