@@ -1,12 +1,15 @@
 """Wall time of a LightRL PPO step against bare vLLM generation plus bare forward, backward and optimizer.
 
-    python benchmarks/overhead.py [--rounds 8] [--sizes quickstart 3M] [--out overhead.json]
+    python benchmarks/overhead.py [--rounds 8] [--sizes quickstart 3M] [--layouts auto padded] [--out overhead.json]
 
 Both sides in one process, by turns: each rollout's prompts, token rows and number of updates are replayed bare right
 after LightRL's step. Bare is what nobody can leave out: `LLM.generate`, the loading of new weights, one forward each
 of policy, critic and reference without gradients, then per update forwards of policy and critic, a clipped loss,
 backward, clipping and AdamW, on the padded rows and all their logits. No callbacks, rewards, logs, sync checks or
 metrics. The figure is the median over rounds of step / bare; the requirement is at most 1.15. CPU, one thread.
+
+Layout `auto` is what a run uses: it computes a group's prompt once, which bare does not. `padded` computes what bare
+computes, so its ratio is overhead alone.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 from lightrl.callbacks import AdaptiveKL, Throughput, WeightSync
 from lightrl.data import ArithmeticRows, PromptSource, RolloutDataModule
 from lightrl.engines import VLLMEngine
+from lightrl.models.spec import ModelSpec
 from lightrl.modules import PPOLightningModule
 from lightrl.rewards import ExactAnswer
 from lightrl.types import Rollouts, SamplingParams
@@ -124,13 +128,13 @@ class Alternate(Callback):
         self.began = time.perf_counter()
 
 
-def measure(size: str, rounds: int, folder: Path) -> dict[str, Any]:
+def measure(size: str, layout: Any, rounds: int, folder: Path) -> dict[str, Any]:
     """One row of the table; the first rounds, in which engine and memory warm up, do not count."""
-    path = build(folder / size, size)
+    path = build(folder / f"{size}-{layout}", size)
     seed_everything(0, verbose=False)
     alternate = Alternate(path)
     module = PPOLightningModule(
-        path,
+        ModelSpec(path, layout=layout),
         minibatch_size=PROMPTS * GROUP // UPDATES_PER_EPOCH,
         ppo_epochs=EPOCHS,
         optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4, weight_decay=0.0),
@@ -153,22 +157,31 @@ def measure(size: str, rounds: int, folder: Path) -> dict[str, Any]:
     counted = alternate.rounds[2:]
     row: dict[str, Any] = {name: statistics.median(r[name] for r in counted) for name in counted[0]}
     row["ratio"] = statistics.median(r["step"] / r["bare"] for r in counted)
-    return {"size": size, "parameters": sum(p.numel() for p in module.actor.parameters()), **row}
+    return {"size": size, "layout": layout, "parameters": sum(p.numel() for p in module.actor.parameters()), **row}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--layouts", nargs="+", choices=["auto", "padded"], default=["auto", "padded"])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        rows = [measure(size, arguments.rounds, Path(folder)) for size in arguments.sizes]
+        cases = [(size, layout) for size in arguments.sizes for layout in arguments.layouts]
+        rows = [measure(size, layout, arguments.rounds, Path(folder)) for size, layout in cases]
     names = ["step", "bare", "sync", "generate", "score", "experience", "update"]
-    print(f"\n{'size':>10} {'ratio':>6} " + " ".join(f"{name:>10}" for name in names) + "   (seconds, medians)")
+    print(
+        f"\n{'size':>10} {'layout':>7} {'ratio':>6} "
+        + " ".join(f"{name:>10}" for name in names)
+        + "   (seconds, medians)"
+    )
     for row in rows:
-        print(f"{row['size']:>10} {row['ratio']:6.2f} " + " ".join(f"{row[name]:10.3f}" for name in names))
+        print(
+            f"{row['size']:>10} {row['layout']:>7} {row['ratio']:6.2f} "
+            + " ".join(f"{row[name]:10.3f}" for name in names)
+        )
     result = {"rounds": arguments.rounds, "sequences": PROMPTS * GROUP, "updates": EPOCHS * UPDATES_PER_EPOCH}
     text = json.dumps(result | {"rows": rows}, indent=2)
     print(text)
