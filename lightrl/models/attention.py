@@ -364,4 +364,5 @@ def _block_mask(plan: Plan, window: int | None, device: torch.device) -> Any:
         seen = family & (position[key] <= position[query])
         return seen if window is None else seen & (position[query] - position[key] < window)
 
-    return create_block_mask(visible, None, None, plan.num_tokens, plan.num_tokens, device=device)
+    size, on_gpu = plan.num_tokens, device.type == "cuda"  # uncompiled it would hold (tokens, tokens) matrices
+    return create_block_mask(visible, None, None, size, size, device=device, _compile=on_gpu)

@@ -235,15 +235,15 @@ class PPOLightningModule(LightningModule):
         made = time.perf_counter()
         sums = MetricSums()
         for minibatch in self.minibatches(experience):
-            finite = True
+            finite = torch.ones((), dtype=torch.bool, device=self.device)  # read once per update, not per backward
             with strategies.optimizer_window(self.trainer.strategy):
                 for micro in self.micro_batches(minibatch):
                     supervised = isinstance(micro, SupervisedBatch)
                     loss, values = self.compute_ptx_loss(micro) if supervised else self.compute_loss(micro)
                     self.manual_backward(loss)
-                    finite = finite and bool(torch.isfinite(loss))
+                    finite &= torch.isfinite(loss.detach())
                     sums.add(values, micro.response_mask)
-            sums.add(self.apply_gradients(finite=finite))
+            sums.add(self.apply_gradients(finite=bool(finite)))
         times = {"time/experience": made - start, "time/update": time.perf_counter() - made}
         metrics = {**experience.metrics, **self._reduce(sums), **times}
         if self.kl is not None:

@@ -69,7 +69,7 @@ class SFTLightningModule(LightningModule):
         total, count = self._nll(batch)
         ranks = self.trainer.world_size
         loss = total * ranks / strategies.all_sum(self.trainer.strategy, count)
-        self.log("loss/sft", loss.detach(), prog_bar=True, batch_size=len(batch["token_ids"]))
+        self.log("loss/sft", loss.detach(), prog_bar=True, batch_size=len(batch["token_ids"]), sync_dist=True)
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
