@@ -247,13 +247,21 @@ class RolloutDataModule(LightningDataModule):
         if self.scorer is not None:
             self.scorer.close()
 
+    def on_exception(self, exception: BaseException) -> None:
+        """As `teardown`, which Lightning leaves out when a run ends with an error or Ctrl-C."""
+        self.teardown("fit")
+
     def state_dict(self) -> dict[str, Any]:
         """The position in the prompts and in the supervised rows, the same on every rank."""
         ptx = None if self._ptx_loader is None else self._ptx_loader.state_dict()
-        return {"prompt_cursor": self.prompt_cursor, "ptx": ptx}
+        return {"prompt_cursor": self.prompt_cursor, "seed": self.seed, "ptx": ptx}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues with the prompts and rows that were next."""
+        """Continues with the prompts and rows that were next, in the order of the run that was interrupted."""
+        if state_dict["seed"] != self.seed:
+            self.seed, self._ptx_loader = state_dict["seed"], None
+            self._sets.clear()
+            self.setup("fit")
         self.prompt_cursor = state_dict["prompt_cursor"]
         if self._ptx_loader is not None and state_dict["ptx"] is not None:
             self._ptx_loader.load_state_dict(state_dict["ptx"])

@@ -33,6 +33,7 @@ def save_extras(module: PPOLightningModule, checkpoint: dict[str, Any]) -> None:
     """Adds the module's class, the coefficients that callbacks move, and the random generators' states. Collective."""
     checkpoint["lightrl"] = {
         "class": type(module).__name__,
+        "seed": module.seed,
         "kl_coef": float(module.kl_coef),
         "num_skipped_updates": int(module.num_skipped_updates),
         "rng": random_states.collect(),
@@ -65,6 +66,7 @@ def load_extras(module: PPOLightningModule, checkpoint: dict[str, Any]) -> list[
         )
     if not module.trainer.training:
         return None
+    module.seed = stored["seed"]
     module.kl_coef = stored["kl_coef"]
     module.num_skipped_updates = stored["num_skipped_updates"]
     rng: list[dict[str, Any]] = stored["rng"]

@@ -43,7 +43,7 @@ from lightrl.modules.losses import PolicyLoss, PPOClip
 from lightrl.modules.metrics import MetricSums
 from lightrl.modules.updates import parameter_groups, step_or_skip
 from lightrl.ops.losses import clipped_value_loss
-from lightrl.types import Experience, Rollouts, SupervisedBatch, realized
+from lightrl.types import Experience, Rollouts, SupervisedBatch, realized, run_seed
 
 __all__ = ["CriticSpec", "PPOLightningModule"]
 
@@ -177,6 +177,7 @@ class PPOLightningModule(LightningModule):
         self.success_reward = success_reward
         self.num_skipped_updates = self.skipped_in_a_row = 0
         self.reference_moves = False  # a callback that moves the reference sets it, so that checkpoints hold it
+        self.seed = run_seed()
         self._restored_rng: list[Any] | None = None
         self._eval_sums = MetricSums()
         check_arguments(self)
@@ -316,7 +317,9 @@ class PPOLightningModule(LightningModule):
         """
         count = count_minibatches(self, len(experience))
         for epoch in range(self.ppo_epochs):
-            yield from cut_minibatches(experience, count, seed=random_states.derived_seed(self.policy_version, epoch))
+            yield from cut_minibatches(
+                experience, count, seed=random_states.derived_seed(self.seed, self.policy_version, epoch)
+            )
 
     def micro_batches(self, minibatch: Experience) -> Iterator[Any]:
         """Cuts a mini-batch by tokens and sets its normalisers; gradients are reduced over ranks in the last one.

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 
 from lightrl.modules import strategies
-from lightrl.types import run_seed
 
 __all__ = ["collect", "derived_seed", "restore"]
 
 
 def derived_seed(*numbers: int) -> int:
-    """A seed from the run's own (`seed_everything`; 0 without) and some numbers, the same after a resume."""
-    digest = hashlib.blake2b(repr((run_seed(), *numbers)).encode(), digest_size=7).digest()
+    """A 56-bit seed that depends on all of some numbers."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
 
 
