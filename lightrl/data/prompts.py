@@ -103,6 +103,11 @@ class PromptSet:
     With a streaming source there is no length, and prompts are only read forwards: going back starts the stream over,
     so a resumed run reads (and skips) all rows before its place, every rank reads every row, and the order is shuffled
     within a buffer of 10,000 rows only.
+
+    Args:
+        sources: opened sources.
+        weights: share of each in a mixture, above 0.
+        seed: of the order in which a mixture takes turns.
     """
 
     def __init__(self, sources: Sequence[OpenSource], weights: Sequence[float], *, seed: int) -> None:
