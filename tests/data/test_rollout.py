@@ -71,8 +71,10 @@ def not_a_number(completions: list[str], **_: Any) -> list[float]:
 
 @pytest.mark.parametrize("function", [raising, too_few, not_a_number])
 def test_a_bad_reward_function_is_named(function: Any, model_path: str) -> None:
+    data = sums_data(rewards=[function])
     with pytest.raises(RewardError, match=function.__name__):
-        quiet_trainer().fit(GRPOLightningModule(model_path, kl=None), sums_data(rewards=[function]))
+        quiet_trainer().fit(GRPOLightningModule(model_path, kl=None), data)
+    assert not data.engine.started, "a failed run must leave no engine behind"
 
 
 def test_more_tokens_than_the_model_holds_are_refused(model_path: str) -> None:
