@@ -27,6 +27,7 @@ def _out_of_time(*_: Any) -> None:
 
 
 def main() -> None:
+    """Answers comparisons until its input ends, under bounds on time and memory."""
     sys.path = [entry for entry in sys.path if os.path.abspath(entry) != os.path.dirname(os.path.abspath(__file__))]
     import math_verify
 
