@@ -2,6 +2,7 @@
 
 from lightrl.rewards.base import Reward, RewardError, RewardFn, RewardSpec, RewardValues, load_reward, reward_name
 from lightrl.rewards.extract import extract_boxed, extract_gsm8k, extract_number
+from lightrl.rewards.judge import GenerativeJudge
 from lightrl.rewards.maths import MathVerify
 from lightrl.rewards.remote import RemoteReward
 from lightrl.rewards.rules import (
@@ -17,6 +18,7 @@ from lightrl.rewards.scorer import RewardScorer, ScoreHandle, Scores
 __all__ = [
     "CosineLength",
     "ExactAnswer",
+    "GenerativeJudge",
     "LengthReward",
     "MathVerify",
     "RegexFormat",

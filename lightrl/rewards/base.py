@@ -26,6 +26,9 @@ Everything is passed by keyword, and only what the signature takes (`**columns` 
 | `prompts` | n strings, after the chat template |
 | `completions` | n strings, the sampled text alone |
 | `completion_ids` | n lists of sampled token ids |
+| `images`, `videos` | n lists, empty for text: PIL images; videos as lists of PIL frames. Only by name, `**columns` |
+| | does not get them. They are what the policy sees, in their original size where the processor resizes: do not write |
+| | into them |
 | `group_ids` | n integers, equal for the completions of one prompt; a call always holds whole groups |
 | `log_metric(name, value)` | logs a number as `reward/<function>/<name>` (mean over calls) |
 | `log_extra(column, values)` | n values shown beside the completions as `<function>/<column>` |

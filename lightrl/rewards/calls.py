@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, Literal, TypeAlias
 
 from lightrl.rewards.base import RewardError, RewardFn
+from lightrl.rewards.media import MEDIA
 
 __all__ = ["CallFailed", "CallLog", "RewardFunction", "check_values"]
 
@@ -100,7 +101,11 @@ class RewardFunction:
                 f"reward function {self.name!r}: takes {', '.join(missing)}, which is neither a column of the data set "
                 f"nor offered by LightRL. There are: {', '.join(sorted(offered))}."
             )
-        return {name: value for name, value in offered.items() if self.takes_all or name in self.takes}
+        return {
+            name: value
+            for name, value in offered.items()
+            if name in self.takes or (self.takes_all and name not in MEDIA)
+        }
 
     async def _in_thread(self, arguments: Mapping[str, Any]) -> Outcome:
         """Runs the function in a daemon thread of its own.

@@ -3,8 +3,10 @@
 One request, `POST url` with JSON (lists of n values, keys that are not configured are left out):
 
     {"queries": [prompt + completion, ...], "prompts": [...], "completions": [...], "group_ids": [...],
-     "references": [...], "labels": [...], "images": [...], "completion_ids": [[...], ...], "columns": {name: [...]}}
+     "references": [...], "labels": [...], "images": [...], "videos": [...], "completion_ids": [[...], ...],
+     "columns": {name: [...]}}
 
+`images` has a list of base64 PNG files for each row, `videos` a list of lists of them, one for each frame.
 and its answer `{"rewards": [number or null, ...]}` with n values. `lightrl serve-reward` speaks it, and servers that
 follow the `queries`/`prompts`/`labels` -> `rewards` convention do.
 """
@@ -12,22 +14,14 @@ follow the `queries`/`prompts`/`labels` -> `rewards` convention do.
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
-import logging
-import os
-import random
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import httpx
-
 from lightrl.rewards.base import Reward, RewardError
+from lightrl.rewards.client import RetryingClient
+from lightrl.rewards.media import encode_rows
 
 __all__ = ["RemoteReward"]
-
-log = logging.getLogger(__name__)
-_RETRIED_STATUS = frozenset({408, 425, 429})  # "try again later"; every other 4xx is a mistake in the request
 
 
 class RemoteReward(Reward):
@@ -42,7 +36,9 @@ class RemoteReward(Reward):
         columns: data-set columns to send, under their own names.
         reference_column: column sent as `references`.
         label_column: sent as `labels`.
-        image_column: sent as `images`: text as it is, bytes and PIL images as base64 (PIL as PNG), lists of them alike.
+        image_column: column sent as `images` in the place of the row's decoded images: text as it is, bytes and PIL
+            images as base64 (PIL as PNG), lists of them alike.
+        send_media: whether rows with images or videos send them, as base64.
         send_completion_ids: also send the sampled token ids.
         timeout: seconds for one request, above 0: to connect, and again between two pieces of the answer.
         retries: how often a failed request is sent again, 0 or more.
@@ -66,6 +62,7 @@ class RemoteReward(Reward):
         reference_column: str | None = None,
         label_column: str | None = None,
         image_column: str | None = None,
+        send_media: bool = True,
         send_completion_ids: bool = False,
         timeout: float = 60.0,
         retries: int = 4,
@@ -76,41 +73,37 @@ class RemoteReward(Reward):
         token_env: str | None = None,
         on_failure: Literal["error", "none"] = "error",
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"RemoteReward: url={url!r}; must start with http:// or https://.")
-        if not (timeout > 0 and backoff > 0 and max_backoff > 0):
-            raise ValueError(
-                f"RemoteReward: timeout={timeout}, backoff={backoff}, max_backoff={max_backoff} seconds; "
-                "all must be above 0."
-            )
-        if retries < 0 or batch_size < 1 or concurrency < 1:
-            raise ValueError(
-                f"RemoteReward: retries={retries} must be 0 or more, batch_size={batch_size} and "
-                f"concurrency={concurrency} at least 1."
-            )
-        if token_env is not None and not os.environ.get(token_env):
-            raise ValueError(f"RemoteReward: token_env={token_env!r}, but that environment variable is not set.")
-        if on_failure not in ("error", "none"):
-            raise ValueError(f"RemoteReward: on_failure={on_failure!r}; must be 'error' or 'none'.")
-        self.url, self.token_env, self.on_failure = url, token_env, on_failure
+        if batch_size < 1:
+            raise ValueError(f"RemoteReward: batch_size={batch_size} must be at least 1.")
+        self.client = RetryingClient(
+            "RemoteReward",
+            url,
+            timeout=timeout,
+            retries=retries,
+            backoff=backoff,
+            max_backoff=max_backoff,
+            concurrency=concurrency,
+            token_env=token_env,
+            on_failure=on_failure,
+        )
         self.columns = list(columns or [])
         self.fields = {"references": reference_column, "labels": label_column, "images": image_column}
-        self.send_completion_ids = send_completion_ids
-        self.timeout, self.retries, self.backoff, self.max_backoff = timeout, retries, backoff, max_backoff
-        self.batch_size, self.concurrency = batch_size, concurrency
-        self._client: httpx.AsyncClient | None = None
-        self._slots: asyncio.Semaphore | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.send_media, self.send_completion_ids, self.batch_size = send_media, send_completion_ids, batch_size
 
     async def __call__(
         self,
         prompts: Sequence[str],
         completions: Sequence[str],
         group_ids: Sequence[int],
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        rows = self._rows(prompts, completions, group_ids, columns)
+        media = {name: rows for name, rows in (("images", images), ("videos", videos)) if any(rows)}
+        rows = self._rows(prompts, completions, group_ids, {**columns, **media})
+        if self.send_media:
+            rows = {**{name: encode_rows(values) for name, values in media.items()}, **rows}
         batches = _batches(group_ids, self.batch_size)
         tasks = [
             asyncio.ensure_future(self._ask({name: v[a:b] for name, v in rows.items()}, b - a)) for a, b in batches
@@ -120,7 +113,7 @@ class RemoteReward(Reward):
         finally:
             for task in tasks:  # one failed for good: the run ends, the others need no answer
                 task.cancel()
-        if self.on_failure == "none" and log_metric is not None:
+        if self.client.on_failure == "none" and log_metric is not None:
             lost = sum(b - a for (a, b), answer in zip(batches, answers, strict=True) if answer is None)
             log_metric("unanswered", lost / max(1, len(completions)))
         values: list[float | None] = []
@@ -130,9 +123,7 @@ class RemoteReward(Reward):
 
     async def close(self) -> None:  # type: ignore[override]
         """Closes the connections; the next call opens new ones."""
-        client, self._client, self._loop = self._client, None, None
-        if client is not None:
-            await client.aclose()
+        await self.client.close()
 
     def _rows(
         self, prompts: Sequence[str], completions: Sequence[str], group_ids: Sequence[int], columns: dict[str, Any]
@@ -148,7 +139,7 @@ class RemoteReward(Reward):
             )
         rows = {key: list(columns[name]) for key, name in wanted.items()}
         if "images" in rows:
-            rows["images"] = [_image(value) for value in rows["images"]]
+            rows["images"] = encode_rows(rows["images"])
         if self.send_completion_ids:
             rows["completion_ids"] = [list(ids) for ids in columns["completion_ids"]]
         rows["queries"] = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
@@ -158,52 +149,16 @@ class RemoteReward(Reward):
         """One request with its repetitions; None where all of them failed and `on_failure` is "none"."""
         body: dict[str, Any] = {key: value for key, value in rows.items() if not key.startswith("columns/")}
         body["columns"] = {key[8:]: value for key, value in rows.items() if key.startswith("columns/")}
-        client, slots = self._open()
-        problem = ""
-        for attempt in range(self.retries + 1):
-            if attempt:
-                wait = self.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
-                await asyncio.sleep(min(self.max_backoff, wait))
-            try:
-                async with slots:
-                    response = await client.post(self.url, json=body, headers=self._headers())
-            except httpx.TransportError as error:  # time-outs, refused and broken connections
-                problem = f"{type(error).__name__}: {error}"
-                continue
-            if response.status_code < 500 and response.status_code not in _RETRIED_STATUS:
-                return self._rewards(response, num_rows)
-            problem = f"status {response.status_code}: {response.text[:200]}"
-        message = f"{self.url} did not score {num_rows} rows in {self.retries + 1} attempts; the last: {problem}"
-        if self.on_failure == "error":
-            raise ConnectionError(message)
-        log.warning("%s. They count as not scored (on_failure='none').", message)
-        return None
-
-    def _rewards(self, response: httpx.Response, num_rows: int) -> list[float | None]:
-        if response.status_code != 200:
-            hints = {401: " Set token_env.", 403: " Set token_env.", 413: " Make batch_size smaller."}
-            hint = hints.get(response.status_code, "")
-            raise RewardError(
-                f"{self.url} refused the request with {response.status_code}: {response.text[:200]}.{hint}"
-            )
-        try:
-            rewards = response.json()["rewards"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise RewardError(f'{self.url} answered {response.text[:200]!r}, not {{"rewards": [...]}}.') from error
+        answer = await self.client.post(body, f"{num_rows} rows")
+        if answer is None:
+            return None
+        rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list) or len(rewards) != num_rows:
-            raise RewardError(f"{self.url} answered rewards={str(rewards)[:200]} for {num_rows} rows; one each is due.")
+            raise RewardError(
+                f'{self.client.url} answered {str(answer)[:200]} for {num_rows} rows, not {{"rewards": [...]}} with '
+                "one number or null each."
+            )
         return rewards
-
-    def _headers(self) -> dict[str, str]:
-        return {} if self.token_env is None else {"Authorization": f"Bearer {os.environ[self.token_env]}"}
-
-    def _open(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._slots is None or self._loop is not loop:  # connections belong to their loop
-            local = httpx.URL(self.url).host in ("127.0.0.1", "localhost", "::1")
-            self._client = httpx.AsyncClient(timeout=self.timeout, trust_env=not local)  # no proxy for loopback
-            self._slots, self._loop = asyncio.Semaphore(self.concurrency), loop
-        return self._client, self._slots
 
 
 def _batches(group_ids: Sequence[int], size: int) -> list[tuple[int, int]]:
@@ -216,15 +171,3 @@ def _batches(group_ids: Sequence[int], size: int) -> list[tuple[int, int]]:
             start = end
         end = cut
     return [*batches, (start, end)] if end > start else batches
-
-
-def _image(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_image(item) for item in value]
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    if hasattr(value, "save"):
-        buffer = io.BytesIO()
-        value.save(buffer, format="PNG")
-        return base64.b64encode(buffer.getvalue()).decode()
-    return value

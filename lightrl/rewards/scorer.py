@@ -86,6 +86,7 @@ class RewardScorer:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
         group_ids: Sequence[int],
+        media: Mapping[str, Sequence[Any]] | None = None,
     ) -> ScoreHandle:
         """Starts scoring n rows and returns at once.
 
@@ -93,11 +94,12 @@ class RewardScorer:
             prompts: n strings. completions: n strings. completion_ids: n lists of token ids.
             columns: data-set column -> n values.
             group_ids: n integers. All completions of a prompt belong into one submission.
+            media: `images` and `videos`, n lists each, decoded; they go before columns of these names. None for text.
 
         Raises:
             ValueError: lengths that differ, or a row whose label has no recipe.
         """
-        rows: dict[str, Sequence[Any]] = {**columns}
+        rows: dict[str, Sequence[Any]] = {**columns, **(media or {})}
         rows.update(prompts=prompts, completions=completions, completion_ids=completion_ids, group_ids=group_ids)
         wrong = {name: len(values) for name, values in rows.items() if len(values) != len(completions)}
         if wrong:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lightrl.rewards.base import RewardError
 from lightrl.rewards.calls import RewardFunction
+from lightrl.rewards.media import MEDIA, decode_images, decode_videos
 
 __all__ = ["create_app"]
 
@@ -31,12 +32,17 @@ class ScoreRequest(BaseModel):
     references: list[Any] | None = None
     labels: list[Any] | None = None
     images: list[Any] | None = None
+    videos: list[Any] | None = None
     columns: dict[str, list[Any]] = {}
 
-    def rows(self) -> dict[str, list[Any]]:
-        """name -> n values, as a reward function gets them."""
-        named = self.model_dump(exclude={"columns"}, exclude_none=True)
+    def rows(self, media: bool) -> dict[str, list[Any]]:
+        """name -> n values, as a reward function gets them; images and videos are decoded for one that takes them."""
+        named: dict[str, list[Any]] = self.model_dump(exclude={"columns"}, exclude_none=True)
         named.setdefault("group_ids", list(range(len(self.completions))))
+        if media:
+            empty: list[Any] = [None] * len(self.completions)
+            named["images"] = decode_images(named.get("images", empty))
+            named["videos"] = decode_videos(named.get("videos", empty))
         return {**self.columns, **named}
 
 
@@ -94,10 +100,12 @@ async def _body(request: Request, max_bytes: int) -> bytes:
 
 def _parse(body: bytes, function: RewardFunction, max_rows: int) -> dict[str, list[Any]]:
     try:
-        rows = ScoreRequest.model_validate_json(body).rows()
+        rows = ScoreRequest.model_validate_json(body).rows(media=bool(function.takes & set(MEDIA)))
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
         raise HTTPException(422, problems) from error
+    except ValueError as error:  # what was sent as an image is none
+        raise HTTPException(422, str(error)) from error
     num_rows = len(rows["completions"])
     if num_rows > max_rows:
         raise HTTPException(413, f"{num_rows} rows are more than max_rows={max_rows}")

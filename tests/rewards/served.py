@@ -41,3 +41,9 @@ def raises(completions):
 
 async def async_length(completions):
     return length(completions)
+
+
+def pixels(completions, images, videos):
+    """Red of the first pixels, summed over images, and the number of frames."""
+    red = [float(sum(image.getpixel((0, 0))[0] for image in row)) for row in images]
+    return [r + sum(len(video) for video in row) for r, row in zip(red, videos, strict=True)]

@@ -12,7 +12,8 @@ import threading
 import pytest
 
 from lightrl.rewards import RemoteReward, RewardError, RewardScorer
-from lightrl.rewards.remote import _batches, _image
+from lightrl.rewards.media import encode_media
+from lightrl.rewards.remote import _batches
 
 
 class Scripted:
@@ -207,7 +208,7 @@ IMAGE = {"kind": ["k"], "image": [[b"raw", "already text"]]}
 def test_pil_images_become_png():
     from PIL import Image
 
-    assert base64.b64decode(_image(Image.new("RGB", (2, 2)))).startswith(b"\x89PNG")
+    assert base64.b64decode(encode_media(Image.new("RGB", (2, 2)))).startswith(b"\x89PNG")
 
 
 def test_a_missing_column(server):

@@ -431,3 +431,24 @@ except KeyboardInterrupt:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "stopped []\n", done.stderr
+
+
+def test_media_reach_only_functions_that_name_them():
+    seen = {}
+
+    def sees(completions, images, videos, **columns):
+        seen["sees"] = (images, videos, sorted(columns))
+        return [0.0] * len(completions)
+
+    def everything(completions, **columns):
+        seen["everything"] = sorted(columns)
+        return [0.0] * len(completions)
+
+    scorer = RewardScorer([sees, everything])
+    picture = object()
+    media = {"images": [[picture], []], "videos": [[], []]}
+    rows = {"prompts": ["p"] * 2, "completions": ["c"] * 2, "completion_ids": [[1]] * 2, "group_ids": [0, 1]}
+    scorer.submit(columns={"images": ["a.png", None], "level": [1, 2]}, media=media, **rows).result(10)
+    scorer.close()
+    assert seen["sees"][0][0][0] is picture and seen["sees"][1] == [[], []]
+    assert not {"images", "videos"} & {*seen["everything"], *seen["sees"][2]} and "level" in seen["everything"]

@@ -16,7 +16,7 @@ from lightrl.rewards import RemoteReward, RewardError, RewardScorer
 from lightrl.rewards.server import serve_reward
 
 
-def score(reward, completions, group_ids=None, **columns):
+def score(reward, completions, group_ids=None, media=None, **columns):
     scorer = RewardScorer([reward], names=["remote"])
     n = len(completions)
     try:
@@ -25,6 +25,7 @@ def score(reward, completions, group_ids=None, **columns):
             completions=completions,
             completion_ids=[[1, 2, 3]] * n,
             columns=columns,
+            media=media,
             group_ids=list(range(n)) if group_ids is None else group_ids,
         ).result(60)
     finally:
@@ -64,6 +65,23 @@ def test_everything_that_can_be_sent_arrives(serve):
     assert server.health["requests"] == 3
     with pytest.raises(RewardError, match="422.*completion_ids"):  # the server says what it needs
         score(RemoteReward(server.url, columns=["level"]), ["a"], level=[1])
+
+
+def test_media_travel_and_are_decoded_again(serve):
+    from PIL import Image
+
+    server = serve("pixels")
+    red, dark = Image.new("RGB", (3, 2), (200, 0, 0)), Image.new("RGBA", (4, 4), (7, 0, 0, 9))
+    media = {"images": [[red], [], [red, dark]], "videos": [[], [[dark] * 5], []]}
+    before = [image.tobytes() for image in (red, dark)]
+    assert score(RemoteReward(server.url), ["a"] * 3, media=media).total == [200.0, 5.0, 207.0]
+    assert [image.tobytes() for image in (red, dark)] == before
+    assert score(RemoteReward(server.url, send_media=False), ["a"] * 3, media=media).total == [0.0] * 3
+    column = RemoteReward(server.url, image_column="picture", send_media=False)
+    assert score(column, ["a"] * 2, picture=[red, [dark]]).total == [200.0, 7.0]
+    assert score(RemoteReward(server.url, image_column="images"), ["a"] * 3, media=media).total == [200.0, 5.0, 207.0]
+    with pytest.raises(RewardError, match="422.*images, row 0: 'no image' is no base64 of an image"):
+        score(column, ["a"], picture=["no image"])
 
 
 def test_limits_and_malformed_requests_are_refused(plain):

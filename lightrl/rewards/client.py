@@ -1,0 +1,137 @@
+"""JSON over HTTP with repetitions, as remote scorers and judges ask for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import httpx
+
+from lightrl.rewards.base import RewardError
+
+__all__ = ["RetryingClient"]
+
+log = logging.getLogger(__name__)
+_RETRIED_STATUS = frozenset({408, 425, 429})  # "try again later"; every other 4xx is a mistake in the request
+
+
+class RetryingClient:
+    """Posts JSON to one address.
+
+    A request that times out, cannot connect, breaks off or is answered with a 5xx status is sent again after
+    `backoff * 2^k * u` seconds, k = 0, 1, ... and u uniform in [0.5, 1.5], at most `max_backoff`.
+
+    Args:
+        owner: name of the class that asks, for messages.
+        url: where to.
+        timeout: seconds for one request, above 0: to connect, and again between two pieces of the answer.
+        retries: how often a failed request is sent again, 0 or more.
+        backoff: seconds before the first repetition.
+        max_backoff: upper bound of every wait.
+        concurrency: most requests at a time, at least 1.
+        token_env: environment variable with the bearer token.
+        on_failure: when the last repetition has failed: "error" raises, "none" answers None and logs a warning.
+
+    Raises:
+        ValueError: an argument out of range, or no token in `token_env`.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        url: str,
+        *,
+        timeout: float,
+        retries: int,
+        backoff: float,
+        max_backoff: float,
+        concurrency: int,
+        token_env: str | None,
+        on_failure: Literal["error", "none"],
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{owner}: url={url!r}; must start with http:// or https://.")
+        if not (timeout > 0 and backoff > 0 and max_backoff > 0):
+            raise ValueError(
+                f"{owner}: timeout={timeout}, backoff={backoff}, max_backoff={max_backoff} seconds; "
+                "all must be above 0."
+            )
+        if retries < 0 or concurrency < 1:
+            raise ValueError(
+                f"{owner}: retries={retries} must be 0 or more, concurrency={concurrency} must be at least 1."
+            )
+        if token_env is not None and not os.environ.get(token_env):
+            raise ValueError(f"{owner}: token_env={token_env!r}, but that environment variable is not set.")
+        if on_failure not in ("error", "none"):
+            raise ValueError(f"{owner}: on_failure={on_failure!r}; must be 'error' or 'none'.")
+        self.url, self.token_env, self.on_failure = url, token_env, on_failure
+        self.timeout, self.retries, self.backoff, self.max_backoff = timeout, retries, backoff, max_backoff
+        self.concurrency = concurrency
+        self._client: httpx.AsyncClient | None = None
+        self._slots: asyncio.Semaphore | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def post(self, body: Mapping[str, Any], what: str) -> Any:
+        """The JSON answer; None where all repetitions failed and `on_failure` is "none".
+
+        Args:
+            body: JSON to send.
+            what: of which the failure is, for messages: "3 rows".
+
+        Raises:
+            ConnectionError: all repetitions failed and `on_failure` is "error".
+            RewardError: the server refused the request, or answered something that is not JSON.
+        """
+        client, slots = self._open()
+        problem = ""
+        for attempt in range(self.retries + 1):
+            if attempt:
+                wait = self.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+                await asyncio.sleep(min(self.max_backoff, wait))
+            try:
+                async with slots:
+                    response = await client.post(self.url, json=body, headers=self._headers())
+            except httpx.TransportError as error:  # time-outs, refused and broken connections
+                problem = f"{type(error).__name__}: {error}"
+                continue
+            if response.status_code < 500 and response.status_code not in _RETRIED_STATUS:
+                return self._answer(response)
+            problem = f"status {response.status_code}: {response.text[:200]}"
+        message = f"{self.url} did not score {what} in {self.retries + 1} attempts; the last: {problem}"
+        if self.on_failure == "error":
+            raise ConnectionError(message)
+        log.warning("%s. They count as not scored (on_failure='none').", message)
+        return None
+
+    async def close(self) -> None:
+        """Closes the connections; the next request opens new ones."""
+        client, self._client, self._loop = self._client, None, None
+        if client is not None:
+            await client.aclose()
+
+    def _answer(self, response: httpx.Response) -> Any:
+        if response.status_code != 200:
+            hints = {401: " Set token_env.", 403: " Set token_env.", 413: " Send less in one request (batch_size)."}
+            hint = hints.get(response.status_code, "")
+            raise RewardError(
+                f"{self.url} refused the request with {response.status_code}: {response.text[:200]}.{hint}"
+            )
+        try:
+            return response.json()
+        except ValueError as error:
+            raise RewardError(f"{self.url} answered {response.text[:200]!r}, which is not JSON.") from error
+
+    def _headers(self) -> dict[str, str]:
+        return {} if self.token_env is None else {"Authorization": f"Bearer {os.environ[self.token_env]}"}
+
+    def _open(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._slots is None or self._loop is not loop:  # connections belong to their loop
+            local = httpx.URL(self.url).host in ("127.0.0.1", "localhost", "::1")
+            self._client = httpx.AsyncClient(timeout=self.timeout, trust_env=not local)  # no proxy for loopback
+            self._slots, self._loop = asyncio.Semaphore(self.concurrency), loop
+        return self._client, self._slots

@@ -1,0 +1,199 @@
+"""A generative judge: a chat model that reads prompt, images and completion and writes a score."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import string
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from lightrl.rewards.base import Reward, RewardError
+from lightrl.rewards.client import RetryingClient
+from lightrl.rewards.media import encode_rows
+
+__all__ = ["GenerativeJudge"]
+
+INSTRUCTION = """You grade answers. Here is the question (its images, if it has any, come first):
+
+{prompt}
+
+Here is the answer:
+
+{completion}
+
+Judge how correct and helpful the answer is, then end with one line "Score: N", N from 0 (useless) to 10 (perfect)."""
+
+
+class GenerativeJudge(Reward):
+    """Asks a model behind an OpenAI-compatible chat endpoint (vLLM's or SGLang's server, a hosted one) for a score.
+
+        r = (x - low) / (high - low)        x: the last number that `pattern` finds in what the judge wrote
+
+    Each completion is one request with one user turn: the row's images, then `instruction`. An answer without a number,
+    or with one outside of [low, high], scores nothing (None); their share is logged as `reward/<name>/unread`. What the
+    judge wrote is shown beside the completions as `<name>/judgement`.
+
+    Args:
+        url: address of the chat completions, for example `http://127.0.0.1:8000/v1/chat/completions`.
+        model: the judge's name at the server.
+        instruction: what the judge reads. `{prompt}`, `{completion}` and `{name}` of any data-set column are filled in.
+        prompt_column: column that `{prompt}` stands for, the question before any chat template, whose markers would
+            confuse another model. Of a conversation the texts of all turns are taken.
+        pattern: regular expression with one group, the number.
+        low: x that gives reward 0. high: x that gives reward 1, above low.
+        send_images: whether the judge sees the row's images.
+        video_frames: frames of each video that it sees as images, evenly spaced; 0 sends none.
+        max_tokens: longest judgement. temperature: of the judge; 0 is greedy.
+        extra: further keys of the request, such as {"chat_template_kwargs": {"enable_thinking": false}}.
+        timeout, retries, backoff, max_backoff, concurrency, token_env, on_failure: as in `RemoteReward`; `on_failure`
+            counts each completion alone, in `reward/<name>/unanswered`.
+
+    Raises:
+        ValueError: an argument out of range, or a pattern without exactly one group.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        instruction: str = INSTRUCTION,
+        prompt_column: str = "prompt",
+        pattern: str = r"[Ss]core\W*?\s*(-?\d+(?:\.\d+)?)",
+        low: float = 0.0,
+        high: float = 10.0,
+        send_images: bool = True,
+        video_frames: int = 8,
+        max_tokens: int = 512,
+        temperature: float = 0.0,
+        extra: dict[str, Any] | None = None,
+        timeout: float = 120.0,
+        retries: int = 4,
+        backoff: float = 0.5,
+        max_backoff: float = 30.0,
+        concurrency: int = 32,
+        token_env: str | None = None,
+        on_failure: Literal["error", "none"] = "error",
+    ) -> None:
+        self.pattern = re.compile(pattern)
+        if self.pattern.groups != 1:
+            raise ValueError(f"GenerativeJudge: pattern={pattern!r} has {self.pattern.groups} groups; one is due.")
+        if not low < high:
+            raise ValueError(f"GenerativeJudge: low={low}, high={high}: low must be below high.")
+        if video_frames < 0 or max_tokens < 1 or temperature < 0:
+            raise ValueError(
+                f"GenerativeJudge: video_frames={video_frames} and temperature={temperature} must be 0 or more, "
+                f"max_tokens={max_tokens} at least 1."
+            )
+        self.client = RetryingClient(
+            "GenerativeJudge",
+            url,
+            timeout=timeout,
+            retries=retries,
+            backoff=backoff,
+            max_backoff=max_backoff,
+            concurrency=concurrency,
+            token_env=token_env,
+            on_failure=on_failure,
+        )
+        self.fields = {name for _, name, _, _ in string.Formatter().parse(instruction) if name is not None}
+        self.instruction, self.prompt_column, self.low, self.high = instruction, prompt_column, low, high
+        self.send_images, self.video_frames = send_images, video_frames
+        self.body = {"model": model, "max_tokens": max_tokens, "temperature": temperature, **(extra or {})}
+
+    async def __call__(
+        self,
+        completions: Sequence[str],
+        log_metric: Callable[[str, float], None],
+        log_extra: Callable[[str, Sequence[Any]], None],
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        **columns: Any,
+    ) -> list[float | None]:
+        texts = self._texts(completions, columns)
+        pictures = self._pictures(images, videos, len(completions))
+        tasks = [asyncio.ensure_future(self._ask(*pair)) for pair in zip(texts, pictures, strict=True)]
+        try:
+            judgements = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # one failed for good: the run ends, the others need no answer
+                task.cancel()
+        rewards = [self._read(judgement) for judgement in judgements]
+        answered = [judgement is not None for judgement in judgements]
+        unread = sum(there and reward is None for there, reward in zip(answered, rewards, strict=True))
+        log_metric("unread", unread / max(1, len(completions)))
+        if self.client.on_failure == "none":
+            log_metric("unanswered", 1 - sum(answered) / max(1, len(completions)))
+        log_extra("judgement", judgements)
+        return rewards
+
+    async def close(self) -> None:  # type: ignore[override]
+        """Closes the connections; the next call opens new ones."""
+        await self.client.close()
+
+    def _texts(self, completions: Sequence[str], columns: dict[str, Any]) -> list[str]:
+        wanted = {name: self.prompt_column if name == "prompt" else name for name in self.fields - {"completion"}}
+        missing = sorted(set(wanted.values()) - columns.keys())
+        if missing:
+            raise RewardError(
+                f"GenerativeJudge: instruction (or prompt_column) names {', '.join(missing)}, which the data set "
+                f"lacks; it has: {', '.join(sorted(columns))}."
+            )
+        return [
+            self.instruction.format(completion=text, **{k: plain_text(columns[name][i]) for k, name in wanted.items()})
+            for i, text in enumerate(completions)
+        ]
+
+    def _pictures(self, images: Sequence[Any], videos: Sequence[Any], num_rows: int) -> list[list[str]]:
+        """Base64 PNG files of each row."""
+        pictures: list[list[str]] = [[] for _ in range(num_rows)]
+        if self.send_images and any(images):
+            pictures = [list(row) for row in encode_rows(images)]
+        if self.video_frames and any(videos):
+            sampled = {id(row): [_evenly(video, self.video_frames) for video in row] for row in videos}
+            for have, row in zip(pictures, encode_rows([sampled[id(row)] for row in videos]), strict=True):
+                have += [frame for video in row for frame in video]
+        return pictures
+
+    async def _ask(self, text: str, pictures: list[str]) -> str | None:
+        """What the judge wrote; None where it did not answer and `on_failure` is "none"."""
+        content: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}} for picture in pictures
+        ]
+        content.append({"type": "text", "text": text})
+        answer = await self.client.post({**self.body, "messages": [{"role": "user", "content": content}]}, "a row")
+        if answer is None:
+            return None
+        try:
+            return str(answer["choices"][0]["message"]["content"] or "")
+        except (KeyError, IndexError, TypeError) as error:
+            raise RewardError(f"{self.client.url} answered {str(answer)[:200]}, not a chat completion.") from error
+
+    def _read(self, judgement: str | None) -> float | None:
+        numbers = self.pattern.findall(judgement or "")
+        try:
+            x = float(numbers[-1])
+        except (IndexError, ValueError):
+            return None
+        return (x - self.low) / (self.high - self.low) if self.low <= x <= self.high else None
+
+
+def plain_text(value: Any) -> str:
+    """A column's value as text; of a conversation the texts of its turns, without images."""
+    if (
+        isinstance(value, (list, tuple))
+        and value
+        and all(isinstance(turn, dict) and "content" in turn for turn in value)
+    ):
+        return "\n\n".join(plain_text(turn["content"]) for turn in value)
+    if isinstance(value, (list, tuple)) and all(isinstance(part, dict) and "type" in part for part in value):
+        return "\n".join(str(part["text"]) for part in value if part["type"] == "text" and part.get("text") is not None)
+    return str(value)
+
+
+def _evenly(frames: Any, count: int) -> list[Any]:
+    """At most `count` frames, the first and the last among them."""
+    total = len(frames)
+    if total <= count:
+        return list(frames)
+    return [frames[round(i * (total - 1) / max(1, count - 1))] for i in range(count)]

@@ -1,0 +1,85 @@
+"""Images and videos on the wire: base64 PNG, which loses nothing."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["MEDIA", "decode_images", "decode_videos", "encode_media", "encode_rows", "png"]
+
+MEDIA = ("images", "videos")
+"""Names under which reward functions get a row's media."""
+
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+
+
+def png(image: Any) -> bytes:
+    """A PIL image, or an array of shape (H, W) or (H, W, 3) of uint8, as the bytes of a PNG file."""
+    if not hasattr(image, "save"):
+        from PIL import Image
+
+        image = Image.fromarray(image)
+    buffer = io.BytesIO()
+    (image if image.mode in _PNG_MODES else image.convert("RGB")).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def encode_media(value: Any) -> Any:
+    """Base64 text of bytes, a PIL image or an array; lists alike (a video is the list of its frames), text as it is."""
+    if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 4:
+        return [encode_media(item) for item in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if hasattr(value, "save") or getattr(value, "ndim", 0) in (2, 3):
+        return base64.b64encode(png(value)).decode()
+    return value
+
+
+def encode_rows(rows: Sequence[Any]) -> list[Any]:
+    """`encode_media` of each row; rows that are one object, as those of a group are, are encoded once."""
+    done: dict[int, Any] = {}
+    for row in rows:
+        if id(row) not in done:
+            done[id(row)] = encode_media(row)
+    return [done[id(row)] for row in rows]
+
+
+def decode_images(rows: Sequence[Any], name: str = "images") -> list[list[Any]]:
+    """PIL images of n rows, each a list of base64 texts, one such text, or None; the inverse of `encode_rows`.
+
+    Raises:
+        ValueError: a value is no base64 of an image; names the row.
+    """
+    out: list[list[Any]] = []
+    for number, row in enumerate(rows):
+        texts = [] if row is None else [row] if isinstance(row, str) else row
+        out.append([_decode(text, name, number) for text in texts])
+    return out
+
+
+def decode_videos(rows: Sequence[Any]) -> list[list[Any]]:
+    """Videos of n rows, each a list of videos, a video a list of base64 frames; frames become PIL images.
+
+    Raises:
+        ValueError: a frame is no base64 of an image; names the row.
+    """
+    return [
+        [[_decode(frame, "videos", number) for frame in video] for video in (row or [])]
+        for number, row in enumerate(rows)
+    ]
+
+
+def _decode(text: Any, name: str, row: int) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        encoded = text.split(",", 1)[1] if text.startswith("data:") else text
+        image = Image.open(io.BytesIO(base64.b64decode(encoded, validate=True)))
+        image.load()
+    except (AttributeError, IndexError, binascii.Error, UnidentifiedImageError, OSError) as error:
+        short = text[:40] if isinstance(text, str) else text
+        raise ValueError(f"{name}, row {row}: {short!r} is no base64 of an image.") from error
+    return image
