@@ -22,14 +22,7 @@ class GRPOLightningModule(PPOLightningModule):
     coefficient 0.04, the mean over sequences of the mean over tokens, one update per rollout.
 
     Args:
-        actor: the policy: a folder or hub name, or a `ModelSpec`.
-        advantage: estimator of advantages.
-        aggregation: how token losses become one number.
-        kl: penalty against the reference; None for none.
-        kl_coef: its coefficient.
-        whiten_advantages: scale advantages once more over the rollout.
-        ppo_epochs: passes over each rollout.
-        kwargs: the other arguments of `PPOLightningModule`.
+        kwargs: the other arguments of `PPOLightningModule`, but for the critic's.
     """
 
     def __init__(
@@ -46,12 +39,16 @@ class GRPOLightningModule(PPOLightningModule):
     ) -> None:
         super().__init__(
             actor,
-            critic=None,
             advantage=advantage,
             aggregation=aggregation,
             kl=kl,
             kl_coef=kl_coef,
             whiten_advantages=whiten_advantages,
             ppo_epochs=ppo_epochs,
+            critic=None,
+            vf_coef=0.0,
+            value_clip=None,
+            critic_lr=None,
+            critic_warmup_rollouts=0,
             **kwargs,
         )

@@ -8,9 +8,6 @@ from jsonargparse import lazy_instance
 
 from lightrl.models.spec import ModelSpec
 from lightrl.modules.advantages import AdvantageEstimator, ReinforcePlusPlus
-from lightrl.modules.aggregation import Aggregation, TokenMean
-from lightrl.modules.kl import KLInReward, KLPenalty
-from lightrl.modules.losses import PolicyLoss, PPOClip
 from lightrl.modules.ppo import PPOLightningModule
 
 __all__ = ["ReinforcePlusPlusLightningModule"]
@@ -25,15 +22,7 @@ class ReinforcePlusPlusLightningModule(PPOLightningModule):
     advantage with `KLInLoss("k2")` as the KL.
 
     Args:
-        actor: the policy: a folder or hub name, or a `ModelSpec`.
-        advantage: estimator of advantages.
-        loss: per-token policy loss.
-        aggregation: how token losses become one number.
-        kl: penalty against the reference; None for none.
-        kl_coef: its coefficient; without effect where `kl` is None.
-        whiten_advantages: scale advantages once more over the rollout.
-        ppo_epochs: passes over each rollout.
-        kwargs: the other arguments of `PPOLightningModule`.
+        kwargs: the other arguments of `PPOLightningModule`, but for the critic's.
     """
 
     def __init__(
@@ -41,9 +30,6 @@ class ReinforcePlusPlusLightningModule(PPOLightningModule):
         actor: str | ModelSpec,
         *,
         advantage: AdvantageEstimator = lazy_instance(ReinforcePlusPlus),  # noqa: B008
-        loss: PolicyLoss = lazy_instance(PPOClip),  # noqa: B008
-        aggregation: Aggregation = lazy_instance(TokenMean),  # noqa: B008
-        kl: KLPenalty | None = lazy_instance(KLInReward),  # noqa: B008
         kl_coef: float = 0.01,
         whiten_advantages: bool = False,
         ppo_epochs: int = 1,
@@ -51,13 +37,14 @@ class ReinforcePlusPlusLightningModule(PPOLightningModule):
     ) -> None:
         super().__init__(
             actor,
-            critic=None,
             advantage=advantage,
-            loss=loss,
-            aggregation=aggregation,
-            kl=kl,
             kl_coef=kl_coef,
             whiten_advantages=whiten_advantages,
             ppo_epochs=ppo_epochs,
+            critic=None,
+            vf_coef=0.0,
+            value_clip=None,
+            critic_lr=None,
+            critic_warmup_rollouts=0,
             **kwargs,
         )

@@ -9,7 +9,6 @@ from jsonargparse import lazy_instance
 from lightrl.models.spec import ModelSpec
 from lightrl.modules.advantages import RLOO, AdvantageEstimator
 from lightrl.modules.aggregation import Aggregation, SequenceSum
-from lightrl.modules.kl import KLInReward, KLPenalty
 from lightrl.modules.ppo import PPOLightningModule
 
 __all__ = ["RLOOLightningModule"]
@@ -22,14 +21,7 @@ class RLOOLightningModule(PPOLightningModule):
     over the sequence, one on-policy update per rollout, where the clipped loss has the gradient of REINFORCE.
 
     Args:
-        actor: the policy: a folder or hub name, or a `ModelSpec`.
-        advantage: estimator of advantages.
-        aggregation: how token losses become one number.
-        kl: penalty against the reference; None for none.
-        kl_coef: its coefficient.
-        whiten_advantages: scale advantages once more over the rollout.
-        ppo_epochs: passes over each rollout.
-        kwargs: the other arguments of `PPOLightningModule`.
+        kwargs: the other arguments of `PPOLightningModule`, but for the critic's.
     """
 
     def __init__(
@@ -38,20 +30,20 @@ class RLOOLightningModule(PPOLightningModule):
         *,
         advantage: AdvantageEstimator = lazy_instance(RLOO),  # noqa: B008
         aggregation: Aggregation = lazy_instance(SequenceSum),  # noqa: B008
-        kl: KLPenalty | None = lazy_instance(KLInReward),  # noqa: B008
-        kl_coef: float = 0.05,
         whiten_advantages: bool = False,
         ppo_epochs: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(
             actor,
-            critic=None,
             advantage=advantage,
             aggregation=aggregation,
-            kl=kl,
-            kl_coef=kl_coef,
             whiten_advantages=whiten_advantages,
             ppo_epochs=ppo_epochs,
+            critic=None,
+            vf_coef=0.0,
+            value_clip=None,
+            critic_lr=None,
+            critic_warmup_rollouts=0,
             **kwargs,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 import yaml
 
 from lightrl import modules
+from lightrl.cli import main
 from lightrl.modules import PPOLightningModule
 from lightrl.modules.advantages import GAE, RLOO, GroupNorm, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from lightrl.modules.aggregation import ConstantLength, SequenceMean, SequenceSum, TokenMean
@@ -23,12 +26,12 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "algorithms"
 PAPERS: dict[str, tuple[Any, Any, Any, Any, float, int]] = {
     "PPO": (GAE(1.0, 0.95), PPOClip(0.2, 0.2), TokenMean(), KLInReward("k1"), 0.05, 2),
     "GRPO": (GroupNorm("group"), PPOClip(0.2, 0.2), SequenceMean(), KLInLoss("k3"), 0.04, 1),
-    "DrGRPO": (GroupNorm("none"), PPOClip(0.2, 0.2), ConstantLength(3000), None, 0.0, 1),
-    "DAPO": (GroupNorm("group"), PPOClip(0.2, 0.28), TokenMean(), None, 0.0, 1),
-    "GSPO": (GroupNorm("group"), GSPO(3e-4, 4e-4), SequenceMean(), None, 0.0, 1),
+    "DrGRPO": (GroupNorm("none"), PPOClip(0.2, 0.2), ConstantLength(3000), None, 0.04, 1),
+    "DAPO": (GroupNorm("group"), PPOClip(0.2, 0.28), TokenMean(), None, 0.04, 1),
+    "GSPO": (GroupNorm("group"), GSPO(3e-4, 4e-4), SequenceMean(), None, 0.04, 1),
     "RLOO": (RLOO(), PPOClip(0.2, 0.2), SequenceSum(), KLInReward("k1"), 0.05, 1),
     "ReinforcePlusPlus": (ReinforcePlusPlus(1.0), PPOClip(0.2, 0.2), TokenMean(), KLInReward("k1"), 0.01, 1),
-    "CPGD": (GroupNorm("group"), CPG(0.2, 0.2, 0.01, 0.2), SequenceMean(), None, 0.0, 1),
+    "CPGD": (GroupNorm("group"), CPG(0.2, 0.2, 0.01, 0.2), SequenceMean(), None, 0.04, 1),
 }
 
 
@@ -112,3 +115,57 @@ def test_the_yaml_names_the_same_parts(file: Path) -> None:
 def test_every_named_module_has_a_yaml() -> None:
     named = {yaml.safe_load(file.read_text())["model"]["class_path"] for file in CONFIGS.glob("*.yaml")}
     assert named == {f"{name}LightningModule" for name in PAPERS}
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What `lightrl fit ...` prints before it ends."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *arguments])
+    assert stop.value.code in (0, None)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_print_config_shows_what_the_module_will_use(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    cls = f"{name}LightningModule"
+    text = printed(capsys, "--model", cls, "--model.actor", "x", "--data", "RolloutDataModule", "--print_config")
+    shown = yaml.safe_load(text)["model"]["init_args"]
+    module = getattr(modules, cls)("x")
+    known = set(inspect.signature(PPOLightningModule).parameters)
+    without_critic = {"critic", "vf_coef", "value_clip", "critic_lr", "critic_warmup_rollouts"}
+    assert set(shown) == (known if name == "PPO" else known - without_critic)
+    for key, value in shown.items():
+        part = getattr(module, key, None)
+        if key in ("advantage", "loss", "aggregation", "kl"):
+            assert (value is None) == (part is None)
+            assert value is None or value["class_path"].endswith(f".{type(part).__name__}")
+            expected = {} if value is None else value.get("init_args", {})
+            for argument, setting in expected.items():
+                assert getattr(part, argument, setting) == setting, f"{key}.{argument}"
+        elif isinstance(part, int | float | bool):
+            assert value == part, key
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_help_explains_every_argument(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    text = " ".join(printed(capsys, f"--model.help={name}LightningModule").split())
+    for argument in inspect.signature(PPOLightningModule).parameters:
+        explained = re.search(rf"--model\.{argument} [A-Z{{][^ ]* (?P<doc>[^()]{{10,}}.*?)\(", text)
+        hidden = name != "PPO" and argument in (
+            "critic",
+            "vf_coef",
+            "value_clip",
+            "critic_lr",
+            "critic_warmup_rollouts",
+        )
+        assert bool(explained) != hidden, argument
+    aggregation = PAPERS[name][2]
+    assert f"default: {{'class_path': 'lightrl.modules.{type(aggregation).__name__}'" in text
+    assert f"default: {PAPERS[name][4]})" in text
