@@ -21,6 +21,7 @@ __all__ = [
     "Completion",
     "CompletionGroup",
     "Experience",
+    "Media",
     "Prompts",
     "Rollouts",
     "SamplingParams",
@@ -89,6 +90,33 @@ class SamplingParams:
             raise ValueError("SamplingParams: give regex or json_schema, not both.")
 
 
+@dataclass(eq=False)
+class Media:
+    """What one prompt shows, decoded, in the order of its placeholders. False where it shows nothing.
+
+    Made once per prompt and shared by reference: the G rows of a group hold the same object. Nobody changes it.
+
+    Attributes:
+        images: PIL images in RGB, at most `max_pixels` large.
+        videos: arrays (frames, height, width, 3) of uint8, at most `max_frames` long.
+        video_times: per video, the second at which each of its frames is shown.
+        audios: mono arrays (samples,) of float32.
+        sampling_rates: per audio, samples per second.
+        token_ids: the prompt with one placeholder per medium, for engines that put the features' tokens in themselves;
+            `Prompts.token_ids` is the same prompt with them.
+    """
+
+    images: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+    video_times: list[list[float]] = field(default_factory=list)
+    audios: list[Any] = field(default_factory=list)
+    sampling_rates: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.images or self.videos or self.audios)
+
+
 @dataclass
 class Prompts:
     """P prompts as the engine gets them.
@@ -98,8 +126,10 @@ class Prompts:
         texts: P strings, what the tokens decode to before tokenisation (after the chat template).
         columns: every column of the data set's rows, `name -> P values`; reward functions get them.
         indices: P row numbers in the data set, for messages and for trajectories.
-        inputs: P dictionaries of extra model inputs (images, ...), carried opaquely; `{}` for text.
+        inputs: P dictionaries of extra model inputs, tensors as the model's processor gave them for this one prompt
+            (`pixel_values`, `image_grid_thw`, ...), carried opaquely; `{}` for text.
         raw: P prompts before any chat template: strings, or conversations as lists of {"role", "content"}.
+        media: P decoded media, for engines, rewards and logs; `Media()` for text. Empty where no prompt can have any.
     """
 
     token_ids: list[list[int]]
@@ -108,6 +138,7 @@ class Prompts:
     indices: list[int] = field(default_factory=list)
     inputs: list[dict[str, Any]] = field(default_factory=list)
     raw: list[Any] = field(default_factory=list)
+    media: list[Media] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -122,6 +153,7 @@ class Prompts:
             indices=[self.indices[i] for i in pick] if self.indices else [],
             inputs=[self.inputs[i] for i in pick] if self.inputs else [],
             raw=[self.raw[i] for i in pick] if self.raw else [],
+            media=[self.media[i] for i in pick] if self.media else [],
         )
 
     @staticmethod
@@ -135,6 +167,7 @@ class Prompts:
             indices=[index for part in parts for index in part.indices],
             inputs=[inputs for part in parts for inputs in part.inputs],
             raw=[raw for part in parts for raw in part.raw],
+            media=[media for part in parts for media in part.media],
         )
 
 
@@ -210,14 +243,8 @@ class _Rows:
         return self._map(lambda x: x[:, :length] if x.ndim == 2 and x.shape[1] == width else x, lambda x: x)
 
     def to(self: R, device: torch.device | str) -> R:
-        """The same record with its tensors on `device`. Lightning calls this to move a batch."""
-
-        def item(value: Any) -> Any:  # `inputs` are dictionaries with tensors (images and the like)
-            if not isinstance(value, dict):
-                return value
-            return {key: x.to(device) if isinstance(x, Tensor) else x for key, x in value.items()}
-
-        return self._map(lambda x: x.to(device), lambda rows: [item(row) for row in rows])
+        """The same record with its tensors on `device`, but for `inputs`. Lightning calls this to move a batch."""
+        return self._map(lambda x: x.to(device), lambda rows: rows)
 
 
 @dataclass
@@ -261,7 +288,9 @@ class Rollouts(_Rows):
         prompts: B strings. completions: B strings.
         raw_prompts: B prompts before the policy's chat template, for reward models with a template of their own.
         columns: data-set columns, name -> B values.
-        inputs: B dictionaries of extra model inputs, `{}` for text.
+        inputs: B dictionaries of extra model inputs, `{}` for text; one object for the rows of a group. They stay on
+            the host: the model ships those of a micro-batch when it runs it.
+        media: B decoded media as in `Prompts`, one object for the rows of a group; empty where no prompt can have any.
         metrics: scalars measured while the rollout was made (seconds, tokens, counts), summed over nothing.
         filler: the rows repeat a prompt so that a rank without one takes part in an evaluation; they do not count.
         supervised: rows of a second stream for the supervised loss (`ptx_coef`); None without one.
@@ -281,6 +310,7 @@ class Rollouts(_Rows):
     completions: list[str] = field(default_factory=list)
     columns: dict[str, list[Any]] = field(default_factory=dict)
     inputs: list[dict[str, Any]] = field(default_factory=list)
+    media: list[Media] = field(default_factory=list)
     reward_weights: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     filler: bool = False
