@@ -19,7 +19,8 @@ class WeightSync(Callback):
 
     Lazy, because no single Lightning hook precedes every generation (a resumed run skips `on_train_epoch_start`,
     validation comes at its own time): the data module asks `ensure_synced`, and a push happens if the engine's
-    `policy_version` is not the module's. Nothing is stored in a checkpoint, so a resumed run pushes first.
+    `policy_version` is not the module's. Nothing is stored in a checkpoint, so a resumed run pushes first. An engine
+    that takes adapters gets the adapter alone.
 
     After a push a *canary* asks engine and trainer for the log-probs of a few fixed tokens. If they differ by more
     than `tolerance` the run stops: training on samples of stale or half-loaded weights fails silently otherwise.
@@ -63,7 +64,10 @@ class WeightSync(Callback):
         if engine.policy_version == pl_module.policy_version:
             return
         with torch.no_grad():
-            engine.load_weights(pl_module.named_policy_weights(), policy_version=pl_module.policy_version)
+            if engine.takes_adapter:
+                engine.load_adapter(*pl_module.policy_adapter(), policy_version=pl_module.policy_version)
+            else:
+                engine.load_weights(pl_module.named_policy_weights(), policy_version=pl_module.policy_version)
             if self.canary:
                 self._check(pl_module, engine)
 

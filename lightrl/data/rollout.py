@@ -407,6 +407,7 @@ class RolloutDataModule(LightningDataModule):
 
     def _engine_context(self) -> EngineContext:
         trainer: Any = self.trainer
+        lora = trainer.lightning_module.actor_spec.lora
         lengths = [len_ for s in self._sets.values() if (len_ := s.max_prompt_tokens) is not None]
         return EngineContext(
             model_path=trainer.lightning_module.actor_spec.path,
@@ -419,6 +420,7 @@ class RolloutDataModule(LightningDataModule):
             max_prompt_tokens=max(lengths) if lengths else None,
             max_new_tokens=max(self.sampling.max_new_tokens, self.eval_sampling.max_new_tokens),
             random_init=bool(trainer.lightning_module.actor_spec.random_init),
+            lora_rank=0 if lora is None or lora.quantize_4bit else lora.r,
         )
 
 

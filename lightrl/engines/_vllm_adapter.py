@@ -13,7 +13,7 @@ import random
 import signal
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, nullcontext, suppress
@@ -22,7 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from lightrl.engines._vllm_lora import AdapterFolder
 from lightrl.engines.base import EngineDiedError
 
 __all__ = ["TRAINER_PID", "VLLMAdapter", "isolated_rng"]
@@ -156,6 +158,8 @@ class VLLMAdapter:
             # Lightning takes vLLM's group of one process for a distributed run, drops `sync_dist=True` because its own
             # strategy is not, and then asks for it.
             warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=True")
+        self._lora: Any = None
+        self._lora_folder: AdapterFolder | None = None
         self.engine: Any = self.llm.llm_engine
         self.client: Any = self.engine.engine_core
         self.max_model_len: int = self.llm.model_config.max_model_len
@@ -228,13 +232,25 @@ class VLLMAdapter:
     def add(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> str:
         """Queues a request and returns the id under which its output will come."""
         with _deaths():
-            self.engine.add_request(request_id, prompt, params)
+            self.engine.add_request(request_id, prompt, params, lora_request=self._lora)
         return request_id
 
     def step(self) -> list[Any]:
         """Runs the engine once (in its own process: waits for its next news); finished requests."""
-        with _deaths(), isolated_rng():
+        # An engine of its own process draws no random numbers here, and its thread may not be the trainer's.
+        with _deaths(), isolated_rng() if self.in_process else nullcontext():
             return [output for output in self.engine.step() if output.finished]
+
+    def load_lora(self, tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]) -> None:
+        """Replaces the adapter that all requests use from now on."""
+        from vllm.lora.request import LoRARequest
+
+        self._lora_folder = self._lora_folder or AdapterFolder()
+        self._lora_folder.write(tensors, config)
+        path = self._lora_folder.path
+        with _deaths():
+            self.engine.add_lora(LoRARequest("policy", 1, path, load_inplace=True))
+        self._lora = LoRARequest("policy", 1, path)
 
     def abort(self, request_ids: list[str]) -> None:
         """Drops requests."""
@@ -283,6 +299,8 @@ class VLLMAdapter:
             with isolated_rng():
                 self.client.shutdown()
         finally:
+            if self._lora_folder is not None:
+                self._lora_folder.remove()
             _, left = psutil.wait_procs(processes, timeout=_CLOSE_SECONDS)
             for process in left:
                 with suppress(psutil.NoSuchProcess):

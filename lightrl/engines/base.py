@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from lightrl.types import CompletionGroup, Prompts, SamplingParams
 
-__all__ = ["Engine", "EngineContext", "EngineDiedError", "EngineRestartedError", "StaleWeightsError"]
+__all__ = [
+    "Engine",
+    "EngineContext",
+    "EngineDiedError",
+    "EngineRestartedError",
+    "GenerationCancelledError",
+    "StaleWeightsError",
+]
 
 
 class EngineDiedError(RuntimeError):
@@ -19,6 +27,10 @@ class EngineDiedError(RuntimeError):
 
 class EngineRestartedError(EngineDiedError):
     """An engine process was gone and runs again, without weights: sync them, then ask again for what was lost."""
+
+
+class GenerationCancelledError(RuntimeError):
+    """`Engine.cancel` ended this generation."""
 
 
 class StaleWeightsError(RuntimeError):
@@ -39,6 +51,7 @@ class EngineContext:
         max_prompt_tokens: longest prompt the data module lets through; None where it does not know.
         max_new_tokens: largest `max_new_tokens` of any sampling settings in the run.
         random_init: the model folder has a configuration but no weights; the first sync brings them.
+        lora_rank: rank of the policy's adapter; 0 where there is none, or none that fits on the folder's weights.
     """
 
     model_path: str
@@ -51,6 +64,7 @@ class EngineContext:
     max_prompt_tokens: int | None = None
     max_new_tokens: int = 256
     random_init: bool = False
+    lora_rank: int = 0
 
 
 class Engine(ABC):
@@ -66,6 +80,18 @@ class Engine(ABC):
 
     dtype: str | None = None
     """Of the weights of the started engine: "float32", "bfloat16" or "float16"; None where the engine does not know."""
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether it computes outside of this process, so that `generate` may run in a thread beside training."""
+        return False
+
+    def check(self, context: EngineContext) -> None:  # noqa: B027 - most engines find out when they start
+        """Looks, before any model is loaded, for what would make `start` fail. Every rank calls it.
+
+        Raises:
+            ValueError: what is wrong, and the way out.
+        """
 
     @abstractmethod
     def start(self, context: EngineContext) -> None:
@@ -102,6 +128,9 @@ class Engine(ABC):
             EngineDiedError: an engine process is gone.
         """
 
+    def cancel(self) -> None:  # noqa: B027 - only a concurrent engine can be asked
+        """Ends every `generate` that another thread is in, soon, by a `GenerationCancelledError` there."""
+
     @abstractmethod
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs at temperature 1 of tokens 1..n-1 of each sequence given those before; the canary's question."""
@@ -116,6 +145,24 @@ class Engine(ABC):
             policy_version: what `self.policy_version` is afterwards.
         Caches of the old weights (prefix, encoder) are dropped. When it raises, `policy_version` is -1.
         """
+
+    @property
+    def takes_adapter(self) -> bool:
+        """Whether the engine, as it was started, is given LoRA adapters by `load_adapter` and not merged weights."""
+        return False
+
+    def load_adapter(
+        self, named_tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any], *, policy_version: int
+    ) -> None:
+        """Replaces the LoRA adapter on the engine's own base weights, for an engine that `takes_adapter`.
+
+        Args:
+            named_tensors: (parameter name in peft's format, full tensor).
+            config: peft's `adapter_config.json`.
+            policy_version: what `self.policy_version` is afterwards.
+        As `load_weights` otherwise.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes merged weights.")
 
     def sleep(self) -> None:  # noqa: B027 - optional: an engine without sleep mode keeps its memory
         """Frees device memory until `wake`. After it `policy_version` is -1 if the weights were dropped."""

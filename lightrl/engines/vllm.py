@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from lightrl.engines._vllm_lora import lora_arguments
 from lightrl.engines._vllm_requests import (
     completion,
     completion_seed,
@@ -25,7 +26,13 @@ from lightrl.engines._vllm_requests import (
     sampling_params,
     scoring_params,
 )
-from lightrl.engines.base import Engine, EngineContext, EngineDiedError, EngineRestartedError
+from lightrl.engines.base import (
+    Engine,
+    EngineContext,
+    EngineDiedError,
+    EngineRestartedError,
+    GenerationCancelledError,
+)
 from lightrl.types import Completion, CompletionGroup, Prompts, SamplingParams
 
 if TYPE_CHECKING:
@@ -65,6 +72,9 @@ class VLLMEngine(Engine):
         sleep_level: what `sleep` frees on a GPU: 0 nothing, 1 KV cache, with weights moved to the host, 2 KV cache and
             weights, which must be pushed again. On CPU memory stays, but the caches are dropped and level 2 still asks
             for a new push, so that a run behaves alike on both.
+        lora_sync: of a policy with a LoRA adapter. "adapter": the engine keeps the base weights of the model's folder,
+            and a push brings the adapter alone. "merged": a push brings all weights, the adapter merged; sampling is
+            then as fast as without one. Quantised bases (QLoRA) are always merged.
         engine_args: any further arguments of `vllm.LLM`, passed on untouched; they win over all of the above.
 
     Raises:
@@ -84,6 +94,7 @@ class VLLMEngine(Engine):
         restart_engine: bool = False,
         fire_temperature: float | None = None,
         sleep_level: Literal[0, 1, 2] = 0,
+        lora_sync: Literal["adapter", "merged"] = "adapter",
         engine_args: dict[str, Any] | None = None,
     ) -> None:
         if tensor_parallel_size > 1 and in_process:
@@ -109,12 +120,14 @@ class VLLMEngine(Engine):
         self.restart_engine = restart_engine
         self.fire_temperature = fire_temperature
         self.sleep_level = sleep_level
+        self.lora_sync = lora_sync
         self.engine_args = dict(engine_args or {})
         self._context: EngineContext | None = None
         self._adapter: VLLMAdapter | None = None
         self._sender: Any = None
         self._finished: dict[str, Any] = {}
         self._num_requests = 0
+        self._num_cancels = 0
         self._asleep: Literal[0, 1, 2] = 0
         self._cache_asleep = False
         self._died = False
@@ -153,6 +166,10 @@ class VLLMEngine(Engine):
     @property
     def started(self) -> bool:
         return self._adapter is not None
+
+    @property
+    def concurrent(self) -> bool:
+        return not self.in_process
 
     @property
     def max_model_len(self) -> int:
@@ -244,6 +261,8 @@ class VLLMEngine(Engine):
         }
         if not cuda:
             arguments["enforce_eager"] = True  # compiling takes 25 s here and gains nothing
+            # After half a prompt vLLM takes a seeded request's random state back, which CPU generators refuse.
+            arguments["enable_chunked_prefill"] = False
         if self.gpu_memory_utilization is not None:
             arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
         elif cuda:
@@ -256,9 +275,22 @@ class VLLMEngine(Engine):
             arguments["enable_sleep_mode"] = True
         if context.random_init or _lacks_weights(arguments["model"]):
             arguments["load_format"] = "dummy"
+        if self._adapter_rank(context):
+            arguments |= lora_arguments(context.lora_rank)
         if self.fire_temperature is not None:
             arguments["logits_processors"] = ["lightrl.engines._vllm_worker:FireProcessor"]
         return arguments | self.engine_args
+
+    def _adapter_rank(self, context: EngineContext) -> int:
+        """Rank of the adapters that this engine will be given; 0 where merged weights are pushed."""
+        if not context.lora_rank or self.lora_sync == "merged":
+            return 0
+        if self.sleep_level == 2:
+            raise ValueError(
+                'VLLMEngine.sleep_level=2 with lora_sync="adapter": sleep would drop the base weights, which an '
+                'adapter does not bring back. Set sleep_level to 1, or lora_sync="merged".'
+            )
+        return context.lora_rank
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
@@ -289,7 +321,7 @@ class VLLMEngine(Engine):
     def _stream(
         self, prompts: Prompts, sampling: SamplingParams, num_completions: int, seeds: Sequence[int]
     ) -> Iterator[CompletionGroup]:
-        version = self.policy_version
+        version, cancels = self.policy_version, self._num_cancels
         params = sampling_params(sampling, self.fire_temperature)
         owner: dict[str, tuple[int, int]] = {}
         groups: dict[int, dict[int, Completion]] = {}
@@ -311,9 +343,14 @@ class VLLMEngine(Engine):
                     if len(group) == num_completions:
                         del groups[p]
                         yield CompletionGroup(p, [group[i] for i in range(num_completions)], version)
+                if self._num_cancels != cancels:
+                    raise GenerationCancelledError(f"{len(owner)} completions were cancelled.")
         finally:
             if owner and self._adapter is not None:
                 self._abort(list(owner))
+
+    def cancel(self) -> None:
+        self._num_cancels += 1
 
     def _step(self, owner: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """Finished requests of this stream; those of others that finish meanwhile wait for their own."""
@@ -374,6 +411,21 @@ class VLLMEngine(Engine):
         with self._serving() as adapter:
             self._sender.push(named_tensors)
             self._wake_cache()
+            adapter.reset_caches()
+        self.policy_version = policy_version
+
+    @property
+    def takes_adapter(self) -> bool:
+        return self._context is not None and self._adapter_rank(self._context) > 0
+
+    def load_adapter(
+        self, named_tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any], *, policy_version: int
+    ) -> None:
+        """See `Engine.load_adapter`. Requests in flight go on with the new adapter, their prefix computed again."""
+        self.policy_version = -1
+        with self._serving() as adapter:
+            self._wake_cache()
+            adapter.load_lora(named_tensors, config)
             adapter.reset_caches()
         self.policy_version = policy_version
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightrl.models.spec import LoraSpec
 
-__all__ = ["adapter_disabled", "add_lora", "named_hf_weights"]
+__all__ = ["adapter_config", "adapter_disabled", "add_lora", "named_adapter_weights", "named_hf_weights"]
 
 Gather = Callable[[Tensor], AbstractContextManager[Tensor]]
 ADAPTER = "default"
@@ -99,6 +99,30 @@ def named_hf_weights(policy: Any, gather: Gather | None = None) -> Iterator[tupl
         else:
             with gather(parameter) as full:
                 yield f"{owner}.{leaf}", full
+
+
+def adapter_config(policy: Any, spec: LoraSpec) -> dict[str, Any]:
+    """peft's `adapter_config.json` of a policy's adapter."""
+    names = _lora_layers(policy.lm)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": spec.r,
+        "lora_alpha": spec.alpha,
+        "target_modules": sorted({name.rpartition(".")[2] for name in names}),
+        "bias": "none",
+        "fan_in_fan_out": any(getattr(layer, "fan_in_fan_out", False) for layer in names.values()),
+    }
+
+
+@torch.no_grad()
+def named_adapter_weights(policy: Any, gather: Gather | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of the policy's adapter under peft's name, one at a time; arguments as of `named_hf_weights`."""
+    gather = gather or nullcontext
+    for name, parameter in policy.lm.named_parameters():
+        if ".lora_" in name:
+            with gather(parameter) as full:
+                yield f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", full
 
 
 def _merged(layer: Any, weight: Tensor, gather: Gather, stack: ExitStack) -> Tensor:

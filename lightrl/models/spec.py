@@ -15,7 +15,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 class LoraSpec:
     """A low-rank adapter: `W + alpha / r * B A` with W frozen (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
 
-    The base without its adapter serves as the reference model. What is synced and exported is the merged weight.
+    The base without its adapter serves as the reference model. Exported is the merged weight; what is synced is up to
+    the engine (`VLLMEngine.lora_sync`).
 
     Args:
         r: rank of the update, at least 1.

@@ -18,7 +18,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightrl.models.loading import load_causal_lm, put_out_router_logits, require_model_folder
-from lightrl.models.lora import named_hf_weights
+from lightrl.models.lora import adapter_config, named_adapter_weights, named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModel, RewardModelSpec
 from lightrl.models.spec import ModelSpec
@@ -448,6 +448,12 @@ class PPOLightningModule(LightningModule):
         Collective under FSDP2 and ZeRO-3: every rank iterates to the end. Tied parameters come once.
         """
         return named_hf_weights(self.actor, strategies.gather_parameter(self.trainer.strategy))
+
+    def policy_adapter(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
+        """The actor's LoRA adapter in peft's format: (name, full tensor) one at a time, and its configuration."""
+        assert self.actor_spec.lora is not None, "only an actor with LoRA has an adapter"
+        gather = strategies.gather_parameter(self.trainer.strategy)
+        return named_adapter_weights(self.actor, gather), adapter_config(self.actor, self.actor_spec.lora)
 
     @torch.no_grad()
     def token_logprobs(self, token_ids: Tensor) -> Tensor:

@@ -1,0 +1,117 @@
+"""A LoRA policy's pushes bring the adapter alone, and the engine samples with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.callbacks import WeightSync
+from lightrl.engines import EngineContext, VLLMEngine
+from lightrl.models.lora import adapter_config, add_lora, named_adapter_weights
+from lightrl.models.policy import PolicyModel
+from lightrl.models.spec import LoraSpec, ModelSpec
+from lightrl.modules import GRPOLightningModule
+from lightrl.types import Prompts, SamplingParams
+from tests.engines.conftest import load, reference_logprobs
+from tests.toys import quiet_trainer, sums_data
+
+pytest.importorskip("vllm")
+pytest.importorskip("peft")
+pytestmark = pytest.mark.vllm
+SPEC = LoraSpec(r=3, alpha=7.0)
+
+
+@pytest.fixture(scope="module")
+def engine(tied_folder: Path) -> Iterator[VLLMEngine]:
+    """In a process of its own; takes 64 tokens a step, so that prompts of 20 would be cut in two."""
+    engine = VLLMEngine(in_process=False, engine_args={"max_num_batched_tokens": 64, "max_num_seqs": 16})
+    engine.start(EngineContext(str(tied_folder), max_prompt_tokens=32, max_new_tokens=16, lora_rank=SPEC.r))
+    yield engine
+    VLLMEngine.close(engine)
+
+
+def adapted(folder: Path, seed: int) -> PolicyModel:
+    lm = load(folder)
+    add_lora(lm, SPEC)
+    torch.manual_seed(seed)
+    for name, parameter in lm.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return PolicyModel(lm).eval()
+
+
+@torch.no_grad()
+def expected(policy: PolicyModel, rows: list[list[int]]) -> list[list[float]]:
+    tokens = torch.tensor(rows)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    response = mask.clone()
+    response[:, 0] = False
+    return policy(tokens, mask, response).logprobs[:, 1:].tolist()
+
+
+def test_each_push_replaces_the_adapter(engine: VLLMEngine, tied_folder: Path) -> None:
+    rows = [[2, *range(5, 25)], [2, *range(20, 40)]]
+    assert engine.takes_adapter
+    results = []
+    for version, seed in enumerate((1, 2)):
+        policy = adapted(tied_folder, seed)
+        engine.load_adapter(named_adapter_weights(policy), adapter_config(policy, SPEC), policy_version=version)
+        assert engine.policy_version == version
+        results.append(torch.tensor(engine.logprobs(rows)))
+        torch.testing.assert_close(results[-1], torch.tensor(expected(policy, rows)), atol=5e-5, rtol=0)
+    base = torch.stack([reference_logprobs(load(tied_folder), row) for row in rows])
+    assert (results[0] - results[1]).abs().max() > 0.1 and (results[1] - base).abs().max() > 0.1
+
+
+def test_prompts_that_would_be_cut_in_two_keep_their_seeds(engine: VLLMEngine, tied_folder: Path) -> None:
+    # Eight prompts of 20 tokens against 64 a step: CPU generators cannot take a draw back after half a prompt.
+    prompts = Prompts([[3 + (7 * p + i) % 40 for i in range(20)] for p in range(8)], [""] * 8)
+    sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
+
+    def sample(pick: list[int]) -> dict[int, Any]:
+        groups = engine.generate(prompts[pick], sampling, num_completions=2, seeds=pick)
+        return {pick[g.prompt_index]: [c.token_ids for c in g.completions] for g in groups}
+
+    together = sample(list(range(8)))
+    assert together == {**sample([0, 3, 4, 5]), **sample([7, 6, 2, 1])}
+
+
+def test_a_run_pushes_the_adapter_only(engine: VLLMEngine, tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "close", lambda: None)
+    engine.policy_version = -1
+    sent: list[int] = []
+    push = engine.load_adapter
+
+    def counted(tensors: Any, config: Any, **kwargs: Any) -> None:
+        pairs = [(name, tensor.clone()) for name, tensor in tensors]
+        sent.append(sum(tensor.numel() for _, tensor in pairs))
+        push(pairs, config, **kwargs)
+
+    monkeypatch.setattr(engine, "load_adapter", counted)
+    module = GRPOLightningModule(
+        ModelSpec(str(tied_folder), lora=SPEC), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2)
+    )
+    monkeypatch.setattr(module, "named_policy_weights", lambda: pytest.fail("merged weights were pushed"))
+    sync = WeightSync()
+    quiet_trainer(callbacks=[sync]).fit(module, sums_data(engine=engine, rollouts_per_epoch=3))
+    trained = sum(p.numel() for p in module.actor.parameters() if p.requires_grad)
+    assert sent == [trained] * 3
+    assert sync.last_gap is not None and sync.last_gap <= 5e-5
+    moved = [p for name, p in module.actor.named_parameters() if "lora_B" in name]
+    assert all(p.abs().max() > 0 for p in moved)
+
+
+def test_merged_where_asked_and_refusals(tied_folder: Path) -> None:
+    context = EngineContext(str(tied_folder), lora_rank=SPEC.r)
+    arguments = VLLMEngine()._arguments(context, cuda=False)
+    assert (arguments["enable_lora"], arguments["max_lora_rank"]) == (True, 8)
+    assert "enable_lora" not in VLLMEngine(lora_sync="merged")._arguments(context, cuda=False)
+    assert "enable_lora" not in VLLMEngine()._arguments(EngineContext(str(tied_folder)), cuda=False)
+    with pytest.raises(ValueError, match=r'sleep_level=2 with lora_sync="adapter"'):
+        VLLMEngine(sleep_level=2)._arguments(context, cuda=False)
+    with pytest.raises(ValueError, match=r"lora\.r=600.*lora_sync=merged"):
+        VLLMEngine()._arguments(EngineContext(str(tied_folder), lora_rank=600), cuda=False)
