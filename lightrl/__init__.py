@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         SFTDataModule,
         SFTSource,
     )
-    from lightrl.engines import TransformersEngine, VLLMEngine
+    from lightrl.engines import ServerEngine, TransformersEngine, VLLMEngine
     from lightrl.models.spec import LoraSpec, ModelSpec
     from lightrl.modules import (
         CPGDLightningModule,
@@ -46,7 +46,7 @@ _HOMES = {
         "SFTDataModule",
         "SFTSource",
     ],
-    "engines": ["TransformersEngine", "VLLMEngine"],
+    "engines": ["ServerEngine", "TransformersEngine", "VLLMEngine"],
     "models.spec": ["LoraSpec", "ModelSpec"],
     "modules": [
         "CPGDLightningModule",
@@ -73,6 +73,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "RolloutDataModule",
     "SFTDataModule",
     "SFTSource",
+    "ServerEngine",
     "TransformersEngine",
     "VLLMEngine",
     "LoraSpec",

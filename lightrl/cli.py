@@ -47,7 +47,11 @@ def _build_cli() -> type[Any]:
     import lightrl.engines
     import lightrl.modules
     import lightrl.rewards  # noqa: F401 - imported so that YAML may name their classes without a path
-    from lightrl.engines import TransformersEngine, VLLMEngine  # noqa: F401 - imported lazily by their package
+    from lightrl.engines import (  # noqa: F401 - imported lazily by their package
+        ServerEngine,
+        TransformersEngine,
+        VLLMEngine,
+    )
 
     _start_from_own_defaults()
 

@@ -13,6 +13,7 @@ from lightrl.engines.base import (
 )
 
 if TYPE_CHECKING:
+    from lightrl.engines.server import ServerEngine
     from lightrl.engines.transformers import TransformersEngine
     from lightrl.engines.vllm import VLLMEngine
 
@@ -21,12 +22,17 @@ __all__ = [
     "EngineContext",
     "EngineDiedError",
     "EngineRestartedError",
+    "ServerEngine",
     "StaleWeightsError",
     "TransformersEngine",
     "VLLMEngine",
 ]
 
-_LAZY = {"TransformersEngine": "lightrl.engines.transformers", "VLLMEngine": "lightrl.engines.vllm"}
+_LAZY = {
+    "ServerEngine": "lightrl.engines.server",
+    "TransformersEngine": "lightrl.engines.transformers",
+    "VLLMEngine": "lightrl.engines.vllm",
+}
 
 
 def __getattr__(name: str) -> Any:

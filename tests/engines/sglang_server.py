@@ -1,0 +1,131 @@
+"""A small server with exactly the SGLang routes that `ServerEngine` uses, on a real model.
+
+Weights really come from the folder, log-probs from the model, random numbers from each request's `sampling_seed`.
+`faults` makes it misbehave.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+class SGLangServer:
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.version, self.paused, self.calls = "default", False, Counter[str]()
+        self.faults: list[int] = []  # statuses that the next /generate calls answer
+        self.delay = 0.0
+        self.requests: list[dict[str, Any]] = []
+        self.stop_after_load = False
+        app = FastAPI()
+        app.middleware("http")(self.count)
+        for path in ("/health", "/get_model_info", "/v1/models"):
+            app.get(path)(getattr(self, path.strip("/").replace("/", "_")))
+        for path in ("/generate", "/update_weights_from_disk", "/flush_cache"):
+            app.post(path)(getattr(self, path.strip("/")))
+        for path in ("/pause_generation", "/continue_generation"):
+            app.post(path)(getattr(self, path.strip("/")))
+        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+
+    def start(self) -> str:
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        return f"http://127.0.0.1:{port}"
+
+    def stop(self) -> None:
+        self.server.should_exit = self.server.force_exit = True
+        self.thread.join(5)
+
+    async def count(self, request: Request, call_next: Any) -> Any:
+        self.calls[request.url.path] += 1
+        return await call_next(request)
+
+    def health(self) -> None:
+        return None
+
+    def get_model_info(self) -> dict[str, Any]:
+        return {"model_path": self.folder, "is_generation": True, "weight_version": self.version}
+
+    def v1_models(self) -> dict[str, Any]:
+        return {"data": [{"id": self.folder, "max_model_len": 64}]}
+
+    def pause_generation(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert body["mode"] == "abort"
+        self.paused = True
+        return {"status": "ok"}
+
+    def continue_generation(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.paused = False
+        return {"status": "ok"}
+
+    def flush_cache(self) -> None:
+        assert self.paused
+
+    def update_weights_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert self.paused
+        weights = {
+            k: v for f in sorted(Path(body["model_path"]).glob("*.safetensors")) for k, v in load_file(f).items()
+        }
+        try:
+            outcome = self.model.load_state_dict(weights, strict=False)
+        except RuntimeError as error:
+            raise HTTPException(400, str(error)) from error
+        missing = [name for name in outcome.missing_keys if name != "lm_head.weight"]
+        if missing or outcome.unexpected_keys:
+            return {"success": False, "message": f"{missing} {outcome.unexpected_keys}"}
+        self.version = body["weight_version"]
+        return {"success": True, "message": ""}
+
+    def generate(self, body: dict[str, Any]) -> Any:
+        if self.faults:
+            raise HTTPException(self.faults.pop(0), "as told")
+        time.sleep(self.delay)
+        self.requests.append(body)
+        if isinstance(body["input_ids"][0], int):
+            return self.one(body["input_ids"], body["sampling_params"], body.get("logprob_start_len", -1))
+        return [self.one(ids, p, -1) for ids, p in zip(body["input_ids"], body["sampling_params"], strict=True)]
+
+    @torch.no_grad()
+    def one(self, ids: list[int], params: dict[str, Any], start: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(params.get("sampling_seed", 0))
+        tokens, logprobs, reason = list(ids), [], "length"
+        for _ in range(params["max_new_tokens"]):
+            logits = self.model(torch.tensor([tokens])).logits[0, -1]
+            scores = (logits / (params["temperature"] or 1.0)).log_softmax(-1)
+            token = (
+                int(torch.multinomial(scores.exp(), 1, generator=generator))
+                if params["temperature"]
+                else int(scores.argmax())
+            )
+            tokens.append(token)
+            logprobs.append(float(scores[token]))
+            if token == self.tokenizer.eos_token_id and not params.get("ignore_eos"):
+                reason = "stop"
+                break
+        new = tokens[len(ids) :]
+        meta: dict[str, Any] = {
+            "finish_reason": {"type": reason},
+            "weight_version": self.version,
+            "output_token_logprobs": [[lp, t, None] for lp, t in zip(logprobs, new, strict=True)],
+        }
+        if start >= 0:
+            all_scores = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            known = [float(all_scores[i, ids[i + 1]]) for i in range(len(ids) - 1)]
+            meta["input_token_logprobs"] = [[lp, t, None] for lp, t in zip([None, *known], ids, strict=True)]
+        return {"text": self.tokenizer.decode(new, skip_special_tokens=True), "output_ids": new, "meta_info": meta}

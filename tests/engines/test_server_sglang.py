@@ -1,0 +1,250 @@
+"""`ServerEngine` on SGLang's routes, and how it deals with servers that fail, change their weights, or go away.
+
+No SGLang can run here: the servers are small ones that speak the routes it documents (`sglang_server.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("uvicorn")
+
+from lightrl.engines import EngineContext, EngineDiedError, ServerEngine, StaleWeightsError
+from lightrl.engines.base import GenerationCancelledError
+from lightrl.types import Prompts, SamplingParams
+from tests.engines.conftest import build_model, change, load, reference_logprobs
+from tests.engines.sglang_server import SGLangServer
+
+PROMPTS = Prompts(token_ids=[[3, 4, 5], [6, 7], [8, 9, 10, 11], [12, 13, 14]], texts=["", "", "", ""])
+SAMPLING = SamplingParams(max_new_tokens=6, temperature=0.7)
+Start = Callable[..., tuple[ServerEngine, list[SGLangServer]]]
+
+
+@pytest.fixture()
+def start(tied_folder: Path, tmp_path: Path) -> Iterator[Start]:
+    servers: list[SGLangServer] = []
+    engines: list[ServerEngine] = []
+
+    def make(count: int = 2, **arguments: Any) -> tuple[ServerEngine, list[SGLangServer]]:
+        servers.extend(SGLangServer(tied_folder) for _ in range(count))
+        urls = [server.start() for server in servers]
+        options: dict[str, Any] = {"kind": "sglang", "shared_folder": str(tmp_path / "weights"), "timeout": 1.0}
+        engines.append(ServerEngine(urls, **{**options, **arguments}))
+        engines[-1].start(EngineContext(str(tied_folder), max_prompt_tokens=8, max_new_tokens=6))
+        return engines[-1], servers
+
+    yield make
+    for engine in engines:
+        engine.close()
+    for server in servers:
+        server.stop()
+
+
+def push(engine: ServerEngine, folder: Path, version: int = 0, seed: int = 1) -> torch.nn.Module:
+    model = change(load(folder), seed)
+    engine.load_weights(model.named_parameters(), policy_version=version)
+    return model
+
+
+def sample(engine: ServerEngine, seeds: tuple[int, ...] = (1, 2, 3, 4)) -> dict[int, list[list[int]]]:
+    groups = list(engine.generate(PROMPTS, SAMPLING, num_completions=3, seeds=seeds))
+    assert sorted(group.prompt_index for group in groups) == [0, 1, 2, 3]
+    assert {group.policy_version for group in groups} == {engine.policy_version}
+    return {group.prompt_index: [c.token_ids for c in group.completions] for group in groups}
+
+
+def test_weights_arrive_and_logprobs_are_the_trainers(start: Start, tied_folder: Path, tmp_path: Path) -> None:
+    engine, servers = start()
+    model = push(engine, tied_folder, version=3)
+    for server in servers:
+        assert server.calls["/pause_generation"] == server.calls["/flush_cache"] == 1 and not server.paused
+    sequence = [3, 9, 14, 20, 33, 8]
+    assert torch.allclose(torch.tensor(engine.logprobs([sequence])[0]), reference_logprobs(model, sequence), atol=5e-5)
+    for group in engine.generate(PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4]):
+        assert group.policy_version == 3 and len(group.completions) == 3
+        for completion in group.completions:
+            ids = PROMPTS.token_ids[group.prompt_index]
+            expected = reference_logprobs(model, ids + completion.token_ids, 0.7)[len(ids) - 1 :]
+            assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=5e-5)
+            assert completion.finish_reason == ("stop" if completion.token_ids[-1] == 1 else "length")
+    push(engine, tied_folder, version=4, seed=2)
+    assert len(list((tmp_path / "weights").iterdir())) == 1  # the old copy is gone
+    engine.close()
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_a_completion_depends_on_its_prompts_seed_alone(start: Start, tied_folder: Path) -> None:
+    engine, servers = start()
+    push(engine, tied_folder)
+    first = sample(engine)
+    assert sample(engine) == first
+    order = [2, 0, 3, 1]
+    shuffled = engine.generate(PROMPTS[order], SAMPLING, num_completions=3, seeds=[(1, 2, 3, 4)[i] for i in order])
+    assert {order[g.prompt_index]: [c.token_ids for c in g.completions] for g in shuffled} == first
+    assert sample(engine, (5, 2, 3, 4))[0] != first[0]
+    assert len({tuple(tokens) for tokens in first[2]}) > 1  # members of a group differ
+    assert all(len(server.requests) > 2 for server in servers)  # both had work
+
+
+def test_groups_go_to_the_server_with_fewest_and_wait_for_room(start: Start, tied_folder: Path) -> None:
+    engine, servers = start(max_groups=1)
+    push(engine, tied_folder)
+    servers[0].delay = 0.5
+    before = time.monotonic()
+    sample(engine)
+    assert time.monotonic() - before < 1.5
+    assert [len(server.requests) for server in servers] == [1, 3]
+
+
+def test_sampling_settings_reach_the_server(start: Start, tied_folder: Path) -> None:
+    engine, servers = start(1)
+    push(engine, tied_folder)
+    plain = servers[0]
+    settings: dict[str, Any] = {"top_p": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5, "min_new_tokens": 1}
+    settings |= {"stop": ["a"], "stop_token_ids": [7], "ignore_eos": True, "regex": "[0-9]+"}
+    extra = SamplingParams(max_new_tokens=2, **settings, extra={"frequency_penalty": 0.25})
+    list(engine.generate(PROMPTS[[0]], extra, num_completions=2, seeds=[0]))
+    sent = plain.requests[-1]["sampling_params"]
+    assert {key: sent[0][key] for key in settings} == settings and sent[0]["frequency_penalty"] == 0.25
+    assert sent[0]["sampling_seed"] != sent[1]["sampling_seed"] and sent[0]["no_stop_trim"]
+    list(engine.generate(PROMPTS[[0]], SamplingParams(max_new_tokens=2), num_completions=1, seeds=[0]))
+    assert plain.requests[-1]["sampling_params"][0]["top_k"] == -1
+
+
+def test_a_dead_server_is_left_out_and_all_dead_end_the_run(start: Start, tied_folder: Path) -> None:
+    engine, servers = start()
+    push(engine, tied_folder)
+    first = sample(engine)
+    servers[0].delay = 0.3
+    stream = engine.generate(PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4])
+    groups = [next(stream)]
+    servers[0].stop()
+    groups += list(stream)
+    assert {g.prompt_index: [c.token_ids for c in g.completions] for g in groups} == first
+    asked = len(servers[1].requests)
+    sample(engine)
+    assert len(servers[1].requests) == asked + 4
+    push(engine, tied_folder, version=1)  # goes to the one that is left
+    servers[1].stop()
+    with pytest.raises(EngineDiedError, match=r"All servers are gone.*Start them again"):
+        sample(engine)
+    with pytest.raises(EngineDiedError, match="All servers are gone"):
+        push(engine, tied_folder, version=2)
+    assert engine.policy_version == -1
+
+
+def test_an_error_is_tried_again_and_a_refusal_is_the_users(start: Start, tied_folder: Path) -> None:
+    engine, servers = start(retries=2)
+    push(engine, tied_folder)
+    first = sample(engine)
+    servers[0].faults = [500, 503]
+    assert sample(engine) == first
+    servers[0].faults = servers[1].faults = [500] * 99
+    with pytest.raises(RuntimeError, match=r"/generate answered 500: .*as told"):
+        sample(engine)
+    servers[0].faults, servers[1].faults = [400] * 9, [400] * 9
+    with pytest.raises(ValueError, match=r"answered 400.*refuses prompt \d or the sampling settings"):
+        sample(engine)
+
+
+def test_weights_that_somebody_else_changed_are_not_used(
+    start: Start, tied_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, servers = start()
+    push(engine, tied_folder)
+    first = sample(engine)
+    servers[0].version = "another run"
+    asked = len(servers[1].requests)
+    assert sample(engine) == first
+    assert len(servers[1].requests) == asked + 4  # all groups, also those that the first had sampled
+    assert "holds weights 'another run'" in caplog.text and "left out until the next push" in caplog.text
+    servers[1].version = "another run"
+    with pytest.raises(StaleWeightsError, match="No living server holds the policy's weights"):
+        sample(engine)
+    push(engine, tied_folder, version=1)
+    sample(engine)
+
+
+def test_a_push_while_groups_are_out_samples_them_anew(start: Start, tied_folder: Path) -> None:
+    engine, servers = start()
+    push(engine, tied_folder)
+    for server in servers:
+        server.delay = 0.4
+    stream = engine.generate(PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4])
+    groups: list[Any] = []
+    reader = threading.Thread(target=lambda: groups.extend(stream))
+    reader.start()
+    time.sleep(0.1)
+    push(engine, tied_folder, version=1, seed=2)
+    reader.join(20)
+    assert len(groups) == 4 and {group.policy_version for group in groups} == {1}
+    for server in servers:
+        server.delay = 0.0
+    assert {g.prompt_index: [c.token_ids for c in g.completions] for g in groups} == sample(engine)
+
+
+def test_cancelling_ends_a_generation_in_another_thread(start: Start, tied_folder: Path) -> None:
+    engine, servers = start(1)
+    push(engine, tied_folder)
+    servers[0].delay = 0.5
+    stream = engine.generate(PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4])
+    threading.Timer(0.1, engine.cancel).start()
+    with pytest.raises(GenerationCancelledError):
+        list(stream)
+    servers[0].delay = 0.0
+    sample(engine)
+
+
+def test_servers_that_disagree_are_named(start: Start, tied_folder: Path) -> None:
+    engine, servers = start()
+    push(engine, tied_folder)
+    change(servers[1].model, seed=5)
+    with pytest.raises(StaleWeightsError, match=r"http://.* and http://.* got the same weights, but .* differ by"):
+        engine.logprobs([[3, 9, 14, 20]])
+    assert engine.policy_version == -1
+
+
+def test_weights_that_do_not_fit_are_refused(start: Start, tied_folder: Path, tmp_path: Path) -> None:
+    engine, _ = start()
+    wide = build_model(tmp_path / "wide", tied=True, vocab_size=60)
+    with pytest.raises(ValueError, match=r"http://.* could not take the weights .*size mismatch"):
+        engine.load_weights(wide.named_parameters(), policy_version=0)
+    names = [pair for pair in load(tied_folder).named_parameters() if "norm" not in pair[0]]
+    with pytest.raises(ValueError, match=r"could not take the weights .*layernorm"):
+        engine.load_weights(names, policy_version=0)
+    assert engine.policy_version == -1 and list((tmp_path / "weights").iterdir()) == []
+    with pytest.raises(StaleWeightsError):
+        sample(engine)
+
+
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"urls": []}, "name at least one server"),
+        ({"urls": ["http://a:1", "http://a:1/"]}, "each once"),
+        ({"urls": ["10.0.0.1:8000"]}, "http://HOST:PORT"),
+        ({"shared_folder": None}, "shared_folder=None: weights: path needs a folder"),
+        ({"weights": "transfer", "kind": "sglang"}, "vLLM only"),
+        ({"max_groups": 0}, "max_groups=0: must be at least 1"),
+        ({"timeout": 0}, "timeout=0: must be above 0"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(ValueError, match=message):
+            ServerEngine(**{"urls": ["http://a:1"], "shared_folder": str(tmp_path), **arguments})
+
+
+def test_prompts_are_checked(start: Start, tied_folder: Path) -> None:
+    engine, _ = start(1)
+    push(engine, tied_folder)
+    with pytest.raises(ValueError, match=r"Prompt 0 has 60 tokens.*max_model_len=64"):
+        engine.generate(Prompts([[3] * 60], [""]), SAMPLING, num_completions=1, seeds=[0])
+    with pytest.raises(ValueError, match="serves text only"):
+        engine.generate(Prompts([[3]], [""], inputs=[{"image": 1}]), SAMPLING, num_completions=1, seeds=[0])
+    with pytest.raises(ValueError, match="1 given for 4 prompts"):
+        engine.generate(PROMPTS, SAMPLING, num_completions=1, seeds=[0])
