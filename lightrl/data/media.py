@@ -1,0 +1,324 @@
+"""Images, videos and sound of a data set's row: found, decoded, capped.
+
+Letters: F frames, H height, W width.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote, urlparse
+
+import numpy as np
+
+from lightrl.data.rows import RowSource
+from lightrl.types import Media
+
+__all__ = ["COLUMNS", "MediaError", "MediaSource", "decode"]
+
+COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "video", "audio": "audio", "audios": "audio"}
+"""Columns that hold media, and of which kind."""
+
+KINDS = ("image", "video", "audio")
+
+
+class MediaError(ValueError):
+    """A medium that is missing, broken or of an unknown form."""
+
+
+@dataclass
+class MediaSource(RowSource):
+    """Rows that may show something. The arguments of `RowSource`, and:
+
+    Args:
+        media_columns: column -> "image", "video" or "audio" (one value or a list of them per row). Null takes the columns
+            image, images, video, videos, audio and audios where the model can take such media; {} takes none.
+        media_folder: where relative paths start; null is the folder of the data file, or else the working directory.
+        max_pixels: images and frames with more are scaled down to it, keeping their proportions; null leaves them to
+            the model's processor, which has limits of its own.
+        max_frames: most frames of a video; of longer ones so many are taken, evenly spread.
+        frame_rate: frames per second taken from video files; what videos given as frames are taken to have.
+        on_media_error: what happens to a row whose media are missing or broken, or do not fit its prompt's places for
+            them: "error" stops the run and names the row, "drop" takes the next row instead and counts it in
+            `PromptSet.counts`.
+    """
+
+    media_columns: dict[str, Literal["image", "video", "audio"]] | None = None
+    media_folder: str | None = None
+    max_pixels: int | None = None
+    max_frames: int = 32
+    frame_rate: float = 2.0
+    on_media_error: Literal["error", "drop"] = "error"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        for column, kind in (self.media_columns or {}).items():
+            if kind not in KINDS:
+                raise ValueError(f"{name}.media_columns[{column!r}]={kind!r}: must be one of {', '.join(KINDS)}.")
+        for argument in ("max_pixels", "max_frames", "frame_rate"):
+            value = getattr(self, argument)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}.{argument}={value}: must be above 0.")
+        if self.on_media_error not in ("error", "drop"):
+            raise ValueError(f'{name}.on_media_error={self.on_media_error!r}: must be "error" or "drop".')
+
+    def media_root(self) -> Path:
+        """Where relative paths start."""
+        if self.media_folder is not None:
+            return Path(self.media_folder).expanduser()
+        local = Path(self.path).expanduser() if self.path is not None else Path()
+        return local.parent if local.is_file() else Path()
+
+
+def decode(found: Sequence[tuple[str, Any]], source: MediaSource) -> Media:
+    """Reads media.
+
+    Args:
+        found: (kind, value) of each, in the order of the prompt's places. A value is a PIL image, an array, a path, a
+            `file://` address, bytes, base64 (also as a data URL), or what `datasets` makes of them; a video also a
+            list of frames.
+        source: limits, and where paths start.
+
+    Raises:
+        MediaError: one cannot be read; the message says which and why.
+    """
+    media, root = Media(), source.media_root()
+    for kind, value in found:
+        number = 1 + len({"image": media.images, "video": media.videos, "audio": media.audios}[kind])
+        try:
+            if kind == "image":
+                media.images.append(_capped(_image(value, root), source.max_pixels))
+            elif kind == "video":
+                frames, times = _video(value, root, source)
+                media.videos.append(frames)
+                media.video_times.append(times)
+            else:
+                samples, rate = _audio(value, root)
+                media.audios.append(samples)
+                media.sampling_rates.append(rate)
+        except (OSError, ValueError, SyntaxError, EOFError) as error:  # PIL's own: a broken PNG is a SyntaxError
+            raise MediaError(f"{kind} {number}: {error}") from error
+    return media
+
+
+# ---- bytes -------------------------------------------------------------------------------------------------------
+
+
+def _content(value: Any, root: Path) -> bytes | Path | None:
+    """The bytes or the file that a value stands for; None for values that are pictures themselves."""
+    if isinstance(value, Mapping):  # from datasets, undecoded, or a content block's address
+        inner = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), None)
+        if inner is None:
+            raise MediaError(f"a dictionary with {sorted(value)} has neither bytes, path nor url.")
+        return _content(inner, root)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, Path):
+        return _existing(root / value.expanduser())
+    return _of_text(value, root) if isinstance(value, str) else None
+
+
+def _of_text(text: str, root: Path) -> bytes | Path:
+    if text.startswith("data:"):
+        return _base64(text.partition(",")[2])
+    if text.startswith("file://"):
+        return _existing(Path(unquote(urlparse(text).path)))
+    if text.startswith(("http://", "https://")):
+        raise MediaError(f"{text[:80]!r}: nothing is downloaded while training; store the file and give its path.")
+    path = root / Path(text).expanduser() if len(text) < 4096 and "\0" not in text else None
+    try:
+        if path is not None and path.is_file():
+            return path
+    except OSError:  # a name that is too long: base64
+        pass
+    try:
+        return _base64(text)
+    except MediaError:
+        return _existing(root / text[:200])
+
+
+def _base64(text: str) -> bytes:
+    try:
+        data = base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise MediaError(f"{text[:40]!r} is no base64.") from error
+    if len(data) < 16:
+        raise MediaError(f"{text[:40]!r} is too short for a picture in base64.")
+    return data
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise MediaError(f"there is no file {str(path)!r}.")
+    return path
+
+
+# ---- pictures ----------------------------------------------------------------------------------------------------
+
+
+def _image(value: Any, root: Path) -> Any:
+    """A PIL image in RGB; transparent parts are white, rotations stored beside the pixels are done."""
+    from PIL import Image, ImageOps
+
+    if isinstance(value, Image.Image):
+        image = value
+    else:
+        content = _content(value, root)
+        if content is None:
+            return Image.fromarray(_pixels(value))
+        image = Image.open(io.BytesIO(content) if isinstance(content, bytes) else content)
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image)
+    image.load()
+    return image if image.mode == "RGB" and image is not value else image.convert("RGB")
+
+
+def _pixels(value: Any) -> np.ndarray[Any, Any]:
+    """(H, W, 3) uint8 of an array or nested lists of integers in [0, 255] or floats in [0, 1]."""
+    array = np.asarray(value)
+    if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
+        array = array.transpose(1, 2, 0)  # channels first, as tensors are
+    if array.ndim == 2:
+        array = array[:, :, None]
+    if array.ndim != 3 or array.shape[2] not in (1, 3, 4) or 0 in array.shape or array.dtype.kind not in "uifb":
+        raise MediaError(
+            f"{type(value).__name__} of shape {array.shape} is no picture: give a PIL image, a path, bytes, base64, or "
+            "an array (height, width), (height, width, 3) or (3, height, width)."
+        )
+    if array.dtype.kind == "f":
+        if not 0 <= array.min() <= array.max() <= 1:
+            raise MediaError(f"floats from {array.min():g} to {array.max():g}: give floats in [0, 1], or integers.")
+        array = (array * 255).round()
+    elif array.dtype.kind == "b":
+        array = array * np.uint8(255)
+    elif not 0 <= array.min() <= array.max() <= 255:
+        raise MediaError(f"integers from {array.min()} to {array.max()}: give integers in [0, 255].")
+    array = array.astype(np.uint8)
+    if array.shape[2] == 4:
+        alpha = array[..., 3:] / 255.0
+        array = (array[..., :3] * alpha + 255 * (1 - alpha)).round().astype(np.uint8)
+    return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:2], 3)))
+
+
+def _capped(image: Any, max_pixels: int | None) -> Any:
+    """The image, or a smaller copy."""
+    width, height = image.size
+    if max_pixels is None or width * height <= max_pixels:
+        return image
+    scale = (max_pixels / (width * height)) ** 0.5
+    size = max(1, int(width * scale)), max(1, int(height * scale))
+    return image.resize(size)
+
+
+# ---- videos ------------------------------------------------------------------------------------------------------
+
+
+def _video(value: Any, root: Path, source: MediaSource) -> tuple[np.ndarray[Any, Any], list[float]]:
+    """(F, H, W, 3) uint8 and the second of each frame."""
+    content = _content(value, root)
+    if content is None:
+        if len(value) == 0:
+            raise MediaError("a video without frames.")
+        picked = _spread(len(value), len(value), source.max_frames)
+        frames, times = [_image(value[i], root) for i in picked], [i / source.frame_rate for i in picked]
+    else:
+        frames, times = _video_file(content, source)
+    frames = [_capped(frame, source.max_pixels) for frame in frames]
+    if len({frame.size for frame in frames}) > 1:
+        raise MediaError(f"frames of different sizes {sorted({frame.size for frame in frames})}.")
+    return np.stack([np.asarray(frame) for frame in frames]), times
+
+
+def _spread(total: int, wanted: int, limit: int) -> list[int]:
+    """Evenly spread numbers of frames, the first and the last among them."""
+    return [int(i) for i in np.linspace(0, total - 1, max(1, min(wanted, limit))).round()]
+
+
+def _video_file(content: bytes | Path, source: MediaSource) -> tuple[list[Any], list[float]]:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        moving = Image.open(io.BytesIO(content) if isinstance(content, bytes) else content)
+    except UnidentifiedImageError:
+        return _with_opencv(content, source)
+    frames, starts, clock = [], [], 0.0
+    for number in range(getattr(moving, "n_frames", 1)):  # GIF, WebP, APNG
+        moving.seek(number)
+        frames.append(moving.convert("RGB"))
+        starts.append(clock)
+        clock += moving.info.get("duration", 1000 / source.frame_rate) / 1000
+    picked = _spread(len(frames), round(clock * source.frame_rate), source.max_frames)
+    return [frames[i] for i in picked], [starts[i] for i in picked]
+
+
+def _with_opencv(content: bytes | Path, source: MediaSource) -> tuple[list[Any], list[float]]:
+    try:
+        import cv2
+    except ImportError as error:
+        raise MediaError("video files need OpenCV: pip install opencv-python-headless, or give frames.") from error
+    from PIL import Image
+
+    with tempfile.NamedTemporaryFile(suffix=".video") as file:
+        if isinstance(content, bytes):
+            file.write(content)
+            file.flush()
+        reader = cv2.VideoCapture(file.name if isinstance(content, bytes) else str(content))
+        total, rate = int(reader.get(cv2.CAP_PROP_FRAME_COUNT)), reader.get(cv2.CAP_PROP_FPS) or source.frame_rate
+        if total < 1:
+            raise MediaError(f"{content if isinstance(content, Path) else 'bytes'}: no video that OpenCV can read.")
+        picked = _spread(total, round(total / rate * source.frame_rate), source.max_frames)
+        frames: dict[int, Any] = {}
+        for number in range(picked[-1] + 1):
+            good = reader.grab()
+            if good and number in picked:
+                good, pixels = reader.retrieve()
+                frames[number] = Image.fromarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB)) if good else None
+            if not good:
+                raise MediaError(f"the video breaks off at frame {number} of {total}.")
+        reader.release()
+    return [frames[i] for i in picked], [i / rate for i in picked]
+
+
+# ---- sound -------------------------------------------------------------------------------------------------------
+
+
+def _audio(value: Any, root: Path) -> tuple[np.ndarray[Any, Any], int]:
+    """(samples,) float32, mono, and samples per second (0 where the value does not say)."""
+    rate = 0
+    if isinstance(value, Mapping) and value.get("array") is not None:
+        value, rate = value["array"], int(value.get("sampling_rate") or 0)
+    elif (content := _content(value, root)) is not None:
+        value, rate = _wave(content)
+    samples = np.asarray(value, dtype=np.float32)
+    if samples.ndim == 2:
+        samples = samples.mean(int(samples.shape[0] > samples.shape[1]))
+    if samples.ndim != 1 or not samples.size:
+        raise MediaError(f"an array of shape {samples.shape} is no sound: give (samples,) floats.")
+    return samples, rate
+
+
+def _wave(content: bytes | Path) -> tuple[np.ndarray[Any, Any], int]:
+    import wave
+
+    try:
+        with wave.open(io.BytesIO(content) if isinstance(content, bytes) else str(content)) as file:
+            width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+            data = file.readframes(file.getnframes())
+    except wave.Error as error:
+        raise MediaError(f"{error}; sound files must be WAV, or give arrays.") from error
+    if width not in (2, 4):
+        raise MediaError(f"a WAV file of {8 * width} bits; give 16 or 32.")
+    samples = np.frombuffer(data, dtype="<i2" if width == 2 else "<i4").reshape(-1, channels)
+    return samples.astype(np.float32).mean(1) / np.float32(1 << (8 * width - 1)), rate
