@@ -116,6 +116,10 @@ class Media:
     def __bool__(self) -> bool:
         return bool(self.images or self.videos or self.audios)
 
+    def columns(self, count: int) -> dict[str, list[Any]]:
+        """`images`, `videos` and `audios` as reward functions get them: for each of `count` rows the same list."""
+        return {name: [getattr(self, name)] * count for name in ("images", "videos", "audios")}
+
 
 @dataclass
 class Prompts:

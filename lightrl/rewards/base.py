@@ -26,13 +26,16 @@ Everything is passed by keyword, and only what the signature takes (`**columns` 
 | `prompts` | n strings, after the chat template |
 | `completions` | n strings, the sampled text alone |
 | `completion_ids` | n lists of sampled token ids |
-| `images`, `videos` | n lists, empty for text: PIL images; videos as lists of PIL frames. Only by name, `**columns` |
-| | does not get them. They are what the policy sees, in their original size where the processor resizes: do not write |
-| | into them |
+| `images` | n lists of PIL images, empty for text |
+| `videos` | n lists of arrays (frames, height, width, 3) of uint8 |
+| `audios` | n lists of mono arrays (samples,) of float32 |
 | `group_ids` | n integers, equal for the completions of one prompt; a call always holds whole groups |
 | `log_metric(name, value)` | logs a number as `reward/<function>/<name>` (mean over calls) |
 | `log_extra(column, values)` | n values shown beside the completions as `<function>/<column>` |
 | any other name | the data set's column of that name, n values |
+
+`images`, `videos` and `audios` reach only functions that name them, not `**columns`. They are decoded once and belong
+to all completions of a prompt, to the engine and to the logs: do not write into them.
 
 Where a data set's column has one of these names, the function gets what this table says.
 """

@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["MEDIA", "decode_images", "decode_videos", "encode_media", "encode_rows", "png"]
 
-MEDIA = ("images", "videos")
+MEDIA = ("images", "videos", "audios")
 """Names under which reward functions get a row's media."""
 
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
@@ -61,15 +61,17 @@ def decode_images(rows: Sequence[Any], name: str = "images") -> list[list[Any]]:
 
 
 def decode_videos(rows: Sequence[Any]) -> list[list[Any]]:
-    """Videos of n rows, each a list of videos, a video a list of base64 frames; frames become PIL images.
+    """Videos of n rows, each a list of videos, a video a list of base64 frames; arrays (frames, height, width, 3).
 
     Raises:
         ValueError: a frame is no base64 of an image; names the row.
     """
-    return [
-        [[_decode(frame, "videos", number) for frame in video] for video in (row or [])]
-        for number, row in enumerate(rows)
-    ]
+    import numpy as np
+
+    def video(frames: Sequence[Any], row: int) -> Any:
+        return np.stack([np.asarray(_decode(frame, "videos", row).convert("RGB")) for frame in frames])
+
+    return [[video(frames, number) for frames in (row or [])] for number, row in enumerate(rows)]
 
 
 def _decode(text: Any, name: str, row: int) -> Any:

@@ -9,6 +9,7 @@ import json
 import math
 import threading
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -108,7 +109,7 @@ def test_the_judge_sees_the_rows_own_images(chat):
 
 
 def test_images_can_be_left_out_and_frames_are_spaced_evenly(chat):
-    video = [Image.new("RGB", (4, 4), (i, 0, 0)) for i in range(9)]
+    video = np.zeros((9, 4, 4, 3), np.uint8) + np.arange(9, dtype=np.uint8)[:, None, None, None]
     media = {"images": [[RED]], "videos": [[video]]}
     ask(judge(chat, video_frames=3, send_images=False), ["red"], media)
     frames = [picture(part).getpixel((0, 0))[0] for part in chat.bodies[0]["messages"][0]["content"][:-1]]

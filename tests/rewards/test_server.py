@@ -68,11 +68,12 @@ def test_everything_that_can_be_sent_arrives(serve):
 
 
 def test_media_travel_and_are_decoded_again(serve):
+    import numpy as np
     from PIL import Image
 
     server = serve("pixels")
     red, dark = Image.new("RGB", (3, 2), (200, 0, 0)), Image.new("RGBA", (4, 4), (7, 0, 0, 9))
-    media = {"images": [[red], [], [red, dark]], "videos": [[], [[dark] * 5], []]}
+    media = {"images": [[red], [], [red, dark]], "videos": [[], [np.zeros((5, 4, 4, 3), np.uint8)], []]}
     before = [image.tobytes() for image in (red, dark)]
     assert score(RemoteReward(server.url), ["a"] * 3, media=media).total == [200.0, 5.0, 207.0]
     assert [image.tobytes() for image in (red, dark)] == before
