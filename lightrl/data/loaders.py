@@ -5,8 +5,9 @@ Letters: P prompts, G completions per prompt.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightrl.data.prompts import PromptSet
 from lightrl.types import Rollouts
@@ -36,9 +37,16 @@ class RolloutLoader:
             self.position = 0
         self._resumed = False
         while self.position < self.num_rollouts:
-            rollouts = self.datamodule.next_rollout()
+            rollouts = self.datamodule.next_rollout(self._left())
             self.position += 1
             yield rollouts
+
+    def _left(self) -> int:
+        """Rollouts that come after the next one: in this epoch, or as many as may be wanted where another follows."""
+        trainer: Any = self.datamodule.trainer
+        last_epoch = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
+        epoch = min(self.num_rollouts, trainer.fit_loop.max_batches)
+        return max(int(epoch) - self.position - 1, 0) if last_epoch else sys.maxsize
 
     def state_dict(self) -> dict[str, int]:
         """Rollouts handed out in this epoch; at its end that is the start of the next."""

@@ -9,18 +9,22 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from jsonargparse import lazy_instance
 from lightning.pytorch import LightningDataModule
 
+from lightrl.data.ahead import Ahead, may_restart
+from lightrl.data.checks import check_arguments, check_module
 from lightrl.data.loaders import EvalLoader, RolloutLoader
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource
-from lightrl.data.sampled import Sampled, build_rollouts, refill, request_seed
+from lightrl.data.sampled import Draft, Sampled, build_rollouts, gather_numbers, refill, request_seed
 from lightrl.data.sft import SFTLoader, SFTSource
+from lightrl.data.streamed import GroupStream, StreamedRollouts
 from lightrl.data.templates import load_tokenizer
-from lightrl.engines.base import Engine, EngineContext, EngineDiedError, EngineRestartedError, StaleWeightsError
+from lightrl.engines.base import Engine, EngineContext, EngineRestartedError, StaleWeightsError
 from lightrl.engines.vllm import VLLMEngine
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer, Scores
@@ -30,10 +34,11 @@ __all__ = ["EvalLoader", "RolloutDataModule", "RolloutLoader"]
 
 log = logging.getLogger(__name__)
 
-MAX_RESTARTS = 3
-"""Times a `restart_engine` engine may die within one rollout."""
-
 PRECISION_TO_DTYPE = {"bf16": "bfloat16", "16": "float16", "32": "float32", "64": "float32", "transformer": "bfloat16"}
+
+
+LEAVE_SECONDS = 5.0
+"""How long the end of a run waits for a background thread to leave the engine."""
 
 
 class RolloutDataModule(LightningDataModule):
@@ -54,6 +59,15 @@ class RolloutDataModule(LightningDataModule):
             by those of further prompts, in at most this many further generations per rollout; then the batch is
             completed with dropped groups, so that it keeps its size. Spread is that of the summed reward functions.
             0 keeps every group.
+        staleness: how many rollouts the engine may sample ahead of the update, while the policy learns from earlier
+            ones: a rollout is sampled by weights that lack the updates of at most so many rollouts. 0 is strictly
+            on-policy, 1 hides the shorter of generation and update behind the longer. Needs an engine in processes of
+            its own.
+        off_policy_correction: with `staleness`, wrap the module's loss in `OffPolicyCorrection` unless it reads the
+            engine's log-probs already. False leaves the loss as it is.
+        streaming: strictly on-policy overlap: the module accumulates gradients of finished groups while others still
+            generate; the update is the same. Needs an engine in processes of its own, and a module whose rollout
+            makes one update from groups that do not depend on one another, which is checked.
         ptx: supervised rows for a second loss (`ptx_coef` of the module); None without one.
         ptx_batch_size: supervised rows per rollout and rank, shared by its mini-batches.
         reward_weights: weight of each reward function; 1 for each where None.
@@ -86,6 +100,9 @@ class RolloutDataModule(LightningDataModule):
         prompts_per_rollout: int = 32,
         rollouts_per_epoch: int = 10,
         max_refills: int = 0,
+        staleness: int = 0,
+        off_policy_correction: bool = True,
+        streaming: bool = False,
         ptx: SFTSource | None = None,
         ptx_batch_size: int = 32,
         reward_weights: list[float] | None = None,
@@ -111,23 +128,15 @@ class RolloutDataModule(LightningDataModule):
         self.eval_batch_size, self.tokenizer_path = eval_batch_size, tokenizer
         self.seed = run_seed() if seed is None else seed
         self.max_refills, self.ptx, self.ptx_batch_size = max_refills, ptx, ptx_batch_size
+        self.staleness, self.off_policy_correction, self.streaming = staleness, off_policy_correction, streaming
+        self._ahead: Ahead | None = None
+        self._stream: StreamedRollouts | None = None
+        self._side_group: Any = None
         self._ptx_loader: SFTLoader | None = None
         self.ensure_synced: Callable[[], None] | None = None
         self.prompt_cursor = 0
         self._sets: dict[str, PromptSet] = {}
-        counts = ("group_size", "eval_group_size", "prompts_per_rollout", "rollouts_per_epoch", "eval_batch_size")
-        for name in (*counts, "ptx_batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1.")
-        if max_refills < 0:
-            raise ValueError(f"max_refills={max_refills}: must be 0 (off) or more.")
-        if max_refills and (group_size < 2 or not rewards):
-            raise ValueError(
-                f"max_refills={max_refills} drops groups without reward spread: it needs group_size of at least 2 (it "
-                f"is {group_size}) and reward functions in `rewards`, whose results are known before the update."
-            )
-        if sampling.temperature == 0:
-            raise ValueError("sampling.temperature=0: greedy completions of a prompt are all equal; train above 0.")
+        check_arguments(self, rewards=bool(rewards))
         # Without functions the rewards come from the module's reward models alone.
         self.scorer = (
             None
@@ -165,7 +174,7 @@ class RolloutDataModule(LightningDataModule):
             )
         module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
         if stage == "fit":
-            self._check_module(module)
+            check_module(self, module)
         self.tokenizer = load_tokenizer(self.tokenizer_path or module.actor_spec.path)
         wanted = {"fit": ("prompts", "eval_prompts"), "predict": ("predict_prompts", "eval_prompts")}
         for name in wanted.get(stage, ("eval_prompts",)):
@@ -178,44 +187,8 @@ class RolloutDataModule(LightningDataModule):
             self._ptx_loader = SFTLoader(
                 rows, self.ptx_batch_size, pad, seed=self.seed, rank=self.rank, world_size=self.world_size
             )
-
-    def _check_module(self, module: Any) -> None:
-        """Refuses what this data module and the module it trains cannot do together."""
-        self._check_sampling(getattr(module, "loss", None))
-        if getattr(getattr(module, "advantage", None), "needs_groups", False) and self.group_size < 2:
-            raise ValueError(
-                f"group_size={self.group_size} with {type(module).__name__} ({type(module.advantage).__name__}): its "
-                "advantages compare the completions of one prompt, so it needs group_size of at least 2 (8 is usual)."
-            )
-        if self.max_refills and getattr(module, "reward_model_specs", None):
-            raise ValueError(
-                f"max_refills={self.max_refills} with reward_models: a group's spread is not known before the module's "
-                "reward models have scored it. Set max_refills=0, or serve the model as a reward function."
-            )
-        coefficient = getattr(module, "ptx_coef", 0.0)
-        if (self.ptx is not None) != (coefficient > 0):
-            raise ValueError(
-                f"ptx={'None' if self.ptx is None else self.ptx.label} (data) with ptx_coef={coefficient} (module): a "
-                "supervised loss needs both, rows and a coefficient above 0; set both or neither."
-            )
-
-    def _check_sampling(self, loss: Any) -> None:
-        """The trainer computes log-probs of the full softmax; what the engine cuts from it makes a difference."""
-        plain = SamplingParams()
-        names = ("top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens", "regex", "json_schema")
-        cuts = [f"{n}={getattr(self.sampling, n)!r}" for n in names if getattr(self.sampling, n) != getattr(plain, n)]
-        if cuts and getattr(loss, "reads_engine_logprobs", False):
-            raise ValueError(
-                f"sampling with {', '.join(cuts)} and loss={type(loss).__name__}: the engine's log-probs are those "
-                "of a cut distribution, and comparing them with the trainer's would weight every token wrongly. Sample "
-                "with temperature alone, or drop the correction."
-            )
-        if cuts:
-            log.warning(
-                "Training samples come from a distribution cut by %s, while log-probs are those of the full softmax: "
-                "the gradient is slightly biased. Temperature alone is exact.",
-                ", ".join(cuts),
-            )
+        if not self.engine.started:
+            self.engine.check(self._engine_context())
 
     def train_dataloader(self) -> RolloutLoader:
         """One epoch of rollouts."""
@@ -243,9 +216,13 @@ class RolloutDataModule(LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """Ends the engine and the reward workers, also after an error or Ctrl-C."""
-        self.engine.close()
+        for background in (self._ahead, self._stream):
+            if background is not None:
+                background.stop(self.engine.cancel, LEAVE_SECONDS)
+        self._ahead = self._stream = None
         if self.scorer is not None:
             self.scorer.close()
+        self.engine.close()
 
     def on_exception(self, exception: BaseException) -> None:
         """As `teardown`, which Lightning leaves out when a run ends with an error or Ctrl-C."""
@@ -268,25 +245,88 @@ class RolloutDataModule(LightningDataModule):
 
     # ---- rollouts ----------------------------------------------------------------------------------------------
 
-    def next_rollout(self) -> Rollouts:
-        """Samples and scores the next prompts with the current policy."""
-        first, count, prompts = self.prompt_cursor, self.prompts_per_rollout, self._sets["prompts"]
-        sync = self._ready_engine()
-        own = prompts.batch(first, count, rank=self.rank, world_size=self.world_size)
-        sampled = self.sample(own, self.sampling, self.group_size, self._seeds(own, first))
-        cursor, metrics = first + count, dict[str, float]()
-        if self.max_refills:
-            sampled, cursor, metrics = refill(
-                sampled, cursor, self.max_refills, draw=self._draw, gather=gather_numbers, rank=self.rank
-            )
-        rollouts = self._assemble(sampled, self.sampling, sync)
-        counts = {f"rollout/prompts_{name}": float(number) for name, number in prompts.counts.items()}
-        rollouts.metrics |= {**metrics, **counts}
+    def next_rollout(self, left: int = 0) -> Rollouts:
+        """Samples and scores the next prompts: with the current policy, or ahead of it where `staleness` allows.
+
+        Args:
+            left: rollouts that will be asked for after this one; no more are sampled ahead.
+        """
+        if self.streaming:
+            return self._streamed_rollout()
+        if self.staleness:
+            draft = self._ahead_of_time().next(self.prompt_cursor, left)
+        else:
+            sync = self._ready_engine()
+            draft = self._draft(self.prompt_cursor, gather_numbers, recover=True)
+            draft.metrics["time/sync"] = sync
+        rollouts = self._assemble(draft.sampled, self.sampling)
+        rollouts.metrics |= draft.metrics
+        if draft.version is not None:
+            rollouts.policy_version = draft.version
         if self._ptx_loader is not None:
             batch: dict[str, Any] = next(iter(self._ptx_loader))
             rollouts.supervised = SupervisedBatch(**batch, group_ids=torch.arange(len(batch["token_ids"])))
-        self.prompt_cursor = cursor  # last, so that a rollout which is interrupted leaves no trace
+        self.prompt_cursor = draft.cursor  # last, so that a rollout which is interrupted leaves no trace
         return rollouts
+
+    def _draft(self, first: int, gather: Callable[[int], list[int]], *, recover: bool) -> Draft:
+        """The training rollout that starts with prompt number `first`; the engine must be ready."""
+        prompts, count = self._sets["prompts"], self.prompts_per_rollout
+        own = prompts.batch(first, count, rank=self.rank, world_size=self.world_size)
+        sampled = self.sample(own, self.sampling, self.group_size, self._seeds(own, first), recover=recover)
+        cursor, metrics = first + count, dict[str, float]()
+        if self.max_refills:
+            draw = partial(self._draw, recover=recover)
+            sampled, cursor, metrics = refill(
+                sampled, cursor, self.max_refills, draw=draw, gather=gather, rank=self.rank
+            )
+        return Draft(sampled, cursor, {**metrics, **self._prompt_counts()})
+
+    def _prompt_counts(self) -> dict[str, float]:
+        counts = self._sets["prompts"].counts
+        return {f"rollout/prompts_{name}": float(number) for name, number in counts.items()}
+
+    def _ahead_of_time(self) -> Ahead:
+        if self._ahead is None:
+            if self.world_size > 1 and self.max_refills:  # the thread's collectives must not meet the trainer's
+                self._side_group = torch.distributed.new_group(backend="gloo")
+            gather = partial(gather_numbers, group=self._side_group)
+            module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
+            self._ahead = Ahead(
+                self.staleness,
+                lambda cursor: self._draft(cursor, gather, recover=False),
+                self._ready_engine,
+                lambda: int(module.policy_version),
+                self.world_size,
+            )
+        return self._ahead
+
+    def _streamed_rollout(self) -> Rollouts:
+        """The next rollout with the current policy, its groups as they finish."""
+        first, count = self.prompt_cursor, self.prompts_per_rollout
+        sync = self._ready_engine()
+        own = self._sets["prompts"].batch(first, count, rank=self.rank, world_size=self.world_size)
+        seeds = self._seeds(own, first)
+
+        def assemble(sampled: Sampled, is_whole: bool) -> Rollouts:
+            rollouts = self._assemble(sampled, self.sampling)
+            rollouts.metrics |= {"time/sync": sync, **self._prompt_counts()} if is_whole else {}
+            return rollouts
+
+        stream = GroupStream(
+            own,
+            lambda rows: self._some_groups(own, rows, self.sampling, self.group_size, seeds),
+            lambda group: self._submit(own, group),
+            self._recover,
+        )
+        self._stream = StreamedRollouts(stream, self.group_size, assemble, self.sampling.temperature)
+        self.prompt_cursor = first + count
+        return self._stream
+
+    def drain(self) -> None:
+        """Waits until nothing is sampled in the background any more, so that others may use the engine."""
+        if self._ahead is not None:
+            self._ahead.drain()
 
     def rollout(
         self, prompts: Prompts, sampling: SamplingParams, group_size: int, *, stream: str, cursor: int
@@ -300,11 +340,16 @@ class RolloutDataModule(LightningDataModule):
             stream: name that keeps the random numbers of training and evaluation apart.
             cursor: number of prompts before this rollout, in the same stream; part of the random seeds.
         """
+        self.drain()
         sync = self._ready_engine()
         seeds = self._seeds(prompts, cursor, stream)
-        return self._assemble(self.sample(prompts, sampling, group_size, seeds), sampling, sync)
+        rollouts = self._assemble(self.sample(prompts, sampling, group_size, seeds), sampling)
+        rollouts.metrics["time/sync"] = sync
+        return rollouts
 
-    def sample(self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int]) -> Sampled:
+    def sample(
+        self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int], *, recover: bool = True
+    ) -> Sampled:
         """Groups of this rank's prompts with their scores; the engine must be ready.
 
         Args:
@@ -312,11 +357,13 @@ class RolloutDataModule(LightningDataModule):
             sampling: the distribution.
             group_size: completions per prompt.
             seeds: P random seeds.
+            recover: push the weights to an engine that restarted and go on; False raises, as a thread must that runs
+                while the weights move.
         """
         start = time.perf_counter()
         groups: dict[int, CompletionGroup] = {}
         handles: dict[int, Any] = {}
-        for group in self._groups(prompts, sampling, group_size, seeds):
+        for group in self._groups(prompts, sampling, group_size, seeds, recover):
             groups[group.prompt_index] = group
             handles[group.prompt_index] = self._submit(prompts, group)
         generated = time.perf_counter()
@@ -328,23 +375,24 @@ class RolloutDataModule(LightningDataModule):
     def _seeds(self, prompts: Prompts, cursor: int, stream: str = "train") -> list[int]:
         return [request_seed(self.seed, stream, cursor, i * self.world_size + self.rank) for i in range(len(prompts))]
 
-    def _draw(self, start: int, offset: int, count: int) -> Sampled:
+    def _draw(self, start: int, offset: int, count: int, *, recover: bool) -> Sampled:
         """Samples training prompts start + offset ..., a part of a run of prompts that the ranks share."""
         prompts = self._sets["prompts"].batch(start + offset, count)
         seeds = [request_seed(self.seed, "train", start, offset + i) for i in range(count)]
-        return self.sample(prompts, self.sampling, self.group_size, seeds)
+        return self.sample(prompts, self.sampling, self.group_size, seeds, recover=recover)
 
-    def _assemble(self, sampled: Sampled, sampling: SamplingParams, sync: float) -> Rollouts:
+    def _assemble(self, sampled: Sampled, sampling: SamplingParams) -> Rollouts:
         scores = None if self.scorer is None else Scores.concat(sampled.scores)
         pad: Any = self.tokenizer.pad_token_id
         rollouts = build_rollouts(sampled.prompts, sampled.groups, scores, pad, sampling.temperature)
         rollouts.reward_weights = {} if self.scorer is None else dict(self.scorer.weights)
-        rollouts.metrics |= {"time/sync": sync, **sampled.seconds}
-        self.engine.sleep()  # its memory is the trainer's until the next rollout, for engines that are told so
+        rollouts.metrics |= sampled.seconds
+        if not (self.staleness or self.streaming):
+            self.engine.sleep()  # its memory is the trainer's until the next rollout, for engines that are told so
         return rollouts
 
     def _groups(
-        self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int]
+        self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int], recover: bool
     ) -> Iterator[CompletionGroup]:
         """All groups as they finish. An engine that restarted gets the weights again and the lost prompts anew.
 
@@ -352,26 +400,30 @@ class RolloutDataModule(LightningDataModule):
         """
         pending, restarts = list(range(len(prompts))), 0
         while pending:
-            asked = list(pending)
             try:
-                stream = self.engine.generate(
-                    prompts[asked], sampling, num_completions=group_size, seeds=[seeds[i] for i in asked]
-                )
-                for group in stream:
-                    index = asked[group.prompt_index]
-                    pending.remove(index)
-                    yield replace(group, prompt_index=index)
+                for group in self._some_groups(prompts, list(pending), sampling, group_size, seeds):
+                    pending.remove(group.prompt_index)
+                    yield group
             except EngineRestartedError as error:
-                if self.world_size > 1:  # a push is collective, and the other ranks are elsewhere
-                    raise EngineDiedError(f"{error} restart_engine works with one process only.") from error
-                restarts += 1
-                if restarts > MAX_RESTARTS:
-                    raise EngineDiedError(
-                        f"The engine died {restarts} times in one rollout: look for what kills it (memory, a driver), "
-                        "restarting does not help."
-                    ) from error
-                log.warning("%s Pushing the weights and sampling %d lost prompts again.", error, len(pending))
-                self._ready_engine()
+                if not recover:
+                    raise
+                restarts = self._recover(error, restarts, len(pending))
+
+    def _some_groups(
+        self, prompts: Prompts, rows: list[int], sampling: SamplingParams, group_size: int, seeds: list[int]
+    ) -> Iterator[CompletionGroup]:
+        """The groups of some of the prompts."""
+        for group in self.engine.generate(
+            prompts[rows], sampling, num_completions=group_size, seeds=[seeds[i] for i in rows]
+        ):
+            yield replace(group, prompt_index=rows[group.prompt_index])
+
+    def _recover(self, error: EngineRestartedError, restarts: int, lost: int) -> int:
+        """Makes an engine that restarted ready; the number of restarts."""
+        restarts = may_restart(error, restarts, self.world_size)
+        log.warning("%s Pushing the weights and sampling %d lost prompts again.", error, lost)
+        self._ready_engine()
+        return restarts
 
     def _submit(self, prompts: Prompts, group: CompletionGroup) -> Any:
         if self.scorer is None:
@@ -383,6 +435,7 @@ class RolloutDataModule(LightningDataModule):
             completion_ids=[c.token_ids for c in group.completions],
             columns={name: [values[row]] * size for name, values in prompts.columns.items()},
             group_ids=[row] * size,
+            media=prompts.media[row].columns(size) if prompts.media else None,
         )
 
     def _ready_engine(self) -> float:
@@ -422,12 +475,3 @@ class RolloutDataModule(LightningDataModule):
             random_init=bool(trainer.lightning_module.actor_spec.random_init),
             lora_rank=0 if lora is None or lora.quantize_4bit else lora.r,
         )
-
-
-def gather_numbers(number: int) -> list[int]:
-    """Every rank's number, in the order of the ranks. Collective."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [number]
-    numbers: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(numbers, number)
-    return numbers

@@ -9,13 +9,14 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from lightrl.rewards.scorer import Scores
 from lightrl.types import CompletionGroup, Prompts, Rollouts, pad_rows
 
-__all__ = ["Sampled", "build_rollouts", "refill", "request_seed"]
+__all__ = ["Draft", "Sampled", "build_rollouts", "gather_numbers", "refill", "request_seed"]
 
 
 @dataclass
@@ -56,6 +57,23 @@ class Sampled:
         """Per prompt, whether its scored completions got different rewards."""
         totals = [[r for r in scores.total if not math.isnan(r)] for scores in self.scores]
         return [bool(rewards) and min(rewards) < max(rewards) for rewards in totals]
+
+
+@dataclass
+class Draft:
+    """A rollout before it is laid out.
+
+    Attributes:
+        sampled: its groups.
+        cursor: number of the prompt after its last.
+        metrics: scalars of its making.
+        version: version of the weights, where the groups' own may be out of date; None to take theirs.
+    """
+
+    sampled: Sampled
+    cursor: int
+    metrics: dict[str, float]
+    version: int | None = None
 
 
 def refill(
@@ -109,6 +127,15 @@ def refill(
     return everything.pick([*kept, *flat[: wanted - len(kept)]]), cursor, metrics
 
 
+def gather_numbers(number: int, group: Any = None) -> list[int]:
+    """Every rank's number, in the order of the ranks. Collective over the process group, the default one where None."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [number]
+    numbers: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(numbers, number, group=group)
+    return numbers
+
+
 def request_seed(seed: int, stream: str, cursor: int, row: int) -> int:
     """A 62-bit seed that depends on the run's seed, the stream, and the prompt's place in it, and on nothing else."""
     digest = hashlib.blake2b(f"{seed}/{stream}/{cursor}/{row}".encode(), digest_size=8).digest()
@@ -149,5 +176,6 @@ def build_rollouts(
         completions=[c.text for _, c in rows],
         columns={**columns, **scores.extra},
         inputs=[prompts.inputs[p] for p in picked] if prompts.inputs else [],
+        media=[prompts.media[p] for p in picked] if prompts.media else [],
         metrics=dict(scores.metrics),
     )

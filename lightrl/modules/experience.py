@@ -38,6 +38,7 @@ __all__ = [
     "value_forward",
     "whiten_and_clip",
     "whole_logprobs",
+    "with_normalizers",
     "zero_rows_are_free",
 ]
 
@@ -220,6 +221,17 @@ def cut_micro_batches(minibatch: Rows, budget: int, all_max: AllReduce, *, skip_
         else:
             pieces.append(_without_response(minibatch))
     return pieces
+
+
+def with_normalizers(module: PPOLightningModule, minibatch: Experience) -> Experience:
+    """The mini-batch with what its summed losses are divided by. Collective."""
+    mask, ptx = minibatch.response_mask, minibatch.supervised
+    learnt = mask.new_zeros(()) if ptx is None else ptx.response_mask.sum()
+    counts = torch.stack([module.aggregation.count(mask).double(), mask.sum().double(), learnt.double()])
+    ranks = module.trainer.world_size
+    policy, tokens, supervised = (max(x, 1.0) / ranks for x in module.all_sum(counts).tolist())
+    ptx = None if ptx is None else replace(ptx, normalizer=supervised)
+    return replace(minibatch, normalizer=policy, token_normalizer=tokens, supervised=ptx)
 
 
 def zero_rows_are_free(module: PPOLightningModule) -> bool:

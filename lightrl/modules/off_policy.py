@@ -6,6 +6,7 @@ The engine samples with its own kernels and dtype, and possibly older weights: `
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 from lightrl.modules.losses import Metrics, PolicyLoss
 from lightrl.ops.kl import MAX_LOG_RATIO
 
-__all__ = ["OffPolicyCorrection", "OffPolicySequenceMask"]
+__all__ = ["OffPolicyCorrection", "OffPolicySequenceMask", "corrected"]
+
+log = logging.getLogger(__name__)
 
 
 class OffPolicyCorrection(PolicyLoss):
@@ -137,3 +140,11 @@ class OffPolicySequenceMask(PolicyLoss):
         return torch.where(dropped, torch.zeros_like(loss), loss), metrics | {
             "off_policy/masked_fraction": dropped.float()
         }
+
+
+def corrected(loss: PolicyLoss) -> PolicyLoss:
+    """The loss in an `OffPolicyCorrection` with its defaults, unless it reads the engine's log-probs already."""
+    if loss.reads_engine_logprobs:
+        return loss
+    log.info("Samples come from older policies: %s is wrapped in OffPolicyCorrection.", type(loss).__name__)
+    return OffPolicyCorrection(loss)

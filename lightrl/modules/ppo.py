@@ -22,7 +22,7 @@ from lightrl.models.lora import adapter_config, named_adapter_weights, named_hf_
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModel, RewardModelSpec
 from lightrl.models.spec import ModelSpec
-from lightrl.modules import checkpoints, evaluation, random_states, strategies
+from lightrl.modules import checkpoints, evaluation, off_policy, random_states, strategies, streaming, updates
 from lightrl.modules.advantages import GAE, AdvantageEstimator
 from lightrl.modules.aggregation import Aggregation, TokenMean
 from lightrl.modules.combinations import check_arguments
@@ -36,6 +36,7 @@ from lightrl.modules.experience import (
     set_rewards,
     value_forward,
     whole_logprobs,
+    with_normalizers,
     zero_rows_are_free,
 )
 from lightrl.modules.kl import KLInLoss, KLInReward, KLPenalty
@@ -124,6 +125,7 @@ class PPOLightningModule(LightningModule):
     critic: ValueModel | None
     reference: PolicyModel | None
     reward_models: nn.ModuleDict
+    piece_sums: MetricSums | None = None  # while pieces of a streamed rollout are worked on
 
     def __init__(
         self,
@@ -197,7 +199,7 @@ class PPOLightningModule(LightningModule):
         if "actor" in self._modules:
             return
         strategy = self.trainer.strategy
-        self._zero3_config = strategies.keep_zero3_config(strategy)
+        _zero3_config = strategies.keep_zero3_config(strategy)
         critic = self.critic_spec
         shared = critic is not None and critic.shared
         spec = self.actor_spec
@@ -231,6 +233,8 @@ class PPOLightningModule(LightningModule):
 
     def training_step(self, rollouts: Rollouts, batch_idx: int) -> dict[str, float]:
         """Learns from one rollout and returns its metrics, reduced over ranks; callbacks read them as `outputs`."""
+        if hasattr(rollouts, "pieces"):
+            return streaming.streamed_step(self, rollouts)
         start = time.perf_counter()
         experience = self.make_experience(rollouts)
         made = time.perf_counter()
@@ -246,14 +250,7 @@ class PPOLightningModule(LightningModule):
                     sums.add(values, micro.response_mask)
             sums.add(self.apply_gradients(finite=bool(finite)))
         times = {"time/experience": made - start, "time/update": time.perf_counter() - made}
-        metrics = {**experience.metrics, **self._reduce(sums), **times}
-        if self.kl is not None:
-            metrics["kl/coef"] = float(self.kl_coef)
-        if self.entropy_coef:
-            metrics["policy/entropy_coef"] = float(self.entropy_coef)
-        self._call_callbacks("on_policy_updated", metrics)
-        self.log_dict(metrics, batch_size=len(rollouts))
-        return metrics
+        return updates.report(self, {**experience.metrics, **self._reduce(sums), **times}, len(rollouts))
 
     @torch.no_grad()
     def make_experience(self, rollouts: Rollouts) -> Experience:
@@ -326,7 +323,7 @@ class PPOLightningModule(LightningModule):
 
         Supervised rows come first, since DDP wants every trained model in the backward that reduces.
         """
-        minibatch = self._with_normalizers(minibatch)
+        minibatch = with_normalizers(self, minibatch)
         budget, skip_zero = self.micro_batch_tokens, zero_rows_are_free(self)
         pieces: list[Any] = []
         if minibatch.supervised is not None:
@@ -336,15 +333,6 @@ class PPOLightningModule(LightningModule):
         for i, piece in enumerate(pieces):
             with strategies.backward_scope(self.trainer.strategy, trained, last=i == len(pieces) - 1):
                 yield piece
-
-    def _with_normalizers(self, minibatch: Experience) -> Experience:
-        mask, ptx = minibatch.response_mask, minibatch.supervised
-        learnt = mask.new_zeros(()) if ptx is None else ptx.response_mask.sum()
-        counts = torch.stack([self.aggregation.count(mask).double(), mask.sum().double(), learnt.double()])
-        ranks = self.trainer.world_size
-        policy, tokens, supervised = (max(x, 1.0) / ranks for x in self.all_sum(counts).tolist())
-        ptx = None if ptx is None else replace(ptx, normalizer=supervised)
-        return replace(minibatch, normalizer=policy, token_normalizer=tokens, supervised=ptx)
 
     def compute_loss(self, minibatch: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         """The joint loss of actor and critic on one micro-batch. Hook 4 of 5; pure given the micro-batch.
@@ -442,6 +430,14 @@ class PPOLightningModule(LightningModule):
         """Whether the actor is still frozen."""
         return self.trainer.fit_loop.total_batch_idx < self.critic_warmup_rollouts
 
+    def refuse_streaming(self) -> None:
+        """Raises a ValueError with the reason if learning from groups one by one would change the update."""
+        streaming.refuse(self)
+
+    def correct_off_policy(self) -> None:
+        """Wraps a loss that does not read the engine's log-probs in `OffPolicyCorrection`."""
+        self.loss = off_policy.corrected(self.loss)
+
     def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every actor parameter, LoRA merged, one at a time.
 
@@ -462,19 +458,22 @@ class PPOLightningModule(LightningModule):
             return whole_logprobs(self.actor, token_ids)
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks."""
-        return strategies.all_sum(self.trainer.strategy, tensor)
+        """Sum over ranks; of a piece of a streamed rollout, which ranks work on one by one, this rank's own."""
+        return tensor if self.piece_sums is not None else strategies.all_sum(self.trainer.strategy, tensor)
 
     def all_max(self, tensor: Tensor) -> Tensor:
-        """Maximum over ranks."""
-        return strategies.all_max(self.trainer.strategy, tensor)
+        """Maximum over ranks, or of this rank as in `all_sum`."""
+        return tensor if self.piece_sums is not None else strategies.all_max(self.trainer.strategy, tensor)
 
     def _reduce(self, sums: MetricSums) -> dict[str, float]:
+        if self.piece_sums is not None:
+            self.piece_sums.merge(sums)
+            return {}
         return sums.reduce(self.all_sum, self.all_max, self.device)
 
     def _call_callbacks(self, hook: str, payload: Any) -> None:
-        """Calls LightRL's own hooks on any callback that defines them."""
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+        """Calls LightRL's own hooks on any callback that defines them; pieces of a rollout are not shown to them."""
+        for callback in self.trainer.callbacks if self.piece_sums is None else []:  # type: ignore[attr-defined]
             function = getattr(callback, hook, None)
             if function is not None:
                 function(self.trainer, self, payload)

@@ -13,7 +13,7 @@ from lightrl.modules import strategies
 if TYPE_CHECKING:
     from lightrl.modules.ppo import PPOLightningModule
 
-__all__ = ["parameter_groups", "step_or_skip"]
+__all__ = ["parameter_groups", "report", "step_or_skip"]
 
 
 def parameter_groups(module: PPOLightningModule) -> list[dict[str, Any]]:
@@ -57,6 +57,17 @@ def step_or_skip(module: PPOLightningModule, *, finite: bool) -> dict[str, Tenso
     optimizer.zero_grad()
     norm_metric = {} if norm is None or skip else {"optim/grad_norm": norm}
     return {"optim/skipped_updates": float(skip), **learning_rates, **norm_metric}
+
+
+def report(module: PPOLightningModule, metrics: dict[str, float], num_rows: int) -> dict[str, float]:
+    """Adds the coefficients in use to a rollout's metrics, shows them to callbacks and logs them."""
+    if module.kl is not None:
+        metrics["kl/coef"] = float(module.kl_coef)
+    if module.entropy_coef:
+        metrics["policy/entropy_coef"] = float(module.entropy_coef)
+    module._call_callbacks("on_policy_updated", metrics)
+    module.log_dict(metrics, batch_size=num_rows)
+    return metrics
 
 
 def _count_skip(module: PPOLightningModule, skip: bool, norm: Tensor | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,10 @@ class ScoreHandle:
     def done(self) -> bool:
         """Whether `result` would return or raise at once."""
         return self._future.done()
+
+    def when_done(self, function: Callable[[], None]) -> None:
+        """Calls the function once `done`, in whatever thread that happens; at once if it already is."""
+        self._future.add_done_callback(lambda _: function())
 
     def result(self, timeout: float | None = None) -> Scores:
         """Waits for the scores.

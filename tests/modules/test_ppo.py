@@ -158,8 +158,8 @@ def test_rows_without_gradient_are_left_out_and_still_counted(model_path: str) -
 def test_minibatches_cover_every_row_once_and_keep_groups_together(model_path: str) -> None:
     module = ppo(model_path, ppo_epochs=2, minibatch_size=8)
     seen: list[list[int]] = []
-    original = module._with_normalizers
-    module._with_normalizers = lambda m: (seen.append(m.group_ids.tolist()), original(m))[1]  # type: ignore[method-assign]
+    original = module.micro_batches
+    module.micro_batches = lambda m: (seen.append(m.group_ids.tolist()), original(m))[1]  # type: ignore[method-assign]
     keep = fit(module)
     assert len(seen) == 2 * 4 and module.policy_version == 8
     for epoch in (seen[:4], seen[4:]):
