@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.models.spec import LoraSpec
+from lightrl.models.zero3 import whole_parameters
 
 __all__ = ["adapter_config", "adapter_disabled", "add_lora", "named_adapter_weights", "named_hf_weights"]
 
@@ -37,7 +38,8 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
         exclude_modules=["score"] if hasattr(model, "score") else None,  # a reward model's head is trained whole
         bias="none",
     )
-    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    with whole_parameters():
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     for name, layer in _lora_layers(model).items():
         if not hasattr(layer, "lora_A") or ADAPTER not in layer.lora_A:
             raise ValueError(f"lora.target_modules={spec.target_modules!r}: {name} is not a linear layer.")

@@ -18,6 +18,7 @@ from lightrl.models.loading import load_backbone
 from lightrl.models.logprobs import LogitMap, install_head
 from lightrl.models.lora import adapter_disabled
 from lightrl.models.spec import Layout, ModelSpec
+from lightrl.models.zero3 import whole_parameters
 
 __all__ = ["PolicyModel", "PolicyOutput", "ValueModel"]
 
@@ -154,7 +155,8 @@ class ValueModel(nn.Module):
 def new_value_head(model: Any) -> nn.Linear:
     """A linear head whose first values are close to 0: weights of standard deviation 1 / (D + 1), bias 0."""
     size = model.config.get_text_config().hidden_size
-    head = nn.Linear(size, 1)
+    with whole_parameters():
+        head = nn.Linear(size, 1)
     nn.init.normal_(head.weight, std=1.0 / (size + 1))
     nn.init.zeros_(head.bias)
     return head.to(next(model.parameters()).device)

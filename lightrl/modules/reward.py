@@ -76,7 +76,7 @@ class RewardLightningModule(LightningModule):
         """Builds and shards the model; every rank together, once."""
         if "reward_model" in self._modules:
             return
-        self._zero3_config = strategies.keep_zero3_config(self.trainer.strategy)
+        _zero3_config = strategies.keep_zero3_config(self.trainer.strategy)
         self.reward_model = RewardModel.for_training(self.model_spec)
         strategies.shard_model(self.reward_model, self.reward_model.blocks(), self)
 

@@ -52,7 +52,7 @@ class SFTLightningModule(LightningModule):
         """Builds and shards the model; every rank together, once."""
         if "actor" in self._modules:
             return
-        self._zero3_config = strategies.keep_zero3_config(self.trainer.strategy)
+        _zero3_config = strategies.keep_zero3_config(self.trainer.strategy)
         self.actor = PolicyModel(load_causal_lm(self.actor_spec, trainable=True), layout=self.actor_spec.layout)
         strategies.shard_model(self.actor, self.actor.blocks(), self)
 

@@ -54,7 +54,11 @@ def refuse_unsupported(strategy: Strategy, precision: str) -> None:
 
 
 def keep_zero3_config(strategy: Strategy) -> Any:
-    """Tells transformers that ZeRO-3 partitions parameters while they load; the caller must keep the result alive."""
+    """Tells transformers that ZeRO-3 partitions parameters while they load, for as long as the result is referenced.
+
+    The caller keeps it in a local variable while it builds its models and no longer: an engine that loads a model of
+    its own in this process afterwards needs it whole.
+    """
     if not (isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3):
         return None
     from transformers.integrations import HfDeepSpeedConfig
