@@ -10,10 +10,12 @@ import shutil
 import sys
 import unicodedata
 from collections import Counter
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -22,11 +24,13 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from lightrl.callbacks.thumbnails import contact_sheet, describe, save_thumbnail
 from lightrl.types import Experience, Rollouts
 
 __all__ = ["SampleLog"]
 
 WIDTH_WITHOUT_TERMINAL = 120
+THUMBNAILS = "thumbnails"
 COLUMNS = ("prompt", "completion", "reward", "advantage", "num_tokens")
 
 
@@ -37,8 +41,9 @@ class SampleLog(Callback):
     text (TensorBoard), and in full to `samples.jsonl` in the trainer's `log_dir`, one object per line:
     `step` (as in the loggers; -1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`), `prompt`,
     `completion`, `reward`, `reward_parts` (function -> value), `num_tokens`, `truncated` and in training `advantage`
-    (mean over the completion's tokens). `lightrl report` reads that file. A run from the start begins the file anew, a
-    resumed one goes on in it.
+    (mean over the completion's tokens). Where the prompt shows images, videos or sound, `media` says so in words and
+    `thumbnail` names a small PNG file of them (in `thumbnails/` beside the file), which W&B's and TensorBoard's pages
+    show, too. `lightrl report` reads all that. A run from the start begins the file anew, a resumed one goes on in it.
 
     `reward` is the sum that later callbacks see: put `SampleLog` before `RewardNormalization` to log raw rewards.
 
@@ -149,29 +154,61 @@ class SampleLog(Callback):
 
     def _log(self, trainer: Trainer, phase: str, records: list[dict[str, Any]], title: str) -> None:
         step = -1 if trainer.sanity_checking else max(trainer.fit_loop.total_batch_idx, 0)
+        sheets = [contact_sheet(record["media"]) if "media" in record else None for record in records]
+        records = [self._in_words(trainer, record, sheet) for record, sheet in zip(records, sheets, strict=True)]
         if not _trying_out(trainer):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
                 for record in records:
                     file.write(json.dumps({"step": step, "phase": phase, **record}, ensure_ascii=False) + "\n")
-        rows = [[record.get(name) for name in COLUMNS] for record in records]
         for logger in trainer.loggers:
-            if hasattr(logger, "log_table"):
-                logger.log_table(f"samples/{phase}", columns=list(COLUMNS), data=rows, step=step)
-            elif isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text(f"samples/{phase}", markdown_table(rows), step)
+            log_samples(logger, f"samples/{phase}", records, sheets, step)
         if self.terminal:
             print_table(trainer, samples_table(records, title, self.max_characters))
+
+    def _in_words(self, trainer: Trainer, record: dict[str, Any], sheet: Any) -> dict[str, Any]:
+        """The record with its media as a description and the name of a picture, which is written."""
+        if "media" not in record:
+            return record
+        words = {"media": describe(record["media"])}
+        if sheet is not None and not _trying_out(trainer):
+            words["thumbnail"] = f"{THUMBNAILS}/{save_thumbnail(sheet, self._path.parent / THUMBNAILS)}"
+        return {**record, **words}
 
 
 def _trying_out(trainer: Trainer) -> bool:
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
+def log_samples(logger: Any, name: str, records: list[dict[str, Any]], sheets: list[Any], step: int) -> None:
+    """Hands samples to a logger that takes tables (W&B) or text and pictures (TensorBoard).
+
+    Args:
+        logger: any of the trainer's. name: of the table. step: of the rollout.
+        records: of `sample_records`, media in words. sheets: a picture or None for each.
+    """
+    shown = [*COLUMNS, *(["media"] if any("media" in record for record in records) else [])]
+    rows = [[record.get(column) for column in shown] for record in records]
+    if hasattr(logger, "log_table"):
+        if any(sheet is not None for sheet in sheets):
+            import wandb
+
+            pictures = [None if sheet is None else wandb.Image(sheet) for sheet in sheets]
+            shown, rows = [*shown, "pictures"], [[*row, each] for row, each in zip(rows, pictures, strict=True)]
+        logger.log_table(name, columns=shown, data=rows, step=step)
+    elif isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_text(name, markdown_table(rows, shown), step)
+        for i, sheet in enumerate(sheets):
+            if sheet is not None:
+                logger.experiment.add_image(f"{name}/{i}", np.asarray(sheet), step, dataformats="HWC")
+
+
 def sample_records(
     rollouts: Rollouts, num_samples: int, *, rewards: Tensor | None = None, advantages: Tensor | None = None
 ) -> list[dict[str, Any]]:
     """The first completion of each of the first prompts, then the second of each, up to `num_samples` records.
+
+    A record of a prompt with images, videos or sound has its `Media` as `media`.
 
     Args:
         rollouts: B rows. num_samples: most records.
@@ -197,6 +234,8 @@ def sample_records(
             "num_tokens": int(rollouts.response_mask[row].sum()),
             "truncated": bool(rollouts.truncated[row]),
         }
+        if rollouts.media and rollouts.media[row]:
+            record["media"] = rollouts.media[row]
         if advantages is not None:
             record["advantage"] = number(advantages, row)
         records.append(record)
@@ -223,8 +262,9 @@ def samples_table(records: list[dict[str, Any]], title: str, max_characters: int
         table.add_column(name, justify="right", no_wrap=True)
     for record in records:
         numbers = [record["reward"], *([record["advantage"]] if with_advantage else [])]
+        media = f"[{record['media']}]\n" if "media" in record else ""
         table.add_row(
-            Text(shorten(record["prompt"], max_characters)),
+            Text(media + shorten(record["prompt"], max_characters)),
             Text(shorten(record["completion"], max_characters)),
             *("-" if value is None else f"{value:.3g}" for value in numbers),
             f"{record['num_tokens']}{' cut' if record['truncated'] else ''}",
@@ -247,12 +287,12 @@ def print_table(trainer: Trainer, table: Table) -> None:
     printer(out.getvalue().rstrip("\n"))
 
 
-def markdown_table(rows: list[list[Any]]) -> str:
+def markdown_table(rows: list[list[Any]], columns: Sequence[str] = COLUMNS) -> str:
     """The rows as a Markdown table of preformatted cells, for TensorBoard's text page."""
 
     def cell(value: Any) -> str:
         text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
         return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("\n", "<br>")
 
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *([cell(value) for value in row] for row in rows)]
+    lines = [columns, ["---"] * len(columns), *([cell(value) for value in row] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

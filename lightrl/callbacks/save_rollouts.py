@@ -5,15 +5,18 @@ Letters: B sequences, T tokens.
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightrl.types import Experience, Rollouts
+from lightrl.callbacks.thumbnails import fingerprint
+from lightrl.types import Experience, Media, Rollouts
 
 __all__ = ["SaveRollouts", "load_rollouts"]
 
@@ -27,9 +30,11 @@ class SaveRollouts(Callback):
     """Saves the trajectories of every N-th rollout before the update that they lead to.
 
     Each rank writes `DIR/rollout=000010/rank0.pt` (every tensor of `Experience` that is there, the raw reward parts and
-    extra model inputs such as pixels) and `rank0.jsonl` (prompt, completion and data-set columns of each row). Read
-    them with `load_rollouts(DIR / "rollout=000010")`. They are written before the update, so the trajectories behind a
-    failed update are on disk too.
+    extra model inputs such as pixels) and `rank0.jsonl` (prompt, completion and data-set columns of each row). What
+    prompts show is in `DIR/rollout=000010/media`, as it was decoded: images as PNG files, frames of videos and samples
+    of sounds as NumPy arrays; `media` of a row names its files. Read it all with
+    `load_rollouts(DIR / "rollout=000010")`. It is written before the update, so the trajectories behind a failed update
+    are on disk too.
 
     Args:
         every_n_rollouts: rollouts between two that are saved, at least 1.
@@ -67,11 +72,37 @@ class SaveRollouts(Callback):
         if any(rollouts.inputs):
             stored["inputs"] = [{k: _on_cpu(v) for k, v in inputs.items()} for inputs in rollouts.inputs]
         torch.save(stored, folder / f"rank{trainer.global_rank}.pt")
+        saved = {
+            key: save_media(media, folder) for key, media in {id(media): media for media in rollouts.media}.items()
+        }
         with (folder / f"rank{trainer.global_rank}.jsonl").open("w", encoding="utf-8") as file:
             for row, (prompt, completion) in enumerate(zip(rollouts.prompts, rollouts.completions, strict=True)):
                 columns = {name: values[row] for name, values in rollouts.columns.items()}
                 record = {"prompt": prompt, "completion": completion, "columns": columns}
+                if rollouts.media:
+                    record["media"] = saved[id(rollouts.media[row])]
                 file.write(json.dumps(record, default=lambda x: f"<{type(x).__name__}>", ensure_ascii=False) + "\n")
+
+
+def save_media(media: Media, folder: Path) -> dict[str, list[str]]:
+    """Writes what a prompt shows, without loss, into `folder/media`; kind -> names relative to `folder`.
+
+    Files are named after their contents, so what several prompts or ranks show is there once.
+    """
+    names: dict[str, list[str]] = {}
+    for kind, suffix in (("images", "png"), ("videos", "npy"), ("audios", "npy")):
+        for value in getattr(media, kind):
+            buffer = io.BytesIO()
+            if kind == "images":
+                value.save(buffer, format="PNG")
+            else:
+                np.save(buffer, value)
+            path = folder / "media" / f"{fingerprint(buffer.getvalue())}.{suffix}"
+            if not path.exists():
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(buffer.getvalue())
+            names.setdefault(kind, []).append(str(path.relative_to(folder)))
+    return names
 
 
 def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -82,8 +113,9 @@ def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, An
 
     Returns:
         name -> (B,) or (B, T) tensor, right-padded with 0 to the longest rank's T (plus the scalars `temperature` and
-        `policy_version`, and `inputs` where there are any); B dictionaries with `prompt`, `completion`, `columns`.
-        Group ids of different ranks are made different by an offset.
+        `policy_version`, and `inputs` where there are any); B dictionaries with `prompt`, `completion`, `columns`, and
+        where prompts can show something `media` (kind -> files). Group ids of different ranks are made different by an
+        offset.
 
     Raises:
         ValueError: nothing was saved in the folder.
@@ -104,6 +136,9 @@ def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, An
         else:
             merged[name] = [x for part in parts for x in part[name]] if isinstance(first, list) else first
     texts = [json.loads(line) for path in shards for line in path.with_suffix(".jsonl").open(encoding="utf-8")]
+    for record in texts:
+        if "media" in record:
+            record["media"] = {kind: [str(Path(folder) / n) for n in names] for kind, names in record["media"].items()}
     return merged, texts
 
 

@@ -51,6 +51,7 @@ tr:last-child td{border-bottom:0}
 th{font-size:.82rem;color:var(--soft);font-weight:600}
 .sample{margin-bottom:14px}.pair{display:grid;gap:12px;grid-template-columns:repeat(auto-fit,minmax(min(100%,320px),1fr))}
 .label{display:flex;justify-content:space-between;gap:8px;font-size:.82rem;color:var(--soft);margin:8px 0 3px}
+.thumbnail{display:block;max-width:100%;height:auto;margin:0 0 8px;image-rendering:auto}
 .up{color:var(--good);font-weight:600}pre{margin:0;padding:8px 10px;background:var(--code);border-radius:6px;
 white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.45 ui-monospace,monospace;max-height:16em;overflow:auto}
 """
@@ -157,7 +158,7 @@ def samples_section(run: Run, before: Run | None) -> str:
     if pairs and (earlier or samples[0]["step"] != samples[-1]["step"]):
         start = "before training" if earlier else done(samples[0])
         cards = [
-            f"<div class='card sample'><div class=label>prompt</div><pre>{escape(old['prompt'])}</pre><div class=pair>"
+            f"<div class='card sample'>{question(new)}<div class=pair>"
             f"{completion(old, start)}{completion(new, done(new), better_than=old)}</div></div>"
             for old, new in pairs
         ]
@@ -167,12 +168,19 @@ def samples_section(run: Run, before: Run | None) -> str:
         return ""
     first, last = at_step(logged, 0), at_step(logged, -1)
     shown = [*first, *last] if first[0]["step"] != last[0]["step"] else first
-    cards = [
-        f"<div class='card sample'><div class=label>prompt</div><pre>{escape(r['prompt'])}</pre>"
-        f"{completion(r, done(r))}</div>"
-        for r in shown
-    ]
+    cards = [f"<div class='card sample'>{question(r)}{completion(r, done(r))}</div>" for r in shown]
     return f"<h2>Sampled completions, first and last logged</h2>{''.join(cards)}"
+
+
+def question(record: dict[str, Any]) -> str:
+    """The prompt, under a picture of what it shows."""
+    media, picture = record.get("media", ""), record.get("thumbnail")
+    image = ""
+    if picture is not None:
+        data = b64encode(picture.read_bytes()).decode()
+        image = f'<img class=thumbnail src="data:image/png;base64,{data}" alt="{escape(media)}">'
+    label = f"<div class=label><span>prompt</span><span>{escape(media)}</span></div>"
+    return f"{label}{image}<pre>{escape(record['prompt'])}</pre>"
 
 
 def at_step(records: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
@@ -181,11 +189,15 @@ def at_step(records: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
 
 
 def pair_by_prompt(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Records of equal prompts, in the order of `new`; several completions of a prompt pair up in their order."""
+    """Records of equal prompts and pictures, in the order of `new`; completions of a prompt pair up in their order."""
+
+    def key(record: dict[str, Any]) -> tuple[str, str]:
+        return record["prompt"], record["thumbnail"].name if "thumbnail" in record else ""
+
     left = list(old)
     pairs = []
     for record in new:
-        match = next((r for r in left if r["prompt"] == record["prompt"]), None)
+        match = next((r for r in left if key(r) == key(record)), None)
         if match is not None:
             left.remove(match)
             pairs.append((match, record))

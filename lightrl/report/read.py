@@ -119,7 +119,10 @@ def restart(metrics: dict[str, Series], later: dict[str, Series]) -> None:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The records of one file, none if it is not there; a last line cut short is left out."""
+    """The records of one file, none if it is not there; a last line cut short is left out.
+
+    `thumbnail` becomes the `Path` of the picture, or goes where that is not there any more.
+    """
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -128,7 +131,9 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
+            picture = path.parent / record.pop("thumbnail", "")
+            records.append({**record, "thumbnail": picture} if picture.is_file() else record)
         except json.JSONDecodeError as error:
             if i < len(lines) - 1:
                 raise ValueError(f"{path}, line {i + 1}: not JSON: {error}") from error
