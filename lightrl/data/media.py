@@ -22,7 +22,14 @@ from lightrl.types import Media
 
 __all__ = ["COLUMNS", "MediaError", "MediaSource", "decode"]
 
-COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "video", "audio": "audio", "audios": "audio"}
+COLUMNS = {
+    "image": "image",
+    "images": "image",
+    "video": "video",
+    "videos": "video",
+    "audio": "audio",
+    "audios": "audio",
+}
 """Columns that hold media, and of which kind."""
 
 KINDS = ("image", "video", "audio")
@@ -37,8 +44,8 @@ class MediaSource(RowSource):
     """Rows that may show something. The arguments of `RowSource`, and:
 
     Args:
-        media_columns: column -> "image", "video" or "audio" (one value or a list of them per row). Null takes the columns
-            image, images, video, videos, audio and audios where the model can take such media; {} takes none.
+        media_columns: column -> "image", "video" or "audio" (one value or a list of them per row). Null takes the
+            columns image, images, video, videos, audio and audios where the model takes such media; {} takes none.
         media_folder: where relative paths start; null is the folder of the data file, or else the working directory.
         max_pixels: images and frames with more are scaled down to it, keeping their proportions; null leaves them to
             the model's processor, which has limits of its own.

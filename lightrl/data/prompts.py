@@ -8,15 +8,19 @@ Letters: P prompts, N rows of one source, S sources.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from lightrl.data.media import MediaSource
+from lightrl.data.processing import MediaProcessor
 from lightrl.data.prompt_rows import Drawn, OpenSource, open_source
-from lightrl.data.rows import RowSource, shuffled_order
+from lightrl.data.rows import shuffled_order
 from lightrl.data.templates import ChatTemplate
 from lightrl.types import Prompts
 
@@ -26,8 +30,8 @@ MIX_BLOCK = 1000
 
 
 @dataclass
-class PromptSource(RowSource):
-    """Where prompts come from and how a row becomes one. The arguments of `RowSource`, and:
+class PromptSource(MediaSource):
+    """Where prompts come from and how a row becomes one. The arguments of `RowSource` and `MediaSource`, and:
 
     Args:
         prompt_column: column of the prompt: a string, or a conversation as a list of {"role": ..., "content": ...}.
@@ -39,7 +43,8 @@ class PromptSource(RowSource):
         max_prompt_tokens: longest prompt in tokens, the template's included; None is no limit.
         overlong: what happens to longer ones. "drop" leaves the row out and "error" stops the run; both tokenise all
             rows once at the start. "truncate_left" keeps the last `max_prompt_tokens` tokens, which cuts a template's
-            opening, too. Rows are counted in `PromptSet.counts`.
+            opening, too; never through an image or what follows it, which `on_media_error` treats. Rows are counted in
+            `PromptSet.counts`. Rows with media are decoded once more for their length.
     """
 
     prompt_column: str = "prompt"
@@ -56,15 +61,23 @@ class PromptSource(RowSource):
         if self.overlong not in ("drop", "truncate_left", "error"):
             raise ValueError(f'PromptSource.overlong={self.overlong!r}: must be "drop", "truncate_left" or "error".')
 
-    def load(self, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0, shuffle: bool = True) -> PromptSet:
+    def load(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        processor: MediaProcessor | None = None,
+    ) -> PromptSet:
         """Reads the rows.
 
         Args:
             tokenizer: renders and tokenises the prompts.
             seed: of the order, 0 or more.
             shuffle: a new order in every pass; otherwise the order of the data set.
+            processor: of the model's media, from `load_processor`; None for a model of text.
         """
-        return PromptSet([open_source(self, tokenizer, seed, shuffle)], [1.0], seed=seed)
+        return PromptSet([open_source(self, tokenizer, seed, shuffle, processor)], [1.0], seed=seed)
 
 
 @dataclass
@@ -91,9 +104,16 @@ class PromptMixture:
                 "sources; leave a source out instead of giving it weight 0."
             )
 
-    def load(self, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0, shuffle: bool = True) -> PromptSet:
+    def load(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        processor: MediaProcessor | None = None,
+    ) -> PromptSet:
         """Reads the rows of all sources; the arguments are those of `PromptSource.load`."""
-        opened = [open_source(source, tokenizer, seed + i, shuffle) for i, source in enumerate(self.sources)]
+        opened = [open_source(source, tokenizer, seed + i, shuffle, processor) for i, source in enumerate(self.sources)]
         return PromptSet(opened, self.weights or [1.0] * len(opened), seed=seed)
 
 
@@ -114,6 +134,7 @@ class PromptSet:
         self._sources, self._seed = list(sources), seed
         self._shares = _block_shares(weights)
         self._pattern: tuple[int, np.ndarray[Any, Any]] = (-1, np.zeros(0, dtype=np.int64))
+        self._pool: ThreadPoolExecutor | None = None
         self._columns = list(dict.fromkeys(name for source in sources for name in source.columns))
 
     def __len__(self) -> int:
@@ -172,14 +193,22 @@ class PromptSet:
         source = int(pattern[position])
         return source, block * self._shares[source] + int(np.count_nonzero(pattern[:position] == source))
 
-    def _collect(self, drawn: list[Drawn]) -> Prompts:
+    def _collect(self, draws: list[Callable[[], Drawn]]) -> Prompts:
+        """Makes the prompts, those with media in worker threads: decoding and resizing release Python's lock."""
+        sees = any(source.processor is not None for source in self._sources)
+        if sees and len(draws) > 1:
+            self._pool = self._pool or ThreadPoolExecutor(min(8, os.cpu_count() or 1), "lightrl-media")
+            drawn = list(self._pool.map(lambda draw: draw(), draws))
+        else:
+            drawn = [draw() for draw in draws]
         return Prompts(
             token_ids=[d.token_ids for d in drawn],
             texts=[d.text for d in drawn],
             columns={name: [d.row.get(name) for d in drawn] for name in self._columns},
             indices=[d.index for d in drawn],
-            inputs=[{} for _ in drawn],
+            inputs=[d.inputs for d in drawn],
             raw=[d.raw for d in drawn],
+            media=[d.media for d in drawn] if sees else [],
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-__all__ = ["ChatTemplate", "encode", "load_tokenizer", "render_prompt"]
+__all__ = ["ChatTemplate", "as_messages", "encode", "load_tokenizer", "render_prompt"]
 
 ChatTemplate = bool | Literal["auto"]
 """True: always; False: never; "auto": where the tokenizer has a template."""
@@ -79,7 +79,7 @@ def render_prompt(
             return prompt, False
         messages = [{"role": "user", "content": prompt}]
     else:
-        messages = _as_messages(prompt)
+        messages = as_messages(prompt)
     if not has_template:
         raise ValueError(
             "Conversational prompts (and chat_template=True) need a tokenizer with a chat template; this one has none. "
@@ -98,7 +98,12 @@ def render_prompt(
     return str(text), True
 
 
-def _as_messages(prompt: Any) -> list[dict[str, Any]]:
+def as_messages(prompt: Any) -> list[dict[str, Any]]:
+    """A conversation's messages as new dictionaries.
+
+    Raises:
+        ValueError: it is none.
+    """
     if not isinstance(prompt, Sequence) or not prompt:
         raise ValueError(f"A prompt must be a string or a list of messages that is not empty, got {prompt!r}.")
     for message in prompt:

@@ -14,6 +14,16 @@ from torch import Tensor
 from lightrl.models.attention import IMPLEMENTATION, unsupported_reason
 from lightrl.models.layouts import LayoutError, Plan, make_plan
 from lightrl.models.logprobs import LogitMap
+from lightrl.models.multimodal import (
+    harmless_id,
+    media_positions,
+    merged_inputs,
+    no_token_inputs,
+    sampled_placeholders,
+    sharing_groups,
+    true_embeddings,
+)
+from lightrl.models.placeholders import TOKEN_INPUT
 from lightrl.models.spec import Layout
 
 __all__ = ["Backbone", "BackboneOutput"]
@@ -59,11 +69,12 @@ class Backbone:
     def __init__(self, model: Any, body: Any, layout: Layout) -> None:
         self.name, self.body, self.layout = type(model).__name__, body, layout
         self.explicit = layout != "auto"
+        self.config = model.config
         self.num_layers = model.config.get_text_config().num_hidden_layers
         if layout != "padded":
             reason = unsupported_reason(model)
             if reason is None:
-                model.set_attn_implementation(IMPLEMENTATION)
+                model.set_attn_implementation(_text_only(model.config))
             else:
                 self._fall_back(reason)
 
@@ -76,15 +87,19 @@ class Backbone:
         inputs: list[dict[str, Any]] | None = None,
     ) -> BackboneOutput:
         """Hidden states at t - 1 for each response token t, or at each row's last token where the mask is None."""
-        extra = [row for row in inputs or () if row]
-        if self.layout != "padded" and not extra:
+        rows = inputs if inputs and any(inputs) else None
+        if rows and any("token_type_ids" in row for row in rows) and self.layout != "padded":
+            self._fall_back("parts of its images attend in both directions")
+        hidden = sampled_placeholders(self.config, token_ids, response_mask) if rows else None
+        if self.layout != "padded":
             share = self.layout != "packed"
-            plan = make_plan(token_ids, attention_mask, response_mask, group_ids, share=share)
+            groups = sharing_groups(group_ids, rows) if rows else group_ids
+            plan = make_plan(token_ids, attention_mask, response_mask, groups, share=share)
             try:
-                return self._run_plan(token_ids, plan)
+                return self._run_plan(token_ids, plan, rows, hidden)
             except LayoutError as error:
                 self._fall_back(str(error))
-        return self._run_padded(token_ids, attention_mask, response_mask, extra)
+        return self._run_padded(token_ids, attention_mask, response_mask, rows, hidden)
 
     def _fall_back(self, reason: str) -> None:
         if self.explicit:
@@ -94,35 +109,65 @@ class Backbone:
         warnings.warn(f"{self.name} runs in the padded layout, which is slower: {reason}.", stacklevel=2)
         self.layout = "padded"
 
-    def _run_plan(self, token_ids: Tensor, plan: Plan) -> BackboneOutput:
+    def _run_plan(
+        self, token_ids: Tensor, plan: Plan, rows: list[dict[str, Any]] | None, hidden: Tensor | None
+    ) -> BackboneOutput:
+        positions, stream = plan.position_ids.unsqueeze(0), token_ids.reshape(1, -1).index_select(1, plan.source)
+        inputs = no_token_inputs(self.body.forward, stream)
+        if rows:
+            roots = [row for row, parent in zip(plan.rows, plan.parents, strict=True) if parent < 0]
+            merged = merged_inputs(rows, roots if len(plan.targets) else [], plan.shape, token_ids.device)
+            inputs |= {
+                name: x.reshape(1, -1).index_select(1, plan.source) if name.endswith(TOKEN_INPUT) else x
+                for name, x in merged.items()
+            }
+            own = media_positions(self.body, token_ids, rows)
+            if own is not None:
+                positions = own.flatten(1).index_select(1, plan.source).unsqueeze(1)
+        hidden = None if hidden is None else hidden.reshape(1, -1).index_select(1, plan.source)
         # transformers takes a 4-D mask as it is, so it builds none: the plan says who sees whom
         blank = torch.empty(1, 1, 1, 1, device=token_ids.device)
-        out = self.body(
-            input_ids=token_ids.reshape(1, -1).index_select(1, plan.source),
-            position_ids=plan.position_ids.unsqueeze(0),
-            attention_mask=blank,
-            use_cache=False,
-            plan=plan,
-        )
+        with true_embeddings(self.body, hidden, stream):
+            out = self.body(
+                input_ids=stream if hidden is None else stream.masked_fill(hidden, harmless_id(self.config)),
+                position_ids=positions,
+                attention_mask=blank,
+                use_cache=False,
+                plan=plan,
+                **inputs,
+            )
         if plan.num_calls != self.num_layers:
             raise LayoutError(f"{plan.num_calls} of its {self.num_layers} layers use the replaced attention")
         return self._output(out, plan.read, plan.targets, plan.shape, None)
 
     def _run_padded(
-        self, token_ids: Tensor, attention_mask: Tensor, response_mask: Tensor | None, extra: list[dict[str, Any]]
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        response_mask: Tensor | None,
+        rows: list[dict[str, Any]] | None,
+        hidden: Tensor | None,
     ) -> BackboneOutput:
-        names = {name for row in extra for name in row}
-        merged = {name: torch.cat([row[name] for row in extra if name in row]) for name in names}
-        out = self.body(input_ids=token_ids, attention_mask=attention_mask.long(), use_cache=False, **merged)
+        shape = (token_ids.shape[0], token_ids.shape[1])
+        inputs = no_token_inputs(self.body.forward, token_ids)
+        if rows:
+            inputs |= merged_inputs(rows, range(len(rows)), shape, token_ids.device)
+        with true_embeddings(self.body, hidden, token_ids):
+            out = self.body(
+                input_ids=token_ids if hidden is None else token_ids.masked_fill(hidden, harmless_id(self.config)),
+                attention_mask=attention_mask.long(),
+                use_cache=False,
+                **inputs,
+            )
         if response_mask is None:
-            rows = torch.arange(len(token_ids), device=token_ids.device) * token_ids.shape[1]
-            targets = read = rows + attention_mask.sum(1).clamp(min=1) - 1
+            starts = torch.arange(len(token_ids), device=token_ids.device) * token_ids.shape[1]
+            targets = read = starts + attention_mask.sum(1).clamp(min=1) - 1
         else:
             wanted = response_mask.clone()
             wanted[:, :1] = False
             targets = wanted.reshape(-1).nonzero().squeeze(1)
             read = targets - 1
-        return self._output(out, read, targets, (token_ids.shape[0], token_ids.shape[1]), attention_mask)
+        return self._output(out, read, targets, shape, attention_mask)
 
     def _output(
         self, out: Any, read: Tensor, targets: Tensor, shape: tuple[int, int], mask: Tensor | None
@@ -153,9 +198,10 @@ class Backbone:
             ValueError: they differ.
         """
         ids = (torch.arange(8, device=lm.device) % lm.config.get_text_config().vocab_size).unsqueeze(0)
-        hidden = self.body(input_ids=ids, use_cache=False).last_hidden_state[0]
+        extra = no_token_inputs(self.body.forward, ids)
+        hidden = self.body(input_ids=ids, use_cache=False, **extra).last_hidden_state[0]
         own, _ = lm.get_output_embeddings()(hidden, targets=ids[0], logit_map=logit_map)
-        logits = lm(input_ids=ids, use_cache=False).logits[0]
+        logits = lm(input_ids=ids, use_cache=False, **extra).logits[0]
         plain = F.log_softmax(logits.float(), -1).gather(1, ids.T).squeeze(1)
         tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 0.2
         worst = (own - plain).abs().max().item()
@@ -164,3 +210,11 @@ class Backbone:
                 f"{self.name}: log-probs from its head differ by {worst:.3g} from its own forward pass, so it changes "
                 "logits in a way LightRL does not know. It cannot be trained correctly as it is."
             )
+
+
+def _text_only(config: Any) -> str | dict[str, str]:
+    """The replaced attention for the language model, and what the others have for a vision or sound encoder."""
+    text = config.get_text_config()
+    if text is config:
+        return IMPLEMENTATION
+    return {name: IMPLEMENTATION for name in config.sub_configs if getattr(config, name, None) is text}

@@ -1,0 +1,291 @@
+"""From a row to what a model reads: places for media found, text rendered, the model's own processor run once.
+
+Text rows take the tokenizer's way, bit for bit; the processor is loaded with the first row that shows something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from lightrl.data.media import COLUMNS, KINDS, MediaError, MediaSource, decode
+from lightrl.data.places import shown
+from lightrl.data.templates import ChatTemplate, as_messages, encode, render_prompt
+from lightrl.models.placeholders import placeholder_ids
+from lightrl.types import Media
+
+__all__ = ["Encoded", "MediaProcessor", "encode_prompt", "load_processor"]
+
+
+@dataclass
+class Encoded:
+    """A prompt as `Prompts` holds it: text, tokens with all placeholders, model inputs, media.
+
+    `cuttable` tokens may be cut off the front: those before the first placeholder and what introduces it.
+    """
+
+    text: str
+    token_ids: list[int]
+    inputs: dict[str, Any] = field(default_factory=dict)
+    media: Media = field(default_factory=Media)
+    cuttable: int = 0
+
+
+def load_processor(path: str, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> MediaProcessor | None:
+    """The processor of a model that takes images, videos or sound; None for others.
+
+    Args:
+        path: folder or hub name of the model.
+        tokenizer: the run's; the processor's own is not used.
+        **kwargs: further arguments of `AutoProcessor.from_pretrained`.
+    """
+    local = Path(path).expanduser()
+    try:
+        config = AutoConfig.from_pretrained(str(local) if local.is_dir() else path, **kwargs)
+    except (OSError, ValueError):  # a folder that holds a tokenizer alone
+        return None
+    placeholders = placeholder_ids(config)
+    return (
+        MediaProcessor(str(local) if local.is_dir() else path, tokenizer, placeholders, kwargs)
+        if placeholders
+        else None
+    )
+
+
+class MediaProcessor:
+    """A Hugging Face processor, run on one prompt at a time, and the checks on what it gives.
+
+    Args:
+        path: of the processor.
+        tokenizer: the run's.
+        placeholders: kind of media that the model takes -> id of the token that stands for a feature.
+        kwargs: further arguments of `AutoProcessor.from_pretrained`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: PreTrainedTokenizerBase,
+        placeholders: Mapping[str, int],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self.path, self.tokenizer, self.placeholders, self._kwargs = path, tokenizer, placeholders, dict(kwargs)
+        self._loaded: Any = None
+        self._blocks: bool | None = None
+
+    @property
+    def processor(self) -> Any:
+        """The processor itself, loaded when it is first needed."""
+        if self._loaded is None:
+            from transformers import AutoProcessor
+
+            try:
+                self._loaded = AutoProcessor.from_pretrained(self.path, **self._kwargs)
+            except ImportError as error:
+                raise ValueError(
+                    f"The processor of {self.path!r} cannot be loaded: {str(error).strip()} Prompts with media "
+                    "need it; `scripts/setup.sh` shows how to get torchvision beside torch for CPU."
+                ) from error
+            if not hasattr(self._loaded, "tokenizer"):
+                raise ValueError(f"{self.path!r} holds no processor (preprocessor_config.json), so it takes text only.")
+            self._loaded.tokenizer = self.tokenizer
+        return self._loaded
+
+    def token(self, kind: str) -> str | None:
+        """What stands for one medium in a prompt's text."""
+        return getattr(self.processor, f"{kind}_token", None)
+
+    @property
+    def wants_blocks(self) -> bool:
+        """Whether the chat template leaves out contents that are strings instead of lists of blocks."""
+        if self._blocks is None:
+            text, _ = render_prompt(self.tokenizer, [{"role": "user", "content": "x7q"}], chat_template=True)
+            self._blocks = "x7q" not in text
+        return self._blocks
+
+    def __call__(self, text: str, media: Media, *, templated: bool) -> Encoded:
+        """Runs the processor and checks that placeholders and features agree, by its own numbers.
+
+        Args:
+            text: the rendered prompt, one placeholder per medium.
+            media: decoded. Its `token_ids` are set.
+            templated: see `encode`.
+
+        Raises:
+            MediaError: another number of placeholders than media, or of tokens than features.
+        """
+        media.token_ids = encode(self.tokenizer, text, templated=templated)
+        for kind, items in (("image", media.images), ("video", media.videos), ("audio", media.audios)):
+            self._check_places(kind, media.token_ids, len(items))
+        arguments: dict[str, Any] = {}
+        if media.images:
+            arguments["images"] = [list(media.images)]
+        if media.videos:
+            arguments["videos"], arguments["video_metadata"] = list(media.videos), _metadata(media)
+            arguments["do_sample_frames"] = False
+        if media.audios:
+            arguments["audio"], arguments["sampling_rate"] = list(media.audios), self._sampling_rate(media)
+        try:
+            out = self.processor(
+                text=[text],
+                add_special_tokens=not templated,
+                return_tensors="pt",
+                return_text_replacement_offsets=True,
+                **arguments,
+            )
+        except (ValueError, StopIteration, IndexError, TypeError) as error:
+            raise MediaError(f"{type(self.processor).__name__} refused it: {error}") from error
+        token_ids = out["input_ids"][0].tolist()
+        self._check_features(token_ids, out.get("text_replacement_offsets"))
+        skipped = ("input_ids", "attention_mask")
+        inputs = {name: x for name, x in out.items() if isinstance(x, torch.Tensor) and name not in skipped}
+        special = self._special_ids()
+        first = next((i for i, token in enumerate(token_ids) if token in special), len(token_ids))
+        differ = (i for i, (a, b) in enumerate(zip(token_ids, media.token_ids, strict=False)) if a != b)
+        return Encoded(text, token_ids, inputs, media, max(0, min(first, next(differ, first)) - 1))
+
+    def _special_ids(self) -> set[int]:
+        """Tokens that stand for a medium or for one of its features."""
+        own = {i for kind in KINDS for i in getattr(self.processor, f"{kind}_token_ids", None) or ()}
+        return own | set(self.placeholders.values())
+
+    def _check_places(self, kind: str, token_ids: list[int], count: int) -> None:
+        token = self.token(kind)
+        if token is None:
+            if count:
+                raise MediaError(f"{count} {kind}s, which {type(self.processor).__name__} does not take.")
+            return
+        places = token_ids.count(self.tokenizer.convert_tokens_to_ids(token))
+        if places != count:
+            raise MediaError(f"the prompt has {places} placeholder(s) {token!r} for {count} {kind}(s).")
+
+    def _check_features(self, token_ids: list[int], offsets: Any) -> None:
+        """Compares the placeholder runs among the tokens with those that the processor says its features need."""
+        if not offsets:
+            return
+        special = self._special_ids()
+        own = [i for i in token_ids if i in special]
+        parts = (self.tokenizer(part["replacement"], add_special_tokens=False)["input_ids"] for part in offsets[0])
+        wanted = [i for part in parts for i in part if i in special]
+        if own != wanted:
+            raise MediaError(f"{len(own)} placeholder tokens for {len(wanted)} features.")
+
+    def _sampling_rate(self, media: Media) -> int:
+        extractor = getattr(self.processor, "feature_extractor", None) or getattr(
+            self.processor, "audio_processor", None
+        )
+        wanted = int(getattr(extractor, "sampling_rate", 0))
+        for number, rate in enumerate(media.sampling_rates, 1):
+            if rate not in (0, wanted):
+                raise MediaError(
+                    f"audio {number} has {rate} samples per second, the model takes {wanted}: resample it."
+                )
+        return wanted
+
+
+def _metadata(media: Media) -> list[Any]:
+    """What processors want to know of videos: all given frames are taken, and this is when they are shown."""
+    from transformers.video_utils import VideoMetadata
+
+    result = []
+    for frames, times in zip(media.videos, media.video_times, strict=True):
+        step = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.5
+        rate = 1 / step if step else 2.0
+        result.append(
+            VideoMetadata(
+                total_num_frames=len(frames),
+                fps=rate,
+                duration=len(frames) / rate,
+                frames_indices=list(range(len(frames))),
+                height=frames.shape[1],
+                width=frames.shape[2],
+            )
+        )
+    return result
+
+
+def encode_prompt(
+    prompt: Any,
+    row: Mapping[str, Any],
+    source: MediaSource,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: MediaProcessor | None,
+    *,
+    system_prompt: str | None,
+    chat_template: ChatTemplate,
+    template_kwargs: Mapping[str, Any],
+) -> tuple[Encoded, bool]:
+    """A row's prompt as text, tokens, model inputs and media; and whether a chat template made the text.
+
+    Args:
+        prompt: a string or a conversation.
+        row: the row, for its media columns.
+        source: limits and media columns.
+        tokenizer: renders and tokenises.
+        processor: None for models that take text only.
+        system_prompt, chat_template, template_kwargs: see `render_prompt`.
+
+    Raises:
+        MediaError: media that cannot be read or do not fit their places.
+        ValueError: see `render_prompt`.
+    """
+    columns: Mapping[str, str] = {}
+    if source.media_columns is not None:
+        columns = source.media_columns
+    elif processor is not None:
+        columns = {name: kind for name, kind in COLUMNS.items() if kind in processor.placeholders}
+    found: list[tuple[str, Any]] = []
+    if columns or not isinstance(prompt, str):
+        prompt, found = shown(prompt, row, columns)
+    if processor is None:
+        if found:
+            raise MediaError(f"the prompt shows {len(found)} media, and the model takes text only.")
+        prompt = _as_strings(prompt)
+    template = bool(getattr(tokenizer, "chat_template", None)) and chat_template is not False
+    if processor is not None and (template or not isinstance(prompt, str)):
+        if processor.wants_blocks or found:
+            prompt, system_prompt = _as_blocks(prompt, system_prompt), None
+        else:
+            prompt = _as_strings(prompt)
+    elif processor is not None and found:
+        prompt = "".join(str(block.get("text") or processor.token(block["type"])) for block in prompt[0]["content"])
+    text, templated = render_prompt(
+        tokenizer, prompt, system_prompt=system_prompt, chat_template=chat_template, template_kwargs=template_kwargs
+    )
+    if found and processor is not None:
+        return processor(text, decode(found, source), templated=templated), templated
+    token_ids = encode(tokenizer, text, templated=templated)
+    for kind, placeholder in processor.placeholders.items() if processor is not None else ():
+        if placeholder in token_ids:
+            name = tokenizer.convert_ids_to_tokens(placeholder)
+            raise MediaError(f"the prompt has a placeholder {name!r} and no {kind} to show there.")
+    return Encoded(text, token_ids, cuttable=len(token_ids)), templated
+
+
+def _as_blocks(prompt: Any, system_prompt: str | None) -> list[dict[str, Any]]:
+    """A conversation whose contents are lists of blocks."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, str):
+        messages = as_messages(prompt)
+    if system_prompt is not None:
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    for message in messages:
+        if isinstance(message["content"], str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
+    return messages
+
+
+def _as_strings(prompt: Any) -> Any:
+    """A conversation whose contents are strings, where its blocks hold text alone."""
+    if isinstance(prompt, str):
+        return prompt
+    messages = as_messages(prompt)
+    for message in messages:
+        if not isinstance(message["content"], str):
+            message["content"] = "".join(block["text"] for block in message["content"])
+    return messages

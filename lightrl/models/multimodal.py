@@ -1,0 +1,170 @@
+"""What images, videos and sound add to a batch: model inputs, positions, and who may share a prompt.
+
+Rows carry what their model's processor made of them alone, and nothing here knows a family: inputs per token are laid
+out like the tokens, all others are laid end to end in the order of their rows, positions come from the model's own
+code. Letters: B rows, T tokens of the longest, N tokens of a stream, K kinds of positions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightrl.models.placeholders import TOKEN_INPUT, placeholder_ids
+
+__all__ = [
+    "harmless_id",
+    "media_positions",
+    "merged_inputs",
+    "no_token_inputs",
+    "sampled_placeholders",
+    "sharing_groups",
+    "true_embeddings",
+]
+
+Rows = Sequence[dict[str, Any]]
+
+
+def merged_inputs(rows: Rows, wanted: Sequence[int], shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
+    """The model inputs of a batch.
+
+    Args:
+        rows: B dictionaries of what each row's processor gave, `{}` for text.
+        wanted: numbers of the rows whose images and the like go through the model, in stream order.
+        shape: (B, T).
+        device: where to.
+
+    Returns:
+        inputs per token as (B, T), 0 where a row says nothing; all others laid end to end along their first dimension,
+        other dimensions zero-padded to the largest, as processors do for a batch.
+    """
+    merged: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        if name.endswith(TOKEN_INPUT):
+            merged[name] = torch.zeros(shape, dtype=torch.long, device=device)
+            for i, row in enumerate(rows):
+                if name in row:
+                    merged[name][i, : row[name].shape[1]] = row[name][0].to(device, non_blocking=True)
+            continue
+        parts = [rows[i][name] for i in wanted if name in rows[i]]
+        if parts:
+            largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+            padded = (_padded(part.to(device, non_blocking=True), largest) for part in parts)
+            merged[name] = torch.cat(list(padded))
+    return merged
+
+
+def _padded(part: Tensor, sizes: list[int]) -> Tensor:
+    if list(part.shape[1:]) == sizes:
+        return part
+    missing = [want - have for have, want in zip(part.shape[1:], sizes, strict=True)]
+    return F.pad(part, [pad for extra in reversed(missing) for pad in (0, extra)])
+
+
+def no_token_inputs(forward: Any, token_ids: Tensor) -> dict[str, Tensor]:
+    """Zeros for the inputs per token that a model insists on in training, for a batch of text."""
+    names = [name for name in inspect.signature(forward).parameters if name == TOKEN_INPUT]
+    return {name: torch.zeros_like(token_ids) for name in names}
+
+
+def sharing_groups(group_ids: Tensor | None, rows: Rows) -> Tensor | None:
+    """(B,) groups in which rows that show different things are apart, although their tokens may be equal."""
+    if group_ids is None:
+        return None
+    kinds: list[dict[str, Any]] = []
+    numbers: dict[tuple[int, int], int] = {}
+    result = []
+    for group, row in zip(group_ids.tolist(), rows, strict=True):
+        kind = next((i for i, known in enumerate(kinds) if _same(known, row)), len(kinds))
+        if kind == len(kinds):
+            kinds.append(row)
+        result.append(numbers.setdefault((group, kind), len(numbers)))
+    return torch.tensor(result, device=group_ids.device)
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    if one is other or one.keys() != other.keys():
+        return one is other
+    return all(one[name] is other[name] or torch.equal(one[name], other[name]) for name in one)
+
+
+def media_positions(body: Any, token_ids: Tensor, rows: Rows) -> Tensor | None:
+    """(K, B, T) positions as the model's own code gives them to each prompt; None where it has none of its own.
+
+    What follows a prompt counts on from its largest position, as in generation. A prompt that several rows share is
+    computed once.
+
+    Raises:
+        ValueError: a row's inputs do not fit its tokens; names the row.
+    """
+    function = getattr(body, "get_rope_index", None)
+    if function is None:
+        return None
+    width = token_ids.shape[1]
+    plain = torch.arange(width, device=token_ids.device)
+    known: dict[int, tuple[dict[str, Any], Tensor, int]] = {}
+    out: list[Tensor | None] = []
+    for i, row in enumerate(rows):
+        if not row:
+            out.append(None)
+            continue
+        length = next((x.shape[1] for name, x in row.items() if name.endswith(TOKEN_INPUT)), width)
+        if id(row) not in known:
+            known[id(row)] = (row, *_prompt_positions(function, token_ids[i : i + 1, :length], row, i))
+        _, prompt, following = known[id(row)]
+        rest = plain[: width - length] + following
+        out.append(torch.cat([prompt, rest.expand(len(prompt), -1)], 1))
+    kinds = next(len(positions) for positions in out if positions is not None)
+    return torch.stack([plain.expand(kinds, -1) if positions is None else positions for positions in out], 1)
+
+
+def _prompt_positions(function: Any, prompt: Tensor, row: dict[str, Any], number: int) -> tuple[Tensor, int]:
+    """(K, L) positions of a prompt alone, and the position of the token after it."""
+    names = inspect.signature(function).parameters
+    arguments = {name: x.to(prompt.device) for name, x in row.items() if name in names}
+    try:
+        positions = function(input_ids=prompt, **arguments)[0][:, 0]
+    except (RuntimeError, StopIteration, TypeError, IndexError) as error:
+        raise ValueError(f"row {number} of the batch: its images or videos do not fit its tokens ({error}).") from error
+    return positions, int(positions.max()) + 1
+
+
+def sampled_placeholders(config: Any, token_ids: Tensor, response_mask: Tensor | None) -> Tensor | None:
+    """(B, T) bool, where the policy itself sampled a token that stands for a feature; None where it did not."""
+    ids = list(placeholder_ids(config).values())
+    if response_mask is None or not ids:
+        return None
+    found = torch.isin(token_ids, torch.tensor(ids, device=token_ids.device)) & response_mask
+    return found if bool(found.any()) else None
+
+
+def harmless_id(config: Any) -> int:
+    """A token that stands for no feature."""
+    return next(i for i in range(len(placeholder_ids(config)) + 1) if i not in placeholder_ids(config).values())
+
+
+@contextmanager
+def true_embeddings(body: Any, hidden: Tensor | None, token_ids: Tensor) -> Iterator[None]:
+    """Within it the body embeds `token_ids` where `hidden` is set, whatever ids it is called with there.
+
+    A sampled placeholder is a token like any other in generation. In a forward pass it would be taken for a feature, so
+    the body is called with another id there, and its embedding layer gets the real one.
+    """
+    if hidden is None:
+        yield
+        return
+
+    def swap(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (torch.where(hidden, token_ids, arguments[0]), *arguments[1:])
+
+    handle = body.get_input_embeddings().register_forward_pre_hook(swap)
+    try:
+        yield
+    finally:
+        handle.remove()
