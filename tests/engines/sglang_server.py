@@ -6,7 +6,6 @@ Weights really come from the folder, log-probs from the model, random numbers fr
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections import Counter
@@ -79,9 +78,9 @@ class SGLangServer:
 
     def update_weights_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
         assert self.paused
-        weights = {
-            k: v for f in sorted(Path(body["model_path"]).glob("*.safetensors")) for k, v in load_file(f).items()
-        }
+        weights: dict[str, torch.Tensor] = {}
+        for file in Path(body["model_path"]).glob("*.safetensors"):
+            weights |= load_file(file)
         try:
             outcome = self.model.load_state_dict(weights, strict=False)
         except RuntimeError as error:
@@ -108,11 +107,8 @@ class SGLangServer:
         for _ in range(params["max_new_tokens"]):
             logits = self.model(torch.tensor([tokens])).logits[0, -1]
             scores = (logits / (params["temperature"] or 1.0)).log_softmax(-1)
-            token = (
-                int(torch.multinomial(scores.exp(), 1, generator=generator))
-                if params["temperature"]
-                else int(scores.argmax())
-            )
+            greedy = not params["temperature"]
+            token = int(scores.argmax() if greedy else torch.multinomial(scores.exp(), 1, generator=generator))
             tokens.append(token)
             logprobs.append(float(scores[token]))
             if token == self.tokenizer.eos_token_id and not params.get("ignore_eos"):

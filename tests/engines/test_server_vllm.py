@@ -1,0 +1,262 @@
+"""`ServerEngine` on two real vLLM servers, in processes of their own on loopback.
+
+The order matters: the last test kills a server.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+
+from lightrl.callbacks import WeightSync
+from lightrl.engines import EngineContext, ServerEngine
+from lightrl.modules import PPOLightningModule
+from lightrl.types import Prompts, SamplingParams
+from tests.engines.conftest import build_model, change, load, reference_logprobs
+from tests.toys import quiet_trainer, sums_data
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+
+PROMPTS = Prompts([[3, 4, 5], [6, 7], [8, 9, 10, 11], [12, 13, 14]], [""] * 4)
+SAMPLING = SamplingParams(max_new_tokens=8, temperature=0.7)
+START_SECONDS = 300
+
+
+class Servers:
+    """Two servers; what they print goes to files in `place`."""
+
+    def __init__(self, folder: Path, place: Path, root: Path) -> None:
+        self.folder, self.place, self.root = folder, place, root
+        self.ports = [free_port(), free_port()]
+        self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
+        self.processes = [self.start(i) for i in range(2)]
+
+    def start(self, index: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.folder)]
+        command += ["--host", "127.0.0.1", "--port", str(self.ports[index]), "--max-model-len", "256"]
+        command += ["--enforce-eager", "--dtype", "float32", "--logprobs-mode", "processed_logprobs"]
+        command += ["--worker-extension-cls", "tests.engines.transfer_worker.ServerWorker"]
+        command += ["--weight-transfer-config", '{"backend": "store"}', "--disable-uvicorn-access-log"]
+        settings = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        settings |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(self.root)}
+        settings |= {"VLLM_LOGGING_LEVEL": "ERROR", "LIGHTRL_TRAINER_PID": str(os.getpid())}
+        with open(self.place / f"server-{index}.log", "wb") as log:
+            return subprocess.Popen(
+                command, env=os.environ | settings, stdout=log, stderr=log, start_new_session=True, cwd=self.root
+            )
+
+    def wait(self, index: int) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self.processes[index].poll() is None:
+            try:
+                if httpx.get(f"{self.urls[index]}/health", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.5)
+        raise RuntimeError((self.place / f"server-{index}.log").read_text()[-3000:])
+
+    def kill(self, index: int) -> None:
+        """SIGKILL for the server and everything that it started."""
+        os.killpg(self.processes[index].pid, signal.SIGKILL)
+        self.processes[index].wait(10)
+
+    def close(self) -> None:
+        for index, process in enumerate(self.processes):
+            if process.poll() is None:
+                self.kill(index)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def servers(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Servers]:
+    started = Servers(tied_folder, tmp_path_factory.mktemp("servers"), root)
+    try:
+        for index in range(2):
+            started.wait(index)
+        yield started
+    finally:
+        started.close()
+
+
+@pytest.fixture()
+def engine(servers: Servers, tied_folder: Path, tmp_path: Path) -> Iterator[ServerEngine]:
+    engine = ServerEngine(servers.urls, shared_folder=str(tmp_path / "weights"), timeout=20)
+    engine.start(EngineContext(str(tied_folder), max_prompt_tokens=8, max_new_tokens=8))
+    yield engine
+    engine.close()
+
+
+def sample(engine: ServerEngine, sampling: SamplingParams = SAMPLING) -> dict[int, list[list[int]]]:
+    groups = list(engine.generate(PROMPTS, sampling, num_completions=3, seeds=[1, 2, 3, 4]))
+    assert sorted(group.prompt_index for group in groups) == [0, 1, 2, 3]
+    return {group.prompt_index: [c.token_ids for c in group.completions] for group in groups}
+
+
+def agrees_everywhere(engine: ServerEngine, model: torch.nn.Module) -> None:
+    """Each server's log-probs of a long sequence, and those of everything sampled, are the model's."""
+    sequence = [2 + (7 * i) % 40 for i in range(70)]
+    for server in engine._pool.servers:
+        ours = reference_logprobs(model, sequence)
+        theirs = engine._loop.run(engine.protocol.logprobs(server, sequence))
+        assert torch.allclose(torch.tensor(theirs), ours, atol=5e-5)
+    for group in engine.generate(PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4]):
+        assert group.policy_version == engine.policy_version
+        for completion in group.completions:
+            ids = PROMPTS.token_ids[group.prompt_index]
+            expected = reference_logprobs(model, ids + completion.token_ids, 0.7)[len(ids) - 1 :]
+            assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=5e-5)
+
+
+def test_both_servers_get_the_weights_by_files(engine: ServerEngine, tied_folder: Path) -> None:
+    assert (engine.dtype, engine.max_model_len) == ("float32", 256)
+    model = load(tied_folder)
+    for version in range(2):  # the second push finds filled prefix caches
+        change(model, seed=version + 1)
+        engine.load_weights(model.named_parameters(), policy_version=version)
+        agrees_everywhere(engine, model)
+    torch.testing.assert_close(
+        torch.tensor(engine.logprobs([[3, 9, 14, 20]])[0]), reference_logprobs(model, [3, 9, 14, 20]), atol=5e-5, rtol=0
+    )
+
+
+def test_both_servers_get_the_weights_by_transfer(servers: Servers, tied_folder: Path, monkeypatch: Any) -> None:
+    from lightrl.engines import server as module
+    from lightrl.engines import server_weights
+    from tests.engines.transfer_backend import StoreTransport
+
+    monkeypatch.setattr(module, "TransferTransport", StoreTransport)
+    monkeypatch.setattr(server_weights, "_BUCKET_BYTES", 100_000)  # several buckets
+    engine = ServerEngine(servers.urls, weights="transfer", timeout=20)
+    engine.start(EngineContext(str(tied_folder), max_new_tokens=8))
+    try:
+        model = load(tied_folder)
+        for version in range(2):  # the second push keeps the communicators
+            change(model, seed=version + 7)
+            engine.load_weights(model.named_parameters(), policy_version=version)
+            agrees_everywhere(engine, model)
+    finally:
+        engine.close()
+
+
+def test_seeds_and_settings(engine: ServerEngine, tied_folder: Path) -> None:
+    model = change(load(tied_folder), seed=3)
+    engine.load_weights(model.named_parameters(), policy_version=0)
+    first = sample(engine)
+    assert sample(engine) == first and len({tuple(tokens) for tokens in first[0]}) > 1
+    order = [2, 0, 3, 1]
+    shuffled = engine.generate(PROMPTS[order], SAMPLING, num_completions=3, seeds=[order[i] + 1 for i in range(4)])
+    assert {order[g.prompt_index]: [c.token_ids for c in g.completions] for g in shuffled} == first
+    greedy = sample(engine, SamplingParams(max_new_tokens=4, temperature=0))
+    assert all(tokens == group[0] for group in greedy.values() for tokens in group)
+    digits = SamplingParams(max_new_tokens=4, regex="[0-9]{3}")
+    for group in engine.generate(PROMPTS, digits, num_completions=2, seeds=[1, 2, 3, 4]):
+        assert all(c.text[:3].isdigit() for c in group.completions)
+    stopped = SamplingParams(max_new_tokens=30, stop=["a", "e", "1"], ignore_eos=True)
+    for group in engine.generate(PROMPTS, stopped, num_completions=2, seeds=[1, 2, 3, 4]):
+        assert all(c.text[-1] in "ae1" for c in group.completions if c.finish_reason == "stop")
+    wrong = SamplingParams(max_new_tokens=4, extra={"temperature": -1.0})
+    with pytest.raises(ValueError, match=r"answered 400.*temperature.*refuses prompt"):
+        list(engine.generate(PROMPTS, wrong, num_completions=2, seeds=[0] * 4))
+
+
+def test_what_a_server_lacks_is_said_before_models_load(servers: Servers, tied_folder: Path, tmp_path: Path) -> None:
+    url = servers.urls[:1]
+    here = EngineContext(str(tied_folder), max_new_tokens=8)
+    other = tmp_path / "other"
+    build_model(other, tied=True, vocab_size=60)
+    tokens = tmp_path / "tokens"
+    build_model(tokens, tied=True)
+    text = (tokens / "tokenizer.json").read_text().replace('"1": 4', '"1": 5').replace('"2": 5', '"2": 4')
+    (tokens / "tokenizer.json").write_text(text)
+    folder = {"shared_folder": str(tmp_path / "w")}
+    cases: list[tuple[dict[str, Any], EngineContext, str]] = [
+        (
+            {"urls": ["http://127.0.0.1:9"], "start_timeout": 0.1},
+            here,
+            r"No healthy server at http://127.0.0.1:9 after",
+        ),
+        ({"model": "gpt"}, here, r"ServerEngine.model='gpt': http.* serves .*--served-model-name"),
+        ({}, EngineContext(str(other), max_new_tokens=8), r"serves another model: vocab_size is 50 there and 60 here"),
+        ({}, EngineContext(str(tokens), max_new_tokens=8), r"has another tokenizer than .*'12 \+ 34 = 46' is \[4, 5"),
+        ({}, EngineContext(str(tied_folder), max_new_tokens=300), r"needs 300. Start it with --max-model-len 300"),
+        ({"kind": "sglang"}, here, r"/get_model_info answered 404"),
+    ]
+    for arguments, context, message in cases:
+        with pytest.raises(ValueError, match=message):
+            ServerEngine(**{"urls": url, **folder, **arguments}).check(context)
+
+
+def test_a_run_learns_from_servers_and_survives_the_death_of_one(
+    servers: Servers, tied_folder: Path, tmp_path: Path
+) -> None:
+    """PPO: both are canaried after every push; SIGKILL while groups are out; the dead one is used when it is back."""
+    engine = ServerEngine(servers.urls, shared_folder=str(tmp_path / "weights"), timeout=20, max_groups=2)
+    data = sums_data(engine=engine, sampling=SamplingParams(max_new_tokens=100, ignore_eos=True), rollouts_per_epoch=4)
+    seen = Seen(engine)
+    inner = engine.generate
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        if len(seen.gaps) == 1:  # in the middle of the second rollout: while the first group is out
+            threading.Timer(0.2, lambda: servers.kill(0)).start()
+        return inner(*args, **kwargs)
+
+    engine.generate = generate  # type: ignore[method-assign]
+    seed_everything(0, verbose=False)
+    module = PPOLightningModule(str(tied_folder), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3))
+    quiet_trainer(callbacks=[WeightSync(), seen]).fit(module, data)
+    assert seen.groups == [8] * 4 and module.policy_version == 8
+    assert seen.alive == [2, 1, 1, 1]
+    assert max(seen.gaps) <= 5e-5, seen.gaps
+
+
+class Seen(Callback):
+    def __init__(self, engine: ServerEngine) -> None:
+        self.engine = engine
+        self.gaps: list[float] = []
+        self.groups: list[int] = []
+        self.alive: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.gaps.append(outputs["kl/engine_gap_max"])
+        self.groups.append(len(batch.group_ids.unique()))
+        self.alive.append(sum(server.lost is None for server in self.engine._pool.servers))
+
+
+def test_a_server_that_comes_back_is_used_after_the_next_push(
+    servers: Servers, tied_folder: Path, tmp_path: Path
+) -> None:
+    """It follows on the run above, which left one server dead."""
+    engine = ServerEngine(servers.urls, shared_folder=str(tmp_path / "weights"), timeout=20)
+    if servers.processes[0].poll() is None:
+        servers.kill(0)
+    here = EngineContext(str(tied_folder), max_new_tokens=8)
+    with pytest.raises(ValueError, match=f"No healthy server at {servers.urls[0]}"):
+        ServerEngine(servers.urls, shared_folder=str(tmp_path), start_timeout=0.1).check(here)
+    servers.processes[0] = servers.start(0)
+    servers.wait(0)
+    engine.start(here)
+    try:
+        model = change(load(tied_folder), seed=9)
+        engine.load_weights(model.named_parameters(), policy_version=0)
+        agrees_everywhere(engine, model)
+    finally:
+        engine.close()
