@@ -92,9 +92,10 @@ def test_realized_sets_lazy_defaults_up() -> None:
     assert realized(thing) is thing and realized(None) is None
 
 
-def test_moving_reaches_tensors_inside_the_extra_inputs() -> None:
+def test_moving_leaves_the_extra_inputs_where_they_are() -> None:
+    """A group shares one object, and the model ships what a micro-batch needs."""
     rows = rollouts()
     rows.inputs = [{"pixels": torch.zeros(2), "kind": "image"}, {}, {}]
     moved = rows.to("meta")
-    assert moved.inputs[0]["pixels"].device.type == moved.token_ids.device.type == "meta"
-    assert moved.inputs[0]["kind"] == "image" and rows.inputs[0]["pixels"].device.type == "cpu"
+    assert moved.token_ids.device.type == "meta"
+    assert moved.inputs[0] is rows.inputs[0] and moved.inputs[0]["pixels"].device.type == "cpu"
