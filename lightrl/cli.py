@@ -18,6 +18,7 @@ USAGE = """LightRL: reinforcement fine-tuning as an ordinary Lightning job.
   lightrl predict --config x.yaml    write completions with their rewards
   lightrl report RUN_DIR             plots and samples of a run as one HTML page
   lightrl serve-reward ...           serve a reward function over HTTP
+  lightrl plan --model MODEL         memory per GPU under each strategy
 
 `lightrl COMMAND --help` explains every argument; `lightrl fit --model.help PPOLightningModule` those of a class.
 Several --config are merged, later ones win. LIGHTRL_DEBUG=1 shows the traceback of every error.
@@ -30,13 +31,23 @@ def _report() -> Callable[..., Any]:
     return report
 
 
+def _plan() -> Callable[..., Any]:
+    from lightrl.plan import plan
+
+    return plan
+
+
 def _serve_reward() -> Callable[..., Any]:
     from lightrl.rewards.server import serve_reward
 
     return serve_reward
 
 
-COMMANDS: dict[str, Callable[[], Callable[..., Any]]] = {"report": _report, "serve-reward": _serve_reward}
+COMMANDS: dict[str, Callable[[], Callable[..., Any]]] = {
+    "report": _report,
+    "serve-reward": _serve_reward,
+    "plan": _plan,
+}
 
 
 def _build_cli() -> type[Any]:

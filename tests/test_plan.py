@@ -1,0 +1,208 @@
+"""`lightrl plan` against what a run really holds, and against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from lightrl.callbacks import WeightSync
+from lightrl.cli import main
+from lightrl.models.loading import load_causal_lm
+from lightrl.models.policy import PolicyModel
+from lightrl.models.spec import LoraSpec, ModelSpec
+from lightrl.modules import CriticSpec, GRPOLightningModule, PPOLightningModule
+from lightrl.plan.memory import Plan, activations, host_memory, memory, smallest_fit, trained_parameters
+from lightrl.plan.model import measure_model
+from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+QWEN_1_5B = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960,
+    "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+    "tie_word_embeddings": True, "max_position_embeddings": 32768,
+}  # fmt: skip
+PARAMETERS = 1_543_714_304
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The configuration of a 1.5 B model; nothing else is there."""
+    folder = tmp_path_factory.mktemp("big")
+    (folder / "config.json").write_text(json.dumps(QWEN_1_5B))
+    return str(folder)
+
+
+class Held(Callback):
+    """Bytes of weights, gradients and optimizer state, at a step."""
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.gradients = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
+        frozen = [m for m in (module.reference, *module.reward_models.values()) if m is not None]
+        self.frozen = sum(p.nbytes for model in frozen for p in model.parameters())
+        self.weights = sum(p.nbytes for p in module.parameters()) - self.frozen
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        states = module.optimizers().state.values()
+        self.optimizer = sum(x.nbytes for state in states for x in state.values() if isinstance(x, Tensor))
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "grpo_lora"])
+def test_weights_gradients_and_optimizer_are_those_of_a_run(algorithm: str, tmp_path: Path) -> None:
+    path, rank = quickstart_model(tmp_path), 4 if algorithm == "grpo_lora" else 0
+    if rank:
+        pytest.importorskip("peft")
+    lora = LoraSpec(r=rank) if rank else None
+    spec = ModelSpec(path, lora=lora)
+    adam: dict[str, Any] = {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3)}
+    ppo = algorithm == "ppo"
+    module = PPOLightningModule(spec, critic=CriticSpec(), **adam) if ppo else GRPOLightningModule(spec, **adam)
+    held = Held()
+    quiet_trainer(callbacks=[WeightSync(), held]).fit(module, sums_data(rollouts_per_epoch=1))
+    size = measure_model(path, compute=torch.float32)
+    case = Plan(size, critic=ppo, gpus=1, precision="32-true", lora=rank, frozen_bytes=4, engine=False)
+    parts = memory(case, "ddp")
+    for name in ("weights", "gradients", "optimizer"):
+        assert parts[name] == pytest.approx(getattr(held, name), rel=0.01), name
+    assert parts["reference"] == held.frozen
+
+
+@contextmanager
+def saved_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Storage -> bytes of what autograd keeps, weights left out."""
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    saved: dict[int, int] = {}
+    kept = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)  # a storage that is freed could lend its address to another
+        if tensor.untyped_storage()._cdata not in own:
+            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield saved
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_about_those_of_a_forward(precision: Any, checkpointing: bool, tmp_path: Path) -> None:
+    """Within a quarter: the layouts keep some index tensors, and checkpointing a block's arguments."""
+    path = quickstart_model(tmp_path)
+    mixed = precision == "bf16-mixed"
+    model = PolicyModel(
+        load_causal_lm(ModelSpec(path, gradient_checkpointing=checkpointing), trainable=True), layout="packed"
+    )
+    rows, length = 16, 64
+    ids = torch.randint(3, 20, (rows, length))
+    mask = torch.ones(rows, length, dtype=torch.bool)
+    response = mask.clone()
+    response[:, :8] = False
+    with saved_bytes(model) as saved, torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False):
+        out = model(ids, mask, response)
+    assert out.logprobs.requires_grad
+    size = measure_model(path, compute=torch.bfloat16 if mixed else torch.float32)
+    case = Plan(size, critic=False, precision=precision, micro_batch_tokens=rows * length, checkpointing=checkpointing)
+    logits = 8 * rows * length * size.vocabulary
+    block = size.saved_per_token * rows * length + size.saved_weights
+    expected = activations(case) - logits - block * checkpointing  # the block at work comes in the backward only
+    assert sum(saved.values()) == pytest.approx(expected, rel=0.25)
+
+
+def test_numbers_of_a_model_worked_out_by_hand(big: str) -> None:
+    size = measure_model(big, compute=torch.bfloat16)
+    block = 1536 * 1536 * 2 + 2 * 1536 * 256 + 3 * 1536 * 8960 + 1536 + 2 * 256 + 2 * 1536
+    assert (size.parameters, size.block, size.layers) == (PARAMETERS, block, 28)
+    assert size.outside == 151936 * 1536 + 1536 and size.head == 0
+    assert size.kv_width == 28 * 2 * 2 * 128
+    per_block = 2 * (1536 + 1536) + 2 * (1536 + 256) + 3 * (1536 + 8960)
+    assert size.lora(16) == 16 * 28 * per_block
+    # bfloat16 matrices of a block are kept for its backward (biases are not).
+    assert size.saved_weights == pytest.approx(2 * block, rel=0.01)
+
+
+def test_parts_under_each_strategy(big: str) -> None:
+    size = measure_model(big, compute=torch.bfloat16)
+    case = Plan(size, gpus=8)
+    both = PARAMETERS + PARAMETERS + 1537
+    assert trained_parameters(case) == both
+    ddp, fsdp2 = memory(case, "ddp"), memory(case, "fsdp2")
+    assert (ddp["weights"], ddp["gradients"], ddp["optimizer"]) == (4 * both, 4 * both, 8 * both)
+    assert ddp["reference"] == 2 * PARAMETERS and ddp["gathered"] == 0
+    assert (fsdp2["weights"], fsdp2["gradients"], fsdp2["optimizer"]) == (both / 2, 4 * both, both)
+    assert fsdp2["reference"] == PARAMETERS / 4 and fsdp2["gathered"] == 4 * (2 * size.block + size.outside)
+    zero1, zero3 = memory(case, "zero1"), memory(case, "zero3")
+    assert (zero1["weights"], zero1["gradients"], zero1["optimizer"]) == (2 * both, 2 * both, 12 * both / 8)
+    assert (zero3["weights"], zero3["gradients"], zero3["optimizer"]) == (2 * both / 8, 2 * both, 12 * both / 8)
+    offload = memory(case, "zero3_offload")
+    assert offload["weights"] == offload["optimizer"] == 0 and host_memory(case, "zero3_offload") == 16 * both
+    assert ddp["engine"] == 2 * PARAMETERS and ddp["KV cache"] == 2 * 28672 / 2 * 64 * 2048
+
+
+def test_each_setting_counts(big: str) -> None:
+    size = measure_model(big, compute=torch.bfloat16)
+    base = Plan(size)
+    before = memory(base, "fsdp2")
+    changes: list[tuple[dict[str, Any], str, float]] = [
+        ({"critic": False}, "weights", 0.5),
+        ({"critic": False}, "activations", 0.7),
+        ({"reference": False}, "reference", 0.0),
+        ({"gpus": 16}, "optimizer", 0.5),
+        ({"precision": "bf16-true"}, "gradients", 0.5),
+        ({"lora": 16}, "reference", 0.0),
+        ({"frozen_bytes": 4}, "reference", 2.0),
+        ({"micro_batch_tokens": 8192}, "activations", 0.55),
+        ({"checkpointing": False}, "activations", 13.0),
+        ({"engine": False}, "engine", 0.0),
+        ({"sequences": 128}, "KV cache", 2.0),
+        ({"length": 1024}, "KV cache", 0.5),
+    ]
+    for change, part, ratio in changes:
+        assert memory(replace(base, **change), "fsdp2")[part] == pytest.approx(ratio * before[part], rel=0.15), change
+    assert memory(replace(base, reward=size), "fsdp2")["reward model"] == before["reference"]
+    assert memory(replace(base, lora=16), "ddp")["gradients"] == 4 * (2 * size.lora(16) + 1537)
+
+
+def test_smallest_fit_fits_and_half_of_it_does_not(big: str) -> None:
+    case, limit = Plan(measure_model(big, compute=torch.bfloat16)), 40 * 2.0**30
+    gpus = smallest_fit(case, "fsdp2", limit)
+    assert gpus is not None and gpus > 1
+    assert sum(memory(replace(case, gpus=gpus), "fsdp2").values()) <= limit
+    assert sum(memory(replace(case, gpus=gpus // 2), "fsdp2").values()) > limit
+    assert smallest_fit(case, "ddp", 2.0**30) is None
+
+
+def test_command_prints_a_table_and_a_recommendation(big: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--model", big, "--gpus", "8", "--gpu_memory", "80"])
+    out = capsys.readouterr().out
+    assert "8 x 80 GiB, 1.54 B parameters" in out and "zero3_offload" in out and "KV cache" in out
+    assert "Take ddp" in out
+    main(["plan", "--model", big, "--gpu_memory", "48", "--engine", "elsewhere"])
+    assert "Take fsdp2" in capsys.readouterr().out
+    main(["plan", "--model", big, "--gpu_memory", "8", "--strategy", "fsdp2", "--algorithm", "grpo"])
+    out = capsys.readouterr().out
+    assert "Nothing fits. Try" in out and "--lora 32" in out and "zero3" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --model"),
+        (["--model", "no/such/folder/here"], "does not exist"),
+        (["--strategy", "fsdp1"], "strategy='fsdp1': must be all or one of ddp, fsdp2"),
+        (["--gpus", "0"], "gpus=0: must be at least 1"),
+        (["--lora", "-1"], "lora=-1"),
+    ],
+)
+def test_command_refuses(big: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = arguments if not arguments or "--model" in arguments else ["--model", big, *arguments]
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", *given])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
