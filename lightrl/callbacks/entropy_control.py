@@ -16,7 +16,8 @@ class AdaptiveEntropy(Callback):
 
     After each rollout with mean token entropy e the coefficient c moves by `step`: up where `e <= target`, else down,
     within [minimum, maximum]. The next rollout is trained with `entropy_coef = c` where `e <= target` and with 0
-    elsewhere: a policy with entropy enough gets no bonus. It replaces the module's own `entropy_coef`.
+    elsewhere: a policy with entropy enough gets no bonus. It replaces the module's own `entropy_coef`, and has rows
+    without an advantage run, too, which the module otherwise leaves out where they have no gradient.
 
     Args:
         target: entropy in nats per token, above 0.
@@ -48,6 +49,7 @@ class AdaptiveEntropy(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sets the coefficient of the first rollout, or of the one after a checkpoint."""
+        pl_module.entropy_is_read = True  # type: ignore[assignment]
         self._apply(pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

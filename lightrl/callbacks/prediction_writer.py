@@ -11,8 +11,6 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from lightrl.data.rollout import EvalLoader
-
 __all__ = ["PredictionWriter"]
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -66,7 +64,7 @@ class PredictionWriter(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         """Appends one batch to this rank's shard, each record with its place in the data set."""
-        if is_filler(trainer, batch_idx):
+        if batch.filler:  # repeats a prompt so that a rank without one takes part in the last generation
             return
         groups = batch.group_ids.tolist()
         # Prompts are dealt to the ranks like cards, so prompt g of rank r is number g * world_size + r of the batch.
@@ -90,14 +88,6 @@ class PredictionWriter(BasePredictionWriter):
 
     def _shards(self) -> list[Path]:
         return sorted(self._target.parent.glob(f"{self._target.name}.rank*"))
-
-
-def is_filler(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether the batch only repeats a prompt so that a rank without one takes part in the last generation."""
-    loader = trainer.predict_dataloaders
-    if not isinstance(loader, EvalLoader):
-        return False
-    return batch_idx * loader.batch_size * trainer.world_size + trainer.global_rank >= len(loader.prompts)
 
 
 def write_records(records: list[dict[str, Any]], path: Path) -> None:

@@ -235,9 +235,9 @@ def with_normalizers(module: PPOLightningModule, minibatch: Experience) -> Exper
 
 
 def zero_rows_are_free(module: PPOLightningModule) -> bool:
-    """Whether a row whose advantages are all 0 has no gradient, so that it need not be run."""
+    """Whether a row whose advantages are all 0 has no gradient and no reader, so that it need not be run."""
     terms = (module.critic_spec is not None, isinstance(module.kl, KLInLoss), module.entropy_coef, module.aux_loss_coef)
-    return not any(terms) and module.loss.zero_advantage_is_zero_loss
+    return not any(terms) and not module.entropy_is_read and module.loss.zero_advantage_is_zero_loss
 
 
 def _without_response(rows: Rows) -> Rows:
@@ -285,6 +285,7 @@ def finish_advantages(
         sums.add({"policy/top_entropy": experience.entropy[keep]})
         advantages = advantages * keep
     experience.advantages = advantages
+    sums.add({"advantage/nonzero_fraction": (advantages != 0).any(1).float()})
 
 
 def shape_rewards(experience: Experience, penalty: KLInReward | None, kl_coef: float) -> Tensor:

@@ -179,6 +179,7 @@ class PPOLightningModule(LightningModule):
         self.success_reward = success_reward
         self.num_skipped_updates = self.skipped_in_a_row = 0
         self.reference_moves = False  # a callback that moves the reference sets it, so that checkpoints hold it
+        self.entropy_is_read = False  # a callback that reads `policy/entropy` sets it, so that it is that of all rows
         self.seed = run_seed()
         self._restored_rng: list[Any] | None = None
         self._eval_sums = MetricSums()

@@ -69,7 +69,7 @@ class RewardLightningModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Refuses what cannot work, before the model is loaded."""
-        strategies.refuse_unsupported(self.trainer.strategy, str(self.trainer.precision))
+        strategies.refuse_unsupported(self.trainer.strategy)
         require_model_folder(self.model_spec.path)
 
     def configure_model(self) -> None:
@@ -96,17 +96,18 @@ class RewardLightningModule(LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Loss of one batch of pairs, as `PreferenceDataModule` lays them out."""
         chosen, rejected, losses = self.score_pairs(batch)
-        total = strategies.all_sum(self.trainer.strategy, torch.tensor(float(len(losses))))
-        loss = losses.sum() * self.trainer.world_size / total.to(losses.device)
+        total = strategies.all_sum(self.trainer.strategy, torch.tensor(float(len(losses)))).to(losses.device)
+        scale = self.trainer.world_size / total  # ranks may hold different numbers of pairs; their mean is then exact
         difference = (chosen - rejected).detach()
         metrics = {
-            "loss/preference": loss.detach(),
-            "reward/accuracy": (difference > 0).float().mean(),
-            "reward/margin": difference.mean(),
-            "reward/mean": torch.cat([chosen, rejected]).detach().mean(),
+            "loss/preference": losses.detach(),
+            "reward/accuracy": (difference > 0).float(),
+            "reward/margin": difference,
+            "reward/mean": (chosen + rejected).detach() / 2,
         }
+        metrics = {name: value.sum() * scale for name, value in metrics.items()}
         self.log_dict(metrics, batch_size=len(losses), sync_dist=True)
-        return loss
+        return losses.sum() * scale
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Adds the batch's pairs to `eval/*`; ranks may hold different numbers of them."""

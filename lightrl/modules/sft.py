@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
+from torchmetrics import MeanMetric
 
 from lightrl.models.loading import load_causal_lm, require_model_folder
 from lightrl.models.lora import named_hf_weights
@@ -42,10 +43,11 @@ class SFTLightningModule(LightningModule):
         super().__init__()
         self.actor_spec = ModelSpec(actor) if isinstance(actor, str) else actor
         self.optimizer_factory, self.lr_scheduler_factory = optimizer, lr_scheduler
+        self.eval_loss = MeanMetric()
 
     def setup(self, stage: str) -> None:
         """Refuses what cannot work, before the model is loaded."""
-        strategies.refuse_unsupported(self.trainer.strategy, str(self.trainer.precision))
+        strategies.refuse_unsupported(self.trainer.strategy)
         require_model_folder(self.actor_spec.path)
 
     def configure_model(self) -> None:
@@ -68,19 +70,20 @@ class SFTLightningModule(LightningModule):
         """Loss of one batch of {token_ids, attention_mask, response_mask}, each (B, T)."""
         total, count = self._nll(batch)
         ranks = self.trainer.world_size
-        loss = total * ranks / strategies.all_sum(self.trainer.strategy, count)
+        loss = total * ranks / strategies.all_sum(self.trainer.strategy, count).clamp(min=1)
         self.log("loss/sft", loss.detach(), prog_bar=True, batch_size=len(batch["token_ids"]), sync_dist=True)
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Logs the mean negative log-probability per completion token."""
+        """Logs the mean negative log-probability per completion token of all batches and ranks."""
         total, count = self._nll(batch)
-        self.log("eval/loss", total / count, batch_size=int(count), sync_dist=True, on_epoch=True, prog_bar=True)
+        self.eval_loss.update(total / count.clamp(min=1), weight=count)
+        self.log("eval/loss", self.eval_loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=1)
 
     def _nll(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         mask = batch["response_mask"]
         logprobs = self.actor(batch["token_ids"], batch["attention_mask"], mask).logprobs
-        return -logprobs.sum(), mask.sum().clamp(min=1)
+        return -logprobs.sum(), mask.sum()
 
     def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, LoRA merged; collective under sharding strategies."""

@@ -34,8 +34,12 @@ __all__ = [
 ]
 
 
-def refuse_unsupported(strategy: Strategy, precision: str) -> None:
+def refuse_unsupported(strategy: Strategy, precision: str = "32-true") -> None:
     """Refuses, before a model is loaded, what would train wrongly.
+
+    Args:
+        strategy: the trainer's.
+        precision: the trainer's, of modules that optimise manually; Lightning's own loop scales float16 losses right.
 
     Raises:
         ValueError: FSDP1, whose whole-module wrapping breaks under manual optimisation, and float16 autocast, whose

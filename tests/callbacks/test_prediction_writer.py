@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.callbacks.prediction_writer import PredictionWriter, is_filler, write_records
+from lightrl.callbacks.prediction_writer import PredictionWriter, write_records
 from lightrl.callbacks.save_rollouts import SaveRollouts, load_rollouts
-from lightrl.data.rollout import EvalLoader
 from lightrl.types import Rollouts
 from tests.callbacks.toys import Loader, LoggingModule, make_rollouts
 
@@ -59,27 +58,22 @@ def test_parquet_takes_records_with_different_keys(tmp_path: Path) -> None:
     assert parquet.read_table(tmp_path / "x.parquet").to_pylist() == [{"a": 1, "b": None}, {"a": 2, "b": "x"}]
 
 
-def fake_trainer(rank: int, world_size: int, loader: Any, printed: list[str]) -> Any:
+def fake_trainer(rank: int, world_size: int, printed: list[str]) -> Any:
     strategy = SimpleNamespace(barrier=lambda name: None)
     return SimpleNamespace(
         global_rank=rank,
         world_size=world_size,
         is_global_zero=rank == 0,
         strategy=strategy,
-        predict_dataloaders=loader,
         print=printed.append,
     )
 
 
 def test_shards_of_ranks_merge_in_the_order_of_the_prompts(tmp_path: Path) -> None:
     """5 prompts, 2 ranks, 2 per rank and batch: rank 0 has 0, 2 and then 4; rank 1 has 1, 3 and then a filler."""
-    datamodule = SimpleNamespace(world_size=2)
-    loader = EvalLoader(datamodule, [0, 1, 2, 3, 4], batch_size=2)  # type: ignore[arg-type]
     shares = [[[0, 2], [4]], [[1, 3], [4]]]
     printed: list[str] = []
-    trainers = [fake_trainer(rank, 2, loader, printed) for rank in range(2)]
-    assert [is_filler(trainers[1], batch) for batch in range(2)] == [False, True]
-    assert not is_filler(trainers[0], 1)
+    trainers = [fake_trainer(rank, 2, printed) for rank in range(2)]
     writers = []
     for _ in trainers:
         writer = PredictionWriter()
@@ -89,7 +83,8 @@ def test_shards_of_ranks_merge_in_the_order_of_the_prompts(tmp_path: Path) -> No
     writers[0].on_predict_start(trainers[0], None)  # type: ignore[arg-type]
     for rank in (1, 0):
         for batch_idx, prompts in enumerate(shares[rank]):
-            batch = SimpleNamespace(group_ids=torch.tensor([i for i in range(len(prompts)) for _ in range(2)]))
+            groups = torch.tensor([i for i in range(len(prompts)) for _ in range(2)])
+            batch = SimpleNamespace(group_ids=groups, filler=rank == 1 and batch_idx == 1)
             records = [{"prompt": p, "completion": c} for p in prompts for c in "ab"]
             writers[rank].write_on_batch_end(trainers[rank], None, records, None, batch, batch_idx, 0)  # type: ignore[arg-type]
     writers[0].on_predict_end(trainers[0], None)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,24 @@ def test_eval_metrics_by_hand_leave_idle_pairs_out() -> None:
     assert module.eval_accuracy.compute().item() == pytest.approx(1 / 3)
     assert module.eval_margin.compute().item() == pytest.approx(-1 / 3)
     assert module.eval_loss.compute().item() == pytest.approx((0.3132617 + 2.1269280 + math.log(2)) / 3)
+
+
+def test_training_metrics_are_means_over_the_pairs_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with 2 and 1 pairs: Lightning's mean over the ranks of what each logs is the mean over the 3 pairs."""
+    shares = ([[1.0, 0.0], [0.0, 2.0]], [[3.0, 2.0]])
+    logged: list[dict[str, torch.Tensor]] = []
+    monkeypatch.setattr("lightrl.modules.reward.strategies.all_sum", lambda strategy, x: torch.tensor(3.0))
+    for scores in shares:
+        module = Fixed("nowhere")
+        module._trainer = SimpleNamespace(world_size=2, strategy=None)  # type: ignore[assignment]
+        module.log_dict = lambda metrics, **_: logged.append(metrics)  # type: ignore[method-assign, assignment]
+        loss = module.training_step({"scores": torch.tensor(scores)}, 0)
+        assert loss.item() == pytest.approx(logged[-1]["loss/preference"].item())
+    mean = {name: float(logged[0][name] + logged[1][name]) / 2 for name in logged[0]}
+    # differences 1, -2, 1: two of three right, mean 0; scores sum to 8 over 6; losses .3132617, 2.1269280, .3132617
+    assert mean["reward/accuracy"] == pytest.approx(2 / 3) and mean["reward/margin"] == pytest.approx(0.0, abs=1e-6)
+    assert mean["reward/mean"] == pytest.approx(8 / 6)
+    assert mean["loss/preference"] == pytest.approx((0.3132617 + 2.1269280 + 0.3132617) / 3)
 
 
 def test_layouts_and_padding_do_not_change_the_update(model_path: str) -> None:

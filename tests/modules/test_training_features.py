@@ -156,6 +156,25 @@ def test_adaptive_entropy_changes_the_training(model_path: str) -> None:
     assert not torch.equal(weights(plain), weights(steered))
 
 
+def test_rows_without_advantage_are_run_where_the_entropy_is_read(model_path: str) -> None:
+    """Without a reader they are left out, and `policy/entropy` is that of the others; with one it is that of all."""
+
+    def metrics(reward: Any, *callbacks: Any) -> dict[str, float]:
+        module = grpo(model_path)
+        sampling = SamplingParams(max_new_tokens=6)
+        return fit(module, rewards=[reward], callbacks=list(callbacks), sampling=sampling).metrics[0]
+
+    every = metrics(lambda prompts, **_: [float(i % 2) for i in range(len(prompts))])
+    some = metrics(FirstSums())
+    exact = metrics(FirstSums(), AdaptiveEntropy(target=1e-6))
+    flat = some["reward/zero_advantage_fraction"]
+    assert 0 < flat < 1 and every["advantage/nonzero_fraction"] == 1
+    # of FirstSums' 0, 1, 2, 3 all differ from their mean 1.5
+    assert some["advantage/nonzero_fraction"] == exact["advantage/nonzero_fraction"] == pytest.approx(1 - flat)
+    assert abs(some["policy/entropy"] - every["policy/entropy"]) > 1e-5
+    assert exact["policy/entropy"] == pytest.approx(every["policy/entropy"], rel=1e-6)
+
+
 # ---- rewards -------------------------------------------------------------------------------------------------------
 
 
