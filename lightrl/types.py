@@ -10,6 +10,7 @@ and the matching mask is False.
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
@@ -29,6 +30,7 @@ __all__ = [
     "pad_rows",
     "realized",
     "run_seed",
+    "video_timing",
 ]
 
 
@@ -104,6 +106,7 @@ class Media:
         sampling_rates: per audio, samples per second.
         token_ids: the prompt with one placeholder per medium, for engines that put the features' tokens in themselves;
             `Prompts.token_ids` is the same prompt with them.
+        key: its name in an engine's cache of processed media, which then need not be told apart by their contents.
     """
 
     images: list[Any] = field(default_factory=list)
@@ -112,6 +115,7 @@ class Media:
     audios: list[Any] = field(default_factory=list)
     sampling_rates: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __bool__(self) -> bool:
         return bool(self.images or self.videos or self.audios)
@@ -205,6 +209,18 @@ class CompletionGroup:
     prompt_index: int
     completions: list[Completion]
     policy_version: int
+
+
+def video_timing(times: Sequence[float]) -> dict[str, Any]:
+    """What processors want to know of a video of which they get every frame that is to be used.
+
+    Args:
+        times: second of each frame, evenly spread.
+    """
+    step = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+    rate = 1 / step if step else 2.0
+    frames = {"total_num_frames": len(times), "frames_indices": list(range(len(times))), "do_sample_frames": False}
+    return {"fps": rate, "duration": len(times) / rate, "video_backend": "lightrl", **frames}
 
 
 R = TypeVar("R", bound="_Rows")

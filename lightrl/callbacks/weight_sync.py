@@ -8,6 +8,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightrl.engines.base import Engine, StaleWeightsError
+from lightrl.models.multimodal import harmless_id
+from lightrl.models.placeholders import placeholder_ids
 
 __all__ = ["WeightSync"]
 
@@ -66,6 +68,10 @@ class WeightSync(Callback):
         with torch.no_grad():
             if engine.takes_adapter:
                 engine.load_adapter(*pl_module.policy_adapter(), policy_version=pl_module.policy_version)
+            elif engine.takes_parts and engine.policy_version >= 0:  # frozen weights are there from an earlier push
+                trained = pl_module.named_policy_weights(trained_only=True)
+                some: Any = {"partial": True}
+                engine.load_weights(trained, policy_version=pl_module.policy_version, **some)
             else:
                 engine.load_weights(pl_module.named_policy_weights(), policy_version=pl_module.policy_version)
             if self.canary:
@@ -76,6 +82,8 @@ class WeightSync(Callback):
         generator = torch.Generator().manual_seed(0)
         length = min(self.num_tokens, engine.max_model_len - 1)
         tokens = torch.randint(vocabulary, (self.num_sequences, length), generator=generator)
+        for placeholder in placeholder_ids(pl_module.actor.lm.config).values():  # stands for what is not there
+            tokens[tokens == placeholder] = harmless_id(pl_module.actor.lm.config)
         theirs = torch.tensor(engine.logprobs(tokens.tolist()))
         ours = pl_module.token_logprobs(tokens.to(pl_module.device)).cpu()[:, 1:]
         gaps = (ours - theirs).abs()

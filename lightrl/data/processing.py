@@ -17,7 +17,7 @@ from lightrl.data.media import COLUMNS, KINDS, MediaError, MediaSource, decode
 from lightrl.data.places import shown
 from lightrl.data.templates import ChatTemplate, as_messages, encode, render_prompt
 from lightrl.models.placeholders import placeholder_ids
-from lightrl.types import Media
+from lightrl.types import Media, video_timing
 
 __all__ = ["Encoded", "MediaProcessor", "encode_prompt", "load_processor"]
 
@@ -126,8 +126,9 @@ class MediaProcessor:
         if media.images:
             arguments["images"] = [list(media.images)]
         if media.videos:
-            arguments["videos"], arguments["video_metadata"] = list(media.videos), _metadata(media)
-            arguments["do_sample_frames"] = False
+            timings = [video_timing(times) for times in media.video_times]
+            arguments["do_sample_frames"] = any(timing.pop("do_sample_frames") for timing in timings)
+            arguments["videos"], arguments["video_metadata"] = list(media.videos), timings
         if media.audios:
             arguments["audio"], arguments["sampling_rate"] = list(media.audios), self._sampling_rate(media)
         try:
@@ -186,27 +187,6 @@ class MediaProcessor:
                     f"audio {number} has {rate} samples per second, the model takes {wanted}: resample it."
                 )
         return wanted
-
-
-def _metadata(media: Media) -> list[Any]:
-    """What processors want to know of videos: all given frames are taken, and this is when they are shown."""
-    from transformers.video_utils import VideoMetadata
-
-    result = []
-    for frames, times in zip(media.videos, media.video_times, strict=True):
-        step = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.5
-        rate = 1 / step if step else 2.0
-        result.append(
-            VideoMetadata(
-                total_num_frames=len(frames),
-                fps=rate,
-                duration=len(frames) / rate,
-                frames_indices=list(range(len(frames))),
-                height=frames.shape[1],
-                width=frames.shape[2],
-            )
-        )
-    return result
 
 
 def encode_prompt(

@@ -19,6 +19,7 @@ from lightning.pytorch import LightningDataModule
 from lightrl.data.ahead import Ahead, may_restart
 from lightrl.data.checks import check_arguments, check_module
 from lightrl.data.loaders import EvalLoader, RolloutLoader
+from lightrl.data.processing import load_processor
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource
 from lightrl.data.sampled import Draft, Sampled, build_rollouts, gather_numbers, refill, request_seed
 from lightrl.data.sft import SFTLoader, SFTSource
@@ -176,11 +177,14 @@ class RolloutDataModule(LightningDataModule):
         if stage == "fit":
             check_module(self, module)
         self.tokenizer = load_tokenizer(self.tokenizer_path or module.actor_spec.path)
+        self.processor = load_processor(module.actor_spec.path, self.tokenizer)
         wanted = {"fit": ("prompts", "eval_prompts"), "predict": ("predict_prompts", "eval_prompts")}
         for name in wanted.get(stage, ("eval_prompts",)):
             source = getattr(self, name)
             if source is not None and name not in self._sets:
-                self._sets[name] = source.load(self.tokenizer, seed=self.seed, shuffle=name == "prompts")
+                self._sets[name] = source.load(
+                    self.tokenizer, seed=self.seed, shuffle=name == "prompts", processor=self.processor
+                )
 
         if stage == "fit" and self.ptx is not None and self._ptx_loader is None:
             rows, pad = self.ptx.tokenized(self.tokenizer), self.tokenizer.pad_token_id

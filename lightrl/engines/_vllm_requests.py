@@ -5,11 +5,17 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from lightrl.types import Completion, Prompts, SamplingParams
+from lightrl.types import Completion, Media, Prompts, SamplingParams, video_timing
 
-__all__ = ["completion", "completion_seed", "engine_prompt", "prompt_name", "sampling_params", "scoring_params"]
-
-_MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
+__all__ = [
+    "check_prompt",
+    "completion",
+    "completion_seed",
+    "engine_prompt",
+    "prompt_name",
+    "sampling_params",
+    "scoring_params",
+]
 
 
 def completion_seed(prompt_seed: int, completion: int) -> int:
@@ -70,9 +76,40 @@ def prompt_name(prompts: Prompts, position: int) -> str:
 
 
 def engine_prompt(prompts: Prompts, position: int) -> dict[str, Any]:
-    """One prompt as vLLM takes it: token ids, with images and the like beside them where the prompt has any."""
-    extra = prompts.inputs[position] if prompts.inputs else {}
-    return {"prompt_token_ids": prompts.token_ids[position]} | {k: extra[k] for k in _MEDIA_KEYS if k in extra}
+    """One prompt as vLLM takes it: token ids; with media, one placeholder for each, and the media under their names.
+
+    vLLM's processor puts the features' tokens in itself, once for all completions of a prompt: the names are its cache.
+    """
+    media = prompts.media[position] if prompts.media else Media()
+    if not media:
+        return {"prompt_token_ids": prompts.token_ids[position]}
+    data: dict[str, list[Any]] = {}
+    if media.images:
+        data["image"] = list(media.images)
+    if media.videos:
+        pairs = zip(media.videos, media.video_times, strict=True)
+        data["video"] = [(frames, video_timing(times)) for frames, times in pairs]
+    if media.audios:
+        data["audio"] = list(zip(media.audios, media.sampling_rates, strict=True))
+    names = {kind: [f"{media.key}-{kind}-{i}" for i in range(len(items))] for kind, items in data.items()}
+    return {"prompt_token_ids": media.token_ids, "multi_modal_data": data, "multi_modal_uuids": names}
+
+
+def check_prompt(output: Any, prompts: Prompts, position: int) -> None:
+    """Compares the prompt that vLLM computed with the trainer's.
+
+    Raises:
+        ValueError: their processors made different placeholders of the media.
+    """
+    if not (prompts.media and prompts.media[position]):
+        return
+    theirs, ours = list(output.prompt_token_ids), prompts.token_ids[position]
+    if theirs != ours:
+        raise ValueError(
+            f"Prompt {prompt_name(prompts, position)}: vLLM made {len(theirs)} tokens of it, the model's processor "
+            f"{len(ours)}, and they differ: engine and trainer would not see the same. Leave engine_args' "
+            "mm_processor_kwargs out, and check that media, inputs and tokens of the prompt belong together."
+        )
 
 
 def completion(output: Any, sampling: SamplingParams, prompt: str) -> Completion:

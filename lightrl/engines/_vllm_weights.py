@@ -71,13 +71,15 @@ class WeightSender:
         self.buckets = [_Bucket(0), _Bucket(1)]
         self.devices = set(adapter.rpc("lightrl_device"))
 
-    def push(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Streams the tensors in.
+    def push(self, named_tensors: Iterable[tuple[str, Tensor]], *, partial: bool = False) -> None:
+        """Streams the tensors in; `partial` leaves those that do not come as they are.
 
         Raises:
             ValueError: names the engine does not know, or parameters that did not come; the message lists them.
         """
         strict, names = self.names is None, []
+        if strict and partial:
+            raise ValueError("partial=True: the engine has no weights yet, push all of them first.")
 
         def stream() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in named_tensors:
@@ -90,7 +92,7 @@ class WeightSender:
         else:
             self._push_buckets(stream())
         missing = sorted({name for part in self.adapter.rpc("lightrl_finish", strict, names) for name in part})
-        if self.names is not None:
+        if self.names is not None and not partial:
             missing += sorted(self.names.difference(names))
         if missing:
             raise ValueError(
@@ -98,7 +100,7 @@ class WeightSender:
                 f"{', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}. Push every parameter of the model, "
                 "under its Hugging Face name, tied ones once."
             )
-        self.names = frozenset(names)
+        self.names = self.names if partial else frozenset(names)
 
     def forget(self) -> None:
         """Makes the next push check everything again: the engine's weights were dropped."""

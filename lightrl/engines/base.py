@@ -135,6 +135,9 @@ class Engine(ABC):
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs at temperature 1 of tokens 1..n-1 of each sequence given those before; the canary's question."""
 
+    takes_parts: bool = False
+    """Whether `load_weights` has an argument `partial`: with it, parameters that do not come stay as they are."""
+
     @abstractmethod
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> None:
         """Replaces the weights.

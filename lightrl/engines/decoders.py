@@ -83,7 +83,8 @@ class CacheDecoder:
         mask = columns >= width - lengths[:, None]
         padded = bool((lengths < width).any())
         # Positions are left to the model where it has extra inputs: only it knows what an image does to them.
-        extra = dict(inputs) if inputs else {"position_ids": (columns - (width - lengths[:, None])).clamp(min=0)}
+        extra = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        extra = extra or {"position_ids": (columns - (width - lengths[:, None])).clamp(min=0)}
         self.cache = DynamicCache(config=self.model.config)
         out = self.model(
             input_ids=ids,

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from lightrl.engines.base import Engine, EngineContext
 from lightrl.engines.decoders import CacheDecoder, Decoder
 from lightrl.engines.decoding import Generation
-from lightrl.engines.lean import LeanDecoder
+from lightrl.engines.lean import SHORT_PROMPT, LeanDecoder
 from lightrl.engines.lean_model import LeanModel
+from lightrl.models.loading import CONFIG_KEYS, causal_class
 from lightrl.types import CompletionGroup, Prompts, SamplingParams
 
 __all__ = ["TransformersEngine"]
@@ -78,11 +79,12 @@ class TransformersEngine(Engine):
         # Making a module draws random numbers, which the trainer would miss.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(context.seed)  # torch.manual_seed would reach the accelerators' too
+            config = AutoConfig.from_pretrained(path, **{k: v for k, v in kwargs.items() if k in CONFIG_KEYS})
+            auto_class = causal_class(config)
             if context.random_init:
-                config = AutoConfig.from_pretrained(path, **kwargs)
-                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+                model = auto_class.from_config(config, dtype=dtype)
             else:
-                model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs)
+                model = auto_class.from_pretrained(path, dtype=dtype, **kwargs)
         model = model.to(self._device or context.device).eval().requires_grad_(False)
         self._tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
         self._eos_ids = _end_ids(model, self._tokenizer)
@@ -137,7 +139,9 @@ class TransformersEngine(Engine):
     def _decoder(self, prompts: Prompts, new_tokens: int) -> Decoder:
         if self._lean is None or any(prompts.inputs):
             return CacheDecoder(self._model)
-        return LeanDecoder(self._lean, max(map(len, prompts.token_ids), default=1) + new_tokens, new_tokens)
+        lengths = set(map(len, prompts.token_ids)) or {1}
+        copied = max(lengths) if len(lengths) == 1 and max(lengths) <= SHORT_PROMPT else 0
+        return LeanDecoder(self._lean, max(lengths) + new_tokens, new_tokens, copied)
 
     def _check(self, prompts: Prompts, sampling: SamplingParams, num_completions: int, seeds: Sequence[int]) -> None:
         for name in ("regex", "json_schema", "extra"):
@@ -180,7 +184,11 @@ class TransformersEngine(Engine):
                 answers[i] = row[: len(sequences[i]) - 1]
         return answers
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> None:
+    takes_parts = True
+
+    def load_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False
+    ) -> None:
         """See `Engine.load_weights`.
 
         Raises:
@@ -202,6 +210,8 @@ class TransformersEngine(Engine):
                 else:
                     target.copy_(tensor)
                     missing.pop(id(target), None)
+        if partial:
+            missing.clear()
         faults = {"missing": list(missing.values()), "unknown": unknown, "of the wrong shape": misshapen}
         if any(faults.values()):
             listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in faults.items() if names)

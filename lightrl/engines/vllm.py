@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightrl.engines._vllm_lora import lora_arguments
 from lightrl.engines._vllm_requests import (
+    check_prompt,
     completion,
     completion_seed,
     engine_prompt,
@@ -339,6 +340,7 @@ class VLLMEngine(Engine):
                 for key, output in self._step(owner):
                     p, g = owner.pop(key)
                     group = groups.setdefault(p, {})
+                    check_prompt(output, prompts, p)
                     group[g] = completion(output.outputs[0], sampling, prompt_name(prompts, p))
                     if len(group) == num_completions:
                         del groups[p]
@@ -398,7 +400,11 @@ class VLLMEngine(Engine):
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> None:
+    takes_parts = True
+
+    def load_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False
+    ) -> None:
         """See `Engine.load_weights`. Requests in flight go on with the new weights, their prefix computed again.
 
         Raises:
@@ -409,7 +415,7 @@ class VLLMEngine(Engine):
         if self._asleep == 2:
             self.wake()
         with self._serving() as adapter:
-            self._sender.push(named_tensors)
+            self._sender.push(named_tensors, partial=partial)
             self._wake_cache()
             adapter.reset_caches()
         self.policy_version = policy_version

@@ -16,6 +16,7 @@ from lightrl.models.lora import add_lora
 from lightrl.models.spec import ModelSpec
 
 __all__ = [
+    "causal_class",
     "load_backbone",
     "load_causal_lm",
     "load_model",
@@ -68,7 +69,8 @@ def load_causal_lm(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
     Raises:
         ValueError: there is no such folder, or it holds no model.
     """
-    return load_model(spec, _causal_class(spec), trainable=trainable)
+    require_model_folder(spec.path)
+    return load_model(spec, causal_class(_config(spec)), trainable=trainable)
 
 
 def put_out_router_logits(lm: PreTrainedModel) -> None:
@@ -120,14 +122,12 @@ def _config(spec: ModelSpec) -> Any:
     return AutoConfig.from_pretrained(spec.path, **{k: v for k, v in spec.kwargs.items() if k in CONFIG_KEYS})
 
 
-def _causal_class(spec: ModelSpec) -> Any:
-    """The auto class with a language head: that of images and text where the configuration belongs to one."""
-    require_model_folder(spec.path)
-    config = _config(spec)
-    from transformers import AutoModelForImageTextToText
+def causal_class(config: Any) -> Any:
+    """The auto class with a language head: that of images or sound and text where the configuration belongs to one."""
+    from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 
-    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    classes = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
+    return next((c for c in classes if type(config) in c._model_mapping), AutoModelForCausalLM)
 
 
 def _quantization(dtype: torch.dtype) -> dict[str, Any]:
@@ -159,11 +159,11 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
     unused = set(patterns)
     for name, parameter in model.named_parameters():
         for pattern in patterns:
-            if fnmatch(name, pattern):
+            if fnmatch(name, pattern) or f".{pattern}." in f".{name}.":
                 parameter.requires_grad_(False)
                 unused.discard(pattern)
     if unused:
-        raise ValueError(f"freeze={sorted(unused)}: no parameter has such a name; `*` stands for anything.")
+        raise ValueError(f"freeze={sorted(unused)}: no parameter or part has such a name; `*` is anything.")
 
 
 def save_hf_folder(actor: Any, state: Mapping[str, Tensor], folder: str | Path, *, tokenizer_path: str) -> None:

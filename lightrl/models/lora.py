@@ -72,7 +72,9 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def named_hf_weights(policy: Any, gather: Gather | None = None) -> Iterator[tuple[str, Tensor]]:
+def named_hf_weights(
+    policy: Any, gather: Gather | None = None, *, trained_only: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of the policy's language model under its Hugging Face name, LoRA merged, one at a time.
 
     The module is not changed: `W + alpha / r * B A` is computed for one layer, handed out, and dropped. Tied
@@ -82,6 +84,7 @@ def named_hf_weights(policy: Any, gather: Gather | None = None) -> Iterator[tupl
         policy: a `PolicyModel` (anything with `lm`).
         gather: gives a context manager around the full tensor of a sharded parameter; None for unsharded ones.
             Collective where it is: every rank must iterate to the end.
+        trained_only: leave out what cannot have changed, frozen parameters without an adapter.
 
     Yields:
         (name, full tensor). The tensor may be a parameter itself and is valid until the next one is asked for.
@@ -91,6 +94,8 @@ def named_hf_weights(policy: Any, gather: Gather | None = None) -> Iterator[tupl
     for name, parameter in policy.lm.named_parameters():
         path, _, leaf = name.rpartition(".")
         owner = path.removesuffix(".base_layer")
+        if trained_only and not parameter.requires_grad and (owner == path or leaf != "weight"):
+            continue
         if not path.endswith(".base_layer"):
             if ".lora_" not in name:
                 with gather(parameter) as full:

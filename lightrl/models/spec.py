@@ -55,7 +55,8 @@ class ModelSpec:
         lora: train a low-rank adapter in place of the weights; null trains the weights.
         gradient_checkpointing: recompute each block's activations in the backward pass: less memory, about a third
             more time.
-        freeze: patterns (`*` matches anything) of parameter names that are not trained, such as "*embed_tokens*".
+        freeze: what is not trained: names of parts, such as "visual" (all within), or patterns of whole parameter names
+            in which `*` matches anything, such as "*embed_tokens*". After the first sync it is not sent again.
         layout: how sequences go through the model. auto takes the cheapest that the model supports: shared_prefix
             computes a group's prompt once, packed leaves padding out, padded is the plain rectangle.
         kwargs: further arguments of `from_pretrained`, such as trust_remote_code or revision.

@@ -439,12 +439,13 @@ class PPOLightningModule(LightningModule):
         """Wraps a loss that does not read the engine's log-probs in `OffPolicyCorrection`."""
         self.loss = off_policy.corrected(self.loss)
 
-    def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every actor parameter, LoRA merged, one at a time.
+    def named_policy_weights(self, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every actor parameter, LoRA merged, one at a time, or of trained ones.
 
         Collective under FSDP2 and ZeRO-3: every rank iterates to the end. Tied parameters come once.
         """
-        return named_hf_weights(self.actor, strategies.gather_parameter(self.trainer.strategy))
+        gather = strategies.gather_parameter(self.trainer.strategy)
+        return named_hf_weights(self.actor, gather, trained_only=trained_only)
 
     def policy_adapter(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
         """The actor's LoRA adapter in peft's format: (name, full tensor) one at a time, and its configuration."""
