@@ -1,11 +1,13 @@
 """A decoder for plain Llama-shaped models in float32: the model's weights, none of its modules' code.
 
 Three things make it several times faster than a model's own forward where steps are small. A prompt's keys and values
-exist once for all its completions, and the queries of a group meet them in one matrix product. Rows that ended are
-overwritten by the last live ones, so the batch is always dense. And `LeanModel` needs few operations per layer.
+exist once for all its completions, and the queries of a group meet them in one matrix product; prompts of a few tokens
+are copied instead, which saves that product. Rows that ended are overwritten by the last live ones, so the batch is
+always dense. And `LeanModel` needs few operations per layer.
 
 Attention is written as plain batched products: with one query per row they are 3 to 10 times faster on a CPU than
-`scaled_dot_product_attention`, whose kernels are made for many queries.
+`scaled_dot_product_attention`, whose kernels are made for many queries. The completions' keys lie transposed, (D, C),
+which makes their product up to twice as fast.
 
 Letters: P live prompts, G most live completions of a prompt, R live rows, L prompt tokens, C completion tokens held,
 T packed tokens, H query heads, K key heads, Q = H / K, D head size.
@@ -26,6 +28,7 @@ from lightrl.engines.lean_model import LeanModel
 __all__ = ["LeanDecoder"]
 
 _FIRST_COLUMNS = 64  # completion tokens that there is room for at first; doubled when full
+SHORT_PROMPT = 32  # prompts of one length up to this are copied to each completion
 
 
 class LeanDecoder:
@@ -35,26 +38,28 @@ class LeanDecoder:
         model: the weights.
         longest: most tokens of prompt and completion that will come.
         new_tokens: most tokens of a completion.
+        copied: tokens of every prompt where each row is to have a copy of its prompt's keys and values; 0 shares them.
     """
 
     refills = True
     prefill_tokens = 8192
 
-    def __init__(self, model: LeanModel, longest: int, new_tokens: int) -> None:
-        self.model, self.new_tokens = model, new_tokens
+    def __init__(self, model: LeanModel, longest: int, new_tokens: int, copied: int = 0) -> None:
+        self.model, self.copied, self.columns = model, copied, copied + new_tokens
         self.cos, self.sin = model.rotary_tables(longest)
         layers, kv, d = len(model.layers), model.kv_heads, model.head_dim
-        columns = min(new_tokens, _FIRST_COLUMNS)
+        columns = min(self.columns, copied + _FIRST_COLUMNS)
         self.prompt_kv = self.model.embedding.new_zeros(layers, 2, 0, kv, 0, d)  # (layers, 2, P, K, L, D)
-        self.new_kv = self.model.embedding.new_zeros(layers, 2, 0, kv, columns, d)  # (layers, 2, rows, K, C, D)
+        self.new_k = self.model.embedding.new_zeros(layers, 0, kv, d, columns)  # (layers, rows, K, D, C)
+        self.new_v = self.model.embedding.new_zeros(layers, 0, kv, columns, d)  # (layers, rows, K, C, D)
         self.prompt_lengths: list[int] = []
         self.owner: list[int] = []  # per row, the place of its prompt in prompt_kv
-        self.filled: list[int] = []  # per row, the columns of new_kv in use
+        self.filled: list[int] = []  # per row, the columns of new_k and new_v in use
         self.positions = torch.empty(0, dtype=torch.long, device=model.device)
 
     def tokens_held(self, prompt_tokens: int, copies: int, new_tokens: int) -> int:
-        """A group holds its prompt once."""
-        return prompt_tokens + copies * new_tokens
+        """A group holds its prompt once, unless it is copied."""
+        return prompt_tokens * (copies if self.copied else 1) + copies * new_tokens
 
     def batches(self, first: Sequence[int], other: Sequence[int]) -> bool:
         """Prompts of any lengths go together: they are packed."""
@@ -63,7 +68,7 @@ class LeanDecoder:
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], copies: int, inputs: dict[str, Any]) -> Tensor:
         """See `Decoder.prefill`."""
-        device, before = self.model.device, len(self.prompt_lengths)
+        device, before, first_row = self.model.device, len(self.prompt_lengths), len(self.owner)
         lengths = [len(p) for p in prompts]
         self._make_room(lengths, copies)
         tokens = torch.tensor([t for p in prompts for t in p], device=device)
@@ -75,8 +80,13 @@ class LeanDecoder:
             for length, count in runs:  # one kernel for each run of equal lengths: nothing is padded
                 rows = slice(token, token + length * count)
                 q1, k1, v1 = (x[rows].view(count, length, -1, x.shape[-1]).transpose(1, 2) for x in (q, k, v))
-                self.prompt_kv[number, 0, place : place + count, :, :length] = k1
-                self.prompt_kv[number, 1, place : place + count, :, :length] = v1
+                if self.copied:
+                    own = slice(first_row, None)
+                    self.new_k[number, own, :, :, :length] = k1.transpose(2, 3).repeat_interleave(copies, 0)
+                    self.new_v[number, own, :, :length] = v1.repeat_interleave(copies, 0)
+                else:
+                    self.prompt_kv[number, 0, place : place + count, :, :length] = k1
+                    self.prompt_kv[number, 1, place : place + count, :, :length] = v1
                 out = F.scaled_dot_product_attention(
                     q1, k1, v1, is_causal=True, scale=self.model.scale, enable_gqa=q1.shape[1] != k1.shape[1]
                 )
@@ -88,7 +98,7 @@ class LeanDecoder:
         logits = self.model.forward(tokens, self.cos[positions], self.sin[positions], attend, ends)
         self.prompt_lengths += lengths
         self.owner += [before + i for i in range(len(prompts)) for _ in range(copies)]
-        self.filled += [0] * (len(prompts) * copies)
+        self.filled += [self.copied] * (len(prompts) * copies)
         self.positions = torch.cat(
             [self.positions, (ends.diff(prepend=ends.new_tensor([-1]))).repeat_interleave(copies)]
         )
@@ -96,7 +106,15 @@ class LeanDecoder:
         return logits
 
     def _make_room(self, lengths: list[int], copies: int) -> None:
-        """Widens `prompt_kv` for more and longer prompts and `new_kv` for more rows."""
+        """Widens `prompt_kv` for more and longer prompts and `new_k` and `new_v` for more rows."""
+        rows = len(self.owner)
+        for name in ("new_k", "new_v"):
+            held = getattr(self, name)
+            taller = held.new_zeros(len(held), rows + len(lengths) * copies, *held.shape[2:])
+            taller[:, :rows] = held[:, :rows]
+            setattr(self, name, taller)
+        if self.copied:
+            return
         layers, _, count, kv, width, d = self.prompt_kv.shape
         wider = self.prompt_kv.new_empty(layers, 2, count + len(lengths), kv, max(width, *lengths), d)
         wider[:, :, :count, :, :width] = self.prompt_kv
@@ -104,13 +122,11 @@ class LeanDecoder:
         for place, length in enumerate(lengths, count):
             wider[:, :, place, :, length:] = 0
         self.prompt_kv = wider
-        rows = len(self.owner)
-        taller = self.new_kv.new_zeros(layers, 2, rows + len(lengths) * copies, kv, self.new_kv.shape[4], d)
-        taller[:, :, :rows] = self.new_kv[:, :, :rows]
-        self.new_kv = taller
 
     def _regroup(self) -> None:
         """Works out masks, and how rows stand in the (P, G) grid in which queries meet prompts."""
+        if self.copied:
+            return
         device, count = self.model.device, len(self.prompt_lengths)
         members: list[list[int]] = [[] for _ in range(count)]
         place = []
@@ -134,9 +150,9 @@ class LeanDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """See `Decoder.step`."""
         rows, used = len(tokens), max(self.filled)
-        if used == self.new_kv.shape[4]:
-            room = min(2 * used, self.new_tokens) - used
-            self.new_kv = F.pad(self.new_kv, (0, 0, 0, room))
+        if used == self.new_v.shape[3]:
+            room = min(2 * used, self.columns) - used
+            self.new_k, self.new_v = F.pad(self.new_k, (0, room)), F.pad(self.new_v, (0, 0, 0, room))
         column, mask = None, None
         if min(self.filled) < used:  # rows of different ages, after a refill
             column = torch.tensor(self.filled, device=tokens.device)
@@ -147,13 +163,12 @@ class LeanDecoder:
         heads = (rows, self.model.kv_heads, -1, self.model.head_dim)
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            kv = self.new_kv[number, :, :rows]
-            for held, new in zip(kv, (k, v), strict=True):
-                if column is None:
-                    held[:, :, used] = new
-                else:
-                    held[row, :, column] = new
-            keys, values = kv.flatten(1, 2)[:, :, : used + 1]
+            held_k, held_v = self.new_k[number, :rows], self.new_v[number, :rows]
+            if column is None:
+                held_k[..., used], held_v[:, :, used] = k, v
+            else:
+                held_k[row, :, :, column], held_v[row, :, column] = k, v
+            keys, values = held_k.flatten(0, 1)[..., : used + 1], held_v.flatten(0, 1)[:, : used + 1]
             return self._attend(number, q.contiguous().view(heads), keys, values, mask)
 
         logits = self.model.forward(tokens, self.cos[self.positions], self.sin[self.positions], attend, None)
@@ -166,20 +181,24 @@ class LeanDecoder:
 
         Args:
             number: of the layer.
-            q: (R, K, Q, D). keys, values: (R * K, C, D) of the completions. mask: (R * K, 1, C) to add, or None.
+            q: (R, K, Q, D). keys: (R * K, D, C) and values: (R * K, C, D) of the completions.
+            mask: (R * K, 1, C) to add, or None.
 
         Returns:
             (R, H * D).
         """
         rows, kv, per_key, d = q.shape
+        own = _scores(q.view(rows * kv, per_key, d), keys, mask, self.model.scale)
+        if self.copied:
+            return torch.bmm(own.softmax(-1), values).view(rows, -1)
+        own = own.view(rows, kv, per_key, -1)
         count, group = len(self.prompt_lengths), self.group
         length = max(self.prompt_lengths)
         prompt_keys, prompt_values = self.prompt_kv[number].flatten(1, 2)[:, :, :length]
         in_grid = q if self.even else q.index_select(0, self.grid)
         in_grid = in_grid.view(count, group, kv, per_key, d).transpose(1, 2).reshape(count * kv, group * per_key, d)
-        to_prompt = _scores(in_grid, prompt_keys, self.prompt_mask, self.model.scale)
+        to_prompt = _scores(in_grid, prompt_keys.transpose(1, 2), self.prompt_mask, self.model.scale)
         to_prompt = to_prompt.view(count, kv, group, per_key, length).transpose(1, 2)
-        own = _scores(q.view(rows * kv, per_key, d), keys, mask, self.model.scale).view(rows, kv, per_key, -1)
         if self.even:
             own = own.view(count, group, kv, per_key, -1)
         else:
@@ -200,14 +219,16 @@ class LeanDecoder:
         moved = [(i, row) for i, row in enumerate(rows) if i != row]
         if moved and used:
             to, source = torch.tensor(moved, device=self.model.device).t()
-            self.new_kv[:, :, to, :, :used] = self.new_kv[:, :, source, :, :used]
+            self.new_k[:, to, ..., :used] = self.new_k[:, source, ..., :used]
+            self.new_v[:, to, :, :used] = self.new_v[:, source, :, :used]
         self.filled = [self.filled[i] for i in rows]
         self.positions = self.positions[torch.tensor(rows, dtype=torch.long, device=self.model.device)]
         owner = [self.owner[i] for i in rows]
         alive = sorted(set(owner))
         if len(alive) < len(self.prompt_lengths):
             self.prompt_lengths = [self.prompt_lengths[p] for p in alive]
-            self.prompt_kv = self.prompt_kv[:, :, alive]
+            if not self.copied:
+                self.prompt_kv = self.prompt_kv[:, :, alive]
         renumbered = {p: i for i, p in enumerate(alive)}
         self.owner = [renumbered[p] for p in owner]
         if rows:
@@ -215,7 +236,7 @@ class LeanDecoder:
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """scale q k' + mask, for (batch, queries, D) and (batch, keys, D)."""
+    """scale q k + mask, for (batch, queries, D) and (batch, D, keys)."""
     if mask is None:
-        return torch.baddbmm(q.new_empty(1), q, k.transpose(1, 2), beta=0, alpha=scale)
-    return torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
+        return torch.baddbmm(q.new_empty(1), q, k, beta=0, alpha=scale)
+    return torch.baddbmm(mask, q, k, alpha=scale)

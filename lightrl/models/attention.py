@@ -2,17 +2,12 @@
 
 Three ways to the same numbers:
 
-- CPU: torch's own flash kernel on batches of segments. A completion attends to its prompt and to itself in two calls
-  that are merged by their log-sum-exp, as ring attention does, so the prompt's keys are never copied per completion and
-  no mask is built; the backward pass calls the kernel's backward with the merged output and log-sum-exp.
+- CPU: `cpu_attention.py`.
 - CUDA: FlexAttention with a block mask made from the plan.
 - anywhere, and for sliding windows on CPU: scaled-dot-product attention with a mask, per batch of segments.
 
 Without a plan it is transformers' ordinary SDPA attention. Letters: N stream tokens, H heads, K key-value heads, D
 head size, S segments, L length of the longest.
-
-Source: Liu et al. 2023 (ring attention), https://arxiv.org/abs/2310.01889, for merging partial attention; here the
-parts are a shared prompt and a completion on one device, not blocks on several.
 """
 
 from __future__ import annotations
@@ -27,6 +22,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from lightrl.models.cpu_attention import buckets, cpu_attention
 from lightrl.models.layouts import LayoutError, Plan
 
 __all__ = ["IMPLEMENTATION", "stream_attention", "unsupported_reason"]
@@ -106,8 +102,7 @@ def stream_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float, 
     if q.is_cuda and _flex_usable():
         return _flex(q, k, v, plan, scale, window)
     if q.device.type == "cpu" and window is None and q.shape[-1] == v.shape[-1]:
-        out: Tensor = _MergedFlash.apply(q, k, v, plan, scale)  # type: ignore[no-untyped-call]
-        return out
+        return cpu_attention(q, k, v, plan, scale)
     return _masked_sdpa(q, k, v, plan, scale, window)
 
 
@@ -144,56 +139,6 @@ class Batch:
         flat = x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
         return flat if self.real is None else flat.index_select(0, self.real)
 
-    def pad_additive(self, dtype: torch.dtype) -> Tensor | None:
-        """(S, 1, 1, L) to add to attention logits: -inf on pads."""
-        if self.real is None:
-            return None
-        inside = torch.arange(self.index.shape[1], device=self.index.device) < self.lengths[:, None]
-        zeros = torch.zeros(inside.shape, dtype=dtype, device=inside.device)
-        return zeros.masked_fill_(~inside, -torch.inf)[:, None, None]
-
-
-def _buckets(sizes: list[tuple[int, int]]) -> list[list[int]]:
-    """Indices of (queries, keys) stretches, in buckets in which padding to the longest wastes little.
-
-    A new bucket costs a few kernel calls, about the time of 2^17 query-key pairs.
-    """
-    order = sorted(range(len(sizes)), key=lambda i: (sizes[i][1], sizes[i][0]), reverse=True)
-    buckets: list[list[int]] = []
-    widest, tallest, useful = 0, 0, 0
-    for i in order:
-        queries, keys = sizes[i]
-        if buckets:
-            area = max(tallest, queries) * widest * (len(buckets[-1]) + 1)
-            waste = area - useful - queries * keys
-            if waste <= max(1 << 17, area // 8):
-                buckets[-1].append(i)
-                tallest, useful = max(tallest, queries), useful + queries * keys
-                continue
-        buckets.append([i])
-        widest, tallest, useful = keys, queries, queries * keys
-    return buckets
-
-
-def _causal_batches(plan: Plan, device: torch.device) -> list[Batch]:
-    """All segments, each to attend to itself."""
-    spans = [(s, n) for s, n in zip(plan.starts, plan.lengths, strict=True) if n]
-    return [Batch.of([spans[i] for i in bucket], device) for bucket in _buckets([(n, n) for _, n in spans])]
-
-
-def _cross_batches(plan: Plan, device: torch.device) -> list[tuple[Batch, Batch]]:
-    """Per group with a shared prompt: all its completions' tokens, which lie side by side, and the prompt's."""
-    totals: dict[int, int] = {}
-    for parent, length in zip(plan.parents, plan.lengths, strict=True):
-        if parent >= 0 and length:
-            totals[parent] = totals.get(parent, 0) + length
-    groups = [((plan.starts[p] + plan.lengths[p], n), (plan.starts[p], plan.lengths[p])) for p, n in totals.items()]
-    buckets = _buckets([(queries[1], keys[1]) for queries, keys in groups])
-    return [
-        (Batch.of([groups[i][0] for i in bucket], device), Batch.of([groups[i][1] for i in bucket], device))
-        for bucket in buckets
-    ]
-
 
 def _cached(plan: Plan, name: Any, make: Any) -> Any:
     if name not in plan.cache:
@@ -201,93 +146,9 @@ def _cached(plan: Plan, name: Any, make: Any) -> Any:
     return plan.cache[name]
 
 
-# ---- CPU: flash kernel, merged by log-sum-exp --------------------------------------------------------------------
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
 def _expand_heads(x: Tensor, repeat: int) -> Tensor:
     """(S, K, L, D) to (S, K * repeat, L, D)."""
     return x if repeat == 1 else x.repeat_interleave(repeat, 1)
-
-
-def _fold(x: Tensor, heads: int) -> Tensor:
-    """(S, H, Q, D) to (S, K, H / K * Q, D): query heads that share keys become more queries."""
-    return x.reshape(x.shape[0], heads, -1, x.shape[-1])
-
-
-class _MergedFlash(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Tensor:  # type: ignore[override]
-        repeat = q.shape[1] // k.shape[1]
-        causal = _cached(plan, "causal", lambda: _causal_batches(plan, q.device))
-        cross = _cached(plan, "cross", lambda: _cross_batches(plan, q.device))
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
-        for batch in causal:
-            keys, values = (_expand_heads(batch.take(x), repeat) for x in (k, v))
-            o, part = _flash(batch.take(q), keys, values, 0.0, True, scale=scale)
-            out[batch.tokens] = batch.compact(o)
-            lse[batch.tokens] = batch.compact(part.unsqueeze(-1)).squeeze(-1)
-        for queries, prompt in cross:
-            taken = queries.take(q)
-            mask = prompt.pad_additive(q.dtype)
-            o, part = _flash(
-                _fold(taken, k.shape[1]), prompt.take(k), prompt.take(v), 0.0, False, attn_mask=mask, scale=scale
-            )
-            o, part = o.reshape(taken.shape), part.reshape(taken.shape[:3])
-            _merge(out, lse, queries.tokens, queries.compact(o), queries.compact(part.unsqueeze(-1)).squeeze(-1))
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.scale = plan, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, lse = ctx.saved_tensors
-        plan, scale, repeat, heads = ctx.plan, ctx.scale, q.shape[1] // k.shape[1], k.shape[1]
-        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-        for batch in plan.cache["causal"]:
-            keys, values = (_expand_heads(batch.take(x), repeat) for x in (k, v))
-            parts = _flash_backward(
-                batch.take(grad), batch.take(q), keys, values, batch.take(out), _padded_lse(batch, lse), 0.0, True,
-                scale=scale,
-            )  # fmt: skip
-            for target, part in zip(grads, parts, strict=True):
-                if part.shape[1] != target.shape[1]:
-                    part = part.unflatten(1, (heads, repeat)).sum(2)
-                target[batch.tokens] = batch.compact(part)
-        for queries, prompt in plan.cache["cross"]:
-            folded = [_fold(queries.take(x), heads) for x in (grad, q, out)]
-            folded_lse = _padded_lse(queries, lse).reshape(*folded[0].shape[:3])
-            dq, dk, dv = _flash_backward(
-                folded[0], folded[1], prompt.take(k), prompt.take(v), folded[2], folded_lse, 0.0, False,
-                attn_mask=prompt.pad_additive(q.dtype), scale=scale,
-            )  # fmt: skip
-            shape = (dq.shape[0], q.shape[1], -1, dq.shape[3])
-            grads[0].index_add_(0, queries.tokens, queries.compact(dq.reshape(shape)))
-            grads[1].index_add_(0, prompt.tokens, prompt.compact(dk))
-            grads[2].index_add_(0, prompt.tokens, prompt.compact(dv))
-        return *grads, None, None
-
-
-def _padded_lse(batch: Batch, lse: Tensor) -> Tensor:
-    """(S, H, L) with +inf on pads: their probabilities are then exactly 0, and so are their gradients."""
-    taken = batch.take(lse.unsqueeze(-1)).squeeze(-1)
-    if batch.real is None:
-        return taken
-    inside = torch.arange(batch.index.shape[1], device=lse.device) < batch.lengths[:, None]
-    return taken.masked_fill(~inside[:, None], torch.inf)
-
-
-def _merge(out: Tensor, lse: Tensor, tokens: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Puts attention over two disjoint sets of keys together, in place."""
-    own_lse = lse[tokens]
-    total = torch.logaddexp(own_lse, other_lse)
-    own, more = (own_lse - total).exp().unsqueeze(-1), (other_lse - total).exp().unsqueeze(-1)
-    out[tokens] = (out[tokens] * own + other * more).to(out.dtype)
-    lse[tokens] = total
 
 
 # ---- anywhere: SDPA with a mask ----------------------------------------------------------------------------------
@@ -310,7 +171,7 @@ def _masked_batches(plan: Plan, window: int | None, device: torch.device) -> lis
     spans = [span for span in spans if span[1]]
     prefix = [plan.lengths[p] if p >= 0 else 0 for _, _, p in spans]
     result = []
-    for bucket in _buckets([(n, n + extra) for (_, n, _), extra in zip(spans, prefix, strict=True)]):
+    for bucket in buckets([(n, n + extra) for (_, n, _), extra in zip(spans, prefix, strict=True)]):
         queries = Batch.of([spans[i][:2] for i in bucket], device)
         heads = torch.tensor([(plan.starts[max(spans[i][2], 0)], prefix[i]) for i in bucket], device=device)
         slots = torch.arange(max(spans[i][1] + prefix[i] for i in bucket), device=device)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.models import attention
+from lightrl.models import attention, cpu_attention
 from lightrl.models.layouts import make_plan
 from lightrl.models.policy import PolicyModel, ValueModel
 from tests.models.conftest import Batch, build, make_batch, plain_scores
@@ -147,10 +147,24 @@ def test_autocast_layouts_agree(batch: Batch) -> None:
     got.sum().backward()
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_attention_paths_agree(window: int | None) -> None:
-    """The merged flash path, the masked path and FlexAttention's mask, in double precision."""
-    batch = make_batch([(9, [4, 30, 2]), (40, [3, 5]), (2, [7])])
+STREAMS = {
+    "unequal": [(9, [4, 30, 2]), (40, [3, 5]), (2, [7])],
+    "equal": [(5, [6, 6, 6])] * 4,  # views of the stream, four groups in one piece
+    "equal within groups": [(5, [6, 6]), (7, [3, 3, 3]), (4, [9])],
+    "lone": [(3, [4]), (3, [4]), (3, [4])],
+}
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("path", ["window", "short", "flash", "split"])
+def test_attention_paths_agree(path: str, stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kernels for CPU, the masked path and FlexAttention's mask, in double precision."""
+    window = 3 if path == "window" else None
+    if path == "flash":
+        monkeypatch.setattr(cpu_attention, "MOST_KEYS", 0)
+    if path == "split":  # a piece for each segment
+        monkeypatch.setattr(cpu_attention, "CACHE_ELEMENTS", 1)
+    batch = make_batch(STREAMS[stream])
     plan = make_plan(*batch[:3], batch.group_ids)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(plan.num_tokens, h, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2))
@@ -175,7 +189,7 @@ def test_attention_paths_agree(window: int | None) -> None:
 
 def test_buckets_keep_padding_small() -> None:
     lengths = [2000, 1900, 30, 20, 10, 8]
-    buckets = attention._buckets([(n, n) for n in lengths])
+    buckets = cpu_attention.buckets([(n, n) for n in lengths])
     assert sorted(i for bucket in buckets for i in bucket) == list(range(6))
     assert buckets == [[0, 1], [2, 3, 4, 5]]
 
