@@ -19,6 +19,7 @@ USAGE = """LightRL: reinforcement fine-tuning as an ordinary Lightning job.
   lightrl report RUN_DIR             plots and samples of a run as one HTML page
   lightrl serve-reward ...           serve a reward function over HTTP
   lightrl plan --model MODEL         memory per GPU under each strategy
+  lightrl export --checkpoint C --output D   a Hugging Face folder, or a plain checkpoint, of any checkpoint
 
 `lightrl COMMAND --help` explains every argument; `lightrl fit --model.help PPOLightningModule` those of a class.
 Several --config are merged, later ones win. LIGHTRL_DEBUG=1 shows the traceback of every error.
@@ -43,10 +44,17 @@ def _serve_reward() -> Callable[..., Any]:
     return serve_reward
 
 
+def _export() -> Callable[..., Any]:
+    from lightrl.export import export
+
+    return export
+
+
 COMMANDS: dict[str, Callable[[], Callable[..., Any]]] = {
     "report": _report,
     "serve-reward": _serve_reward,
     "plan": _plan,
+    "export": _export,
 }
 
 

@@ -154,6 +154,7 @@ def expected_changes(overlay: Path) -> dict[str, Any]:
             "model.init_args.actor.lora": {"r": 32, "alpha": 64.0},
             "model.init_args.optimizer.init_args.lr": 1e-5,
         },
+        "servers": {"data.init_args.engine": {"urls": ["http://127.0.0.1:8000"], "weights": "path"}},
         "wandb": {"trainer.logger": None},
         "ddp": {strategy: {"gradient_as_bucket_view": True}},
         "fsdp2": {strategy: {"data_parallel_size": 8, "tensor_parallel_size": 1}},
@@ -208,6 +209,6 @@ def test_overlays_combine(capsys: pytest.CaptureFixture[str]) -> None:
     files = [PPO_RECIPE, *(CONFIGS / p for p in ("overlays/8gpu.yaml", "overlays/lora.yaml", "strategies/fsdp2.yaml"))]
     config = printed(capsys, *(argument for file in files for argument in ("--config", file)))
     assert config["trainer"]["devices"] == 8
-    assert config["trainer"]["strategy"]["class_path"].endswith("ModelParallelStrategy")
+    assert config["trainer"]["strategy"]["class_path"].endswith("FSDP2Strategy")
     assert config["model"]["init_args"]["actor"]["lora"]["r"] == 32
     assert config["data"]["init_args"]["prompts_per_rollout"] % 8 == 0

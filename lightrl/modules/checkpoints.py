@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightrl.modules import random_states
@@ -10,7 +11,7 @@ from lightrl.modules import random_states
 if TYPE_CHECKING:
     from lightrl.modules.ppo import PPOLightningModule
 
-__all__ = ["load_extras", "save_extras", "trained_state"]
+__all__ = ["load_extras", "model_specs", "save_extras", "trained_state"]
 
 
 def trained_state(module: PPOLightningModule, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,10 +30,20 @@ def trained_state(module: PPOLightningModule, state: Mapping[str, Any]) -> dict[
     return {name: value for name, value in state.items() if not name.startswith(dropped) and name not in frozen}
 
 
+def model_specs(module: Any) -> dict[str, Any]:
+    """How the module's trained models are built, as plain data: all that `lightrl export` needs beside the weights."""
+    specs = {"reward_model": getattr(module, "model_spec", None), "actor": getattr(module, "actor_spec", None)}
+    critic = getattr(module, "critic_spec", None)
+    if critic is not None and not critic.shared:
+        specs["critic"] = critic.model or module.actor_spec
+    return {role: asdict(spec) for role, spec in specs.items() if spec is not None}
+
+
 def save_extras(module: PPOLightningModule, checkpoint: dict[str, Any]) -> None:
     """Adds the module's class, the coefficients that callbacks move, and the random generators' states. Collective."""
     checkpoint["lightrl"] = {
         "class": type(module).__name__,
+        "models": model_specs(module),
         "seed": module.seed,
         "kl_coef": float(module.kl_coef),
         "num_skipped_updates": int(module.num_skipped_updates),

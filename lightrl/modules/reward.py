@@ -19,7 +19,7 @@ from lightrl.models.loading import require_model_folder
 from lightrl.models.lora import named_hf_weights
 from lightrl.models.reward import RewardModel
 from lightrl.models.spec import ModelSpec
-from lightrl.modules import strategies
+from lightrl.modules import checkpoints, strategies
 from lightrl.ops.preference import bradley_terry_loss
 
 __all__ = ["RewardLightningModule"]
@@ -139,6 +139,10 @@ class RewardLightningModule(LightningModule):
         chosen, rejected = scores[0::2], scores[1::2]
         losses = bradley_terry_loss(chosen, rejected, batch["margin"], centering_coef=self.centering_coef)
         return chosen, rejected, losses
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what `lightrl export` builds the model from."""
+        checkpoint["lightrl"] = {"class": type(self).__name__, "models": checkpoints.model_specs(self)}
 
     def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, LoRA merged; collective under sharding strategies."""

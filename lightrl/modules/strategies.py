@@ -16,11 +16,13 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 from torch import Tensor, nn
 
 __all__ = [
+    "after_step",
     "all_max",
     "all_sum",
     "backward_scope",
     "blend_parameter",
     "clip_gradients",
+    "discard_gradients",
     "frozen_group",
     "gather_objects",
     "gather_parameter",
@@ -82,10 +84,10 @@ def shard_model(model: nn.Module, layers: Iterable[nn.Module], module: Any) -> N
         return
     from torch.distributed.fsdp import fully_shard
 
-    mesh = module.device_mesh["data_parallel"]
+    options = {"mesh": module.device_mesh["data_parallel"], **getattr(module.trainer.strategy, "shard_options", {})}
     for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        fully_shard(layer, **options)
+    fully_shard(model, reshard_after_forward=True, **options)
 
 
 def optimizer_window(strategy: Strategy) -> AbstractContextManager[None]:
@@ -124,6 +126,31 @@ def clip_gradients(strategy: Strategy, parameters: Iterable[nn.Parameter], max_n
         return None
     norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if max_norm is None else max_norm)
     return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).detach().float()
+
+
+def after_step(strategy: Strategy, norm: Tensor | None) -> tuple[Tensor | None, bool]:
+    """The gradient norm before clipping, and whether the step was not taken after all.
+
+    DeepSpeed knows either only now: it steps over gradients that are not finite, on all ranks together.
+    """
+    if not isinstance(strategy, DeepSpeedStrategy):
+        return norm, False
+    engine = strategy.deepspeed_engine
+    known = engine.get_global_grad_norm()  # none without ZeRO
+    norm = None if known is None else torch.as_tensor(float(known))
+    return norm, bool(getattr(engine.optimizer, "overflow", False))
+
+
+def discard_gradients(strategy: Strategy) -> None:
+    """Forgets what DeepSpeed ZeRO has reduced already, and would add the next gradients to; `zero_grad` keeps it."""
+    if not isinstance(strategy, DeepSpeedStrategy):
+        return
+    optimizer = strategy.deepspeed_engine.optimizer
+    for name in ("averaged_gradients", "all_grad_tensors"):
+        kept = getattr(optimizer, name, {})
+        kept.update(dict.fromkeys(kept))
+    if getattr(optimizer, "cpu_offload", False):  # ZeRO-1 and 2
+        optimizer.reset_cpu_buffers()
 
 
 def set_gradient_clipping(strategy: Strategy, max_norm: float | None) -> None:

@@ -46,15 +46,19 @@ def step_or_skip(module: PPOLightningModule, *, finite: bool) -> dict[str, Tenso
     norm = strategies.clip_gradients(module.trainer.strategy, trained, module.max_grad_norm)
     broken = not finite or (norm is not None and not bool(torch.isfinite(norm)))
     skip = bool(module.all_max(torch.tensor(float(broken))))
-    _count_skip(module, skip, norm)
     learning_rates = {f"optim/lr_{_role(group)}": float(group["lr"]) for group in optimizer.param_groups}
     if not skip:
         with strategies.frozen_group(optimizer, "actor") if module.in_critic_warmup else nullcontext():
             optimizer.step()
+        norm, skip = strategies.after_step(module.trainer.strategy, norm)
+    if skip:
+        strategies.discard_gradients(module.trainer.strategy)
+    else:
         schedulers: Any = module.lr_schedulers() or []
         for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
             scheduler.step()
     optimizer.zero_grad()
+    _count_skip(module, skip, norm)
     norm_metric = {} if norm is None or skip else {"optim/grad_norm": norm}
     return {"optim/skipped_updates": float(skip), **learning_rates, **norm_metric}
 

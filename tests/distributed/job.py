@@ -1,0 +1,179 @@
+"""Runs of every strategy for the tests of this folder; as a script, what each of two ranks does.
+
+    python -m tests.distributed.job STRATEGY MODEL FOLDER STEP...
+
+Lightning starts the second process by running the script again. Steps share the processes, which cost more to start
+than a tiny run takes. Each step leaves `FOLDER/STRATEGY-STEP-RANK.pt`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightrl.callbacks import RolloutCheckpoint, WeightSync
+from lightrl.engines import TransformersEngine, VLLMEngine
+from lightrl.models.spec import LoraSpec, ModelSpec
+from lightrl.modules import GRPOLightningModule, PPOLightningModule
+from lightrl.modules import strategies as adapters
+from lightrl.modules.sharded import FSDP2Strategy
+from tests.toys import digits_reward, quiet_trainer, sums_data
+
+ROLLOUTS = 4
+
+
+def make_strategy(name: str, **options: Any) -> Any:
+    """The strategy of that name as the overlays configure it."""
+    if name == "auto":
+        return "auto"
+    if name == "ddp":
+        return DDPStrategy(gradient_as_bucket_view=True, **options)
+    if name == "fsdp2":
+        return FSDP2Strategy(**options)
+    from tests.distributed.cpu_deepspeed import CPUZeROStrategy
+
+    return CPUZeROStrategy(stage=int(name.removeprefix("zero")), **options)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=3e-3, weight_decay=0.01, eps=1e-6)
+
+
+def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=8)
+
+
+def some_flat(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Groups of prompts with an odd second digit have no spread, so that ranks refill unequally."""
+    scores = digits_reward(prompts, completions)
+    return [s + i if int(p[1]) % 2 == 0 else 1.0 for i, (p, s) in enumerate(zip(prompts, scores, strict=True))]
+
+
+class BrokenOnce(PPOLightningModule):
+    """Computes a loss that is not a number in the first update of the second rollout, on the last rank only."""
+
+    def compute_loss(self, minibatch: Any) -> Any:
+        loss, metrics = super().compute_loss(minibatch)
+        last = self.trainer.global_rank == self.trainer.world_size - 1
+        broken = last and self.trainer.fit_loop.total_batch_idx == 1 and not self.num_skipped_updates
+        return loss * (float("nan") if broken else 1.0), metrics
+
+
+class Record(Callback):
+    """Per rollout: the canary's gap, metrics that do not depend on time, and this rank's number of micro-batches."""
+
+    def __init__(self, sync: WeightSync) -> None:
+        self.sync, self.gaps, self.metrics = sync, list[float](), list[dict[str, float]]()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        assert trainer.datamodule.engine.policy_version == self.sync_version(trainer)
+        self.gaps.append(float(self.sync.last_gap or 0.0))
+        self.metrics.append({k: float(v) for k, v in outputs.items() if not k.startswith("time/")})
+
+    @staticmethod
+    def sync_version(trainer: Any) -> int:
+        return int(trainer.datamodule.engine.policy_version)
+
+
+class Die(Callback):
+    """Ends a rank in the middle of the second rollout's updates, as the kernel ends a process."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == 1 and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "offload": {"options": {"cpu_offload": True}, "model": {"gradient_checkpointing": True}},
+    "bf16": {"options": {"param_dtype": "bfloat16"}, "engine": TransformersEngine(dtype="bfloat16")},
+    "vllm": {"engine": VLLMEngine(max_model_len=24)},
+    "kill0": {"callbacks": [Die(0)]},
+    "kill1": {"callbacks": [Die(1)]},
+}
+
+
+def make_module(kind: str, path: str, **model: Any) -> Any:
+    """PPO with a critic, two updates per rollout in unequal micro-batches; or GRPO with an adapter."""
+    common: dict[str, Any] = {"optimizer": adam, "micro_batch_tokens": 60, "lr_scheduler": decay}
+    if kind in ("ppo", "broken"):
+        module = PPOLightningModule if kind == "ppo" else BrokenOnce
+        return module(ModelSpec(path, **model), critic_lr=5e-3, **common)
+    spec = ModelSpec(path, lora=LoraSpec(r=4, alpha=8.0), **model)
+    return GRPOLightningModule(spec, **common)
+
+
+def full_weights(module: Any) -> dict[str, torch.Tensor]:
+    """Every trained tensor, whole: the policy under its Hugging Face names, the critic under its own. Collective."""
+    gather = adapters.gather_parameter(module.trainer.strategy)
+    weights = {name: tensor.clone() for name, tensor in module.named_policy_weights()}
+    for name, parameter in module.critic.named_parameters() if module.critic is not None else ():
+        with gather(parameter) as full:
+            weights[f"critic.{name}"] = full.clone()
+    return weights
+
+
+def train(
+    kind: str,
+    path: str,
+    folder: Path | None = None,
+    *,
+    strategy: str = "auto",
+    devices: int = 1,
+    resume: Any = None,
+    options: Any = None,
+    model: Any = None,
+    callbacks: Any = (),
+    **data: Any,
+) -> dict[str, Any]:
+    """One run; checkpoints after every second rollout go to `folder`."""
+    seed_everything(0, verbose=False)
+    module = make_module(kind, path, **(model or {}))
+    if kind == "lora":
+        data = {"rewards": [some_flat], "max_refills": 8, **data}
+    sync = WeightSync()
+    record = Record(sync)
+    save = [] if folder is None else [RolloutCheckpoint(2, dirpath=str(folder), save_top_k=-1)]
+    trainer = quiet_trainer(
+        devices=devices,
+        strategy=make_strategy(strategy, **(options or {})),
+        callbacks=[sync, record, *save, *callbacks],
+        enable_checkpointing=bool(save),
+    )
+    trainer.fit(module, sums_data(rollouts_per_epoch=ROLLOUTS, **data), ckpt_path=resume)
+    result = {"weights": full_weights(module), "gaps": record.gaps, "metrics": record.metrics}
+    result["updates"] = int(trainer.global_step)
+    return result
+
+
+def main(strategy: str, path: str, folder: Path, steps: list[str]) -> None:
+    """Runs each step: KIND, KIND@CHECKPOINT to go on from one, or the name of an entry of `VARIANTS`."""
+    torch.set_num_threads(1)
+    (folder / f"pid-{os.environ.get('LOCAL_RANK', '0')}").write_text(str(os.getpid()))
+    for step in steps:
+        kind, _, source = step.partition("@")
+        variant = VARIANTS.get(kind, {})
+        target = folder / strategy / kind if kind == step and not variant else None
+        done = train(
+            "ppo" if variant else kind,
+            path,
+            target,
+            strategy=strategy,
+            devices=2,
+            resume=folder / source if source else None,
+            **variant,
+        )
+        torch.save(done, folder / f"{strategy}-{step.replace('/', '+')}-{torch.distributed.get_rank()}.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4:])

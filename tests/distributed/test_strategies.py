@@ -1,0 +1,177 @@
+"""Every strategy on two real processes: equal to one process, checkpoints, resumes, exports, and a rank that dies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from lightrl.export import export
+from tests.distributed.job import ROLLOUTS, train
+from tests.toys import quickstart_model
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MIDDLE, END = f"rollout={ROLLOUTS // 2:06d}.ckpt", f"rollout={ROLLOUTS:06d}.ckpt"
+STRATEGIES = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+EXTRA = {"fsdp2": ["offload", "bf16", f"lora@one/lora/{MIDDLE}"]}
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("two-processes")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("strategies")
+    quickstart_model(folder / "model", num_hidden_layers=2, hidden_size=32, intermediate_size=48)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one(place: Path) -> dict[str, Any]:
+    """The runs of one process with the same global batch; they save plain checkpoints."""
+    torch.set_num_threads(1)
+    model = str(place / "model")
+    return {kind: train(kind, model, place / "one" / kind) for kind in ("ppo", "lora", "broken")}
+
+
+def launch(place: Path, strategy: str, *steps: str, timeout: int = 200) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.distributed.job", strategy, str(place / "model"), str(place), *steps]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def ranks(request: Any, place: Path, one: dict[str, Any]) -> Iterator[tuple[str, dict[str, list[Any]]]]:
+    """What both ranks of a strategy report of each step, all run by one pair of processes."""
+    name = request.param
+    steps = ["ppo", "lora", "broken", f"ppo@{name}/ppo/{MIDDLE}", f"ppo@one/ppo/{MIDDLE}", *EXTRA.get(name, [])]
+    done = launch(place, name, *steps)
+    assert done.returncode == 0, done.stderr[-4000:]
+    files = {step: [place / f"{name}-{step.replace('/', '+')}-{rank}.pt" for rank in range(2)] for step in steps}
+    yield name, {step: [torch.load(file, weights_only=True) for file in own] for step, own in files.items()}
+
+
+def assert_same_weights(ours: Any, expected: Any) -> None:
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            ours[name], value, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_two_ranks_learn_what_one_process_learns(ranks: Any, one: dict[str, Any]) -> None:
+    """PPO with a critic, GRPO with an adapter and dynamic sampling, and a loss that is no number on one rank."""
+    _, steps = ranks
+    for kind in ("ppo", "lora", "broken"):
+        for rank in steps[kind]:
+            assert_same_weights(rank["weights"], one[kind]["weights"])
+            assert len(rank["gaps"]) == ROLLOUTS and max(rank["gaps"]) < 1e-5, "the engine's log-probs"
+        assert steps[kind][0]["metrics"] == steps[kind][1]["metrics"]
+        for ours, expected in zip(steps[kind][0]["metrics"], one[kind]["metrics"], strict=True):
+            assert ours.keys() == expected.keys()
+            for metric in ("reward/mean", "kl/ref", "optim/lr_policy", "optim/skipped_updates", "loss/policy"):
+                assert ours[metric] == pytest.approx(expected[metric], abs=2e-5), (kind, metric)
+            assert ours.get("optim/grad_norm") == pytest.approx(expected.get("optim/grad_norm"), rel=1e-4)
+    assert sum(m["optim/skipped_updates"] for m in one["broken"]["metrics"]) == 0.5, "one of two updates"
+    assert any(m["rollout/dropped_groups"] for m in one["lora"]["metrics"]), "the toy must refill"
+
+
+def test_runs_go_on_under_two_ranks(ranks: Any, one: dict[str, Any]) -> None:
+    """From its own checkpoint, and from that of one process."""
+    _, steps = ranks
+    for step, both in steps.items():
+        if "@" in step:
+            for rank in both:
+                assert len(rank["metrics"]) == ROLLOUTS // 2
+                assert_same_weights(rank["weights"], one[step.partition("@")[0]]["weights"])
+
+
+def test_runs_go_on_in_one_process(ranks: Any, one: dict[str, Any], place: Path) -> None:
+    """A checkpoint of two ranks, made plain, continues exactly."""
+    name, _ = ranks
+    for kind in ("ppo", "lora"):
+        plain = place / f"{name}-{kind}.ckpt"
+        export(str(place / name / kind / MIDDLE), str(plain), "checkpoint")
+        assert_same_weights(train(kind, str(place / "model"), resume=str(plain))["weights"], one[kind]["weights"])
+
+
+def logprobs(model: Any) -> torch.Tensor:
+    ids = torch.arange(3, 23).unsqueeze(0)
+    with torch.no_grad():
+        return model.eval()(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+def test_exports_load_in_transformers(ranks: Any, one: dict[str, Any], place: Path, tmp_path: Path) -> None:
+    """Policy, adapter and critic: the weights of the run, whatever wrote the checkpoint."""
+    from peft import PeftModel
+
+    name, _ = ranks
+    for kind in ("ppo", "lora"):
+        export(str(place / name / kind / END), str(tmp_path / kind))
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / kind)
+        own = {n: v for n, v in one[kind]["weights"].items() if not n.startswith("critic.")}
+        assert_same_weights(dict(exported.named_parameters()), own)
+    export(str(place / name / "lora" / END), str(tmp_path / "adapter"), "adapter")
+    base = AutoModelForCausalLM.from_pretrained(place / "model")
+    start = logprobs(base)
+    adapted = logprobs(PeftModel.from_pretrained(base, str(tmp_path / "adapter")))
+    torch.testing.assert_close(adapted, logprobs(exported), atol=1e-5, rtol=1e-5)
+    assert (adapted - start).abs().max() > 1e-3, "the adapter must do something"
+    export(str(place / name / "ppo" / END), str(tmp_path / "critic"), "critic")
+    critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
+    weights = one["ppo"]["weights"]
+    torch.testing.assert_close(critic.score.weight, weights["critic.value_head.weight"], atol=1e-5, rtol=1e-5)
+    body = {n.removeprefix("critic.backbone."): v for n, v in weights.items() if n.startswith("critic.backbone.")}
+    assert_same_weights(dict(critic.model.named_parameters()), body)
+
+
+def test_fsdp2_options(ranks: Any, one: dict[str, Any]) -> None:
+    """Offload and recomputation change nothing; bfloat16 compute keeps float32 weights and learns about the same."""
+    name, steps = ranks
+    if name != "fsdp2":
+        pytest.skip("options of FSDP2")
+    for rank in steps["offload"]:
+        assert_same_weights(rank["weights"], one["ppo"]["weights"])
+    first, rounded = (x["weights"]["model.embed_tokens.weight"] for x in (one["ppo"], steps["bf16"][0]))
+    assert rounded.dtype == torch.float32 and not torch.equal(rounded, rounded.bfloat16().float())
+    assert not torch.allclose(rounded, first, atol=1e-6)
+    assert torch.equal(rounded, steps["bf16"][1]["weights"]["model.embed_tokens.weight"])
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("fsdp2", 1), ("zero3", 1)])
+def test_a_dead_rank_ends_the_run(strategy: str, rank: int, place: Path) -> None:
+    """Killed in the middle of an update: the other rank ends within a minute, with an error."""
+    begin = time.perf_counter()
+    done = launch(place, strategy, f"kill{rank}", timeout=100)
+    assert done.returncode != 0
+    survivor = int((place / f"pid-{1 - rank}").read_text())
+    while alive(survivor) and time.perf_counter() - begin < 90:
+        time.sleep(0.2)
+    assert not alive(survivor), "the other rank hangs"
+    assert not (place / f"{strategy}-kill{rank}-{1 - rank}.pt").exists()
+
+
+@pytest.mark.vllm
+def test_vllm_follows_on_both_ranks(place: Path, one: dict[str, Any]) -> None:
+    """An engine in each trainer process: its log-probs are the trainer's after every update, and the run goes on."""
+    done = launch(place, "ddp", "vllm")
+    assert done.returncode == 0, done.stderr[-4000:]
+    both = [torch.load(place / f"ddp-vllm-{rank}.pt", weights_only=True) for rank in range(2)]
+    for rank in both:
+        assert len(rank["gaps"]) == ROLLOUTS and 0 < max(rank["gaps"]) < 2e-5
+    assert_same_weights(both[0]["weights"], both[1]["weights"])
