@@ -154,7 +154,7 @@ def expected_changes(overlay: Path) -> dict[str, Any]:
             "model.init_args.actor.lora": {"r": 32, "alpha": 64.0},
             "model.init_args.optimizer.init_args.lr": 1e-5,
         },
-        "servers": {"data.init_args.engine": {"urls": ["http://127.0.0.1:8000"], "weights": "path"}},
+        "servers": {"data.init_args.engine.class_path": "lightrl.engines.server.ServerEngine"},
         "wandb": {"trainer.logger": None},
         "ddp": {strategy: {"gradient_as_bucket_view": True}},
         "fsdp2": {strategy: {"data_parallel_size": 8, "tensor_parallel_size": 1}},
@@ -176,6 +176,10 @@ def test_overlay_changes_only_what_it_says(overlay: Path, capsys: pytest.Capture
         changes = {k: v for k, v in changes.items() if not k.startswith("model.init_args.optimizer.init_args.")}
         assert after["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 1e-6
         assert after["model"]["init_args"]["optimizer"]["init_args"]["weight_decay"] == 0.0
+    if overlay.stem == "servers":  # another engine has other arguments
+        changes = {k: v for k, v in changes.items() if not k.startswith("data.init_args.engine.init_args.")}
+        engine = after["data"]["init_args"]["engine"]["init_args"]
+        assert (engine["urls"], engine["weights"]) == (["http://127.0.0.1:8000"], "path")
     expected = expected_changes(overlay)
     assert set(changes) == set(expected)
     for key, value in expected.items():

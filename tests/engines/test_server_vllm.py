@@ -46,14 +46,15 @@ class Servers:
         self.processes = [self.start(i) for i in range(2)]
 
     def start(self, index: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.folder)]
-        command += ["--host", "127.0.0.1", "--port", str(self.ports[index]), "--max-model-len", "256"]
-        command += ["--enforce-eager", "--dtype", "float32", "--logprobs-mode", "processed_logprobs"]
+        """By the script that the documentation names; the extension adds a CPU's transfer backend to LightRL's."""
+        command = ["bash", "examples/cluster/servers.sh", str(self.folder), "--max-model-len", "256"]
+        command += ["--enforce-eager", "--dtype", "float32", "--disable-uvicorn-access-log"]
         command += ["--worker-extension-cls", "tests.engines.transfer_worker.ServerWorker"]
-        command += ["--weight-transfer-config", '{"backend": "store"}', "--disable-uvicorn-access-log"]
+        command += ["--weight-transfer-config", '{"backend": "store"}']
         settings = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        settings |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(self.root)}
-        settings |= {"VLLM_LOGGING_LEVEL": "ERROR", "LIGHTRL_TRAINER_PID": str(os.getpid())}
+        settings |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": str(self.root)}
+        settings |= {"PYTHON": sys.executable, "HOST": "127.0.0.1", "PORT": str(self.ports[index]), "GPUS": "1"}
+        settings |= {"LIGHTRL_TRAINER_PID": str(os.getpid())}
         with open(self.place / f"server-{index}.log", "wb") as log:
             return subprocess.Popen(
                 command, env=os.environ | settings, stdout=log, stderr=log, start_new_session=True, cwd=self.root

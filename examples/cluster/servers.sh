@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Starts vLLM servers for `ServerEngine` on this machine, one for each group of TP GPUs, and waits for them.
+#   examples/cluster/servers.sh MODEL [further arguments of vLLM, such as --max-model-len 4096]
+# Settings: GPUS (number, default 8; 1 on a CPU), TP (GPUs per server, default 1), PORT (of the first server, default
+# 8000; the others follow), HOST (address to listen at, default this machine's first; never a public one: whoever
+# reaches a server in development mode can run code on it), WEIGHTS (path or transfer, as in ServerEngine), PYTHON.
+set -euo pipefail
+model="${1:?usage: examples/cluster/servers.sh MODEL [arguments of vLLM]}"
+shift
+python="${PYTHON:-python}" gpus="${GPUS:-8}" tp="${TP:-1}" port="${PORT:-8000}"
+host="${HOST:-$(hostname -I | cut -d' ' -f1)}"
+case "${WEIGHTS:-path}" in
+path) weights=(--worker-extension-cls lightrl.engines.server_worker.ServerWorker) ;;
+transfer) weights=(--weight-transfer-config '{"backend": "nccl"}') ;;
+*) echo "WEIGHTS=$WEIGHTS: must be path or transfer" >&2 && exit 2 ;;
+esac
+
+export VLLM_SERVER_DEV_MODE=1 # the routes that change weights
+for ((first = 0; first < gpus; first += tp)); do
+    devices="$(seq -s, "$first" $((first + tp - 1)))"
+    CUDA_VISIBLE_DEVICES="$devices" "$python" -m vllm.entrypoints.openai.api_server \
+        --model "$model" --host "$host" --port $((port + first / tp)) --tensor-parallel-size "$tp" \
+        --dtype bfloat16 --logprobs-mode processed_logprobs "${weights[@]}" "$@" &
+    echo "http://$host:$((port + first / tp)) on GPU $devices"
+done
+trap 'kill $(jobs -p) 2>/dev/null; wait' INT TERM
+wait
