@@ -15,7 +15,7 @@ from lightrl.models.loading import load_causal_lm, require_model_folder
 from lightrl.models.lora import named_hf_weights
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
-from lightrl.modules import strategies
+from lightrl.modules import checkpoints, strategies
 
 __all__ = ["SFTLightningModule"]
 
@@ -84,6 +84,10 @@ class SFTLightningModule(LightningModule):
         mask = batch["response_mask"]
         logprobs = self.actor(batch["token_ids"], batch["attention_mask"], mask).logprobs
         return -logprobs.sum(), mask.sum()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what `lightrl export` builds the model from."""
+        checkpoint["lightrl"] = {"class": type(self).__name__, "models": checkpoints.model_specs(self)}
 
     def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, LoRA merged; collective under sharding strategies."""
