@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_CACHE", os.path.join(tempfile.gettempdir(), f"lightrl-tests-{os.getuid()}"))
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,26 @@ def root() -> Path:
 def model_dir() -> Path:
     """The quickstart's model folder: a 0.45 M-parameter Qwen2 configuration and a character tokenizer, no weights."""
     return ROOT / "configs" / "quickstart" / "model"
+
+
+@pytest.fixture(scope="session")
+def side_engine() -> Iterator[Any]:
+    """vLLM in processes of its own; every run over it must use the model of `side_model`."""
+    pytest.importorskip("vllm")
+    from tests.toys import KeptEngine
+
+    engine = KeptEngine(in_process=False, restart_engine=True)
+    yield engine
+    engine.end()
+
+
+@pytest.fixture(scope="session")
+def side_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small model for runs over `side_engine`."""
+    from tests.toys import quickstart_model
+
+    folder = tmp_path_factory.mktemp("side_model")
+    return quickstart_model(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
 
 
 @pytest.fixture()

@@ -13,7 +13,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qw
 from lightrl.callbacks import WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.data.rollout import RolloutDataModule
+from lightrl.engines.base import GenerationCancelledError
 from lightrl.engines.transformers import TransformersEngine
+from lightrl.engines.vllm import VLLMEngine
 from lightrl.types import SamplingParams
 
 QUICKSTART_MODEL = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
@@ -75,6 +77,36 @@ def sums_data(**kwargs: Any) -> RolloutDataModule:
         "rollouts_per_epoch": 4,
     }
     return RolloutDataModule(**{**arguments, **kwargs})
+
+
+class ThreadEngine(TransformersEngine):
+    """May be asked from a thread beside the trainer: its weights are its own, so that is right, if no faster."""
+
+    cancels = 0
+
+    @property
+    def concurrent(self) -> bool:
+        return True
+
+    def cancel(self) -> None:
+        self.cancels += 1
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        before = self.cancels
+        for group in super().generate(*args, **kwargs):
+            if self.cancels != before:
+                raise GenerationCancelledError("cancelled")
+            yield group
+
+
+class KeptEngine(VLLMEngine):
+    """An engine that several runs share: the end of a run leaves it as it is, but for its weights."""
+
+    def close(self) -> None:
+        self.policy_version = -1
+
+    def end(self) -> None:
+        super().close()
 
 
 def quiet_trainer(**kwargs: Any) -> Trainer:

@@ -25,6 +25,8 @@ class RewardNormalization(Callback):
         min_std: floor of the standard deviation, above 0.
     """
 
+    changes_rewards = True
+
     def __init__(self, center: bool = True, min_std: float = 1e-4) -> None:
         if min_std <= 0:
             raise ValueError(f"RewardNormalization.min_std={min_std}: must be above 0.")

@@ -1,0 +1,177 @@
+"""Time of a GRPO step when generation and update take turns, overlap by streaming, and overlap by one rollout.
+
+    python benchmarks/overlap.py [--rounds 3] [--steps 4] [--lengths varied equal] [--out overlap.json]
+
+The engine runs in a process of its own on one core, the trainer on another. The three ways alternate, round by round,
+over one engine, and begin each with the same weights and seeds, so that serial and streaming learn from the same
+samples. `varied`: completions end by themselves (up to 256 tokens); `equal`: all have 48.
+
+`serial` waits for the rollout, then updates; `streaming` accumulates gradients of finished groups while others still
+generate (the same update); `staleness 1` samples the next rollout during the update. Figures are medians over steps,
+the first of each run left out. `generate` and `update` (experience included) are those of serial. Required: staleness 1
+at most 1.15 x max(generate, update); streaming at least 10 % below serial where lengths vary. CPU, two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from lightrl.callbacks import WeightSync
+from lightrl.data import ArithmeticRows, PromptSource, RolloutDataModule
+from lightrl.engines import VLLMEngine
+from lightrl.modules import GRPOLightningModule
+from lightrl.types import SamplingParams
+
+TINY = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
+MODEL = {"initializer_range": 0.1, "max_position_embeddings": 512}
+LENGTHS = {
+    "varied": SamplingParams(max_new_tokens=256),
+    "equal": SamplingParams(max_new_tokens=48, ignore_eos=True),
+}
+MODES: dict[str, dict[str, Any]] = {
+    "serial": {},
+    "streaming": {"streaming": True},
+    "staleness 1": {"staleness": 1},
+}
+PROMPTS, GROUP = 16, 8
+
+
+def build(folder: Path) -> str:
+    """A randomly initialised model with the quickstart's architecture (0.45 M parameters) and tokenizer."""
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config.from_pretrained(TINY, **MODEL)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return str(folder)
+
+
+class SharedEngine(VLLMEngine):
+    """Stays when a run ends, and moves to a core of its own when it has started."""
+
+    core = 0
+
+    def start(self, context: Any) -> None:
+        if not self.started:
+            super().start(context)
+            for pid in self.process_ids:
+                pin(pid, self.core)
+
+    def close(self) -> None:
+        self.policy_version = -1
+
+
+def pin(pid: int, core: int) -> None:
+    """Puts every thread of a process on one core."""
+    for task in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(task), {core})
+
+
+class Clock(Callback):
+    """Seconds between the ends of steps, and what LightRL says about them."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.last = 0.0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        now = time.perf_counter()
+        if self.last:  # the first step has nothing to overlap with
+            named = {name.removeprefix("time/"): value for name, value in outputs.items() if name.startswith("time/")}
+            length = outputs["rollout/response_length"]
+            self.steps.append({"step": now - self.last, "wait": 0.0, "length": length, **named})
+        self.last = time.perf_counter()
+
+
+def run(path: str, engine: VLLMEngine, sampling: SamplingParams, steps: int, mode: dict[str, Any]) -> list[Any]:
+    """The steps of one run."""
+    seed_everything(0, verbose=False)
+    module = GRPOLightningModule(
+        path, kl=None, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.0)
+    )
+    data = RolloutDataModule(
+        PromptSource(rows=ArithmeticRows(split="train")),
+        rewards=[digits],
+        engine=engine,
+        sampling=sampling,
+        group_size=GROUP,
+        prompts_per_rollout=PROMPTS,
+        rollouts_per_epoch=steps + 1,
+        **mode,
+    )
+    clock = Clock()
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, num_sanity_val_steps=0,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        callbacks=[WeightSync(), clock],
+    )  # fmt: skip
+    trainer.fit(module, data)
+    return clock.steps
+
+
+def digits(completions: list[str], **_: Any) -> list[float]:
+    """Fraction of characters that are an even digit: no group is without spread."""
+    return [sum(c in "02468" for c in text) / max(len(text), 1) for text in completions]
+
+
+def measure(path: str, engine: VLLMEngine, lengths: str, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """The table's rows for one distribution of lengths."""
+    taken: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    for round_ in range(rounds + 1):
+        for mode, arguments in MODES.items():
+            found = run(path, engine, LENGTHS[lengths], steps, arguments)
+            taken[mode] += found if round_ else []  # in the first everything warms up
+    rows = []
+    for mode, found in taken.items():
+        names = ("step", "generate", "experience", "update", "sync", "wait", "length")
+        rows.append({"lengths": lengths, "mode": mode, **{n: statistics.median(s[n] for s in found) for n in names}})
+    serial = rows[0]
+    bound = max(serial["generate"], serial["experience"] + serial["update"])
+    for row in rows:
+        row |= {"to_serial": row["step"] / serial["step"], "to_bound": row["step"] / bound}
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS))
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        parser.error("trainer and engine need a core each")
+    pin(os.getpid(), cores[0])
+    rows = []
+    for lengths in arguments.lengths:
+        engine = SharedEngine(in_process=False)
+        engine.core = cores[1]
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                rows += measure(build(Path(folder)), engine, lengths, arguments.rounds, arguments.steps)
+            finally:
+                VLLMEngine.close(engine)
+    names = ["to_serial", "to_bound", "step", "generate", "experience", "update", "sync", "wait", "length"]
+    print(f"\n{'lengths':>8} {'mode':>12} " + " ".join(f"{name:>10}" for name in names) + "   (seconds, medians)")
+    for row in rows:
+        print(f"{row['lengths']:>8} {row['mode']:>12} " + " ".join(f"{row[name]:10.3f}" for name in names))
+    text = json.dumps({"rounds": arguments.rounds, "sequences": PROMPTS * GROUP, "rows": rows}, indent=2)
+    if arguments.out:
+        arguments.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
