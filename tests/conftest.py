@@ -23,9 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup`: one worker for everything that starts vLLM, and one file per worker otherwise."""
+    """With `--dist loadgroup`: one worker for all that starts vLLM, one for all two-process runs, else one per file."""
     for item in items:
-        group = "vllm" if item.get_closest_marker("vllm") else item.nodeid.split("::")[0]
+        own = [name for name in ("vllm", "distributed") if item.get_closest_marker(name)]
+        group = own[0] if own else item.nodeid.split("::")[0]
         item.add_marker(pytest.mark.xdist_group(group))
 
 
