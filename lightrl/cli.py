@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -196,4 +198,24 @@ def _main(args: Sequence[str] | None) -> None:
 
         auto_cli(COMMANDS[arguments[0]](), args=arguments[1:], as_positional=True, prog=f"lightrl {arguments[0]}")
         return
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        end_with_parent()
     run(args)
+
+
+def end_with_parent(grace: float = 30.0) -> None:
+    """Ends this process some seconds after the one that started it is gone.
+
+    A rank that Lightning's or torchrun's launcher started would otherwise outlive a killed launcher and, with NCCL,
+    wait for the missing rank until the collective's timeout. A rank that is only the last to finish has the seconds.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        time.sleep(grace)
+        print("error: the process that started this rank is gone; ending.", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="end-with-parent").start()
