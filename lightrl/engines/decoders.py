@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from lightrl.models.multimodal import media_positions
+
 __all__ = ["CacheDecoder", "Decoder"]
 
 
@@ -82,9 +84,10 @@ class CacheDecoder:
         columns = torch.arange(width, device=device)
         mask = columns >= width - lengths[:, None]
         padded = bool((lengths < width).any())
-        # Positions are left to the model where it has extra inputs: only it knows what an image does to them.
         extra = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
-        extra = extra or {"position_ids": (columns - (width - lengths[:, None])).clamp(min=0)}
+        own = media_positions(self.model.base_model, ids, [inputs]) if inputs else None  # then it is one prompt
+        positions = (columns - (width - lengths[:, None])).clamp(min=0) if own is None else own
+        following = lengths if own is None else own.amax((0, 2)) + 1
         self.cache = DynamicCache(config=self.model.config)
         out = self.model(
             input_ids=ids,
@@ -92,6 +95,7 @@ class CacheDecoder:
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
+            position_ids=positions,
             **extra,
         )
         self.cache = getattr(out, "past_key_values", None)
@@ -102,7 +106,7 @@ class CacheDecoder:
             )
         rows = torch.arange(len(prompts), device=device).repeat_interleave(copies)
         self.cache.reorder_cache(rows)
-        self.positions = None if inputs else lengths[rows, None]
+        self.positions = following[rows, None]
         self.mask = mask[rows].long() if padded else None
         return out.logits[:, -1]
 

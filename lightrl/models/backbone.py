@@ -152,6 +152,8 @@ class Backbone:
         inputs = no_token_inputs(self.body.forward, token_ids)
         if rows:
             inputs |= merged_inputs(rows, range(len(rows)), shape, token_ids.device)
+            own = media_positions(self.body, token_ids, rows)
+            inputs |= {} if own is None else {"position_ids": own}
         with true_embeddings(self.body, hidden, token_ids):
             out = self.body(
                 input_ids=token_ids if hidden is None else token_ids.masked_fill(hidden, harmless_id(self.config)),

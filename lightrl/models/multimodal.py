@@ -132,7 +132,23 @@ def _prompt_positions(function: Any, prompt: Tensor, row: dict[str, Any], number
         positions = function(input_ids=prompt, **arguments)[0][:, 0]
     except (RuntimeError, StopIteration, TypeError, IndexError) as error:
         raise ValueError(f"row {number} of the batch: its images or videos do not fit its tokens ({error}).") from error
+    positions = _after_media(positions, row)
     return positions, int(positions.max()) + 1
+
+
+def _after_media(positions: Tensor, row: dict[str, Any]) -> Tensor:
+    """(K, L) the same positions, but what follows a video begins after the largest position in it.
+
+    So it was in the code that these models were trained with, and so it is in vLLM. transformers 5.19 counts on from a
+    video's height and width alone, so that the text after a long video stands at positions inside it.
+    """
+    types = next((x[0].tolist() for name, x in row.items() if name.endswith(TOKEN_INPUT)), [])
+    for i in range(1, len(types)):
+        if types[i - 1] != 0 and types[i] != types[i - 1]:
+            gap = int(positions[:, :i].max()) + 1 - int(positions[:, i].min())
+            if gap > 0:
+                positions = torch.cat([positions[:, :i], positions[:, i:] + gap], 1)
+    return positions
 
 
 def sampled_placeholders(config: Any, token_ids: Tensor, response_mask: Tensor | None) -> Tensor | None:

@@ -15,10 +15,18 @@ IDEFICS_TOKENS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 FAMILIES = (*QWEN, "idefics3", "llava")
 
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "initializer_range": 0.2,
+}
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for c in m.content %}{% if c.type == 'image' %}IMAGE{% elif c.type == 'video' %}VIDEO{% elif c.type == 'audio' %}"
-    "AUDIO{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% for c in m.content %}{% if c.type == 'image' %}IMAGE{% elif c.type == 'video' %}VIDEO"
+    "{% elif c.type == 'audio' %}AUDIO{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -39,7 +47,7 @@ def make_tokenizer(specials: list[str], image: str, video: str = "", audio: str 
     return fast
 
 
-def text_settings(tokenizer: PreTrainedTokenizerFast, **changes: Any) -> dict[str, Any]:
+def text_settings(**changes: Any) -> dict[str, Any]:
     """A language model of two layers with wide weights."""
     return {
         "vocab_size": 80,
@@ -76,60 +84,37 @@ def _qwen(family: str) -> tuple[Any, Any]:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     vision: dict[str, Any] = {
         "depth": 2,
+        "hidden_size": 64 if family == "qwen2_vl" else 32,
         "num_heads": 2,
+        "patch_size": 4,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
         "initializer_range": 0.2,
-    }  # noqa: E501
+    }
     if family == "qwen2_vl":
-        vision |= {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "patch_size": 4, "in_chans": 3}
-        config_class, model_class, processor_class = (
-            t.Qwen2VLConfig,
-            t.Qwen2VLForConditionalGeneration,
-            t.Qwen2VLProcessor,
-        )
+        vision |= {"embed_dim": 32, "mlp_ratio": 2}
+        classes: tuple[Any, ...] = (t.Qwen2VLConfig, t.Qwen2VLForConditionalGeneration, t.Qwen2VLProcessor)
     elif family == "qwen2_5_vl":
-        vision |= {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "out_hidden_size": 64,
-            "patch_size": 4,
-            "in_channels": 3,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-            "tokens_per_second": 2,
-        }  # noqa: E501
-        config_class, model_class, processor_class = (
-            t.Qwen2_5_VLConfig,
-            t.Qwen2_5_VLForConditionalGeneration,
-            t.Qwen2_5_VLProcessor,
-        )  # noqa: E501
+        vision |= {"intermediate_size": 48, "out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1]}
+        vision |= {"tokens_per_second": 2}
+        classes = (t.Qwen2_5_VLConfig, t.Qwen2_5_VLForConditionalGeneration, t.Qwen2_5_VLProcessor)
     else:
-        vision |= {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "out_hidden_size": 64,
-            "patch_size": 4,
-            "in_channels": 3,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
-        }  # noqa: E501
+        vision |= {"intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 64}
+        vision |= {"deepstack_visual_indexes": [0]}
         rope["mrope_interleaved"] = True
-        config_class, model_class, processor_class = (
-            t.Qwen3VLConfig,
-            t.Qwen3VLForConditionalGeneration,
-            t.Qwen3VLProcessor,
-        )
-    text = text_settings(tokenizer, rope_parameters=rope, head_dim=32)
+        classes = (t.Qwen3VLConfig, t.Qwen3VLForConditionalGeneration, t.Qwen3VLProcessor)
+    text = text_settings(rope_parameters=rope, head_dim=32)
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in _QWEN_IDS.items()}
     shared = {name: text[name] for name in ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")}
-    model = model_class(config_class(text_config=text, vision_config=vision, **ids, **shared))
+    model = classes[1](classes[0](text_config=text, vision_config=vision, **ids, **shared))
     sizes = {"shortest_edge": 8 * 8, "longest_edge": 8 * 8 * 16}
     common = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "size": sizes}
-    images = t.Qwen2VLImageProcessor(**common)
+    if family == "qwen3_vl":
+        common |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     video_class = t.Qwen3VLVideoProcessor if family == "qwen3_vl" else t.Qwen2VLVideoProcessor
     videos = video_class(**common | {"size": {"shortest_edge": 8 * 8, "longest_edge": 8 * 8 * 64}})
-    return model, processor_class(images, tokenizer, videos, chat_template=tokenizer.chat_template)
+    images = t.Qwen2VLImageProcessor(**common)
+    return model, classes[2](images, tokenizer, videos, chat_template=tokenizer.chat_template)
 
 
 _QWEN_IDS = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
@@ -139,23 +124,15 @@ def _idefics3() -> tuple[Any, Any]:
     import transformers as t
 
     tokenizer = make_tokenizer(IDEFICS_TOKENS, "<image>")
-    text = text_settings(tokenizer, model_type="llama")
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 4,
-        "initializer_range": 0.2,
-    }  # noqa: E501
     config = t.Idefics3Config(
-        text_config=text, vision_config=vision, scale_factor=2, image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        pad_token_id=0, bos_token_id=2, eos_token_id=1, tie_word_embeddings=False,
-    )  # fmt: skip
-    images = t.Idefics3ImageProcessor(
-        size={"longest_edge": 32}, max_image_size={"longest_edge": 16}, do_image_splitting=False
+        text_config=text_settings(model_type="llama"),
+        vision_config={**VISION, "image_size": 16},
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        **{"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "tie_word_embeddings": False},
     )
+    sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+    images = t.Idefics3ImageProcessor(**sizes, do_image_splitting=False)
     processor = t.Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template)
     return t.Idefics3ForConditionalGeneration(config), processor
 
@@ -164,28 +141,45 @@ def _llava() -> tuple[Any, Any]:
     import transformers as t
 
     tokenizer = make_tokenizer(["<image>"], "<image>")
-    text = text_settings(tokenizer, model_type="llama")
-    vision = {
-        "model_type": "clip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 12,
-        "patch_size": 4,
-        "projection_dim": 32,
-        "initializer_range": 0.2,
-    }  # noqa: E501
+    select = {"vision_feature_select_strategy": "default"}
     config = t.LlavaConfig(
-        text_config=text, vision_config=vision, image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        vision_feature_layer=-1, vision_feature_select_strategy="default", image_seq_length=9, tie_word_embeddings=False,
-    )  # fmt: skip
+        text_config=text_settings(model_type="llama"),
+        vision_config={**VISION, "model_type": "clip_vision_model", "image_size": 12, "projection_dim": 32},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-1,
+        image_seq_length=9,
+        tie_word_embeddings=False,
+        **select,
+    )
     images = t.CLIPImageProcessor(size={"shortest_edge": 12}, crop_size={"height": 12, "width": 12})
-    processor = t.LlavaProcessor(
-        images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        image_token="<image>", chat_template=tokenizer.chat_template,
-    )  # fmt: skip
+    rest = {"patch_size": 4, "num_additional_image_tokens": 1, "image_token": "<image>", **select}
+    processor = t.LlavaProcessor(images, tokenizer, chat_template=tokenizer.chat_template, **rest)
     return t.LlavaForConditionalGeneration(config), processor
 
 
-_OTHERS = {"idefics3": _idefics3, "llava": _llava}
+def _qwen2_audio() -> tuple[Any, Any]:
+    import transformers as t
+
+    tokenizer = make_tokenizer(
+        ["<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"], "", "", "<|audio_bos|><|AUDIO|><|audio_eos|>"
+    )
+    encoder = {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 48,
+        "num_mel_bins": 16,
+        "max_source_positions": 50,
+        "init_std": 0.2,
+    }
+    config = t.Qwen2AudioConfig(
+        text_config=text_settings(model_type="qwen2"),
+        audio_config=encoder,
+        audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
+    )
+    features = t.WhisperFeatureExtractor(feature_size=16, chunk_length=1, sampling_rate=16000, hop_length=160)
+    processor = t.Qwen2AudioProcessor(features, tokenizer, chat_template=tokenizer.chat_template)
+    return t.Qwen2AudioForConditionalGeneration(config), processor
+
+
+_OTHERS = {"idefics3": _idefics3, "llava": _llava, "qwen2_audio": _qwen2_audio}
