@@ -19,7 +19,7 @@ from lightrl.data.templates import ChatTemplate, as_messages, encode, render_pro
 from lightrl.models.placeholders import placeholder_ids
 from lightrl.types import Media, video_timing
 
-__all__ = ["Encoded", "MediaProcessor", "encode_prompt", "load_processor"]
+__all__ = ["Encoded", "MediaProcessor", "arranged", "encode_prompt", "load_processor"]
 
 
 @dataclass
@@ -214,6 +214,36 @@ def encode_prompt(
         MediaError: media that cannot be read or do not fit their places.
         ValueError: see `render_prompt`.
     """
+    prompt, system_prompt, found = arranged(
+        prompt, row, source, tokenizer, processor, system_prompt=system_prompt, chat_template=chat_template
+    )
+    text, templated = render_prompt(
+        tokenizer, prompt, system_prompt=system_prompt, chat_template=chat_template, template_kwargs=template_kwargs
+    )
+    if found and processor is not None:
+        return processor(text, decode(found, source), templated=templated), templated
+    token_ids = encode(tokenizer, text, templated=templated)
+    for kind, placeholder in processor.placeholders.items() if processor is not None else ():
+        if placeholder in token_ids:
+            name = tokenizer.convert_ids_to_tokens(placeholder)
+            raise MediaError(f"the prompt has a placeholder {name!r} and no {kind} to show there.")
+    return Encoded(text, token_ids, cuttable=len(token_ids)), templated
+
+
+def arranged(
+    prompt: Any,
+    row: Mapping[str, Any],
+    source: MediaSource,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: MediaProcessor | None,
+    *,
+    system_prompt: str | None,
+    chat_template: ChatTemplate,
+) -> tuple[Any, str | None, list[tuple[str, Any]]]:
+    """The prompt and the system prompt as `render_prompt` takes them, and (kind, value) of the media they show.
+
+    The arguments and errors are those of `encode_prompt`.
+    """
     columns: Mapping[str, str] = {}
     if source.media_columns is not None:
         columns = source.media_columns
@@ -234,17 +264,7 @@ def encode_prompt(
             prompt = _as_strings(prompt)
     elif processor is not None and found:
         prompt = "".join(str(block.get("text") or processor.token(block["type"])) for block in prompt[0]["content"])
-    text, templated = render_prompt(
-        tokenizer, prompt, system_prompt=system_prompt, chat_template=chat_template, template_kwargs=template_kwargs
-    )
-    if found and processor is not None:
-        return processor(text, decode(found, source), templated=templated), templated
-    token_ids = encode(tokenizer, text, templated=templated)
-    for kind, placeholder in processor.placeholders.items() if processor is not None else ():
-        if placeholder in token_ids:
-            name = tokenizer.convert_ids_to_tokens(placeholder)
-            raise MediaError(f"the prompt has a placeholder {name!r} and no {kind} to show there.")
-    return Encoded(text, token_ids, cuttable=len(token_ids)), templated
+    return prompt, system_prompt, found
 
 
 def _as_blocks(prompt: Any, system_prompt: str | None) -> list[dict[str, Any]]:

@@ -187,7 +187,7 @@ class RolloutDataModule(LightningDataModule):
                 )
 
         if stage == "fit" and self.ptx is not None and self._ptx_loader is None:
-            rows, pad = self.ptx.tokenized(self.tokenizer), self.tokenizer.pad_token_id
+            rows, pad = self.ptx.tokenized(self.tokenizer, self.processor), self.tokenizer.pad_token_id
             self._ptx_loader = SFTLoader(
                 rows, self.ptx_batch_size, pad, seed=self.seed, rank=self.rank, world_size=self.world_size
             )

@@ -5,27 +5,39 @@ Letters: B rows, T tokens of the longest row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from datasets import IterableDataset
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
-from lightrl.data.rows import RowSource, require_columns, shuffled_order
-from lightrl.data.templates import ChatTemplate, encode, load_tokenizer, render_prompt
+from lightrl.data.media import MediaError, MediaSource
+from lightrl.data.processing import MediaProcessor, arranged, encode_prompt, load_processor
+from lightrl.data.rows import require_columns, shuffled_order
+from lightrl.data.templates import ChatTemplate, load_tokenizer
 from lightrl.types import pad_rows
 
-__all__ = ["SFTDataModule", "SFTLoader", "SFTSource"]
+__all__ = ["SFTDataModule", "SFTLoader", "SFTRows", "SFTSource"]
+
+
+class SFTRows(list[tuple[list[int], list[int]]]):
+    """(prompt tokens, completion tokens) of each row; `inputs[k]()` makes the extra model inputs of row k again.
+
+    Pixels of a whole data set would not fit into memory, so they are made when a batch is.
+    """
+
+    def __init__(self, rows: Sequence[tuple[list[int], list[int]]], inputs: Sequence[Callable[[], Any]] = ()) -> None:
+        super().__init__(rows)
+        self.inputs = list(inputs)
 
 
 @dataclass
-class SFTSource(RowSource):
-    """Where supervised rows come from. The arguments of `RowSource`, and:
+class SFTSource(MediaSource):
+    """Where supervised rows come from. The arguments of `RowSource` and `MediaSource`, and:
 
     Args:
         prompt_column: column of the prompt: a string, or a conversation.
@@ -60,8 +72,14 @@ class SFTSource(RowSource):
                 "SFTSource.streaming=True: supervised training shuffles whole passes; use `limit` instead."
             )
 
-    def tokenized(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], list[int]]]:
-        """All rows as (prompt tokens, completion tokens), those that are too long treated as `overlong` says."""
+    def tokenized(self, tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None = None) -> SFTRows:
+        """All rows as (prompt tokens, completion tokens), those that are too long treated as `overlong` says.
+
+        Args:
+            tokenizer: renders and tokenises.
+            processor: of the model's media, from `load_processor`; None for a model of text. Rows with media are
+                decoded and processed once here, for their tokens, and once for each batch that they are in.
+        """
         data = self.read()
         if isinstance(data, IterableDataset):
             raise ValueError(f"{self.label} is a stream: supervised training needs rows with a length.")
@@ -69,14 +87,27 @@ class SFTSource(RowSource):
         wanted = ("messages_column",) if self.messages_column else ("prompt_column", "completion_column")
         for argument in wanted:
             require_columns(columns, [getattr(self, argument)], self.label, argument)
-        rows = [self._fit(i, *self._encode(tokenizer, i, data[i])) for i in range(len(data))]
-        kept = [row for row in rows if row is not None]
-        if len(kept) < len(rows):
-            dropped = len(rows) - len(kept)
-            rank_zero_info(f"{self.label}: {dropped} of {len(rows)} rows do not fit max_tokens={self.max_tokens}.")
+        numbers, kept = [], []
+        for i in range(len(data)):
+            try:
+                prompt, completion, _ = self._encode(tokenizer, i, data[i], processor)
+            except MediaError as error:
+                if self.on_media_error == "error":
+                    raise
+                rank_zero_warn(f"Dropped: {error}")
+                continue
+            row = self._fit(i, prompt, completion)
+            if row is not None:
+                numbers.append(i)
+                kept.append(row)
+        if len(kept) < len(data):
+            dropped = len(data) - len(kept)
+            rank_zero_info(f"{self.label}: {dropped} of {len(data)} rows do not fit max_tokens={self.max_tokens}.")
         if not kept:
             raise ValueError(f"{self.label}: no row fits max_tokens={self.max_tokens}.")
-        return kept
+        if processor is None:
+            return SFTRows(kept)
+        return SFTRows(kept, [lambda i=i: self._encode(tokenizer, i, data[i], processor)[2] for i in numbers])
 
     def prompt_and_answer(self, row: Mapping[str, Any]) -> tuple[Any, str]:
         """Prompt and completion text of a row."""
@@ -92,34 +123,42 @@ class SFTSource(RowSource):
         return prompt, str(answer[0]["content"])
 
     def _encode(
-        self, tokenizer: PreTrainedTokenizerBase, i: int, row: Mapping[str, Any]
-    ) -> tuple[list[int], list[int]]:
-        """Prompt and completion are tokenised apart, as they are when the completion is sampled."""
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        i: int,
+        row: Mapping[str, Any],
+        processor: MediaProcessor | None = None,
+    ) -> tuple[list[int], list[int], dict[str, Any]]:
+        """Prompt and completion are tokenised apart, as they are when the completion is sampled; and model inputs."""
+        options: Any = {"system_prompt": self.system_prompt, "chat_template": self.chat_template}
         try:
             prompt, answer = self.prompt_and_answer(row)
-            text, templated = render_prompt(
-                tokenizer,
-                prompt,
-                system_prompt=self.system_prompt,
-                chat_template=self.chat_template,
-                template_kwargs=self.template_kwargs,
+            encoded, templated = encode_prompt(
+                prompt, row, self, tokenizer, processor, template_kwargs=self.template_kwargs, **options
             )
             if templated:
-                answer = self._templated_answer(tokenizer, prompt, answer, text)
+                prompt, system, _ = arranged(prompt, row, self, tokenizer, processor, **options)
+                answer = self._templated_answer(tokenizer, prompt, system, answer, encoded.text)
+        except MediaError as error:
+            raise MediaError(f"{self.label}, row {i}: {error}") from error
         except ValueError as error:
             raise ValueError(f"{self.label}, row {i}: {error}") from error
         tokens = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
         eos: Any = tokenizer.eos_token_id
         # What a template writes after the end of the turn is never sampled, so it is not learnt.
         tokens = tokens[: tokens.index(eos)] if templated and eos in tokens else tokens
-        return encode(tokenizer, text, templated=templated), [*tokens, eos]
+        return encoded.token_ids, [*tokens, eos], encoded.inputs
 
-    def _templated_answer(self, tokenizer: PreTrainedTokenizerBase, prompt: Any, answer: str, text: str) -> str:
+    def _templated_answer(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: Any, system_prompt: str | None, answer: str, text: str
+    ) -> str:
         """What the template adds to the prompt's text when the answer follows."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if self.system_prompt is not None:
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        messages = [*messages, {"role": "assistant", "content": answer}]
+        if system_prompt is not None:
+            messages = [{"role": "system", "content": system_prompt}, *messages]
+        blocks = any(not isinstance(message["content"], str) for message in messages)
+        content: Any = [{"type": "text", "text": answer}] if blocks else answer
+        messages = [*messages, {"role": "assistant", "content": content}]
         whole = str(tokenizer.apply_chat_template(messages, tokenize=False, **self.template_kwargs))
         if not whole.startswith(text):
             raise ValueError(
@@ -145,10 +184,11 @@ class SFTLoader:
     """Batches of tokenised rows, in an order that depends on (seed, pass) alone; resumes within a pass.
 
     Batch: `token_ids` (B, T) int64, right-padded; `attention_mask` (B, T) bool, True on real tokens; `response_mask`
-    (B, T) bool, True on completion tokens, the end-of-sequence token included.
+    (B, T) bool, True on completion tokens, the end-of-sequence token included; with a model that takes images and the
+    like also `inputs`, B dictionaries of extra model inputs.
 
     Args:
-        rows: (prompt tokens, completion tokens).
+        rows: (prompt tokens, completion tokens); those of `SFTSource.tokenized` know their extra model inputs.
         batch_size: B, per rank.
         pad_token_id: fills the rows.
         seed: of the order.
@@ -181,7 +221,7 @@ class SFTLoader:
         whole = self.batch_size * self.world_size
         return len(self.rows) // whole if self.train else -(-len(self.rows) // whole)
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         if not self.train:
             self.position = 0
         elif self.position >= len(self):
@@ -191,9 +231,13 @@ class SFTLoader:
             whole = self.batch_size * self.world_size
             picks = order[self.position * whole : (self.position + 1) * whole][self.rank :: self.world_size]
             self.position += 1
-            yield self.collate([self.rows[int(i)] for i in picks])
+            batch = self.collate([self.rows[int(i)] for i in picks])
+            makers = getattr(self.rows, "inputs", [])
+            if makers:
+                batch["inputs"] = [makers[int(i)]() for i in picks] or [makers[0]()]
+            yield batch
 
-    def collate(self, rows: Sequence[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
+    def collate(self, rows: Sequence[tuple[list[int], list[int]]]) -> dict[str, Any]:
         """Lays rows out as a batch."""
         idle = not rows
         rows = rows or [self.rows[0]]
@@ -246,12 +290,15 @@ class SFTDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Reads and tokenises the rows of the stage, once."""
         trainer: Any = self.trainer
-        self.tokenizer = load_tokenizer(self.tokenizer_path or trainer.lightning_module.actor_spec.path)
+        spec = getattr(trainer.lightning_module, "actor_spec", None)
+        path: Any = self.tokenizer_path if spec is None else spec.path
+        self.tokenizer = load_tokenizer(self.tokenizer_path or path)
+        processor = load_processor(path, self.tokenizer)
         ranks = {"rank": trainer.global_rank, "world_size": trainer.world_size}
         pad: Any = self.tokenizer.pad_token_id
         for name, source in (("train", self.train if stage == "fit" else None), ("val", self.val)):
             if source is not None and name not in self._loaders:
-                rows = source.tokenized(self.tokenizer)
+                rows = source.tokenized(self.tokenizer, processor)
                 self._loaders[name] = SFTLoader(
                     rows, self.batch_size, pad, seed=self.seed, train=name == "train", **ranks
                 )

@@ -66,23 +66,23 @@ class SFTLightningModule(LightningModule):
         scheduler = {"scheduler": self.lr_scheduler_factory(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Loss of one batch of {token_ids, attention_mask, response_mask}, each (B, T)."""
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Loss of one batch of {token_ids, attention_mask, response_mask}, each (B, T), and `inputs` with images."""
         total, count = self._nll(batch)
         ranks = self.trainer.world_size
         loss = total * ranks / strategies.all_sum(self.trainer.strategy, count).clamp(min=1)
         self.log("loss/sft", loss.detach(), prog_bar=True, batch_size=len(batch["token_ids"]), sync_dist=True)
         return loss
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Logs the mean negative log-probability per completion token of all batches and ranks."""
         total, count = self._nll(batch)
         self.eval_loss.update(total / count.clamp(min=1), weight=count)
         self.log("eval/loss", self.eval_loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=1)
 
-    def _nll(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _nll(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         mask = batch["response_mask"]
-        logprobs = self.actor(batch["token_ids"], batch["attention_mask"], mask).logprobs
+        logprobs = self.actor(batch["token_ids"], batch["attention_mask"], mask, inputs=batch.get("inputs")).logprobs
         return -logprobs.sum(), mask.sum()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
