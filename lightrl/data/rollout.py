@@ -76,7 +76,7 @@ class RolloutDataModule(LightningDataModule):
         recipes: label -> list of (reward name, weight): rows of different labels use different functions.
         label_column: column that holds a row's label, for `recipes`.
         reward_timeout: seconds one call of a reward function may take; None waits for ever.
-        reward_concurrency: most calls of reward functions at a time.
+        reward_concurrency: most calls of one reward function at a time; its own `max_concurrency` wins.
         on_reward_error: `error` stops the run when a reward function raises or times out; `none` leaves its rows
             unscored by it and counts them.
         eval_prompts: prompts for validation and test; without them there is no validation.

@@ -110,7 +110,7 @@ class PPOClip(PolicyLoss):
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         ratio = log_ratio.exp()
         clipped = clipped_policy_loss(ratio, advantages, self.eps_low, self.eps_high, self.cap)
-        metrics = _metrics(log_ratio, ratio, mask) | _clip_metrics(clipped, mask)
+        metrics = ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(clipped, mask)
         if self.cap is not None:
             metrics["policy/clip_fraction_dual"] = (clipped.cap & mask).float()
         return _on(mask, clipped.loss), metrics
@@ -144,7 +144,7 @@ class GSPO(PolicyLoss):
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         ratio = _sequence_mean(log_ratio, mask).exp().expand_as(log_ratio)
         clipped = clipped_policy_loss(ratio, advantages, self.eps_low, self.eps_high)
-        return _on(mask, clipped.loss), _metrics(log_ratio, ratio, mask) | _clip_metrics(clipped, mask)
+        return _on(mask, clipped.loss), ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(clipped, mask)
 
 
 class RLOOSequence(PolicyLoss):
@@ -175,7 +175,7 @@ class RLOOSequence(PolicyLoss):
         total = log_ratio.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = total.exp().expand_as(log_ratio)
         clipped = clipped_policy_loss(ratio, advantages, self.eps_low, self.eps_high)
-        return _on(mask, clipped.loss), _metrics(log_ratio, ratio, mask) | _clip_metrics(clipped, mask)
+        return _on(mask, clipped.loss), ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(clipped, mask)
 
 
 class GMPO(PolicyLoss):
@@ -211,7 +211,7 @@ class GMPO(PolicyLoss):
         ratio = _sequence_mean(bounded, mask).exp().expand_as(log_ratio)
         low, high = log_ratio < -self.eps_low, log_ratio > self.eps_high
         clips = ClippedLoss(log_ratio, low & (advantages < 0), high & (advantages > 0), low)
-        return _on(mask, -advantages * ratio), _metrics(log_ratio, ratio, mask) | _clip_metrics(clips, mask)
+        return _on(mask, -advantages * ratio), ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(clips, mask)
 
 
 class CISPO(PolicyLoss):
@@ -249,7 +249,7 @@ class CISPO(PolicyLoss):
         ratio = log_ratio.detach().exp()
         loss = -ratio.clamp(self.ratio_min, self.ratio_max) * advantages * logprobs
         low, high = ratio < self.ratio_min, ratio > self.ratio_max
-        return _on(mask, loss), _metrics(log_ratio, ratio, mask) | _clip_metrics(
+        return _on(mask, loss), ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(
             ClippedLoss(loss, low, high, low), mask
         )
 
@@ -284,7 +284,7 @@ class SAPO(PolicyLoss):
         ratio = log_ratio.exp()
         tau = torch.where(advantages > 0, self.tau_pos, self.tau_neg).to(ratio.dtype)
         loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
-        return _on(mask, loss), _metrics(log_ratio, ratio, mask)
+        return _on(mask, loss), ratio_metrics(log_ratio, ratio, mask)
 
 
 class CPG(PolicyLoss):
@@ -332,7 +332,7 @@ class CPG(PolicyLoss):
         )
         if self.drift_coef:
             loss = loss + self.drift_coef * self._drift(log_ratio)
-        return _on(mask, loss), _metrics(log_ratio, log_ratio.exp(), mask) | _clip_metrics(clips, mask)
+        return _on(mask, loss), ratio_metrics(log_ratio, log_ratio.exp(), mask) | _clip_metrics(clips, mask)
 
     def _drift(self, log_ratio: Tensor) -> Tensor:
         fixed = log_ratio.detach()
@@ -355,7 +355,7 @@ def _sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _metrics(log_ratio: Tensor, ratio: Tensor, mask: Tensor) -> Metrics:
+def ratio_metrics(log_ratio: Tensor, ratio: Tensor, mask: Tensor) -> Metrics:
     """KL(pi_old || pi) by k3 from the token log-ratios, and the largest ratio of the kind the loss uses."""
     return {
         "kl/old": _on(mask, torch.expm1(log_ratio) - log_ratio),

@@ -1,4 +1,4 @@
-"""Corrections for tokens that another policy sampled than the one that starts the update, wrapped around any loss.
+"""Corrections for tokens that another policy sampled than the one that starts the update: around any loss, or in one.
 
 The engine samples with its own kernels and dtype, and possibly older weights: `engine_logprobs` differ from
 `old_logprobs`. Letters: B sequences, T tokens.
@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightrl.modules.losses import Metrics, PolicyLoss
+from lightrl.modules.losses import Metrics, PolicyLoss, ratio_metrics
 from lightrl.ops.kl import MAX_LOG_RATIO
 
-__all__ = ["OffPolicyCorrection", "OffPolicySequenceMask", "corrected"]
+__all__ = ["VESPO", "OffPolicyCorrection", "OffPolicySequenceMask", "corrected"]
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +140,58 @@ class OffPolicySequenceMask(PolicyLoss):
         return torch.where(dropped, torch.zeros_like(loss), loss), metrics | {
             "off_policy/masked_fraction": dropped.float()
         }
+
+
+class VESPO(PolicyLoss):
+    """Policy gradient weighted by a smooth function of the whole response's ratio, which replaces clip and correction.
+
+        L = -sg(phi(w)) * A * log pi,    w = pi / pi_sampler = exp(sum_t (log pi_t - log pi_sampler_t))
+        phi(w) = w**k * exp(lam * (1 - w)),    (k, lam) by the sign of A
+
+    phi(1) = 1, so on-policy the gradient is REINFORCE's; phi is largest at w = k / lam and falls to 0 on either side.
+    pi_sampler is the engine's where its log-probs are there, else pi_old, so do not wrap it in `OffPolicyCorrection`.
+    Metrics: `policy/ratio_max` is that of w. Use `TokenMean` (TRL).
+
+    Args:
+        k_pos: exponent for A >= 0, above 0.
+        lam_pos: decay for A >= 0, above 0.
+        k_neg: exponent for A < 0, above 0.
+        lam_neg: decay for A < 0, above 0.
+
+    Raises:
+        ValueError: an argument is not above 0.
+
+    Source: https://arxiv.org/abs/2602.10693; TRL's `loss_type="vespo"`, whose defaults these are. TRL multiplies its
+        bounded pi_old / pi_engine in; here that ratio is part of w without a bound of its own.
+    """
+
+    reads_engine_logprobs = True
+
+    def __init__(self, k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0) -> None:
+        for name, value in (("k_pos", k_pos), ("lam_pos", lam_pos), ("k_neg", k_neg), ("lam_neg", lam_neg)):
+            if not value > 0:
+                raise ValueError(f"VESPO({name}={value}): must be above 0.")
+        self.k_pos, self.lam_pos, self.k_neg, self.lam_neg = k_pos, lam_pos, k_neg, lam_neg
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        engine_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        zero = torch.zeros_like(old_logprobs)
+        sampler = old_logprobs if engine_logprobs is None else engine_logprobs
+        total = torch.where(mask, logprobs.detach() - sampler, zero).sum(-1, keepdim=True)
+        log_w = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand_as(zero)
+        k = torch.where(advantages < 0, self.k_neg, self.k_pos)
+        lam = torch.where(advantages < 0, self.lam_neg, self.lam_pos)
+        weight = (k * log_w + lam * (1 - log_w.exp())).exp().to(zero.dtype)
+        loss = torch.where(mask, -weight * advantages * logprobs, zero)
+        moved = torch.where(mask, logprobs.detach() - old_logprobs, zero).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return loss, ratio_metrics(moved, log_w.exp(), mask)
 
 
 def corrected(loss: PolicyLoss) -> PolicyLoss:

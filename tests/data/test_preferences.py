@@ -44,6 +44,15 @@ def test_a_batch_by_hand(tokenizer: Any) -> None:
     assert batch["response_mask"].dtype == batch["attention_mask"].dtype == torch.bool
 
 
+def test_columns_may_have_other_names(tokenizer: Any) -> None:
+    named = [{"question": row["prompt"], "better": row["chosen"], "worse": row["rejected"]} for row in ROWS]
+    columns = {"prompt_column": "question", "chosen_column": "better", "rejected_column": "worse"}
+    expected = PreferenceSource(rows=ROWS).tokenized(tokenizer)
+    assert PreferenceSource(rows=named, **columns).tokenized(tokenizer) == expected
+    swapped = {**columns, "chosen_column": "worse", "rejected_column": "better"}
+    assert PreferenceSource(rows=named, **swapped).tokenized(tokenizer) != expected
+
+
 def test_text_rendering_has_no_end(tokenizer: Any) -> None:
     pair = PreferenceSource(rows=ROWS, rendering="text").tokenized(tokenizer)[0]
     assert (pair.chosen, pair.rejected) == ([5, 14, 5, 18, 6], [5, 14, 5, 18, 6, 7])

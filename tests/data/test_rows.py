@@ -52,6 +52,13 @@ def test_rows_in_memory_and_from_functions(rows: Any) -> None:
     assert [data[i]["answer"] for i in range(len(data))] == ["1", "2"]
 
 
+def test_load_kwargs_reach_the_reader(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt;answer\n1+1=;2\n")
+    assert RowSource(path=str(path), load_kwargs={"sep": ";"}).read()[0]["prompt"] == "1+1="
+    assert RowSource(path=str(path)).read().column_names == ["prompt;answer"]
+
+
 def test_splits_of_saved_data_and_slices_of_files(tmp_path: Path) -> None:
     assert len(RowSource(path=str(write("saved_splits", tmp_path)), split="test").read()) == 1
     assert [row["answer"] for row in RowSource(path=str(write("jsonl", tmp_path)), split="train[1:3]").read()] == [

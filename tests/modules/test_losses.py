@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightrl.modules.aggregation import SequenceMean, TokenMean
 from lightrl.modules.losses import CISPO, CPG, GMPO, GSPO, SAPO, PolicyLoss, PPOClip, RLOOSequence
-from lightrl.modules.off_policy import OffPolicyCorrection, OffPolicySequenceMask
+from lightrl.modules.off_policy import VESPO, OffPolicyCorrection, OffPolicySequenceMask
 
 ALL: list[PolicyLoss] = [
     PPOClip(),
@@ -28,6 +28,7 @@ ALL: list[PolicyLoss] = [
     OffPolicyCorrection(PPOClip(), "token", "truncate", high=1.3, low=0.8),
     OffPolicyCorrection(CISPO(), "sequence", "mask", high=1.5, low=0.5),
     OffPolicySequenceMask(PPOClip(), 0.05),
+    VESPO(),
 ]
 IDS = [f"{type(x).__name__}-{i}" for i, x in enumerate(ALL)]
 
@@ -200,6 +201,22 @@ def test_off_policy_sequence_mask_by_hand() -> None:
     assert out.abs().sum() == 0
 
 
+def test_vespo_by_hand() -> None:
+    # w = 1.5 * 0.5 * 1 = 0.75, A = 2: 0.75^2 e^(3 * 0.25) = 1.190813; w = 1.5, A = -2: 1.5^3 e^(-2 * 0.5) = 1.241593
+    values, metrics, gradient = losses(VESPO())
+    assert gradient == approx([-2.381626, -2.381626, -2.381626, 2.483186])
+    assert values == approx([g * math.log(r / math.e) for g, r in zip(gradient, (1.5, 0.5, 1.0, 1.5), strict=True)])
+    assert metrics["policy/ratio_max"].max().item() == pytest.approx(1.5)
+    # the engine's log-probs are the sampler's: one that is log 1.5 above ours in one token makes w = 0.5 and 1
+    engine = OLD + torch.tensor([[math.log(1.5), 0.0, 0.0]])
+    leaf = (OLD + RATIOS.log()).requires_grad_()
+    VESPO()(leaf, OLD, A, MASK, engine_logprobs=engine)[0].sum().backward()
+    assert leaf.grad is not None  # 0.5^2 e^(3 * 0.5) = 1.120422
+    assert leaf.grad[MASK].tolist() == approx([-2.240845, -2.240845, -2.240845, 2.0])
+    # no engine: the policy that starts the update
+    assert torch.equal(VESPO()(leaf, OLD, A, MASK)[0], VESPO()(leaf, OLD, A, MASK, engine_logprobs=OLD)[0])
+
+
 def random_batch(dtype: torch.dtype = torch.float64, rows: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Log-probs, old ones, advantages, mask (one row empty), the engine's log-probs."""
     gen = torch.Generator().manual_seed(4)
@@ -236,7 +253,12 @@ def test_invariances(loss: PolicyLoss) -> None:
         assert torch.allclose(shuffled, whole[order]), "row order"
 
 
-STOPS_A_GRADIENT = (6, 9, 11)  # CISPO, CPG's drift, a wrapped CISPO: their gradients are in the tests by hand
+STOPS_A_GRADIENT = (
+    6,
+    9,
+    11,
+    13,
+)  # CISPO, CPG's drift, a wrapped CISPO, VESPO: their gradients are in the tests by hand
 
 
 @pytest.mark.parametrize("loss", [x for i, x in enumerate(ALL) if i not in STOPS_A_GRADIENT])
@@ -284,6 +306,10 @@ def test_zero_advantages_and_huge_ratios(loss: PolicyLoss) -> None:
         (OffPolicyCorrection(PPOClip(), high=1.2), OffPolicyCorrection(PPOClip(), high=1.1)),
         (OffPolicyCorrection(PPOClip(), low=0.0), OffPolicyCorrection(PPOClip(), low=0.9)),
         (OffPolicySequenceMask(PPOClip(), 10.0), OffPolicySequenceMask(PPOClip(), 0.05)),
+        (VESPO(), VESPO(k_pos=1.0)),
+        (VESPO(), VESPO(lam_pos=1.0)),
+        (VESPO(), VESPO(k_neg=1.0)),
+        (VESPO(), VESPO(lam_neg=1.0)),
     ],
 )
 def test_every_argument_has_an_effect(one: PolicyLoss, other: PolicyLoss) -> None:
@@ -314,6 +340,7 @@ def test_every_argument_has_an_effect(one: PolicyLoss, other: PolicyLoss) -> Non
         (lambda: OffPolicyCorrection(PPOClip(), high=0.5), "high=0.5"),
         (lambda: OffPolicyCorrection(PPOClip(), low=1.5), "low=1.5"),
         (lambda: OffPolicySequenceMask(PPOClip(), 0), "threshold=0"),
+        (lambda: VESPO(lam_neg=0), "lam_neg=0"),
     ],
 )
 def test_arguments_out_of_range_are_refused(build: Callable[[], Any], name: str) -> None:

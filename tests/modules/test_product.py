@@ -28,7 +28,7 @@ from lightrl.modules.advantages import (
 from lightrl.modules.aggregation import Aggregation, ConstantLength, SequenceMean, SequenceSum, TokenMean
 from lightrl.modules.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.modules.losses import CISPO, CPG, GMPO, GSPO, SAPO, PolicyLoss, PPOClip, RLOOSequence
-from lightrl.modules.off_policy import OffPolicyCorrection, OffPolicySequenceMask
+from lightrl.modules.off_policy import VESPO, OffPolicyCorrection, OffPolicySequenceMask
 from lightrl.types import Rollouts
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
@@ -37,7 +37,7 @@ ESTIMATORS: list[Callable[[], AdvantageEstimator]] = [
     *(lambda: PassAtK(2), lambda: GroupNorm("batch"), lambda: GroupNorm("none"), lambda: RLOO(normalize=True)),
 ]
 LOSSES: list[Callable[[], PolicyLoss]] = [
-    *(PPOClip, CISPO, CPG, GMPO, GSPO, SAPO, RLOOSequence),
+    *(PPOClip, CISPO, CPG, GMPO, GSPO, SAPO, RLOOSequence, VESPO),
     *(lambda: OffPolicyCorrection(PPOClip()), lambda: OffPolicySequenceMask(PPOClip())),
 ]
 AGGREGATIONS: list[Callable[[], Aggregation]] = [TokenMean, SequenceMean, SequenceSum, lambda: ConstantLength(6)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightrl.callbacks import AdaptiveEntropy, RewardNormalization, WeightSync
+from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTSource
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.modules import GRPOLightningModule, PPOLightningModule
@@ -146,6 +149,15 @@ def test_adaptive_entropy_by_hand() -> None:
     again.load_state_dict(control.state_dict())
     again.on_train_start(None, module)  # type: ignore[arg-type]
     assert module.entropy_coef == pytest.approx(0.35)
+
+
+def test_the_adaptive_coefficient_stays_above_its_minimum() -> None:
+    class Module:
+        entropy_coef = 0.0
+
+    control = AdaptiveEntropy(target=1.0, step=0.1, start=0.2, minimum=0.15)
+    control.on_train_batch_end(None, Module(), {"policy/entropy": 2.0}, None, 0)  # type: ignore[arg-type]
+    assert control.coef == pytest.approx(0.15), "0.1 without a minimum"
 
 
 def test_adaptive_entropy_changes_the_training(model_path: str) -> None:
@@ -348,3 +360,39 @@ def test_the_aux_loss_reaches_the_router(tmp_path: Path) -> None:
     moved = {name for name in plain if not torch.equal(plain[name], balanced[name])}
     assert any("gate.weight" in name for name in moved), moved
     assert metrics["loss/aux"] > 0
+
+
+# ---- names, concurrency, success -----------------------------------------------------------------------------------
+
+
+def test_reward_names_are_those_of_the_metrics(model_path: str) -> None:
+    metrics = fit(grpo(model_path), rewards=[digits_reward], reward_names=["even"]).metrics[0]
+    assert "reward/even" in metrics and "reward/digits_reward" not in metrics
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_reward_concurrency_bounds_the_calls_of_a_function(limit: int, model_path: str) -> None:
+    active, seen, lock = 0, 0, threading.Lock()
+
+    def slow(completions: list[str], **_: Any) -> list[float]:
+        nonlocal active, seen
+        with lock:
+            active += 1
+            seen = max(seen, active)
+        time.sleep(0.05)
+        with lock:
+            active -= 1
+        return [0.0] * len(completions)
+
+    fit(grpo(model_path), rewards=[slow], reward_concurrency=limit)  # 8 groups
+    assert seen == limit
+
+
+def test_success_reward_decides_what_pass_at_k_counts(model_path: str) -> None:
+    prompts = PromptSource(rows=[{"prompt": "01+01="}])
+    for success, expected in ((0.5, 1.0), (0.75, 0.0)):
+        module = grpo(model_path, success_reward=success)
+        half: list[Any] = [lambda completions, **_: [0.5] * len(completions)]
+        trainer = quiet_trainer()
+        trainer.validate(module, sums_data(rewards=half, eval_prompts=prompts, eval_group_size=2), verbose=False)
+        assert float(trainer.callback_metrics["eval/pass@2"]) == expected

@@ -29,6 +29,7 @@ from lightrl.modules.advantages import (
 )
 from lightrl.modules.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.modules.losses import CISPO, CPG, GMPO, GSPO, SAPO, PolicyLoss, PPOClip, RLOOSequence
+from lightrl.modules.off_policy import VESPO
 
 G = 3
 BETA = 0.2
@@ -231,7 +232,7 @@ def test_k2_and_k3_in_the_reward_lead_elsewhere(estimator: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "loss", [GSPO(), RLOOSequence(), GMPO(), CISPO(), SAPO(), CPG()], ids=lambda loss: type(loss).__name__
+    "loss", [GSPO(), RLOOSequence(), GMPO(), CISPO(), SAPO(), CPG(), VESPO()], ids=lambda loss: type(loss).__name__
 )
 def test_every_loss_has_the_same_optimum_on_policy(loss: PolicyLoss) -> None:
     assert tv(ascend(RLOO(), KLInReward(), loss), tempered(BETA)) < 0.01

@@ -18,6 +18,7 @@ from lightrl.modules.advantages import GAE, OPO, RLOO, AdvantageEstimator, Group
 from lightrl.modules.aggregation import SequenceMean, SequenceSum
 from lightrl.modules.kl import KLInReward
 from lightrl.modules.losses import CISPO, CPG, SAPO, PolicyLoss, PPOClip, RLOOSequence
+from lightrl.modules.off_policy import VESPO
 
 K, G, BETA = 3, 4, 0.3
 SEQUENCES = torch.tensor(list(itertools.product(range(K), range(K))))
@@ -114,7 +115,7 @@ def test_kl_in_the_reward_has_the_gradient_of_the_sequence_kl(name: str) -> None
     assert_unbiased(samples, factor * exact_gradient(REWARDS, BETA))
 
 
-@pytest.mark.parametrize("loss", [RLOOSequence(), CISPO(), SAPO(), CPG()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("loss", [RLOOSequence(), CISPO(), SAPO(), CPG(), VESPO()], ids=lambda x: type(x).__name__)
 def test_losses_agree_on_policy(loss: PolicyLoss) -> None:
     """On-policy every loss has the gradient of -A log pi (GSPO and GMPO up to the sequence's length)."""
     samples = sampled_gradients(RLOO(), loss, REWARDS, 0.0, None, 150)
