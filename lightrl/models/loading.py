@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import cached_file
 
 from lightrl.models.lora import add_lora
+from lightrl.models.placeholders import placeholder_ids
 from lightrl.models.spec import ModelSpec
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
     "save_hf_folder",
 ]
 
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 CONFIG_KEYS = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder", "code_revision")
 
@@ -179,6 +183,16 @@ def save_hf_folder(actor: Any, state: Mapping[str, Tensor], folder: str | Path, 
     buffers = {n: b.detach().cpu() for n, b in lm.named_buffers() if n in _persistent_names(lm)}
     lm.save_pretrained(folder, state_dict={**state, **buffers})
     AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(folder)
+    if placeholder_ids(lm.config):
+        _copy_processor(tokenizer_path, Path(folder))
+
+
+def _copy_processor(path: str, folder: Path) -> None:
+    """Copies the settings of a processor. As files, since building it may need packages that training does not."""
+    for name in PROCESSOR_FILES:
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if file is not None and Path(file).resolve() != (folder / name).resolve():
+            shutil.copyfile(file, folder / name)
 
 
 def _persistent_names(model: nn.Module) -> set[str]:
