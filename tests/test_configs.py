@@ -154,7 +154,7 @@ def expected_changes(overlay: Path) -> dict[str, Any]:
             "model.init_args.actor.lora": {"r": 32, "alpha": 64.0},
             "model.init_args.optimizer.init_args.lr": 1e-5,
         },
-        "servers": {"data.init_args.engine.class_path": "lightrl.engines.server.ServerEngine"},
+        "servers": {"data.init_args.engine.class_path": "lightrl.ServerEngine"},
         "wandb": {"trainer.logger": None},
         "ddp": {strategy: {"gradient_as_bucket_view": True}},
         "fsdp2": {strategy: {"data_parallel_size": 8, "tensor_parallel_size": 1}},

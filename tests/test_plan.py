@@ -179,6 +179,30 @@ def test_smallest_fit_fits_and_half_of_it_does_not(big: str) -> None:
     assert smallest_fit(case, "ddp", 2.0**30) is None
 
 
+SHAPES = {
+    "0.5 B": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5 B": (1536, 8960, 28, 12, 2, 151936, True),
+    "7 B": (3584, 18944, 28, 28, 4, 152064, False),
+    "14 B": (5120, 13824, 48, 40, 8, 152064, False),
+    "32 B": (5120, 27648, 64, 40, 8, 152064, False),
+}  # of Qwen2.5
+
+
+def test_table_of_the_documentation(root: Path, tmp_path: Path) -> None:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    text = (root / "docs" / "scaling.md").read_text()
+    for label, shape in SHAPES.items():
+        config = QWEN_1_5B | dict(zip((*names, "vocab_size", "tie_word_embeddings"), shape, strict=True))
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        size = measure_model(str(tmp_path), compute=torch.bfloat16)
+        for algorithm in ("PPO", "GRPO"):
+            ppo = algorithm == "PPO"
+            case = Plan(size, critic=ppo, reward=size if ppo else None, engine=False)
+            strategies = ("ddp", "fsdp2", "zero2", "zero3", "zero3_offload")
+            totals = [f"{sum(memory(case, strategy).values()) / 2**30:.1f}" for strategy in strategies]
+            assert f"| {label} | {algorithm} | {' | '.join(totals)} |" in text
+
+
 def test_command_prints_a_table_and_a_recommendation(big: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--model", big, "--gpus", "8", "--gpu_memory", "80"])
     out = capsys.readouterr().out

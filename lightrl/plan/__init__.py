@@ -143,7 +143,7 @@ _WHY = {
     "ddp": "every GPU holds everything, which is the fastest (configs/strategies/ddp.yaml).",
     "fsdp2": "weights and optimizer are sharded, with PyTorch alone (configs/strategies/fsdp2.yaml).",
     "zero2": "the optimizer is sharded, weights are whole (configs/strategies/deepspeed_zero2.yaml).",
-    "zero1": "the optimizer is sharded, weights are whole (DeepSpeedStrategy, stage 1).",
+    "zero1": "the optimizer is sharded, weights are whole (configs/strategies/deepspeed_zero1.yaml).",
     "zero3": "weights and optimizer are sharded (configs/strategies/deepspeed_zero3.yaml).",
     "zero2_offload": "the optimizer works in the hosts' memory (configs/strategies/deepspeed_zero2_offload.yaml).",
     "zero3_offload": "idle weights are in the hosts' memory too (configs/strategies/deepspeed_zero3_offload.yaml).",
