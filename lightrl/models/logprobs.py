@@ -1,15 +1,16 @@
 """Log-probs and entropies of given tokens from hidden states, without a (tokens, vocabulary) matrix.
 
-Logits are made for a chunk of tokens at a time, reduced to one log-prob and one entropy per token, and dropped; the
-backward pass makes them again, chunk by chunk, and turns them into gradients in place. With z = logits / temperature,
-p = softmax(z) and H the entropy:
+Logits are made for a tile of tokens and words at a time, reduced to running sums, and dropped; the backward pass makes
+them again, tile by tile, and turns them into gradients in place. On a GPU a tile has all words; on a CPU it fits into
+the processor's cache, and the first tiles are kept, since a second matrix product there costs more than memory.
+With z = logits / temperature, p = softmax(z) and H the entropy:
 
     d logprob(y) / dz_j = [j = y] - p_j          d H / dz_j = -p_j (log p_j + H)
 
 Logits have the dtype of the head's weight, as in inference engines; everything after them is float32.
 It differs from fused cross-entropy kernels (Liger, https://arxiv.org/abs/2410.10989; Cut Cross-Entropy,
 https://arxiv.org/abs/2411.09009) in that it needs nothing but matrix products, has the entropy with its gradient, and
-leaves the loss to the caller. Letters: M tokens, D hidden size, V vocabulary, C tokens of a chunk.
+leaves the loss to the caller. Letters: M tokens, D hidden size, V vocabulary, C tokens of a tile.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 __all__ = ["LogitMap", "TokenHead", "chunked_logprobs", "install_head"]
 
 CHUNK_ELEMENTS = 1 << 26  # logits that live at once: 256 MiB in float32
+CACHE_ELEMENTS, CACHE_TOKENS = 1 << 19, 1024  # on a CPU: 2 MiB, and fewest tokens that keep matrix products fast
+KEPT_ELEMENTS = 3 << 25  # on a CPU, logits that are kept for the backward pass: 384 MiB in float32
 
 
 class LogitMap(NamedTuple):
@@ -63,7 +65,7 @@ def chunked_logprobs(
         temperature: above 0.
         entropy: whether the entropy is wanted too.
         logit_map: what happens to logits before the temperature.
-        chunk_elements: C * V is at most this, half of it where entropies need a second buffer; or C is 1.
+        chunk_elements: most elements of a tile, half of it where entropies need a second buffer; on a CPU 2^19 at most.
 
     Returns:
         (M,) float32 log-probs and (M,) float32 entropies in nats or None; exact gradients for hidden, weight and bias.
@@ -76,107 +78,219 @@ def chunked_logprobs(
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     hidden, weight = hidden.to(dtype), weight.to(dtype)  # autocast stops at custom functions
-    chunk = max(1, chunk_elements // weight.shape[0])
+    limit, cpu = max(1, chunk_elements // 2 if entropy else chunk_elements), device == "cpu"
+    tile = _tile_size(
+        len(hidden), len(weight), min(limit, CACHE_ELEMENTS) if cpu else limit, CACHE_TOKENS if cpu else 1
+    )
+    keep = KEPT_ELEMENTS if cpu and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad) else 0
     with torch.autocast(device, enabled=False):
         picked, entropies = _Chunked.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, temperature, entropy, logit_map, chunk
+            hidden, weight, bias, targets, entropy, keep, (temperature, logit_map, tile)
         )
     return picked, entropies if entropy else None
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_map: LogitMap, temperature: float) -> Tensor:
-    """(C, V) scaled logits in a fresh tensor, float32 or wider."""
-    z = F.linear(hidden, weight, None if bias is None else bias.to(weight.dtype))
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
-    if logit_map.cap:
-        z.mul_(logit_map.scale / logit_map.cap).tanh_().mul_(logit_map.cap / temperature)
-    elif logit_map.scale != temperature:
-        z.mul_(logit_map.scale / temperature)
-    return z
+def _tile_size(tokens: int, vocabulary: int, limit: int, narrowest: int) -> tuple[int, int]:
+    """Tokens and words of a tile of at most `limit` elements; all words where at least `narrowest` tokens remain."""
+    rows = min(tokens, max(narrowest, limit // vocabulary), limit)
+    return max(1, rows), max(1, min(vocabulary, limit // max(1, rows)))
 
 
 def _chunks(total: int, size: int) -> Iterator[slice]:
     return (slice(i, min(i + size, total)) for i in range(0, total, size))
 
 
+class _Tiles:
+    """Logits of some tokens and words at a time, in memory that is used again and again."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: Any) -> None:
+        self.hidden, self.weight, self.bias, self.targets = hidden, weight, bias, targets
+        self.temperature, self.logit_map, (self.tokens, self.words) = settings
+        self.wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.memory = hidden.new_empty(self.tokens * self.words)
+        self.kept: dict[tuple[int, int], Tensor] = {}
+
+    def rows(self) -> Iterator[slice]:
+        return _chunks(len(self.hidden), self.tokens)
+
+    def columns(self) -> Iterator[slice]:
+        return _chunks(len(self.weight), self.words)
+
+    def logits(self, rows: slice, words: slice) -> Tensor:
+        """Scaled logits, float32 or wider, valid until the next call; the caller may change them."""
+        kept = self.kept.get((rows.start, words.start))
+        if kept is not None:
+            return self.scratch(kept).copy_(kept)
+        return self.compute(rows, words, keep=False)
+
+    def scratch(self, like: Tensor) -> Tensor:
+        """The common memory in that shape; fresh memory where logits are wider than the head's weight."""
+        memory = self.memory if self.memory.dtype == like.dtype else like.new_empty(like.numel())
+        return memory[: like.numel()].view(like.shape)
+
+    def compute(self, rows: slice, words: slice, *, keep: bool) -> Tensor:
+        """The same, made anew; with `keep` in memory of their own, which the caller must not change."""
+        hidden, weight = self.hidden[rows], self.weight[words]
+        size = len(hidden), len(weight)
+        out = hidden.new_empty(size) if keep else self.memory[: size[0] * size[1]].view(size)
+        z = torch.mm(hidden, weight.T, out=out)
+        if self.bias is not None:
+            z.add_(self.bias[words].to(z.dtype))
+        z = z.to(self.wide)
+        scale, cap = self.logit_map
+        if cap:
+            z.mul_(scale / cap).tanh_().mul_(cap / self.temperature)
+        elif scale != self.temperature:
+            z.mul_(scale / self.temperature)
+        if keep:
+            self.kept[rows.start, words.start] = z
+        return z
+
+    def places(self, rows: slice, words: slice) -> tuple[Tensor, Tensor]:
+        """(C, 1) columns of the targets, and whether they lie in the tile at all."""
+        place = self.targets[rows, None] - words.start
+        last = words.stop - words.start - 1
+        return place.clamp(0, last), (place >= 0) & (place <= last)
+
+
+class _Sums(NamedTuple):
+    """What is known of a token after some of the words: with m the largest z, `total` is the sum of e^(z - m) and
+    `moment` that of e^(z - m) (z - m)."""
+
+    top: Tensor
+    total: Tensor
+    moment: Tensor | None
+
+    @staticmethod
+    def of(z: Tensor, before: _Sums | None, out: Tensor, exp: Tensor | None) -> _Sums:
+        """Takes one more tile into account; `out`, and for entropies `exp`, are memory of its size to write to."""
+        top = z.amax(1) if before is None else torch.maximum(z.amax(1), before.top)
+        z = torch.sub(z, top[:, None], out=out)
+        exps = z.exp_() if exp is None else torch.exp(z, out=exp)
+        total, moment = exps.sum(1), None if exp is None else torch.linalg.vecdot(exps, z)
+        if before is not None:
+            shift = before.top - top
+            weight = shift.exp()
+            total += weight * before.total
+            if moment is not None and before.moment is not None:
+                moment += weight * (before.moment + shift * before.total)
+        return _Sums(top, total, moment)
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
-        temperature: float, entropy: bool, logit_map: LogitMap, chunk: int,
+        entropy: bool, keep: int, settings: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        picked, lse, entropies = (torch.zeros(len(hidden), dtype=wide, device=hidden.device) for _ in range(3))
-        for rows in _chunks(len(hidden), max(1, chunk // 2) if entropy else chunk):
-            z = _logits(hidden[rows], weight, bias, logit_map, temperature)
-            top = z.amax(1, keepdim=True)
-            picked[rows] = z.gather(1, targets[rows, None]).squeeze(1)
-            z.sub_(top)
-            exp = z.exp() if entropy else z.exp_()
-            total = exp.sum(1)
-            lse[rows] = total.log() + top.squeeze(1)
-            if entropy:  # H = log sum exp(z) - sum p z
-                entropies[rows] = total.log() - torch.linalg.vecdot(exp, z) / total
-            del z, exp  # before the next chunk is made
+        tiles = _Tiles(hidden, weight, bias, targets, settings)
+        picked, lse, entropies = (torch.zeros(len(hidden), dtype=tiles.wide, device=hidden.device) for _ in range(3))
+        memory = torch.empty(len(tiles.memory), dtype=tiles.wide, device=hidden.device) if entropy else None
+        for rows in tiles.rows():
+            sums: _Sums | None = None
+            for words in tiles.columns():
+                kept = keep >= len(tiles.memory)
+                keep -= len(tiles.memory) if kept else 0
+                z = tiles.compute(rows, words, keep=kept)
+                place, inside = tiles.places(rows, words)
+                picked[rows] += torch.where(inside, z.gather(1, place), 0.0).squeeze(1)
+                exp = None if memory is None else memory[: z.numel()].view(z.shape)
+                sums = _Sums.of(z, sums, tiles.scratch(z) if kept else z, exp)
+                del z  # before the next one is made
+            assert sums is not None
+            lse[rows] = sums.total.log() + sums.top
+            if sums.moment is not None:  # H = log sum exp(z) - sum p z
+                entropies[rows] = sums.total.log() - sums.moment / sums.total
         picked -= lse
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropies)
-        ctx.settings = temperature, logit_map, chunk
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropies, *tiles.kept.values())
+        ctx.settings, ctx.places = settings, list(tiles.kept)
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing in the backward pass
         return picked, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, bias, targets, lse, entropies = ctx.saved_tensors
-        temperature, logit_map, chunk = ctx.settings
-        grad_logprob = torch.zeros_like(lse) if grad_logprob is None else grad_logprob
+        hidden, weight, bias, targets, lse, entropies, *kept = ctx.saved_tensors
+        tiles = _Tiles(hidden, weight, bias, targets, ctx.settings)
+        tiles.kept = dict(zip(ctx.places, kept, strict=True))
+        g = torch.zeros_like(lse) if grad_logprob is None else grad_logprob
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        cap = logit_map.cap / temperature  # bound of the scaled logits
-        wide, slope = lse.dtype, logit_map.scale / temperature
-        d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
-        d_bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if need_bias else None
-        for rows in _chunks(len(hidden), chunk if grad_entropy is None else max(1, chunk // 2)):
-            z = _logits(hidden[rows], weight, bias, logit_map, temperature)
-            g, h = grad_logprob[rows], None if grad_entropy is None else grad_entropy[rows]
-            if h is None and not logit_map.cap:
-                dz, factor = z.sub_(lse[rows, None]).exp_(), -g * slope  # dz is factor * p; targets are added below
-            else:
-                dz, factor = _logit_gradient(z, targets[rows], lse[rows], entropies[rows], g, h, cap), None
-                dz *= slope
-            scaled = hidden[rows] if factor is None else hidden[rows] * factor[:, None].to(hidden.dtype)
-            if d_bias is not None:
-                d_bias += dz.sum(0) if factor is None else factor @ dz
-            dz = dz.to(weight.dtype)
-            if d_hidden is not None:
-                part = dz @ weight
-                d_hidden[rows] = part if factor is None else (part - weight[targets[rows]]) * factor[:, None]
-            if d_weight is not None:
-                if d_weight.dtype == dz.dtype:
-                    d_weight.addmm_(dz.T, scaled)
+        slope = tiles.logit_map.scale / tiles.temperature
+        # Without entropy and cap the gradient is a factor of the token times p - [target]: it goes to the narrow side.
+        narrow = grad_entropy is None and not tiles.logit_map.cap
+        factor = (-g if narrow else torch.ones_like(g)) * slope
+        scaled = hidden * factor[:, None].to(hidden.dtype)
+        d_hidden = torch.zeros(hidden.shape, dtype=tiles.wide, device=hidden.device) if need_hidden else None
+        d_weight = torch.empty_like(weight) if need_weight else None
+        d_bias = torch.zeros(len(weight), dtype=tiles.wide, device=weight.device) if need_bias else None
+        for words in tiles.columns():
+            of_words = _Sum(None if d_weight is None else d_weight[words], tiles.wide)
+            for rows in tiles.rows():
+                z = tiles.logits(rows, words)
+                place, inside = tiles.places(rows, words)
+                if narrow:
+                    dz = z.sub_(lse[rows, None]).exp_().scatter_add_(1, place, -inside.to(z.dtype))
                 else:
-                    d_weight += dz.T @ scaled
-            if factor is not None:
-                if d_weight is not None:
-                    d_weight.index_add_(0, targets[rows], scaled.to(wide), alpha=-1)
+                    h = None if grad_entropy is None else grad_entropy[rows]
+                    cap = tiles.logit_map.cap / tiles.temperature  # bound of the scaled logits
+                    dz = _logit_gradient(z, place, inside, lse[rows], entropies[rows], g[rows], h, cap)
                 if d_bias is not None:
-                    d_bias.index_add_(0, targets[rows], factor, alpha=-1)
-            del z, dz  # before the next chunk is made
-        d_weight = d_weight.to(weight.dtype) if d_weight is not None else None
+                    d_bias[words] += factor[rows] @ dz
+                dz = dz.to(weight.dtype)
+                if d_hidden is not None:
+                    _add_product(d_hidden[rows], dz, weight[words])
+                if need_weight:
+                    of_words.add(dz.T, scaled[rows])
+                del z, dz  # before the next one is made
+            of_words.finish()
+        d_hidden = d_hidden.mul_(factor[:, None]).to(hidden.dtype) if d_hidden is not None else None
         d_bias = d_bias.to(bias.dtype) if d_bias is not None else None
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None
+
+
+def _add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
+    """target += a b, `target` possibly wider than the factors."""
+    if target.dtype == a.dtype:
+        target.addmm_(a, b)
+    else:
+        target += a @ b
+
+
+class _Sum:
+    """A sum of products, in place where the target is wide enough."""
+
+    def __init__(self, target: Tensor | None, wide: torch.dtype) -> None:
+        self.target, self.first = target, True
+        same = target is None or target.dtype == wide
+        self.total: Any = (
+            target if same or target is None else torch.empty(target.shape, dtype=wide, device=target.device)
+        )
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        if not self.first:
+            _add_product(self.total, a, b)
+        elif self.total.dtype == a.dtype:
+            torch.mm(a, b, out=self.total)
+        else:
+            self.total.copy_(a @ b)
+        self.first = False
+
+    def finish(self) -> None:
+        if self.target is not self.total and self.target is not None:
+            self.target.copy_(self.total)
 
 
 def _logit_gradient(
     z: Tensor,
-    targets: Tensor,
+    place: Tensor,
+    inside: Tensor,
     lse: Tensor,
     entropies: Tensor,
     grad_logprob: Tensor,
     grad_entropy: Tensor | None,
     cap: float,
 ) -> Tensor:
-    """Turns (C, V) scaled logits into the gradient with respect to them, or to the tanh's input under a cap."""
+    """Turns a tile of scaled logits into the gradient with respect to them, or to the tanh's input under a cap."""
     slope = z.div(cap).square_().neg_().add_(1.0) if cap else None  # d tanh = 1 - tanh^2
     log_p = z.sub_(lse[:, None])
     if grad_entropy is None:
@@ -185,8 +299,7 @@ def _logit_gradient(
         p = log_p.exp()
         # -p (g + h (log p + H)), where p underflows to 0 log p is still finite
         dz = log_p.add_(entropies[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprob[:, None]).mul_(p)
-    rows = torch.arange(len(z), device=z.device)
-    dz[rows, targets] += grad_logprob
+    dz.scatter_add_(1, place, torch.where(inside, grad_logprob[:, None], 0.0))
     return dz if slope is None else dz.mul_(slope)
 
 

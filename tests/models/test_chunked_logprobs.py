@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightrl.models import logprobs
 from lightrl.models.logprobs import LogitMap, TokenHead, chunked_logprobs, install_head
 from lightrl.models.policy import PolicyModel
 from lightrl.ops.logprobs import entropy_from_logits, logprobs_from_logits
@@ -135,9 +136,30 @@ class Largest(TorchDispatchMode):
 def test_no_matrix_of_tokens_by_vocabulary(entropy: bool) -> None:
     hidden, weight, bias, targets = inputs(m=200, d=4, v=300, dtype=torch.float32)
     with Largest() as seen:
-        logprobs, entropies = chunked_logprobs(hidden, weight, bias, targets, entropy=entropy, chunk_elements=10 * 300)
-        (logprobs.sum() if entropies is None else logprobs.sum() + entropies.sum()).backward()
-    assert seen.elements == (5 if entropy else 10) * 300  # against 200 * 300 of the plain way
+        picked, entropies = chunked_logprobs(hidden, weight, bias, targets, entropy=entropy, chunk_elements=10 * 300)
+        (picked.sum() if entropies is None else picked.sum() + entropies.sum()).backward()
+    assert seen.elements <= (5 if entropy else 10) * 300  # against 200 * 300 of the plain way
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+def test_tiles_do_not_matter(entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles of words, of tokens, and of both; none, some and all of them kept."""
+
+    def run() -> tuple[Tensor, ...]:
+        hidden, weight, bias, targets = inputs(m=9, d=5, v=23)
+        picked, entropies = chunked_logprobs(hidden, weight, bias, targets, temperature=0.7, entropy=entropy)
+        weights = torch.arange(9.0, dtype=torch.float64)
+        loss = (picked * weights).sum() + (0.0 if entropies is None else (entropies * weights.flip(0)).sum())
+        loss.backward()
+        return picked.detach(), *(x.grad for x in (hidden, weight, bias) if x.grad is not None)
+
+    expected = run()
+    for tokens, elements, kept in ((9, 40, 0), (4, 4 * 23, 0), (4, 20, 0), (4, 20, 100), (4, 20, 1000)):
+        monkeypatch.setattr(logprobs, "CACHE_TOKENS", tokens)
+        monkeypatch.setattr(logprobs, "CACHE_ELEMENTS", elements)
+        monkeypatch.setattr(logprobs, "KEPT_ELEMENTS", kept)
+        for got, value in zip(run(), expected, strict=True):
+            torch.testing.assert_close(got, value)
 
 
 def test_temperature_must_be_positive() -> None:
