@@ -187,12 +187,13 @@ def _join(parts: Sequence[Tensor], shapes: dict[str, torch.Size], whole: bool) -
 def _join_states(ranks: Sequence[dict[int, Any]], shapes: Sequence[Any], whole: bool) -> dict[str, dict[str, Any]]:
     """The optimizer's state by parameter name: vectors are joined, numbers such as the step are those of rank 0."""
     states: dict[str, dict[str, Any]] = {}
-    for number, group in enumerate(shapes):
-        for key, value in ranks[0].get(number, {}).items():
+    for index, group in enumerate(shapes):
+        for key, value in ranks[0].get(index, {}).items():
             vector = isinstance(value, Tensor) and value.dim() == 1
-            joined = _join([rank[number][key] for rank in ranks], group, whole) if vector else {}
+            joined = _join([rank[index][key] for rank in ranks], group, whole) if vector else {}
             for name in group:
-                states.setdefault(name, {})[key] = joined[name] if vector else value
+                number = value.clone() if isinstance(value, Tensor) else value  # optimizers count in place
+                states.setdefault(name, {})[key] = joined[name] if vector else number
     return states
 
 

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightrl.callbacks import RolloutCheckpoint, WeightSync
+from lightrl.callbacks import ReferenceSync, RolloutCheckpoint, WeightSync
 from lightrl.engines import TransformersEngine, VLLMEngine
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.modules import GRPOLightningModule, PPOLightningModule
@@ -97,6 +97,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "offload": {"options": {"cpu_offload": True}, "model": {"gradient_checkpointing": True}},
     "bf16": {"options": {"param_dtype": "bfloat16"}, "engine": TransformersEngine(dtype="bfloat16")},
     "vllm": {"engine": VLLMEngine(max_model_len=24)},
+    "vllm-lora": {"kind": "lora", "engine": VLLMEngine(max_model_len=24)},
     "kill0": {"callbacks": [Die(0)]},
     "kill1": {"callbacks": [Die(1)]},
 }
@@ -142,11 +143,12 @@ def train(
         data = {"rewards": [some_flat], "max_refills": 8, **data}
     sync = WeightSync()
     record = Record(sync)
+    moving = [] if kind == "lora" else [ReferenceSync(every_n_rollouts=1, alpha=0.5)]  # its reference is in checkpoints
     save = [] if folder is None else [RolloutCheckpoint(2, dirpath=str(folder), save_top_k=-1)]
     trainer = quiet_trainer(
         devices=devices,
         strategy=make_strategy(strategy, **(options or {})),
-        callbacks=[sync, record, *save, *callbacks],
+        callbacks=[sync, record, *moving, *save, *callbacks],
         enable_checkpointing=bool(save),
     )
     trainer.fit(module, sums_data(rollouts_per_epoch=ROLLOUTS, **data), ckpt_path=resume)
@@ -163,15 +165,8 @@ def main(strategy: str, path: str, folder: Path, steps: list[str]) -> None:
         kind, _, source = step.partition("@")
         variant = VARIANTS.get(kind, {})
         target = folder / strategy / kind if kind == step and not variant else None
-        done = train(
-            "ppo" if variant else kind,
-            path,
-            target,
-            strategy=strategy,
-            devices=2,
-            resume=folder / source if source else None,
-            **variant,
-        )
+        run = {"kind": "ppo" if variant else kind, "strategy": strategy, "devices": 2, **variant}
+        done = train(path=path, folder=target, resume=folder / source if source else None, **run)
         torch.save(done, folder / f"{strategy}-{step.replace('/', '+')}-{torch.distributed.get_rank()}.pt")
 
 

@@ -30,7 +30,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("strategies")
-    quickstart_model(folder / "model", num_hidden_layers=2, hidden_size=32, intermediate_size=48)
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}  # vLLM on CPU serves heads of 32 and more
+    quickstart_model(folder / "model", num_hidden_layers=2, hidden_size=32, intermediate_size=48, **heads)
     return folder
 
 
@@ -151,7 +152,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("fsdp2", 1), ("zero3", 1)])
+@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("zero3", 1)])
 def test_a_dead_rank_ends_the_run(strategy: str, rank: int, place: Path) -> None:
     """Killed in the middle of an update: the other rank ends within a minute, with an error."""
     begin = time.perf_counter()
@@ -165,14 +166,15 @@ def test_a_dead_rank_ends_the_run(strategy: str, rank: int, place: Path) -> None
 
 
 @pytest.mark.vllm
-def test_vllm_follows_on_both_ranks(place: Path, one: dict[str, Any]) -> None:
-    """An engine in each trainer process: its log-probs are the trainer's after every update, and the run goes on."""
-    done = launch(place, "ddp", "vllm")
+def test_vllm_follows_on_both_ranks(place: Path) -> None:
+    """An engine in each trainer process, fed from shards: its log-probs are the trainer's after every update."""
+    done = launch(place, "fsdp2", "vllm", "vllm-lora")
     assert done.returncode == 0, done.stderr[-4000:]
-    both = [torch.load(place / f"ddp-vllm-{rank}.pt", weights_only=True) for rank in range(2)]
-    for rank in both:
-        assert len(rank["gaps"]) == ROLLOUTS and 0 < max(rank["gaps"]) < 2e-5
-    assert_same_weights(both[0]["weights"], both[1]["weights"])
+    for step in ("vllm", "vllm-lora"):
+        both = [torch.load(place / f"fsdp2-{step}-{rank}.pt", weights_only=True) for rank in range(2)]
+        for rank in both:
+            assert len(rank["gaps"]) == ROLLOUTS and 0 < max(rank["gaps"]) < 2e-5
+        assert_same_weights(both[0]["weights"], both[1]["weights"])
 
 
 def test_a_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:

@@ -1,0 +1,138 @@
+"""`lightrl export` of what one process saved, and what it refuses; other strategies' checkpoints: tests/distributed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from lightrl.cli import main
+from lightrl.data.sft import SFTDataModule, SFTSource
+from lightrl.engines import EngineContext, VLLMEngine
+from lightrl.export import export
+from lightrl.models.spec import LoraSpec, ModelSpec
+from lightrl.modules import CriticSpec, PPOLightningModule, RewardLightningModule, SFTLightningModule
+from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+IDS = [list(range(3, 23)), list(range(22, 2, -1))]
+
+
+def logprobs(folder: Path) -> torch.Tensor:
+    ids = torch.tensor(IDS)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits[:, :-1]
+    return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}  # vLLM on CPU serves heads of 32 and more
+    return quickstart_model(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=32, **heads)
+
+
+@pytest.fixture(scope="module")
+def lora(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of PPO with an adapter and a critic on the same backbone."""
+    file = tmp_path_factory.mktemp("lora") / "run.ckpt"
+    module = PPOLightningModule(
+        ModelSpec(model, lora=LoraSpec(r=4)), critic=CriticSpec(shared=True), optimizer=sgd, max_grad_norm=None
+    )
+    trainer = quiet_trainer()
+    trainer.fit(module, sums_data(rollouts_per_epoch=1))
+    trainer.save_checkpoint(file)
+    return file
+
+
+def test_exports_by_command(lora: Path, model: str, tmp_path: Path) -> None:
+    main(["export", "--checkpoint", str(lora), "--output", str(tmp_path / "model")])
+    moved = (logprobs(tmp_path / "model") - logprobs(Path(model))).abs().max()
+    assert moved > 1e-3
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([5]) == AutoTokenizer.from_pretrained(model).decode(
+        [5]
+    )
+    main(["export", "--checkpoint", str(lora), "--output", str(tmp_path / "critic"), "--what", "critic"])
+    assert (tmp_path / "critic" / "config.json").is_file()
+
+
+@pytest.mark.vllm
+def test_exports_give_the_same_logprobs_in_vllm(lora: Path, tmp_path: Path) -> None:
+    export(str(lora), str(tmp_path / "model"))
+    engine = VLLMEngine(max_model_len=32)
+    engine.start(EngineContext(str(tmp_path / "model"), dtype="float32"))
+    try:
+        theirs = torch.tensor(engine.logprobs(IDS))
+    finally:
+        engine.close()
+    torch.testing.assert_close(theirs, logprobs(tmp_path / "model"), atol=2e-5, rtol=1e-4)
+
+
+def test_exports_sft_and_reward_models(model: str, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{a:02d}+01=", "completion": str(a + 1)} for a in range(8)]
+    trainer = quiet_trainer(callbacks=[])
+    trainer.fit(
+        SFTLightningModule(ModelSpec(model, lora=LoraSpec(r=2)), optimizer=sgd), SFTDataModule(SFTSource(rows=rows))
+    )
+    trainer.save_checkpoint(tmp_path / "sft.ckpt")
+    export(str(tmp_path / "sft.ckpt"), str(tmp_path / "sft"))
+    assert (logprobs(tmp_path / "sft") - logprobs(Path(model))).abs().max() > 1e-3
+    module = RewardLightningModule(model)
+    trainer = quiet_trainer(callbacks=[], max_epochs=0)
+    trainer.fit(module, [0])
+    trainer.save_checkpoint(tmp_path / "reward.ckpt")
+    export(str(tmp_path / "reward.ckpt"), str(tmp_path / "reward"))
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
+    assert torch.equal(exported.score.weight, module.reward_model.lm.score.weight)
+
+
+def touched(folder: Path, *names: str) -> str:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    return str(folder)
+
+
+def test_refuses_what_is_no_checkpoint(lora: Path, model: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    (tmp_path / "cut.ckpt").write_bytes(lora.read_bytes()[:2000])
+    torch.save({"weights": 1}, tmp_path / "other.ckpt")
+    cases = {
+        str(tmp_path / "nowhere.ckpt"): "does not exist",
+        touched(tmp_path / "runs", "last.ckpt"): "give one of these",
+        touched(tmp_path / "empty", "notes.txt"): "no checkpoint",
+        touched(tmp_path / "fsdp2", "__0_0.distcp"): "was not finished",
+        touched(tmp_path / "zero", "checkpoint/mp_rank_00_model_states.pt"): "was not finished",
+        str(tmp_path / "zero" / "checkpoint"): "inside of a ZeRO checkpoint",
+        str(tmp_path / "cut.ckpt"): "damaged",
+        str(tmp_path / "other.ckpt"): "cannot be read",
+    }
+    for path, message in cases.items():
+        with pytest.raises(ValueError, match=message):
+            export(path, out)
+    assert not Path(out).exists()
+
+
+def test_refuses_what_the_checkpoint_does_not_hold(lora: Path, model: str, tmp_path: Path) -> None:
+    trainer = quiet_trainer(callbacks=[], max_epochs=0)
+    trainer.fit(SFTLightningModule(model), [0])
+    trainer.save_checkpoint(tmp_path / "sft.ckpt")
+    plain, out = str(tmp_path / "sft.ckpt"), str(tmp_path / "out")
+    for what in ("adapter", "critic"):
+        with pytest.raises(ValueError, match=f"what={what}|how its {what}"):
+            export(plain, out, what)  # type: ignore[arg-type]
+    wide = quickstart_model(tmp_path / "wide", num_hidden_layers=1, hidden_size=64, intermediate_size=32)
+    with pytest.raises(ValueError, match="--model"):
+        export(plain, out, model=wide)
+    with pytest.raises(ValueError, match="not a folder"):
+        export(plain, plain)
+    with pytest.raises(ValueError, match="--checkpoint"):
+        export()
+    with pytest.raises(SystemExit):
+        main(["export", "--checkpoint", str(tmp_path / "nowhere"), "--output", out])
