@@ -66,7 +66,7 @@ def side_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tests.toys import quickstart_model
 
     folder = tmp_path_factory.mktemp("side_model")
-    return quickstart_model(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    return quickstart_model(folder, num_hidden_layers=1, intermediate_size=64)  # heads of 32, which vLLM can do
 
 
 @pytest.fixture()

@@ -6,6 +6,7 @@ from lightrl.callbacks.entropy_control import AdaptiveEntropy
 from lightrl.callbacks.evaluate_first import EvaluateFirst
 from lightrl.callbacks.hf_export import HFExport
 from lightrl.callbacks.kl_control import AdaptiveKL, LinearKL
+from lightrl.callbacks.offload_optimizer import OffloadOptimizer
 from lightrl.callbacks.prediction_writer import PredictionWriter
 from lightrl.callbacks.reference_sync import ReferenceSync
 from lightrl.callbacks.reward_normalization import RewardNormalization
@@ -21,6 +22,7 @@ __all__ = [
     "EvaluateFirst",
     "HFExport",
     "LinearKL",
+    "OffloadOptimizer",
     "PredictionWriter",
     "ReferenceSync",
     "RewardNormalization",

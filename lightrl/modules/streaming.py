@@ -57,6 +57,9 @@ def refuse(module: PPOLightningModule) -> None:
         f"strategy={type(strategy).__name__}: ranks must run sharded models in step": isinstance(
             strategy, (DeepSpeedStrategy, ModelParallelStrategy)
         ),
+        "reward_models on several ranks: ranks must score equally often": (
+            module.reward_model_specs and module.trainer.world_size > 1
+        ),
         f"{name} overrides {' and '.join(overridden)}, which pieces do not go through": overridden,
         f"callback {', '.join(changing)} changes rewards once all are there": changing,
     }

@@ -98,7 +98,7 @@ MAKE: dict[str, Callable[[str], PPOLightningModule]] = {
 def lora(path: str) -> ModelSpec:
     from lightrl.models.spec import LoraSpec
 
-    return ModelSpec(path, lora=LoraSpec(rank=4))
+    return ModelSpec(path, lora=LoraSpec(r=4))
 
 
 def compare(serial: Watch, streamed: Watch) -> None:

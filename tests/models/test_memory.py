@@ -1,0 +1,140 @@
+"""What saves memory: frozen weights in bfloat16, recomputed activations, the optimizer's state on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
+
+from lightrl.callbacks import OffloadOptimizer, WeightSync
+from lightrl.models.loading import load_causal_lm
+from lightrl.models.policy import PolicyModel
+from lightrl.models.reward import RewardModelSpec
+from lightrl.models.spec import ModelSpec
+from lightrl.modules import GRPOLightningModule
+from lightrl.modules.kl import KLInReward
+from tests.toys import QUICKSTART_MODEL, quickstart_model, quiet_trainer, sums_data
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=2, hidden_size=64, intermediate_size=96)
+
+
+@pytest.fixture(scope="module")
+def reward_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("reward")
+    torch.manual_seed(1)
+    config = Qwen2Config.from_pretrained(QUICKSTART_MODEL, initializer_range=0.1, num_labels=1)
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(QUICKSTART_MODEL).save_pretrained(folder)
+    return str(folder)
+
+
+class Keep(Callback):
+    def __init__(self) -> None:
+        self.seen: Any = None
+        self.rollouts: Any = None
+
+    def on_rollout_scored(self, trainer: Any, module: Any, rollouts: Any) -> None:
+        self.rollouts = rollouts
+
+    def on_experience_made(self, trainer: Any, module: Any, experience: Any) -> None:
+        self.seen = experience
+
+
+def fit(path: str, *callbacks: Any, **arguments: Any) -> tuple[Any, Keep]:
+    seed_everything(0, verbose=False)
+    keep = Keep()
+    module = GRPOLightningModule(path, kl=KLInReward(), **arguments)
+    quiet_trainer(callbacks=[WeightSync(), keep, *callbacks]).fit(module, sums_data(rollouts_per_epoch=1))
+    return module, keep
+
+
+def nbytes(model: torch.nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_a_bfloat16_reference_takes_half_and_says_the_same(path: str) -> None:
+    wide, reference = fit(path)
+    narrow, ours = fit(path, reference=ModelSpec(path, dtype="bfloat16"))
+    assert nbytes(narrow.reference) * 2 == nbytes(wide.reference) == nbytes(narrow.actor)
+    assert {p.dtype for p in narrow.actor.parameters()} == {torch.float32}
+    gap = (ours.seen.ref_logprobs - reference.seen.ref_logprobs)[ours.seen.response_mask].abs()
+    assert ours.seen.ref_logprobs.dtype == torch.float32
+    assert 0 < gap.mean() < 0.02 and gap.max() < 0.2
+
+
+def test_a_bfloat16_reward_model_takes_half_and_says_the_same(path: str, reward_path: str) -> None:
+    results = []
+    for dtype in (None, "bfloat16"):
+        spec = RewardModelSpec("rm", reward_path, dtype=dtype)
+        module, keep = fit(path, reward_models=[spec])
+        results.append((nbytes(module.reward_models["rm"]), keep.rollouts.reward_parts["rm"]))
+    (wide, expected), (narrow, scores) = results
+    assert narrow * 2 == wide and scores.dtype == torch.float32
+    assert 0 < (scores - expected).abs().max() < 0.05 * expected.std() + 0.02
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
+def test_recomputed_activations_save_memory_and_change_nothing(layout: Any, path: str) -> None:
+    tokens = torch.randint(4, 12, (8, 40), generator=torch.Generator().manual_seed(0))
+    tokens[:4], tokens[4:] = tokens[:4].clone(), tokens[4:].clone()
+    tokens[1:4, :10], tokens[5:, :10] = tokens[0, :10], tokens[4, :10]
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    response = mask.clone()
+    response[:, :10] = False
+    results = []
+    for recompute in (False, True):
+        spec = ModelSpec(path, gradient_checkpointing=recompute, layout=layout)
+        model = PolicyModel(load_causal_lm(spec, trainable=True), layout=layout)
+        kept = 0
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal kept
+            kept += tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = model(tokens, mask, response, group_ids=torch.arange(8) // 4, temperature=0.9)
+        (out.logprobs * response).sum().backward()
+        results.append((kept, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    (plain, expected), (saved, gradient) = results
+    assert saved < 0.5 * plain
+    assert (gradient - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_the_optimizer_leaves_the_device_and_comes_back() -> None:
+    """With tensors that know their device but hold nothing; a run on CUDA is left to machines that have one."""
+    with FakeTensorMode():
+        parameter = torch.nn.Parameter(torch.empty(4, device="cuda"))
+        optimizer = torch.optim.Adam([parameter])
+        state = {"step": torch.zeros(()), "exp_avg": torch.zeros(4, device="cuda"), "count": 3}
+        optimizer.state[parameter] = state
+        trainer: Any = type("T", (), {"optimizers": [optimizer]})
+        callback, module = OffloadOptimizer(), torch.nn.Module()
+        for _ in range(2):
+            callback.on_train_batch_end(trainer, module, None, None, 0)  # type: ignore[arg-type]
+            assert state["exp_avg"].device.type == state["step"].device.type == "cpu"
+            callback.on_before_optimizer_step(trainer, module, optimizer)  # type: ignore[arg-type]
+            assert state["exp_avg"].device.type == "cuda" and state["step"].device.type == "cpu"
+
+
+def test_offloading_changes_no_run(path: str) -> None:
+    plain, _ = fit(path, ppo_epochs=2)
+    ours, _ = fit(path, OffloadOptimizer(), ppo_epochs=2)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
+
+
+def test_offloading_is_refused_where_the_state_is_sharded(path: str, tmp_path: Path) -> None:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+    trainer = quiet_trainer(strategy=strategy, callbacks=[WeightSync(), OffloadOptimizer()])
+    with pytest.raises(ValueError, match="OffloadOptimizer with strategy=ModelParallelStrategy"):
+        trainer.fit(GRPOLightningModule(path), sums_data())
