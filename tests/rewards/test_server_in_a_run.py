@@ -1,0 +1,98 @@
+"""A training run whose reward server is killed after the first rollout, and what the user's choice makes of that."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+from lightrl.callbacks import RolloutCheckpoint, WeightSync
+from lightrl.modules import GRPOLightningModule
+from lightrl.rewards import RemoteReward, RewardError
+from lightrl.types import Rollouts
+from tests.rewards.conftest import Server
+from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
+
+ONCE = {"retries": 1, "backoff": 0.01}
+PATIENT = {"retries": 500, "backoff": 0.05, "max_backoff": 0.1}
+
+
+class Watch(Callback):
+    """Keeps what the hooks saw, and calls `then` after the first rollout."""
+
+    def __init__(self, then: Callable[[], object] = lambda: None) -> None:
+        self.then, self.rollouts, self.metrics = then, list[Rollouts](), list[dict[str, float]]()
+
+    def on_rollout_scored(self, trainer: Any, module: Any, rollouts: Rollouts) -> None:
+        self.rollouts.append(rollouts)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.metrics.append(outputs)
+        if batch_idx == 0:
+            self.then()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+
+
+def train(path: str, watch: Watch, reward: Any, *callbacks: Any, **fit: Any) -> None:
+    module = GRPOLightningModule(path, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), kl=None)
+    data = sums_data(rewards=[reward, digits_reward], reward_names=["remote", "digits"], rollouts_per_epoch=3)
+    saves = any(isinstance(callback, RolloutCheckpoint) for callback in callbacks)
+    trainer = quiet_trainer(callbacks=[WeightSync(), watch, *callbacks], enable_checkpointing=saves)
+    trainer.fit(module, data, **fit)
+
+
+@pytest.mark.timeout(120)
+def test_the_rows_of_a_dead_server_are_left_to_the_other_functions(serve: Any, model_path: str) -> None:
+    server: Server = serve("length")
+    watch = Watch(server.kill)
+    train(model_path, watch, RemoteReward(server.url, on_failure="none", **ONCE))
+    assert [len(r) for r in watch.rollouts] == [32, 32, 32], "every rollout keeps its size"
+    assert [bool(r.reward_parts["remote"].isnan().all()) for r in watch.rollouts] == [False, True, True]
+    for r in watch.rollouts[1:]:
+        torch.testing.assert_close(r.rewards, r.reward_parts["digits"])
+    assert [m.get("reward/remote/unanswered", 0.0) for m in watch.metrics] == [0.0, 1.0, 1.0]
+    assert all(m["reward/scored_fraction"] == 1.0 for m in watch.metrics)
+
+
+@pytest.mark.timeout(120)
+def test_a_run_waits_for_a_server_that_comes_back(serve: Any, model_path: str) -> None:
+    server: Server = serve("length")
+
+    def restart() -> None:
+        server.kill()
+        threading.Thread(target=lambda: (time.sleep(0.5), server.start()), daemon=True).start()
+
+    watch = Watch(restart)
+    train(model_path, watch, RemoteReward(server.url, **PATIENT))
+    assert len(watch.rollouts) == 3 and all(bool(r.reward_parts["remote"].isfinite().all()) for r in watch.rollouts)
+
+
+@pytest.mark.timeout(120)
+def test_a_run_that_ends_with_an_error_resumes_with_the_rollout_it_lost(
+    serve: Any, model_path: str, tmp_path: Path
+) -> None:
+    server: Server = serve("length")
+    whole, broken, resumed = Watch(), Watch(server.kill), Watch()
+    train(model_path, whole, RemoteReward(server.url, **ONCE))
+    with pytest.raises(RewardError, match=r"remote.*did not score .* rows in 2 attempts"):
+        train(model_path, broken, RemoteReward(server.url, **ONCE), RolloutCheckpoint(1, str(tmp_path)))
+    assert len(broken.rollouts) == 1
+    server.start()
+    last = str(tmp_path / "last.ckpt")
+    train(model_path, resumed, RemoteReward(server.url, **ONCE), RolloutCheckpoint(1, str(tmp_path)), ckpt_path=last)
+    assert [r.prompts for r in resumed.rollouts] == [r.prompts for r in whole.rollouts[1:]]
+    assert not math.isnan(resumed.metrics[-1]["reward/mean"])
