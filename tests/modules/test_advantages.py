@@ -170,6 +170,22 @@ def test_gdpo_by_hand() -> None:
         per_sequence(GDPO(), [0.0] * 4, [0, 0, 1, 1])
 
 
+def test_gdpo_keeps_apart_what_grpo_makes_equal() -> None:
+    """The paper's example: two rewards of 0 or 1 and two completions, whose sums are (0, 1), (0, 2) and (1, 2).
+
+    Normalised sums are (-0.7071, 0.7071) for all three; sums of normalised rewards are twice that for (0, 2).
+    """
+    parts = {"a": torch.tensor([0.0, 1, 0, 1, 1, 1]), "b": torch.tensor([0.0, 0, 0, 1, 0, 1])}
+    groups, total = [0, 0, 1, 1, 2, 2], (parts["a"] + parts["b"]).tolist()
+    grpo = per_sequence(GroupNorm(eps=1e-8), total, groups)
+    assert grpo == approx([-0.7071068, 0.7071068] * 3)
+    weights = {"a": 1.0, "b": 1.0}
+    gdpo = per_sequence(GDPO(eps=1e-8), total, groups, reward_parts=parts, part_weights=weights)
+    # over the batch: mean 0, squares 4 * 0.5 + 2 * 2 = 6, std sqrt(6 / 5) = 1.0954451
+    k = 0.7071068 / 1.0954451
+    assert gdpo == approx([-k, k, -2 * k, 2 * k, -k, k])
+
+
 def test_gdpo_leaves_out_a_part_that_does_not_apply() -> None:
     # part a is None for row 2: rows 0 and 1 are its group, row 2 gets 0 from it (and 0 from nothing else)
     parts = {"a": torch.tensor([1.0, 0.0, float("nan")])}
