@@ -16,14 +16,16 @@ from lightrl.models.layouts import LayoutError, Plan, make_plan
 from lightrl.models.logprobs import LogitMap
 from lightrl.models.multimodal import (
     harmless_id,
+    idle_parameters,
     media_positions,
     merged_inputs,
+    misfits_named,
     no_token_inputs,
     sampled_placeholders,
     sharing_groups,
     true_embeddings,
 )
-from lightrl.models.placeholders import TOKEN_INPUT
+from lightrl.models.placeholders import TOKEN_INPUT, placeholder_ids
 from lightrl.models.spec import Layout
 
 __all__ = ["Backbone", "BackboneOutput"]
@@ -69,7 +71,7 @@ class Backbone:
     def __init__(self, model: Any, body: Any, layout: Layout) -> None:
         self.name, self.body, self.layout = type(model).__name__, body, layout
         self.explicit = layout != "auto"
-        self.config = model.config
+        self.config, self.sees = model.config, bool(placeholder_ids(model.config)) and hasattr(body, "get_decoder")
         self.num_layers = model.config.get_text_config().num_hidden_layers
         if layout != "padded":
             reason = unsupported_reason(model)
@@ -127,7 +129,7 @@ class Backbone:
         hidden = None if hidden is None else hidden.reshape(1, -1).index_select(1, plan.source)
         # transformers takes a 4-D mask as it is, so it builds none: the plan says who sees whom
         blank = torch.empty(1, 1, 1, 1, device=token_ids.device)
-        with true_embeddings(self.body, hidden, stream):
+        with misfits_named(self.body, token_ids, rows), true_embeddings(self.body, hidden, stream):
             out = self.body(
                 input_ids=stream if hidden is None else stream.masked_fill(hidden, harmless_id(self.config)),
                 position_ids=positions,
@@ -138,7 +140,7 @@ class Backbone:
             )
         if plan.num_calls != self.num_layers:
             raise LayoutError(f"{plan.num_calls} of its {self.num_layers} layers use the replaced attention")
-        return self._output(out, plan.read, plan.targets, plan.shape, None)
+        return self._output(out, plan.read, plan.targets, plan.shape, None, idle=self.sees and not rows)
 
     def _run_padded(
         self,
@@ -154,7 +156,7 @@ class Backbone:
             inputs |= merged_inputs(rows, range(len(rows)), shape, token_ids.device)
             own = media_positions(self.body, token_ids, rows)
             inputs |= {} if own is None else {"position_ids": own}
-        with true_embeddings(self.body, hidden, token_ids):
+        with misfits_named(self.body, token_ids, rows), true_embeddings(self.body, hidden, token_ids):
             out = self.body(
                 input_ids=token_ids if hidden is None else token_ids.masked_fill(hidden, harmless_id(self.config)),
                 attention_mask=attention_mask.long(),
@@ -169,10 +171,10 @@ class Backbone:
             wanted[:, :1] = False
             targets = wanted.reshape(-1).nonzero().squeeze(1)
             read = targets - 1
-        return self._output(out, read, targets, shape, attention_mask)
+        return self._output(out, read, targets, shape, attention_mask, idle=self.sees and not rows)
 
     def _output(
-        self, out: Any, read: Tensor, targets: Tensor, shape: tuple[int, int], mask: Tensor | None
+        self, out: Any, read: Tensor, targets: Tensor, shape: tuple[int, int], mask: Tensor | None, *, idle: bool
     ) -> BackboneOutput:
         hidden = out.last_hidden_state
         hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -180,6 +182,8 @@ class Backbone:
         if empty:
             read = targets = targets.new_zeros(1)
         hidden = hidden.index_select(0, read)
+        if idle:
+            hidden = hidden + idle_parameters(self.body)
         return BackboneOutput(hidden, targets, shape, empty, self._aux_loss(out, mask))
 
     def _aux_loss(self, out: Any, mask: Tensor | None) -> Tensor | None:

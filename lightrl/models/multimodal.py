@@ -20,8 +20,10 @@ from lightrl.models.placeholders import TOKEN_INPUT, placeholder_ids
 
 __all__ = [
     "harmless_id",
+    "idle_parameters",
     "media_positions",
     "merged_inputs",
+    "misfits_named",
     "no_token_inputs",
     "sampled_placeholders",
     "sharing_groups",
@@ -130,10 +132,57 @@ def _prompt_positions(function: Any, prompt: Tensor, row: dict[str, Any], number
     arguments = {name: x.to(prompt.device) for name, x in row.items() if name in names}
     try:
         positions = function(input_ids=prompt, **arguments)[0][:, 0]
-    except (RuntimeError, StopIteration, TypeError, IndexError) as error:
-        raise ValueError(f"row {number} of the batch: its images or videos do not fit its tokens ({error}).") from error
+    except (RuntimeError, StopIteration, TypeError, IndexError, AttributeError) as error:
+        raise _misfit(number, str(error)) from error
+    types = next((x[0] for name, x in row.items() if name.endswith(TOKEN_INPUT)), None)
+    if types is not None:
+        text = positions[:, types.to(positions.device) == 0]
+        if bool((text != text[:1]).any()):  # an image of another size stands where this one's placeholders are
+            raise _misfit(number, "placeholders of one and features of another are of different shapes")
     positions = _after_media(positions, row)
     return positions, int(positions.max()) + 1
+
+
+def _misfit(number: int, reason: str) -> ValueError:
+    return ValueError(
+        f"row {number} of the batch: its images, videos or sounds do not fit the placeholders among its tokens "
+        f"({reason}). Both must come from the same run of the model's processor."
+    )
+
+
+@contextmanager
+def misfits_named(body: Any, token_ids: Tensor, rows: Rows | None) -> Iterator[None]:
+    """Turns the model's own complaint about a whole batch into one that names the row."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        for i, row in enumerate(rows or ()):
+            if row and not _fits(body, token_ids[i : i + 1], row):
+                raise _misfit(i, str(error)) from error
+        raise
+
+
+@torch.no_grad()
+def _fits(body: Any, token_ids: Tensor, row: dict[str, Any]) -> bool:
+    inputs = merged_inputs([row], [0], (1, token_ids.shape[1]), token_ids.device)
+    try:
+        body(input_ids=token_ids, use_cache=False, **inputs)
+    except (ValueError, RuntimeError):
+        return False
+    return True
+
+
+def idle_parameters(body: Any) -> Tensor | float:
+    """0, with a graph over the trained parameters outside the language model, for a batch that shows nothing.
+
+    DDP waits for the gradient of every parameter on every rank, and only some ranks may have images. Sharded parameters
+    would have to be gathered for that, which this does not do.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized() and torch.is_grad_enabled()):
+        return 0.0
+    inside = {id(p) for p in body.get_decoder().parameters()}
+    idle = [p for p in body.parameters() if p.requires_grad and id(p) not in inside and type(p) is torch.nn.Parameter]
+    return sum((p.sum() * 0.0 for p in idle), 0.0)
 
 
 def _after_media(positions: Tensor, row: dict[str, Any]) -> Tensor:

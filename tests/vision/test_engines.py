@@ -1,0 +1,124 @@
+"""Engines see what the trainer sees: equal log-probs for text, images and videos; partial syncs; audio."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightrl.data.sampled import build_rollouts
+from lightrl.engines.base import EngineContext
+from lightrl.engines.transformers import TransformersEngine
+from lightrl.models.lora import named_hf_weights
+from lightrl.models.spec import LoraSpec
+from lightrl.types import Prompts, Rollouts, SamplingParams
+from tests.vision.conftest import mixed_rows, picture
+from tests.vision.models import FAMILIES, QWEN
+
+
+def sample(engine: Any, prompts: Prompts, copies: int = 3) -> Rollouts:
+    stream = engine.generate(
+        prompts, SamplingParams(max_new_tokens=10), num_completions=copies, seeds=list(range(len(prompts)))
+    )
+    groups = sorted(stream, key=lambda group: group.prompt_index)
+    return build_rollouts(prompts, groups, None, 0, 1.0)
+
+
+def gap(policy: Any, rollouts: Rollouts) -> float:
+    with torch.no_grad():
+        out = policy(
+            rollouts.token_ids, rollouts.attention_mask, rollouts.response_mask,
+            group_ids=rollouts.group_ids, inputs=rollouts.inputs,
+        )  # fmt: skip
+    return float((out.logprobs - rollouts.engine_logprobs).abs().max())
+
+
+def nudge(policy: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
+def compare(engine: Any, folder: Any) -> None:
+    """Mixed rows in order and shuffled, then another version of the weights of which only the trained are sent."""
+    engine.start(EngineContext(folder.path, max_prompt_tokens=128, max_new_tokens=12))
+    policy = folder.policy(freeze=["visual" if folder.family in QWEN else "*vision*"])
+    policy.lm.requires_grad_(True)
+    nudge(policy, 1)
+    engine.load_weights(named_hf_weights(policy), policy_version=0)
+    prompts = folder.prompts(mixed_rows(folder.family))
+    order = [3, 1, 0, 2, 4][-len(prompts) :] if len(prompts) == 5 else [3, 1, 0, 2]
+    assert gap(policy, sample(engine, prompts)) < 5e-5
+    assert gap(policy, sample(engine, prompts[order])) < 5e-5
+    for name, parameter in policy.lm.named_parameters():
+        parameter.requires_grad_("vis" not in name)
+    nudge(policy, 2)
+    sent = list(named_hf_weights(policy, trained_only=True))
+    assert 0 < len(sent) < len(list(policy.lm.parameters())) and not any("vis" in name for name, _ in sent)
+    engine.load_weights(iter(sent), policy_version=1, partial=True)
+    assert gap(policy, sample(engine, prompts)) < 5e-5 and engine.policy_version == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_transformers_engine_agrees(folder_of: Any, family: str) -> None:
+    engine = TransformersEngine()
+    compare(engine, folder_of(family))
+    engine.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", [*QWEN, "idefics3"])
+def test_vllm_agrees(folder_of: Any, family: str) -> None:
+    pytest.importorskip("vllm")
+    from lightrl.engines import VLLMEngine
+
+    folder, engine = folder_of(family), VLLMEngine(engine_args={"kv_cache_memory_bytes": 32 << 20})
+    try:
+        compare(engine, folder)
+        if family == "qwen2_vl":  # media of another row: vLLM's placeholders are not the trainer's
+            prompts = folder.prompts(mixed_rows(family))[[1, 2]]
+            prompts.media[0].images[:] = [picture(32, 32)]
+            prompts.media[0].key = "other"
+            with pytest.raises(ValueError, match=r"Prompt 0 \(data-set row 1\).*differ"):
+                sample(engine, prompts)
+    finally:
+        engine.close()
+
+
+def test_freezing_and_lora_on_parts(folder_of: Any) -> None:
+    folder = folder_of("qwen2_vl")
+    frozen = folder.policy(freeze=["visual", "*embed_tokens*"])
+    for name, parameter in frozen.lm.named_parameters():
+        assert parameter.requires_grad == ("visual" not in name and "embed_tokens" not in name)
+    with pytest.raises(ValueError, match="vision_tower"):
+        folder.policy(freeze=["vision_tower"])
+    lora = LoraSpec(r=2, target_modules=r".*language_model.*\.(q_proj|v_proj)")
+    policy = folder.policy(lora=lora)
+    trained = [name for name, parameter in policy.lm.named_parameters() if parameter.requires_grad]
+    assert trained and all("language_model" in name and "lora_" in name for name in trained)
+    names = [name for name, _ in named_hf_weights(policy, trained_only=True)]
+    assert len(names) == 4 and all(name.endswith(("q_proj.weight", "v_proj.weight")) for name in names)
+
+
+def sound(seed: int, samples: int = 4000) -> dict[str, Any]:
+    values = np.random.default_rng(seed).normal(size=samples).astype(np.float32)
+    return {"array": values, "sampling_rate": 16000}
+
+
+def test_audio_goes_the_same_way(folder_of: Any) -> None:
+    folder = folder_of("qwen2_audio")
+    rows = [{"prompt": "hello", "audio": None}, {"prompt": "say it?", "audio": sound(1)}]
+    rows += [{"prompt": "is <audio> like <audio>?", "audio": [sound(2), sound(3, 9000)]}]
+    prompts = folder.prompts(rows)
+    assert [len(m.audios) for m in prompts.media] == [0, 1, 2] and "input_features" in prompts.inputs[1]
+    engine = TransformersEngine()
+    engine.start(EngineContext(folder.path))
+    rollouts = sample(engine, prompts)
+    for layout in ("padded", "packed", "shared_prefix"):
+        assert gap(folder.policy(layout), rollouts) < 5e-5, layout
+    with pytest.raises(ValueError, match="row 0: .*8000 samples"):
+        folder.prompts([{"prompt": "a", "audio": {**sound(1), "sampling_rate": 8000}}])

@@ -1,0 +1,157 @@
+"""A batch that mixes text, images and video gives what each row gives alone, in every layout, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.models.multimodal import media_positions
+from tests.vision.conftest import Batch, completed, film, mixed_rows, picture
+from tests.vision.models import FAMILIES, QWEN
+
+LAYOUTS = ("padded", "packed", "shared_prefix")
+
+
+def mixed(folder: Any, copies: int = 3) -> Batch:
+    prompts = folder.prompts(mixed_rows(folder.family))
+    return completed(prompts, copies, next(iter(folder.processor.placeholders.values())))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_a_mixed_batch_are_as_alone_in_every_layout(folder_of: Any, family: str) -> None:
+    folder = folder_of(family)
+    batch, policies = mixed(folder), {layout: folder.policy(layout) for layout in LAYOUTS}
+    count = len(batch.token_ids)
+    shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.no_grad():
+        alone = [batch.pick([i]).run(policies["padded"]).logprobs[0] for i in range(count)]
+        assert min(float(row.min()) for row in alone) < -1
+        for layout, policy in policies.items():
+            for order in (list(range(count)), shuffled):
+                part = batch.pick(order)
+                out = part.run(policy).logprobs
+                for row, i in zip(out, order, strict=True):
+                    gap = (row[: len(alone[i])] - alone[i]).abs().max()
+                    assert gap < 1e-5, (layout, i, float(gap))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone_a_row_is_what_the_model_itself_computes(folder_of: Any, family: str) -> None:
+    folder = folder_of(family)
+    rows = mixed_rows(family)[:4] + ([{"prompt": "<video>", "videos": [film(4)]}] if family in QWEN else [])
+    prompts = folder.prompts([{"images": None, "videos": None} | row for row in rows])
+    policy = folder.policy("packed")
+    lm = folder.policy("padded").lm
+    generator = torch.Generator().manual_seed(0)
+    for tokens, inputs in zip(prompts.token_ids, prompts.inputs, strict=True):
+        new = torch.randint(3, 50, (6,), generator=generator).tolist()
+        ids = torch.tensor([tokens + new])
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        response = mask.clone()
+        response[:, : len(tokens)] = False
+        extra = dict(inputs)
+        if "mm_token_type_ids" in extra:
+            extra["mm_token_type_ids"] = torch.cat([extra["mm_token_type_ids"], torch.zeros(1, 6, dtype=torch.long)], 1)
+        with torch.no_grad():
+            ours = policy(ids, mask, response, inputs=[inputs]).logprobs[0, len(tokens) :]
+            theirs = lm(input_ids=ids, **extra).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        assert (ours - theirs[len(tokens) - 1 :]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_gradient_is_that_of_the_padded_layout_vision_tower_included(folder_of: Any, family: str) -> None:
+    folder = folder_of(family)
+    batch, gradients = mixed(folder), {}
+    for layout in LAYOUTS:
+        policy = folder.policy(layout)
+        out = batch.run(policy, entropy=True)
+        (out.logprobs.sum() + 0.1 * out.entropy.sum()).backward()
+        gradients[layout] = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
+    padded = gradients["padded"]
+    assert any("vis" in name and float(grad.abs().max()) > 1e-3 for name, grad in padded.items())
+    scale = max(float(grad.norm()) for grad in padded.values())
+    for layout in ("packed", "shared_prefix"):
+        assert gradients[layout].keys() == padded.keys()
+        for name, grad in padded.items():
+            gap = float((gradients[layout][name] - grad).norm())
+            # a key's bias has no effect on attention: its gradient is rounding alone
+            assert gap <= 1e-5 * max(float(grad.norm()), 1e-3 * scale), (layout, name, gap / float(grad.norm()))
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "idefics3"])
+def test_images_go_through_the_tower_once_per_group(folder_of: Any, family: str) -> None:
+    folder = folder_of(family)
+    batch, seen = mixed(folder, copies=4), dict[str, list[int]]()
+    for layout in LAYOUTS:
+        policy = folder.policy(layout)
+        tower = policy.lm.model.visual if family in QWEN else policy.lm.model.vision_model
+        forward, backward = [], []
+        first = next(m for m in tower.modules() if isinstance(m, torch.nn.Linear))
+        first.register_forward_hook(lambda m, i, o, to=forward: to.append(o.numel() // o.shape[-1]))
+        first.register_full_backward_hook(lambda m, i, o, to=backward: to.append(o[0].numel() // o[0].shape[-1]))
+        batch.run(policy).logprobs.sum().backward()
+        seen[layout] = [sum(forward), sum(backward)]
+    assert seen["shared_prefix"][0] * 4 == seen["padded"][0] and seen["shared_prefix"][1] * 4 == seen["padded"][1]
+    assert seen["packed"] == seen["padded"]
+
+
+def test_equal_tokens_with_different_images_share_nothing(folder_of: Any) -> None:
+    folder = folder_of("idefics3")
+    prompts = folder.prompts([{"prompt": "it?", "image": picture(16, 16, seed)} for seed in (1, 2)])
+    assert prompts.token_ids[0] == prompts.token_ids[1]
+    batch = completed(prompts, 2, 5)._replace(group_ids=torch.zeros(4, dtype=torch.long))
+    with torch.no_grad():
+        alone = folder.policy("padded")
+        expected = torch.cat([batch.pick([i]).run(alone).logprobs.sum(1) for i in range(4)])
+        shared = batch.run(folder.policy("shared_prefix")).logprobs.sum(1)
+    assert (shared - expected).abs().max() < 1e-4 and (expected[:2] - expected[2:]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", QWEN)
+def test_positions_are_the_models_own(folder_of: Any, family: str) -> None:
+    folder = folder_of(family)
+    body = folder.policy().lm.model
+    prompts = folder.prompts(mixed_rows(family)[1:3])
+    for tokens, inputs in zip(prompts.token_ids, prompts.inputs, strict=True):
+        ids = torch.tensor([tokens + [9] * 5])
+        types = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, 5))
+        own, _ = body.get_rope_index(ids, types, image_grid_thw=inputs["image_grid_thw"])
+        found = media_positions(body, ids, [inputs])
+        assert found is not None and torch.equal(found, own) and not torch.equal(own[1], own[2])
+
+
+def test_text_after_a_long_video_comes_after_it(folder_of: Any) -> None:
+    folder = folder_of("qwen2_5_vl")
+    prompts = folder.prompts([{"prompt": "<video>?", "videos": [film(12)]}])
+    found = media_positions(folder.policy().lm.model, torch.tensor(prompts.token_ids), prompts.inputs)
+    assert found is not None
+    types = prompts.inputs[0]["mm_token_type_ids"][0]
+    last = int((types == 2).nonzero().max())
+    assert int(found[:, 0, last + 1].min()) == int(found[:, 0, : last + 1].max()) + 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inputs_that_do_not_fit_are_refused_with_the_rows_number(folder_of: Any, layout: str) -> None:
+    folder = folder_of("qwen2_vl")
+    policy, batch = folder.policy(layout), mixed(folder, copies=1)
+
+    def refused(row: int, inputs: dict[str, Any]) -> None:
+        rows = [inputs if i == row else own for i, own in enumerate(batch.inputs)]
+        with pytest.raises(ValueError, match=f"row {row} of the batch"):
+            batch._replace(inputs=rows).run(policy)
+
+    two = batch.inputs[2]
+    first = int(two["image_grid_thw"][0].prod())
+    refused(2, {**two, "pixel_values": two["pixel_values"][first:], "image_grid_thw": two["image_grid_thw"][1:]})
+    refused(2, {**two, "image_grid_thw": two["image_grid_thw"].flip(0)})
+    refused(1, two)
+
+
+def test_too_few_features_of_a_row_are_refused_without_own_positions(folder_of: Any) -> None:
+    folder = folder_of("llava")
+    policy, batch = folder.policy(), mixed(folder, copies=1)
+    rows = [{"pixel_values": row["pixel_values"][:1]} if row else {} for row in batch.inputs]
+    with pytest.raises(ValueError, match="row 2 of the batch"):
+        batch._replace(inputs=rows).run(policy)

@@ -1,0 +1,207 @@
+"""Rows with media: every form, every place, caps, order, and what is refused with the row's number."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightrl.data.media import MediaError, MediaSource, decode
+from lightrl.data.places import shown
+from lightrl.data.prompts import PromptSource
+from tests.vision.conftest import film, mixed_rows, picture
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def source(**arguments: Any) -> MediaSource:
+    return MediaSource(rows=[{"prompt": ""}], **arguments)
+
+
+def test_every_form_of_an_image_is_the_same_picture(tmp_path: Path) -> None:
+    image = picture(9, 7)
+    image.save(tmp_path / "a b.png")
+    text, pixels = base64.b64encode(png(image)).decode(), np.asarray(image)
+    forms = [
+        image,
+        tmp_path / "a b.png",
+        str(tmp_path / "a b.png"),
+        "a b.png",
+        (tmp_path / "a b.png").as_uri(),
+        png(image),
+        text,
+        f"data:image/png;base64,{text}",
+        {"bytes": png(image), "path": None},
+        {"bytes": None, "path": "a b.png"},
+        pixels,
+        pixels.tolist(),
+        pixels.transpose(2, 0, 1),
+        pixels / 255.0,
+    ]
+    media = decode([("image", form) for form in forms], source(media_folder=str(tmp_path)))
+    assert all(i.mode == "RGB" and np.array_equal(np.asarray(i), pixels) for i in media.images)
+
+
+def test_transparency_is_white_and_originals_are_never_altered() -> None:
+    original = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
+    before = original.tobytes()
+    media = decode([("image", original), ("image", picture(100, 50))], source(max_pixels=1250))
+    assert media.images[0].getpixel((3, 3)) == (255, 255, 255)
+    assert media.images[1].size == (50, 25)
+    assert original.tobytes() == before and original.mode == "RGBA"
+
+
+def test_videos_from_frames_arrays_and_files_are_capped(tmp_path: Path) -> None:
+    frames = film(10)
+    pictures = [Image.fromarray(frame) for frame in frames]
+    pictures[0].save(tmp_path / "v.gif", save_all=True, append_images=pictures[1:], duration=500)
+    values = [frames, pictures, [png(p) for p in pictures], tmp_path / "v.gif"]
+    media = decode([("video", value) for value in values], source(max_frames=4, max_pixels=96))
+    assert [video.shape for video in media.videos] == [(4, 8, 12, 3)] * 4
+    assert media.video_times[0] == [0.0, 1.5, 3.0, 4.5] == media.video_times[3]
+    assert np.array_equal(media.videos[0], media.videos[1]) and np.array_equal(media.videos[0], media.videos[2])
+
+
+def test_a_video_file_is_read_with_opencv(tmp_path: Path) -> None:
+    cv2 = pytest.importorskip("cv2")
+    path = str(tmp_path / "v.avi")
+    writer = cv2.VideoWriter(path, cv2.VideoWriter_fourcc(*"MJPG"), 10.0, (32, 16))
+    for level in np.linspace(0, 250, 20):
+        writer.write(np.full((16, 32, 3), level, np.uint8))
+    writer.release()
+    media = decode([("video", path), ("video", Path(path).read_bytes())], source(frame_rate=2.0))
+    assert media.videos[0].shape == (4, 16, 32, 3) and np.array_equal(media.videos[0], media.videos[1])
+    assert media.videos[0].mean((1, 2, 3)).tolist() == pytest.approx([0, 79, 171, 250], abs=12)
+
+
+def test_places_are_blocks_marks_or_the_front() -> None:
+    columns = {"images": "image", "videos": "video"}
+
+    def places(prompt: Any, **row: Any) -> tuple[list[str], list[Any]]:
+        messages, found = shown(prompt, row, columns)
+        return [b.get("text", b["type"].upper()) for m in messages for b in m["content"]], [v for _, v in found]
+
+    assert places("which?", images=["a", "b"], videos=["v"]) == (["IMAGE", "IMAGE", "VIDEO", "which?"], ["a", "b", "v"])
+    assert places("is <image> in <video>?", images=["a"], videos=["v"])[0] == ["is ", "IMAGE", " in ", "VIDEO", "?"]
+    blocks = [{"type": "image", "image": "x", "text": None}, {"type": "text", "text": "or"}, {"type": "image"}]
+    assert places([{"role": "user", "content": blocks}], images=["a"]) == (["IMAGE", "or", "IMAGE"], ["x", "a"])
+    url = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,xx"}}]
+    assert places([{"role": "user", "content": url}])[1] == [{"url": "data:image/png;base64,xx"}]
+    assert shown("plain", {"images": None}, columns) == ("plain", [])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "message"),
+    [
+        ("<image> or <image>?", 1, "2 place"),
+        ("<image>?", 2, "1 place"),
+        ("<image>?", 0, "1 place"),
+        ("a<image>", None, "1"),
+    ],
+)
+def test_places_and_images_must_be_equally_many(folder_of: Any, prompt: str, images: int | None, message: str) -> None:
+    folder = folder_of("idefics3")
+    rows = [{"prompt": "fine", "images": []}]
+    rows += [{"prompt": prompt, "images": None if images is None else [picture(16, 16)] * images}]
+    with pytest.raises(MediaError, match=f"row 1: .*{message}"):
+        folder.prompts(rows)
+
+
+def test_placeholders_in_the_text_itself_are_refused(folder_of: Any) -> None:
+    folder = folder_of("qwen2_vl")
+    rows = [{"prompt": "a"}, {"prompt": "a<|image_pad|>"}]
+    with pytest.raises(MediaError, match="row 1: .*placeholder"):
+        folder.prompts(rows)
+    with pytest.raises(MediaError, match=r"row 0: .*2 placeholder\(s\).* 1 image"):
+        folder.prompts([{"prompt": "a<|image_pad|>", "image": picture(16, 16)}])
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "idefics3", "llava"])
+def test_prompts_hold_inputs_media_and_tokens_in_the_rows_order(folder_of: Any, family: str) -> None:
+    folder = folder_of(family)
+    prompts = folder.prompts(mixed_rows(family))
+    counts = [(len(m.images), len(m.videos)) for m in prompts.media]
+    assert counts == [(0, 0), (1, 0), (2, 0), (0, 0), (0, 1)][: len(counts)]
+    image = folder.processor.placeholders["image"]
+    for p, (tokens, media, inputs) in enumerate(zip(prompts.token_ids, prompts.media, prompts.inputs, strict=True)):
+        assert bool(inputs) == bool(media) == (p in (1, 2, 4))
+        if media.images:
+            assert media.token_ids.count(image) == len(media.images) < tokens.count(image)
+    if family == "qwen2_vl":
+        sizes = [int(grid.prod()) // 4 for grid in prompts.inputs[2]["image_grid_thw"]]
+        assert sizes == [4, 12] and prompts.token_ids[2].count(image) == 16
+
+
+def test_a_broken_file_stops_the_run_or_is_dropped_and_counted(folder_of: Any, tmp_path: Path) -> None:
+    folder = folder_of("idefics3")
+    whole = png(picture(40, 40))
+    (tmp_path / "broken.png").write_bytes(whole[: len(whole) // 2])
+    names = ["missing.png", picture(16, 16), "broken.png"]
+    rows = [{"prompt": "a", "image": None}, *({"prompt": "it?", "image": name} for name in names)]
+    common = {"rows": rows, "media_folder": str(tmp_path)}
+    for row, reason in ((1, "no file"), (3, "image 1")):
+        prompts = PromptSource(**common).load(folder.tokenizer, processor=folder.processor, shuffle=False)
+        with pytest.raises(MediaError, match=f"row {row}: .*{reason}"):
+            prompts.rows([row])
+    prompts = PromptSource(**common, on_media_error="drop").load(
+        folder.tokenizer, processor=folder.processor, shuffle=False
+    )
+    for _ in range(2):
+        assert prompts.batch(0, 4).indices == [0, 2, 2, 0] and prompts.counts["dropped"] == 2
+
+
+def test_over_long_prompts_are_never_cut_through_an_image(folder_of: Any) -> None:
+    folder = folder_of("qwen2_vl")
+    rows = [{"prompt": f"{'x' * 30}<image>it?", "images": [picture(32, 32)]}]
+    whole = folder.prompts(rows)
+    length, image = len(whole.token_ids[0]), folder.processor.placeholders["image"]
+    cut = folder.prompts(rows, max_prompt_tokens=length - 20, overlong="truncate_left")
+    assert cut.token_ids[0] == whole.token_ids[0][20:] and cut.token_ids[0].count(image) == 16
+    assert cut.inputs[0]["mm_token_type_ids"].shape == (1, length - 20)
+    with pytest.raises(MediaError, match="row 0: .*cannot be cut"):
+        folder.prompts(rows, max_prompt_tokens=20, overlong="truncate_left")
+    assert len(PromptSource(rows=[*rows, {"prompt": "a"}], max_prompt_tokens=30).load(
+        folder.tokenizer, processor=folder.processor)) == 1  # fmt: skip
+
+
+def test_a_text_model_ignores_media_columns_and_refuses_blocks(tokenizer: Any) -> None:
+    prompts = PromptSource(rows=[{"prompt": "1+1=", "image": picture(4, 4)}]).load(tokenizer).batch(0, 1)
+    assert prompts.inputs == [{}] and prompts.media == []
+    block = [{"role": "user", "content": [{"type": "image", "image": picture(4, 4)}]}]
+    with pytest.raises(MediaError, match="row 0: .*text only"):
+        PromptSource(rows=[{"prompt": block}]).load(tokenizer).batch(0, 1)
+
+
+def test_options_are_checked() -> None:
+    for argument, value in (
+        ("max_pixels", 0),
+        ("max_frames", -1),
+        ("on_media_error", "x"),
+        ("media_columns", {"a": "b"}),
+    ):
+        with pytest.raises(ValueError, match=argument):
+            PromptSource(rows=[{"prompt": ""}], **{argument: value})
+
+
+def test_inputs_stay_on_the_host_and_are_shared_by_a_group(folder_of: Any) -> None:
+    from lightrl.data.sampled import build_rollouts
+    from lightrl.types import Completion, CompletionGroup
+
+    prompts = folder_of("idefics3").prompts([{"prompt": "it?", "image": picture(16, 16)}])
+    group = CompletionGroup(0, [Completion([5], [-1.0], "a", "stop") for _ in range(3)], 0)
+    rollouts = build_rollouts(prompts, [group], None, 0, 1.0).to("meta")
+    assert rollouts.token_ids.device.type == "meta"
+    assert all(row is prompts.inputs[0] for row in rollouts.inputs) and all(
+        m is prompts.media[0] for m in rollouts.media
+    )
+    assert isinstance(rollouts.select(torch.tensor([2])).inputs[0]["pixel_values"], torch.Tensor)
