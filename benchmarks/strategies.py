@@ -1,6 +1,6 @@
 """PPO under each strategy: time, peak memory and weight sync, two processes against one.
 
-    python benchmarks/strategies.py [--strategies one ddp fsdp2 zero1 zero2 zero3] [--rounds 4] [--quick] [--out FILE]
+    python benchmarks/strategies.py [--strategies one ddp fsdp2 zero1 zero2 zero3] [--rounds 3] [--quick] [--out FILE]
 
 Every run trains actor and critic with a frozen reference on the same rollouts (the batch is shared by the processes),
 samples with `TransformersEngine`, and checks the engine's log-probs after each sync. Times are medians over the
@@ -93,8 +93,8 @@ def work(name: str, model: str, rounds: int, out: Path) -> None:
     watch, sync = Watch(), WeightSync()
     rows = [{"prompt": f"{a:02d}+{b:02d}="} for a in range(16) for b in range(16)]
     data = RolloutDataModule(
-        PromptSource(rows=rows), [even_digits], TransformersEngine(), SamplingParams(max_new_tokens=16),
-        group_size=4, prompts_per_rollout=16, rollouts_per_epoch=rounds + 1,
+        PromptSource(rows=rows), [even_digits], TransformersEngine(), SamplingParams(max_new_tokens=8),
+        group_size=2, prompts_per_rollout=8, rollouts_per_epoch=rounds + 1,
     )  # fmt: skip
     trainer = Trainer(
         devices=1 if name == "one" else 2, strategy=strategy(name), callbacks=[sync, watch], max_epochs=1,
@@ -123,7 +123,7 @@ def main() -> None:
     """Parses the command line, measures, prints one table and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
-    parser.add_argument("--rounds", type=int, default=4, help="timed rollouts per strategy")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rollouts per strategy")
     parser.add_argument("--quick", action="store_true", help="a model of 0.1 M parameters: does it run?")
     parser.add_argument("--out", type=Path, help="where to write the table as JSON")
     parser.add_argument("--work", nargs=4, metavar=("NAME", "MODEL", "ROUNDS", "FOLDER"), help=argparse.SUPPRESS)

@@ -49,6 +49,8 @@ def export(checkpoint: str = "", output: str = "", what: What = "model", model: 
     if target.is_dir() if what == "checkpoint" else target.is_file():
         kind = "a file" if what == "checkpoint" else "a folder"
         raise ValueError(f"output={output!r} exists and is not {kind}, which what={what} writes: give another path.")
+    if target.resolve() == Path(checkpoint).resolve():
+        raise ValueError(f"output={output!r} is the checkpoint itself: give another path.")
     loaded = read_checkpoint(checkpoint)
     if what == "checkpoint":
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -132,6 +132,8 @@ def test_refuses_what_the_checkpoint_does_not_hold(lora: Path, model: str, tmp_p
         export(plain, out, model=wide)
     with pytest.raises(ValueError, match="not a folder"):
         export(plain, plain)
+    with pytest.raises(ValueError, match="the checkpoint itself"):
+        export(plain, plain, "checkpoint")
     with pytest.raises(ValueError, match="--checkpoint"):
         export()
     with pytest.raises(SystemExit):
