@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -196,7 +197,9 @@ def _main(args: Sequence[str] | None) -> None:
     if arguments[0] in COMMANDS:
         from jsonargparse import auto_cli
 
-        auto_cli(COMMANDS[arguments[0]](), args=arguments[1:], as_positional=True, prog=f"lightrl {arguments[0]}")
+        # Options may be written with dashes, too.
+        options = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), a) for a in arguments[1:]]
+        auto_cli(COMMANDS[arguments[0]](), args=options, as_positional=True, prog=f"lightrl {arguments[0]}")
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         end_with_parent()

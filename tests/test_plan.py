@@ -208,8 +208,11 @@ def test_command_prints_a_table_and_a_recommendation(big: str, capsys: pytest.Ca
     out = capsys.readouterr().out
     assert "8 x 80 GiB, 1.54 B parameters" in out and "zero3_offload" in out and "KV cache" in out
     assert "Take ddp" in out
-    main(["plan", "--model", big, "--gpu_memory", "48", "--engine", "elsewhere"])
+    main(["plan", f"--model={big}/config.json", "--gpu-memory=48", "--engine", "elsewhere"])
     assert "Take fsdp2" in capsys.readouterr().out
+    main(["plan", "--model", big, "--strategy", "deepspeed_zero3"])
+    out = capsys.readouterr().out
+    assert "Take zero3" in out and "ddp" not in out
     main(["plan", "--model", big, "--gpu_memory", "8", "--strategy", "fsdp2", "--algorithm", "grpo"])
     out = capsys.readouterr().out
     assert "Nothing fits. Try" in out and "--lora 32" in out and "zero3" not in out

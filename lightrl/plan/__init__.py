@@ -43,11 +43,12 @@ def plan(
     optimizer are exact to rounding, activations are those of one forward of a block on fake tensors.
 
     Args:
-        model: folder with a config.json, or a hub name.
+        model: folder with a config.json, that file, or a hub name.
         gpus: number of GPUs, over all machines.
         gpu_memory: GiB of each.
         algorithm: ppo trains a critic of the actor's size; grpo, and its siblings, have none.
-        strategy: one of ddp, fsdp2, zero1, zero2, zero3, zero2_offload, zero3_offload; or all.
+        strategy: one of ddp, fsdp2, zero1, zero2, zero3, zero2_offload, zero3_offload (or with deepspeed_ before it),
+            or all.
         precision: `trainer.precision`: bf16-mixed (float32 weights), bf16-true or 32-true.
         lora: rank of an adapter on all linear layers of actor and critic; 0 trains the weights.
         reward_model: folder or hub name of a reward model inside the run (its size counts); none with reward functions.
@@ -64,6 +65,7 @@ def plan(
     """
     if model is None:
         raise ValueError("plan: give --model, a folder with a config.json or a hub name.")
+    strategy = strategy.removeprefix("deepspeed_")
     chosen = STRATEGIES if strategy == "all" else (strategy,)
     if strategy != "all" and strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: must be all or one of {', '.join(STRATEGIES)}.")

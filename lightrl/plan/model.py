@@ -59,7 +59,7 @@ def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
     """Reads a configuration and measures the model that it describes, without memory for its weights.
 
     Args:
-        path: folder with a config.json, or a hub name.
+        path: folder with a config.json, that file, or a hub name.
         compute: what matrix products run in: float32, or bfloat16 under autocast or with bfloat16 weights.
 
     Raises:
@@ -67,6 +67,7 @@ def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    path = path.removesuffix("config.json") or "."
     require_model_folder(path)
     config: Any = AutoConfig.from_pretrained(path)
     with torch.device("meta"):

@@ -6,17 +6,34 @@ Weights really come from the folder, log-probs from the model, random numbers fr
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request, Response
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def serve(app: FastAPI) -> tuple[str, Callable[[], None]]:
+    """Runs `app` in a thread; its address, and what ends it."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+
+    def stop() -> None:
+        server.should_exit = server.force_exit = True
+        thread.join(5)
+
+    return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", stop
 
 
 class SGLangServer:
@@ -28,7 +45,8 @@ class SGLangServer:
         self.faults: list[int] = []  # statuses that the next /generate calls answer
         self.delay = 0.0
         self.requests: list[dict[str, Any]] = []
-        self.stop_after_load = False
+        self.hung = False  # takes connections and answers nothing
+        self.key: str | None = None
         app = FastAPI()
         app.middleware("http")(self.count)
         for path in ("/health", "/get_model_info", "/v1/models"):
@@ -37,22 +55,18 @@ class SGLangServer:
             app.post(path)(getattr(self, path.strip("/")))
         for path in ("/pause_generation", "/continue_generation"):
             app.post(path)(getattr(self, path.strip("/")))
-        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.app = app
 
     def start(self) -> str:
-        self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
-        port = self.server.servers[0].sockets[0].getsockname()[1]
-        return f"http://127.0.0.1:{port}"
-
-    def stop(self) -> None:
-        self.server.should_exit = self.server.force_exit = True
-        self.thread.join(5)
+        url, self.stop = serve(self.app)
+        return url
 
     async def count(self, request: Request, call_next: Any) -> Any:
         self.calls[request.url.path] += 1
+        while self.hung:
+            await asyncio.sleep(0.05)
+        if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
+            return Response("no key", 200 if request.url.path == "/health" else 401)
         return await call_next(request)
 
     def health(self) -> None:
