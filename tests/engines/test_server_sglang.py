@@ -16,11 +16,17 @@ import torch
 
 pytest.importorskip("uvicorn")
 
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+
+from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, EngineDiedError, ServerEngine, StaleWeightsError
 from lightrl.engines.base import GenerationCancelledError
+from lightrl.modules import GRPOLightningModule
 from lightrl.types import Prompts, SamplingParams
 from tests.engines.conftest import build_model, change, load, reference_logprobs
-from tests.engines.sglang_server import SGLangServer
+from tests.engines.sglang_server import SGLangServer, serve
+from tests.toys import quiet_trainer, sums_data
 
 PROMPTS = Prompts(token_ids=[[3, 4, 5], [6, 7], [8, 9, 10, 11], [12, 13, 14]], texts=["", "", "", ""])
 SAMPLING = SamplingParams(max_new_tokens=6, temperature=0.7)
@@ -140,6 +146,72 @@ def test_a_dead_server_is_left_out_and_all_dead_end_the_run(start: Start, tied_f
     assert engine.policy_version == -1
 
 
+def test_a_server_that_hangs_is_left_out(start: Start, tied_folder: Path) -> None:
+    engine, servers = start()
+    push(engine, tied_folder)
+    first = sample(engine)
+    for server in servers:
+        server.delay = 0.2
+    stream = engine.generate(PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4])
+    groups: list[Any] = []
+    reader = threading.Thread(target=lambda: groups.extend(stream))
+    reader.start()
+    servers[0].hung = True
+    reader.join(20)
+    assert {g.prompt_index: [c.token_ids for c in g.completions] for g in groups} == first
+    before = time.monotonic()
+    assert sample(engine) == first and time.monotonic() - before < 3
+    servers[0].hung = False
+    push(engine, tied_folder)  # it is back
+    asked = len(servers[0].requests)
+    assert sample(engine) == first and len(servers[0].requests) > asked
+
+
+def test_a_key_is_sent(start: Start, tied_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, servers = start(1)
+    servers[0].key = "secret"
+    engine.close()
+    here = EngineContext(str(tied_folder), max_new_tokens=6)
+    with pytest.raises(ValueError, match=r"http://.*answered 401: no key. Set LIGHTRL_SERVER_API_KEY"):
+        engine.start(here)
+    monkeypatch.setenv("LIGHTRL_SERVER_API_KEY", "secret")
+    engine.start(here)
+    engine.close()
+    monkeypatch.delenv("LIGHTRL_SERVER_API_KEY")
+    given = ServerEngine(engine.urls, kind="sglang", shared_folder=str(tmp_path), api_key="secret")
+    given.check(here)
+    given.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend", "arguments", "message"),
+    [
+        (None, None, {}, "is not in development mode.*VLLM_SERVER_DEV_MODE=1"),
+        ("raw_logprobs", None, {}, "logprobs_mode=raw_logprobs.*--logprobs-mode processed_logprobs"),
+        ("processed_logprobs", None, {"weights": "transfer"}, '--weight-transfer-config \'{"backend": "nccl"}\''),
+        ("processed_logprobs", None, {}, "--worker-extension-cls lightrl.engines.server_worker.ServerWorker"),
+    ],
+)
+def test_what_a_vllm_server_lacks_is_said(
+    mode: str | None, backend: str | None, arguments: dict[str, Any], message: str, tied_folder: Path, tmp_path: Path
+) -> None:
+    """A server with vLLM's answers where something is missing; what it has is tested on real ones."""
+    app = FastAPI()
+    app.get("/health")(lambda: None)
+    app.get("/v1/models")(lambda: {"data": [{"id": "m", "max_model_len": 64}]})
+    if mode is not None:
+        config = {"model_config": {"logprobs_mode": mode, "dtype": "torch.float32"}, "weight_transfer_config": backend}
+        app.get("/server_info")(lambda: {"vllm_config": config})
+        error = "Worker failed with error ''Worker' object has no attribute 'lightrl_facts''"
+        app.post("/collective_rpc")(lambda: JSONResponse({"error": {"message": error}}, 500))
+    url, stop = serve(app)
+    try:
+        with pytest.raises(ValueError, match=f"{url}.*{message}"):
+            ServerEngine([url], shared_folder=str(tmp_path), **arguments).check(EngineContext(str(tied_folder)))
+    finally:
+        stop()
+
+
 def test_an_error_is_tried_again_and_a_refusal_is_the_users(start: Start, tied_folder: Path) -> None:
     engine, servers = start(retries=2)
     push(engine, tied_folder)
@@ -222,6 +294,22 @@ def test_weights_that_do_not_fit_are_refused(start: Start, tied_folder: Path, tm
     assert engine.policy_version == -1 and list((tmp_path / "weights").iterdir()) == []
     with pytest.raises(StaleWeightsError):
         sample(engine)
+
+
+@pytest.mark.parametrize("overlap", [{}, {"staleness": 1}, {"streaming": True}], ids=str)
+def test_a_run_learns_from_servers(overlap: dict[str, Any], start: Start, tied_folder: Path, tmp_path: Path) -> None:
+    """Strictly on-policy, one rollout ahead, and while groups come in."""
+    engine, servers = start()
+    engine.close()  # a run starts it itself
+    canary = WeightSync()
+    module = GRPOLightningModule(str(tied_folder), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+    quiet_trainer(callbacks=[canary]).fit(module, sums_data(engine=engine, **overlap))
+    assert module.policy_version == 4 and not engine.started
+    assert canary.last_gap is not None and canary.last_gap < 5e-5
+    for server in servers:  # the second rollout ahead is of the first policy
+        assert server.calls["/update_weights_from_disk"] == 4 - overlap.get("staleness", 0)
+    groups = [r for server in servers for r in server.requests if isinstance(r["input_ids"][0], list)]
+    assert len(groups) == 4 * 8 and list((tmp_path / "weights").iterdir()) == []
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
