@@ -77,9 +77,8 @@ def test_exports_give_the_same_logprobs_in_vllm(lora: Path, tmp_path: Path) -> N
 def test_exports_sft_and_reward_models(model: str, tmp_path: Path) -> None:
     rows = [{"prompt": f"{a:02d}+01=", "completion": str(a + 1)} for a in range(8)]
     trainer = quiet_trainer(callbacks=[])
-    trainer.fit(
-        SFTLightningModule(ModelSpec(model, lora=LoraSpec(r=2)), optimizer=sgd), SFTDataModule(SFTSource(rows=rows))
-    )
+    tuned = SFTLightningModule(ModelSpec(model, lora=LoraSpec(r=2)), optimizer=sgd)
+    trainer.fit(tuned, SFTDataModule(SFTSource(rows=rows), batch_size=4))
     trainer.save_checkpoint(tmp_path / "sft.ckpt")
     export(str(tmp_path / "sft.ckpt"), str(tmp_path / "sft"))
     assert (logprobs(tmp_path / "sft") - logprobs(Path(model))).abs().max() > 1e-3
