@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -169,3 +170,15 @@ def test_help_explains_every_argument(
     aggregation = PAPERS[name][2]
     assert f"default: {{'class_path': 'lightrl.modules.{type(aggregation).__name__}'" in text
     assert f"default: {PAPERS[name][4]})" in text
+
+
+def test_the_committed_curves_reach_the_goal_and_are_those_of_the_page() -> None:
+    root = CONFIGS.parents[1]
+    rows = json.loads((root / "benchmarks" / "results" / "algorithms.json").read_text())["rows"]
+    page = (root / "docs" / "algorithms.md").read_text()
+    assert {row["algorithm"] for row in rows} <= {file.stem for file in CONFIGS.glob("*.yaml")}
+    for row in rows:
+        assert row["start"] <= 0.65 and row["final"] >= 0.85 and row["seconds_to_goal"] <= 180, row["algorithm"]
+        numbers = " | ".join(f"{row[key]:.3f}" for key in ("start", "final", "best"))
+        assert f"| {numbers} | {row['rollouts']} | {row['seconds_to_goal']:.0f} |" in page
+    assert len({row["start"] for row in rows}) == 1, "all from the same warm start"
