@@ -20,7 +20,7 @@ from transformers import GenerationConfig, Qwen2Tokenizer, Qwen2VLConfig
 from examples.vlm.task import SIZE, make_row
 
 SPECIAL = (
-    *("<pad>", "<eos>", "<|im_start|>", "<|im_end|>"),
+    *("<pad>", "<|im_end|>", "<|im_start|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
 )
 VOCABULARY = 192
@@ -52,7 +52,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
         vocab={token: i for i, token in enumerate(order)},
         merges=[tuple(pair) for pair in learnt["merges"]],
         pad_token="<pad>",
-        eos_token="<eos>",
+        eos_token="<|im_end|>",
         unk_token="<pad>",
         additional_special_tokens=list(SPECIAL[2:]),
         model_max_length=256,

@@ -16,6 +16,10 @@ while [ $# -gt 0 ]; do
     esac
 done
 
+if ! "$python" -c "import torchvision" 2>/dev/null; then
+    echo "Qwen2-VL's processor needs torchvision, which cannot be imported here: see scripts/setup.sh." >&2 && exit 1
+fi
+
 lightrl() { "$python" -c "from lightrl.cli import main; main()" "$@"; }
 
 started=$SECONDS

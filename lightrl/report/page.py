@@ -51,7 +51,7 @@ tr:last-child td{border-bottom:0}
 th{font-size:.82rem;color:var(--soft);font-weight:600}
 .sample{margin-bottom:14px}.pair{display:grid;gap:12px;grid-template-columns:repeat(auto-fit,minmax(min(100%,320px),1fr))}
 .label{display:flex;justify-content:space-between;gap:8px;font-size:.82rem;color:var(--soft);margin:8px 0 3px}
-.thumbnail{display:block;max-width:100%;height:auto;margin:0 0 8px;image-rendering:auto}
+.thumbnail{display:block;max-width:100%;min-height:96px;margin:0 0 8px;border:1px solid var(--line);border-radius:4px}
 .up{color:var(--good);font-weight:600}pre{margin:0;padding:8px 10px;background:var(--code);border-radius:6px;
 white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.45 ui-monospace,monospace;max-height:16em;overflow:auto}
 """
