@@ -373,6 +373,25 @@ def test_groups_stream_out(engines: dict[str, TransformersEngine], monkeypatch: 
         assert sorted(prefilled) == sorted(PROMPTS)  # each once, not once per completion
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_short_prompts_are_copied(
+    engines: dict[str, TransformersEngine], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of a prompt and one shared prompt give the same samples, also when prompts wait for room."""
+    prompts = [[5, 6, 7], [8, 9, 10], [11, 12, 13], [5, 6, 8]]
+    sampling = SamplingParams(max_new_tokens=80)
+    for room in (256, 5):
+        monkeypatch.setattr(engines[kind], "max_sequences", room)
+        results = []
+        for longest in (32, 0):
+            monkeypatch.setattr("lightrl.engines.transformers.SHORT_PROMPT", longest)
+            results.append(run(engines[kind], prompts, sampling))
+        for one, other in zip(*results, strict=True):
+            for a, b in zip(one.completions, other.completions, strict=True):
+                assert a.token_ids == b.token_ids
+                torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-4, rtol=0)
+
+
 def test_global_generators_are_untouched(folders: dict[str, str]) -> None:
     torch.manual_seed(1)
     before = torch.random.get_rng_state()

@@ -52,6 +52,16 @@ def test_packed_families(name: str, batch: Batch) -> None:
     out = policy(*batch[:3], group_ids=batch.group_ids, temperature=0.7, entropy=True)
     torch.testing.assert_close(out.logprobs, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(out.entropy, entropy, atol=1e-5, rtol=1e-5)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5))
+    plain, packed = (
+        torch.autograd.grad((x * weights).sum(), list(lm.parameters()), allow_unused=True)
+        for x in (expected, out.logprobs)
+    )
+    for (parameter, _), a, b in zip(lm.named_parameters(), plain, packed, strict=True):
+        if a is None or b is None:  # an expert that no token chose
+            assert a is None and b is None, parameter
+        else:
+            assert (a - b).norm() <= 1e-5 * a.norm() + 1e-7, parameter
 
 
 @pytest.mark.parametrize("name", PADDED)
