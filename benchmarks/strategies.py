@@ -135,7 +135,10 @@ def main() -> None:
     size = "quick" if arguments.quick else "25M"
     with tempfile.TemporaryDirectory() as model:
         build(model, size)
-        rows = [measure(name, model, arguments.rounds) for name in arguments.strategies]
+        rows = []
+        for name in arguments.strategies:
+            rows.append(measure(name, model, arguments.rounds))
+            print(rows[-1], file=sys.stderr, flush=True)
     widths = {key: max(len(key), *(len(str(row[key])) for row in rows)) for key in rows[0]}
     for line in [{key: key for key in rows[0]}, *rows]:
         print("  ".join(str(line[key]).rjust(width) for key, width in widths.items()))

@@ -151,19 +151,22 @@ class ZeROStrategy(DeepSpeedStrategy):
             if name in state:
                 names[parameter] = name
                 _write(parameter, state[name])
-        if not module.trainer.training:
-            return
+        complete = all(p in names for p in module.parameters() if p.requires_grad)  # else the module refuses it
+        if module.trainer.training and complete:
+            self._load_optimizer(checkpoint["optimizer_states"][0], state, names)
+
+    def _load_optimizer(self, states: dict[str, Any], weights: Mapping[str, Tensor], names: Mapping[Any, str]) -> None:
+        """Fills the flat float32 vectors of weights and optimizer states (which may not exist before a step)."""
         zero: Any = self.deepspeed_engine.optimizer
         groups = zero.fp16_groups if self.zero_stage_3 else zero.bit16_groups
         flats = zero.fp32_partitioned_groups_flat if self.zero_stage_3 else zero.single_partition_of_fp32_groups
-        states = checkpoint["optimizer_states"][0]
         saved = iter([states["state"][number] for group in states["param_groups"] for number in group["params"]])
         for group, flat in zip(groups, flats, strict=True):
             own: dict[str, Any] = {}
             zero.optimizer.state[flat] = own
             for parameter in group:
                 part = self._part(parameter)
-                part(state[names[parameter]], flat.detach())
+                part(weights[names[parameter]], flat.detach())
                 for key, value in next(saved).items():
                     if isinstance(value, Tensor) and value.dim():
                         part(value, own.setdefault(key, torch.zeros_like(flat)))
