@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -107,7 +108,11 @@ class SFTSource(MediaSource):
             raise ValueError(f"{self.label}: no row fits max_tokens={self.max_tokens}.")
         if processor is None:
             return SFTRows(kept)
-        return SFTRows(kept, [lambda i=i: self._encode(tokenizer, i, data[i], processor)[2] for i in numbers])
+
+        def inputs(i: int) -> dict[str, Any]:
+            return self._encode(tokenizer, i, data[i], processor)[2]
+
+        return SFTRows(kept, [partial(inputs, i) for i in numbers])
 
     def prompt_and_answer(self, row: Mapping[str, Any]) -> tuple[Any, str]:
         """Prompt and completion text of a row."""
