@@ -39,7 +39,7 @@ from lightrl.types import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "configs" / "quickstart" / "model"
-SIZES = {"quick": (64, 96, 2), "25M": (512, 1536, 8)}
+SIZES = {"quick": (64, 96, 2), "7M": (320, 960, 6)}
 STRATEGIES = ["one", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 
 
@@ -132,7 +132,7 @@ def main() -> None:
         name, model, rounds, folder = arguments.work
         work(name, model, int(rounds), Path(folder))
         return
-    size = "quick" if arguments.quick else "25M"
+    size = "quick" if arguments.quick else "7M"
     with tempfile.TemporaryDirectory() as model:
         build(model, size)
         rows = []
