@@ -5,10 +5,8 @@ Letters: P prompts, G completions per prompt, B = P * G sequences, T tokens.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -16,27 +14,23 @@ import torch
 from jsonargparse import lazy_instance
 from lightning.pytorch import LightningDataModule
 
-from lightrl.data.ahead import Ahead, may_restart
+from lightrl.data.ahead import Ahead
 from lightrl.data.checks import check_arguments, check_module
+from lightrl.data.generation import engine_context, ready_engine, sample_groups
 from lightrl.data.loaders import EvalLoader, RolloutLoader
 from lightrl.data.processing import load_processor
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource
 from lightrl.data.sampled import Draft, Sampled, build_rollouts, gather_numbers, refill, request_seed
 from lightrl.data.sft import SFTLoader, SFTSource
-from lightrl.data.streamed import GroupStream, StreamedRollouts
+from lightrl.data.streamed import StreamedRollouts, stream_rollout
 from lightrl.data.templates import load_tokenizer
-from lightrl.engines.base import Engine, EngineContext, EngineRestartedError, StaleWeightsError
+from lightrl.engines.base import Engine
 from lightrl.engines.vllm import VLLMEngine
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer, Scores
 from lightrl.types import CompletionGroup, Prompts, Rollouts, SamplingParams, SupervisedBatch, realized, run_seed
 
 __all__ = ["EvalLoader", "RolloutDataModule", "RolloutLoader"]
-
-log = logging.getLogger(__name__)
-
-PRECISION_TO_DTYPE = {"bf16": "bfloat16", "16": "float16", "32": "float32", "64": "float32", "transformer": "bfloat16"}
-
 
 LEAVE_SECONDS = 5.0
 """How long the end of a run waits for a background thread to leave the engine."""
@@ -45,8 +39,9 @@ LEAVE_SECONDS = 5.0
 class RolloutDataModule(LightningDataModule):
     """Samples completions with the current policy, scores them, and hands Lightning one `Rollouts` per batch.
 
-    Strictly on-policy: each rollout is generated when the training loop asks for it, after the weights of the last
-    update have been pushed; the engine is asked for its `policy_version` and a mismatch raises.
+    Strictly on-policy unless `staleness` says otherwise: each rollout is generated when the training loop asks for it,
+    after the weights of the last update have been pushed; the engine is asked for its `policy_version` and a mismatch
+    raises.
 
     Args:
         prompts: where training prompts come from.
@@ -192,7 +187,7 @@ class RolloutDataModule(LightningDataModule):
                 rows, self.ptx_batch_size, pad, seed=self.seed, rank=self.rank, world_size=self.world_size
             )
         if not self.engine.started:
-            self.engine.check(self._engine_context())
+            self.engine.check(engine_context(self))
 
     def train_dataloader(self) -> RolloutLoader:
         """One epoch of rollouts."""
@@ -256,11 +251,11 @@ class RolloutDataModule(LightningDataModule):
             left: rollouts that will be asked for after this one; no more are sampled ahead.
         """
         if self.streaming:
-            return self._streamed_rollout()
+            return stream_rollout(self)
         if self.staleness:
-            draft = self._ahead_of_time().next(self.prompt_cursor, left)
+            draft = self._sampler_ahead().next(self.prompt_cursor, left)
         else:
-            sync = self._ready_engine()
+            sync = ready_engine(self)
             draft = self._draft(self.prompt_cursor, gather_numbers, recover=True)
             draft.metrics["time/sync"] = sync
         rollouts = self._assemble(draft.sampled, self.sampling)
@@ -290,7 +285,8 @@ class RolloutDataModule(LightningDataModule):
         counts = self._sets["prompts"].counts
         return {f"rollout/prompts_{name}": float(number) for name, number in counts.items()}
 
-    def _ahead_of_time(self) -> Ahead:
+    def _sampler_ahead(self) -> Ahead:
+        """What samples ahead for this data module; made when first asked for. Collective then."""
         if self._ahead is None:
             if self.world_size > 1 and self.max_refills:  # the thread's collectives must not meet the trainer's
                 self._side_group = torch.distributed.new_group(backend="gloo")
@@ -299,33 +295,11 @@ class RolloutDataModule(LightningDataModule):
             self._ahead = Ahead(
                 self.staleness,
                 lambda cursor: self._draft(cursor, gather, recover=False),
-                self._ready_engine,
+                partial(ready_engine, self),
                 lambda: int(module.policy_version),
                 self.world_size,
             )
         return self._ahead
-
-    def _streamed_rollout(self) -> Rollouts:
-        """The next rollout with the current policy, its groups as they finish."""
-        first, count = self.prompt_cursor, self.prompts_per_rollout
-        sync = self._ready_engine()
-        own = self._sets["prompts"].batch(first, count, rank=self.rank, world_size=self.world_size)
-        seeds = self._seeds(own, first)
-
-        def assemble(sampled: Sampled, is_whole: bool) -> Rollouts:
-            rollouts = self._assemble(sampled, self.sampling)
-            rollouts.metrics |= {"time/sync": sync, **self._prompt_counts()} if is_whole else {}
-            return rollouts
-
-        stream = GroupStream(
-            own,
-            lambda rows: self._some_groups(own, rows, self.sampling, self.group_size, seeds),
-            lambda group: self._submit(own, group),
-            self._recover,
-        )
-        self._stream = StreamedRollouts(stream, self.group_size, assemble, self.sampling.temperature)
-        self.prompt_cursor = first + count
-        return self._stream
 
     def drain(self) -> None:
         """Waits until nothing is sampled in the background any more, so that others may use the engine."""
@@ -345,7 +319,7 @@ class RolloutDataModule(LightningDataModule):
             cursor: number of prompts before this rollout, in the same stream; part of the random seeds.
         """
         self.drain()
-        sync = self._ready_engine()
+        sync = ready_engine(self)
         seeds = self._seeds(prompts, cursor, stream)
         rollouts = self._assemble(self.sample(prompts, sampling, group_size, seeds), sampling)
         rollouts.metrics["time/sync"] = sync
@@ -367,7 +341,7 @@ class RolloutDataModule(LightningDataModule):
         start = time.perf_counter()
         groups: dict[int, CompletionGroup] = {}
         handles: dict[int, Any] = {}
-        for group in self._groups(prompts, sampling, group_size, seeds, recover):
+        for group in sample_groups(self, prompts, sampling, group_size, seeds, recover):
             groups[group.prompt_index] = group
             handles[group.prompt_index] = self._submit(prompts, group)
         generated = time.perf_counter()
@@ -395,40 +369,6 @@ class RolloutDataModule(LightningDataModule):
             self.engine.sleep()  # its memory is the trainer's until the next rollout, for engines that are told so
         return rollouts
 
-    def _groups(
-        self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int], recover: bool
-    ) -> Iterator[CompletionGroup]:
-        """All groups as they finish. An engine that restarted gets the weights again and the lost prompts anew.
-
-        Seeds belong to prompts, so what is sampled again is what would have been sampled.
-        """
-        pending, restarts = list(range(len(prompts))), 0
-        while pending:
-            try:
-                for group in self._some_groups(prompts, list(pending), sampling, group_size, seeds):
-                    pending.remove(group.prompt_index)
-                    yield group
-            except EngineRestartedError as error:
-                if not recover:
-                    raise
-                restarts = self._recover(error, restarts, len(pending))
-
-    def _some_groups(
-        self, prompts: Prompts, rows: list[int], sampling: SamplingParams, group_size: int, seeds: list[int]
-    ) -> Iterator[CompletionGroup]:
-        """The groups of some of the prompts."""
-        for group in self.engine.generate(
-            prompts[rows], sampling, num_completions=group_size, seeds=[seeds[i] for i in rows]
-        ):
-            yield replace(group, prompt_index=rows[group.prompt_index])
-
-    def _recover(self, error: EngineRestartedError, restarts: int, lost: int) -> int:
-        """Makes an engine that restarted ready; the number of restarts."""
-        restarts = may_restart(error, restarts, self.world_size)
-        log.warning("%s Pushing the weights and sampling %d lost prompts again.", error, lost)
-        self._ready_engine()
-        return restarts
-
     def _submit(self, prompts: Prompts, group: CompletionGroup) -> Any:
         if self.scorer is None:
             return None
@@ -440,42 +380,4 @@ class RolloutDataModule(LightningDataModule):
             columns={name: [values[row]] * size for name, values in prompts.columns.items()},
             group_ids=[row] * size,
             media=prompts.media[row].columns(size) if prompts.media else None,
-        )
-
-    def _ready_engine(self) -> float:
-        """Starts the engine if need be, pushes the weights, and refuses to go on with others than the policy's.
-
-        Returns:
-            the seconds it took.
-        """
-        begin = time.perf_counter()
-        if not self.engine.started:
-            self.engine.start(self._engine_context())
-        self.engine.wake()
-        if self.ensure_synced is not None:
-            self.ensure_synced()
-        module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
-        if self.engine.policy_version != module.policy_version:
-            raise StaleWeightsError(
-                f"The engine holds policy version {self.engine.policy_version} (-1: never synced), the trainer "
-                f"{module.policy_version}: add the WeightSync callback (trainer.callbacks), which pushes the weights."
-            )
-        return time.perf_counter() - begin
-
-    def _engine_context(self) -> EngineContext:
-        trainer: Any = self.trainer
-        lora = trainer.lightning_module.actor_spec.lora
-        lengths = [len_ for s in self._sets.values() if (len_ := s.max_prompt_tokens) is not None]
-        return EngineContext(
-            model_path=trainer.lightning_module.actor_spec.path,
-            dtype=PRECISION_TO_DTYPE[str(trainer.precision).split("-")[0]],
-            seed=self.seed,
-            rank=self.rank,
-            local_rank=int(trainer.local_rank),
-            world_size=self.world_size,
-            device=str(trainer.strategy.root_device),
-            max_prompt_tokens=max(lengths) if lengths else None,
-            max_new_tokens=max(self.sampling.max_new_tokens, self.eval_sampling.max_new_tokens),
-            random_init=bool(trainer.lightning_module.actor_spec.random_init),
-            lora_rank=0 if lora is None or lora.quantize_4bit else lora.r,
         )

@@ -10,18 +10,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightrl.data.ahead import in_background
+from lightrl.data.generation import ready_engine, recover_engine, some_groups
 from lightrl.data.sampled import Sampled
 from lightrl.engines.base import EngineRestartedError
 from lightrl.rewards.scorer import Scores
 from lightrl.types import CompletionGroup, Prompts, Rollouts
 
-__all__ = ["GroupStream", "StreamedRollouts"]
+if TYPE_CHECKING:
+    from lightrl.data.rollout import RolloutDataModule
+
+__all__ = ["GroupStream", "StreamedRollouts", "stream_rollout"]
 
 
 class GroupStream:
@@ -189,3 +194,26 @@ class StreamedRollouts(Rollouts):
 
 
 _FIELDS = {field.name for field in fields(Rollouts)}
+
+
+def stream_rollout(data: RolloutDataModule) -> Rollouts:
+    """The next rollout with the current policy, its groups as they finish."""
+    first, count = data.prompt_cursor, data.prompts_per_rollout
+    sync = ready_engine(data)
+    own = data._sets["prompts"].batch(first, count, rank=data.rank, world_size=data.world_size)
+    seeds = data._seeds(own, first)
+
+    def assemble(sampled: Sampled, is_whole: bool) -> Rollouts:
+        rollouts = data._assemble(sampled, data.sampling)
+        rollouts.metrics |= {"time/sync": sync, **data._prompt_counts()} if is_whole else {}
+        return rollouts
+
+    stream = GroupStream(
+        own,
+        lambda rows: some_groups(data, own, rows, data.sampling, data.group_size, seeds),
+        lambda group: data._submit(own, group),
+        partial(recover_engine, data),
+    )
+    data._stream = StreamedRollouts(stream, data.group_size, assemble, data.sampling.temperature)
+    data.prompt_cursor = first + count
+    return data._stream

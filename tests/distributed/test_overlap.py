@@ -1,0 +1,91 @@
+"""Two processes sample ahead, or learn from finished groups, as one process does.
+
+The file is its own script: Lightning starts the second process by running it again.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+
+from lightrl.callbacks import WeightSync
+from lightrl.models.spec import ModelSpec
+from lightrl.modules import GRPOLightningModule
+from lightrl.modules.kl import KLInLoss
+from tests.distributed.test_two_ranks import Record, sgd, some_flat
+from tests.toys import ThreadEngine, digits_reward, quickstart_model, quiet_trainer, sums_data
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+WAYS: dict[str, dict[str, Any]] = {
+    "staleness": {"staleness": 1, "rewards": [some_flat], "max_refills": 8},
+    "streaming": {"streaming": True, "rewards": [digits_reward]},
+}
+
+
+class Uneven(ThreadEngine):
+    """Hands groups out at different times on different ranks, so that ranks learn from different pieces."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        import time
+
+        for number, group in enumerate(super().generate(*args, **kwargs)):
+            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+            time.sleep(0.05 * ((number + rank) % 2))
+            yield group
+
+
+def run(way: str, path: str, devices: int) -> Record:
+    seed_everything(0, verbose=False)
+    module = GRPOLightningModule(
+        ModelSpec(path, layout="packed"), kl=KLInLoss("k2"), optimizer=sgd, micro_batch_tokens=40
+    )
+    record = Record()
+    trainer = quiet_trainer(
+        devices=devices, strategy="ddp" if devices > 1 else "auto", callbacks=[WeightSync(), record]
+    )
+    arguments = {"engine": Uneven(), "rollouts_per_epoch": 3, "prompts_per_rollout": 8, **WAYS[way]}
+    trainer.fit(module, sums_data(**arguments))
+    return record
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_equal_one(way: str, tmp_path: Path) -> None:
+    path = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    one = run(way, path, devices=1)
+    command = [sys.executable, __file__, way, path, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    assert ranks[0]["cursors"] == ranks[1]["cursors"] == one.cursors
+    assert {**ranks[0]["rows"], **ranks[1]["rows"]}.keys() == one.rows.keys()
+    for rank in ranks:
+        for ours, expected in zip(rank["gradients"], one.gradients, strict=True):
+            torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
+    assert ranks[0]["metrics"] == ranks[1]["metrics"]
+    ours, expected = ranks[0]["metrics"], one.metrics
+    for name in ("reward/mean", "loss/policy", "kl/ref", "optim/grad_norm", "rollout/response_length"):
+        assert [m[name] for m in ours] == pytest.approx([m[name] for m in expected], abs=2e-6, rel=1e-5), name
+    if way == "staleness":
+        assert [m["rollout/staleness"] for m in ours] == [0, 1, 1]
+        assert any(m["rollout/dropped_groups"] > 0 for m in expected), "the toy must refill"
+
+
+def main(way: str, path: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    record = run(way, path, devices=2)
+    rank = torch.distributed.get_rank()
+    state = {name: getattr(record, name) for name in ("rows", "gradients", "metrics", "cursors")}
+    torch.save(state, folder / f"{rank}.pt")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
