@@ -44,13 +44,19 @@ def refuse_unsupported(strategy: Strategy, precision: str = "32-true") -> None:
         precision: the trainer's, of modules that optimise manually; Lightning's own loop scales float16 losses right.
 
     Raises:
-        ValueError: FSDP1, whose whole-module wrapping breaks under manual optimisation, and float16 autocast, whose
-            loss scaling would be clipped before it is undone.
+        ValueError: FSDP1, whose whole-module wrapping breaks under manual optimisation, tensor parallelism, and float16
+            autocast, whose loss scaling would be clipped before it is undone.
     """
     if isinstance(strategy, FSDPStrategy):
         raise ValueError(
             "strategy=fsdp (FSDPStrategy, FSDP1): its backward runs inside the wrapped module's forward, which manual "
-            "optimisation cannot do. Use FSDP2: configs/strategies/fsdp2.yaml (ModelParallelStrategy)."
+            "optimisation cannot do. Use FSDP2: configs/strategies/fsdp2.yaml (FSDP2Strategy)."
+        )
+    if isinstance(strategy, ModelParallelStrategy) and strategy._tensor_parallel_size != 1:
+        raise ValueError(
+            f"ModelParallelStrategy.tensor_parallel_size={strategy._tensor_parallel_size} (auto: all devices): layers "
+            "are not split over ranks here, which would train apart. Use lightrl.modules.sharded.FSDP2Strategy, or set "
+            "data_parallel_size to the number of ranks and tensor_parallel_size to 1."
         )
     if precision.startswith("16") and not isinstance(strategy, DeepSpeedStrategy):
         raise ValueError(

@@ -13,9 +13,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from lightrl.export import export
+from lightrl.modules.strategies import refuse_unsupported
 from tests.distributed.job import ROLLOUTS, train
 from tests.toys import quickstart_model
 
@@ -192,3 +194,10 @@ def test_a_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:
     while alive(pid) and time.perf_counter() - begin < 20:
         time.sleep(0.1)
     assert not alive(pid)
+
+
+def test_refuses_what_would_train_apart() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size=2.*FSDP2Strategy"):
+        refuse_unsupported(ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2))
+    with pytest.raises(ValueError, match="FSDP1.*fsdp2.yaml"):
+        refuse_unsupported(FSDPStrategy())
