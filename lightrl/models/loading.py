@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import cached_file
 
 from lightrl.models.lora import add_lora
@@ -23,9 +31,11 @@ __all__ = [
     "load_backbone",
     "load_causal_lm",
     "load_model",
+    "load_scalar",
     "put_out_router_logits",
     "require_model_folder",
     "save_hf_folder",
+    "scalar_class",
 ]
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -132,6 +142,29 @@ def causal_class(config: Any) -> Any:
 
     classes = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
     return next((c for c in classes if type(config) in c._model_mapping), AutoModelForCausalLM)
+
+
+def load_scalar(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
+    """Loads a model with a head of one output. Otherwise as `load_causal_lm`."""
+    require_model_folder(spec.path)
+    return load_model(spec, scalar_class(_config(spec)), trainable=trainable, num_labels=1)
+
+
+def scalar_class(config: Any) -> Any:
+    """The class with a classification head: transformers' own, or one like those for a model of images or sound.
+
+    transformers has none for vision-language models. The one made here has the parts and names of those for text: the
+    backbone as `model`, read at the last token, and the linear layer `score`.
+    """
+    auto = AutoModelForSequenceClassification
+    if type(config) in auto._model_mapping or not placeholder_ids(config):
+        return auto
+    body = AutoModel._model_mapping[type(config)]
+    base = next(c for c in body.__mro__[1:] if issubclass(c, PreTrainedModel))
+    own = {"from_config": classmethod(lambda cls, config, **kwargs: cls._from_config(config, **kwargs))}
+    return type(
+        f"{body.__name__.removesuffix('Model')}ForSequenceClassification", (GenericForSequenceClassification, base), own
+    )
 
 
 def _quantization(dtype: torch.dtype) -> dict[str, Any]:

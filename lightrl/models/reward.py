@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
 from lightrl.models.backbone import Backbone
 from lightrl.models.batching import micro_batches
-from lightrl.models.loading import load_model
+from lightrl.models.loading import load_scalar
 from lightrl.models.policy import transformer_blocks
 from lightrl.models.spec import Layout, ModelSpec
 from lightrl.types import pad_rows
@@ -27,11 +27,13 @@ class RewardModelSpec:
 
     Args:
         name: under which its rewards are logged; letters, digits and underscores.
-        path: folder or hub name of a sequence-classification model with one label.
+        path: folder or hub name of a sequence-classification model with one label; one for images and text has the
+            parts of a text model's, a backbone `model` and a linear layer `score` (see `scalar_class`).
         weight: its reward's weight in the sum.
         dtype: of the weights; null is float32, bfloat16 halves the memory.
         tokenizer: "own" scores text with the tokenizer of the model's folder; "policy" scores the policy's token ids as
-            they are, which is right only where both share a vocabulary.
+            they are, with the pixels that its processor made, which is right only where both share a vocabulary. Rows
+            with images need "policy".
         chat_template: Jinja template that the own tokenizer renders [user: prompt, assistant: completion] with;
             "default" is the tokenizer's; null scores prompt + completion as plain text.
         max_length: longest text in tokens; longer ones lose their beginning. null is the model's limit.
@@ -95,7 +97,7 @@ class RewardModel(nn.Module):
     def from_spec(cls, spec: RewardModelSpec) -> RewardModel:
         """Loads model and tokenizer, frozen."""
         model_spec = ModelSpec(spec.path, dtype=spec.dtype, kwargs=spec.kwargs)
-        model = load_model(model_spec, AutoModelForSequenceClassification, trainable=False, num_labels=1)
+        model = load_scalar(model_spec, trainable=False)
         own = spec.tokenizer == "own"
         tokenizer = AutoTokenizer.from_pretrained(spec.path) if own else None
         return cls(model, tokenizer, chat_template=spec.chat_template, max_length=spec.max_length, layout=spec.layout)
@@ -107,7 +109,7 @@ class RewardModel(nn.Module):
         A causal language model's backbone gets a new head, drawn with the run's seed. Its configuration learns the
         tokenizer's pad token where it has none: transformers' own batched scoring of the exported model needs one.
         """
-        model: Any = load_model(spec, AutoModelForSequenceClassification, trainable=True, num_labels=1)
+        model: Any = load_scalar(spec, trainable=True)
         config = model.config.get_text_config()
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = AutoTokenizer.from_pretrained(spec.path).pad_token_id
@@ -132,6 +134,7 @@ class RewardModel(nn.Module):
         response_mask: Tensor | None = None,
         *,
         group_ids: Tensor | None = None,
+        inputs: list[dict[str, Any]] | None = None,
     ) -> Tensor:
         """Scores rows, read at each row's last real token.
 
@@ -140,6 +143,7 @@ class RewardModel(nn.Module):
             attention_mask: (B, T) bool.
             response_mask: (B, T) bool, the end of each row that rows of its group do not share; with `group_ids`.
             group_ids: (B,) int64; rows of a group may share the computation of what comes before. None shares nothing.
+            inputs: B dictionaries of extra model inputs (images and the like), `{}` for text; None for text alone.
 
         Returns:
             (B,) float32.
@@ -148,17 +152,24 @@ class RewardModel(nn.Module):
             logits = self.model(input_ids=token_ids, attention_mask=attention_mask.long()).logits
             return logits.squeeze(-1).float()
         if response_mask is None or group_ids is None or self._backbone.layout not in ("auto", "shared_prefix"):
-            out = self._backbone(token_ids, attention_mask, None)
+            out = self._backbone(token_ids, attention_mask, None, None, inputs)
             return _read_scores(_head(self.model), out.hidden)
-        return self._forward_shared(token_ids, attention_mask, response_mask, group_ids)
+        return self._forward_shared(token_ids, attention_mask, response_mask, group_ids, inputs)
 
-    def _forward_shared(self, token_ids: Tensor, attention_mask: Tensor, response: Tensor, groups: Tensor) -> Tensor:
+    def _forward_shared(
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        response: Tensor,
+        groups: Tensor,
+        inputs: list[dict[str, Any]] | None,
+    ) -> Tensor:
         """The state that would predict a token after the last one is the last token's: one more column asks for it."""
         rows, ends = torch.arange(len(token_ids), device=token_ids.device), attention_mask.sum(1)
         ids, attention, wanted = (F.pad(x, (0, 1)) for x in (token_ids, attention_mask, response & attention_mask))
         attention[rows, ends] = True
         wanted[rows, ends] = True
-        out = self._backbone(ids, attention, wanted, groups)  # type: ignore[misc]
+        out = self._backbone(ids, attention, wanted, groups, inputs)  # type: ignore[misc]
         return out.scatter(_read_scores(_head(self.model), out.hidden))[rows, ends]
 
     @torch.no_grad()
@@ -166,12 +177,23 @@ class RewardModel(nn.Module):
         """(B,) float32 scores of rollouts, from their texts or their token ids as `RewardModelSpec.tokenizer` says.
 
         Collective where processes are connected: every rank runs equally many forwards, as sharded models need.
+
+        Raises:
+            ValueError: the rows show images or the like, and the model reads texts.
         """
+        sees = any(getattr(rollouts, "inputs", None) or ())
+        if self.tokenizer is not None and sees:
+            raise ValueError(
+                f"reward_models.tokenizer='own': {type(self.model).__name__} would read the prompts' texts without "
+                "their images. Set tokenizer='policy' with a reward model of the policy's family, which gets the "
+                "policy's tokens and pixels."
+            )
         if self.tokenizer is not None:
             templated = self.chat_template is not None and rollouts.raw_prompts
             prompts = rollouts.raw_prompts if templated else rollouts.prompts
             return self.score_texts(prompts, rollouts.completions, micro_batch_tokens)
-        return self._score_tokens(rollouts.token_ids, rollouts.attention_mask, micro_batch_tokens)
+        shared = (rollouts.response_mask, rollouts.group_ids, rollouts.inputs) if sees else (None, None, None)
+        return self._score_tokens(rollouts.token_ids, rollouts.attention_mask, micro_batch_tokens, *shared)
 
     @torch.no_grad()
     def score_texts(
@@ -206,14 +228,29 @@ class RewardModel(nn.Module):
         text = self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _score_tokens(self, token_ids: Tensor, mask: Tensor, budget: int) -> Tensor:
+    def _score_tokens(
+        self,
+        token_ids: Tensor,
+        mask: Tensor,
+        budget: int,
+        response: Tensor | None = None,
+        groups: Tensor | None = None,
+        inputs: list[dict[str, Any]] | None = None,
+    ) -> Tensor:
+        """(B,) scores. With `response`, `groups` and `inputs` a group's images are encoded once in a micro-batch."""
         alone = torch.arange(len(token_ids))
-        bins = micro_batches(mask, mask, alone, budget)
+        bins = micro_batches(mask, mask if response is None else response, alone if groups is None else groups, budget)
         scores = torch.zeros(len(token_ids), device=token_ids.device)
         for i in range(_max_over_ranks(len(bins), token_ids.device)):
             rows = (bins[i] if i < len(bins) else torch.zeros(1, dtype=torch.long)).to(token_ids.device)
             longest = int(mask[rows].sum(1).max())
-            part = self(token_ids[rows, :longest], mask[rows, :longest])
+            part = self(
+                token_ids[rows, :longest],
+                mask[rows, :longest],
+                None if response is None else response[rows, :longest],
+                group_ids=None if groups is None else groups[rows],
+                inputs=None if inputs is None else [inputs[row] for row in rows.tolist()],
+            )
             if i < len(bins):
                 scores[rows] = part
         return scores

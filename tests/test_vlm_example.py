@@ -1,0 +1,119 @@
+"""The picture example: its task, its model folder, and its two configurations end to end, briefly."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from examples.vlm import make_model
+from examples.vlm.task import COLOURS, ShapeRows, draw, make_row
+from lightrl.cli import run
+from lightrl.report import report
+
+
+def test_questions_fit_their_pictures() -> None:
+    """Answers recounted from the pixels: colours of the four cells' shapes."""
+    rng = random.Random(5)
+    for row in (make_row(rng) for _ in range(200)):
+        shapes = [colour for image in row["images"] for colour in cells(image)]
+        if row["kind"] == "name":
+            assert set(shapes) == {row["answer"]}
+        elif row["kind"] == "text":
+            words = row["prompt"][0]["content"][-1]["text"].removeprefix("how many: ").removesuffix("?").split()
+            assert not shapes and len(words) == int(row["answer"])
+        else:
+            assert len(shapes) == int(row["answer"]) and len(set(shapes)) == 1
+        assert len(row["images"]) == {"both": 2, "text": 0}.get(row["kind"], 1)
+
+
+def cells(image: Any) -> list[str]:
+    """The colour of each cell that holds a shape."""
+    found = []
+    for x, y in ((0, 0), (28, 0), (0, 28), (28, 28)):
+        pixels = [image.getpixel((x + i, y + j)) for i in range(28) for j in range(28)]
+        near = Counter(name for p in pixels for name, c in COLOURS.items() if max(map(dist, p, c)) <= 20)
+        found += [near.most_common(1)[0][0]] if near else []
+    return found
+
+
+def dist(a: int, b: int) -> int:
+    return abs(a - b)
+
+
+def test_splits_differ_and_have_every_kind() -> None:
+    rows = {split: ShapeRows(split, 60)() for split in ("sft", "train", "eval")}
+    pictures = {split: [image.tobytes() for row in data for image in row["images"]] for split, data in rows.items()}
+    assert not set(pictures["eval"]) & {*pictures["sft"], *pictures["train"]}
+    assert all(set(data["kind"]) == {"count", "name", "both", "text"} for data in rows.values())
+    assert draw("red", 2, random.Random(1)).tobytes() == draw("red", 2, random.Random(1)).tobytes()
+
+
+def test_the_model_folder_is_always_the_same(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_model.main(str(tmp_path / name))
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert [(tmp_path / "a" / f).read_bytes() for f in files] == [(tmp_path / "b" / f).read_bytes() for f in files]
+    config, tokenizer = AutoConfig.from_pretrained(tmp_path / "a"), AutoTokenizer.from_pretrained(tmp_path / "a")
+    assert config.model_type == "qwen2_vl" and len(tokenizer) <= config.text_config.vocab_size
+    text = tokenizer.apply_chat_template(make_row(random.Random(0))["prompt"], tokenize=False)
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text  # every character has a token
+
+
+@pytest.mark.slow
+def test_the_example_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model folder, SFT, GRPO and report, a few updates each, with the transformers engine."""
+    pytest.importorskip("torchvision", reason="Qwen2-VL's processor needs torchvision (scripts/setup.sh)")
+    monkeypatch.chdir(root)
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    make_model.main(str(tmp_path / "start"))
+
+    def step(name: str, actor: str, callbacks: list[dict[str, Any]], *extra: str) -> Any:
+        export = {"class_path": "HFExport", "init_args": {"dirpath": str(tmp_path / name)}}
+        logger = {"class_path": "lightning.pytorch.loggers.CSVLogger"}
+        logger["init_args"] = {"save_dir": str(tmp_path), "name": f"{name}_log", "version": ""}  # type: ignore[assignment]
+        return run(
+            [
+                "fit",
+                f"--config=examples/vlm/{name}.yaml",
+                f"--trainer.logger={json.dumps(logger)}",
+                f"--trainer.callbacks={json.dumps([*callbacks, export])}",
+                "--trainer.enable_progress_bar=false",
+                f"--model.init_args.actor.path={tmp_path / actor}",
+                *extra,
+            ]
+        )
+
+    rows = "--data.init_args.train.rows.init_args.size=128"
+    step("sft", "start", [], "--trainer.max_steps=2", rows)
+    assert (tmp_path / "sft" / "preprocessor_config.json").is_file()
+    samples = {"class_path": "SampleLog", "init_args": {"every_n_rollouts": 1, "num_samples": 6, "terminal": False}}
+    cli = step(
+        "grpo",
+        "sft",
+        [{"class_path": "WeightSync"}, samples],
+        "--trainer.max_epochs=1",
+        "--data.init_args.engine=TransformersEngine",
+        "--data.init_args.rollouts_per_epoch=2",
+        "--data.init_args.prompts_per_rollout=8",
+        "--data.init_args.prompts.rows.init_args.size=32",
+        "--data.init_args.eval_prompts.rows.init_args.size=16",
+        "--trainer.check_val_every_n_epoch=1",
+    )
+    metrics = cli.trainer.callback_metrics
+    assert "eval/ExactAnswer" in metrics and float(metrics["reward/scored_fraction"]) == 1.0
+    assert (tmp_path / "grpo" / "preprocessor_config.json").is_file()
+    assert "class=thumbnail" in report(tmp_path / "grpo_log").read_text()
+
+
+def test_run_script_explains_itself(root: Path) -> None:
+    done = subprocess.run(
+        ["bash", "examples/vlm/run.sh", "--fast"], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "usage: examples/vlm/run.sh [--engine" in done.stderr
