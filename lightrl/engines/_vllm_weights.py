@@ -2,7 +2,7 @@
 
 In one process the workers copy straight from the trainer's tensors. Into other processes they go through two buckets
 of shared memory, of the GPU where both sit on the same one and else of the host: while the workers copy out of one,
-the trainer fills the other. Memory beyond the model: two buckets, each of 64 MiB or of the largest tensor.
+the trainer fills the other. Memory beyond the model: two buckets, each of 32 MiB or of the largest tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightrl.engines._vllm_adapter import VLLMAdapter
 
 __all__ = ["WeightSender"]
 
-_BUCKET_BYTES = 64 << 20
+_BUCKET_BYTES = 32 << 20  # what the trainer writes is still in the cache when the workers read it
 _ALIGNMENT = 64
 
 
