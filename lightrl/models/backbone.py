@@ -93,6 +93,19 @@ class Backbone:
         if rows and any("token_type_ids" in row for row in rows) and self.layout != "padded":
             self._fall_back("parts of its images attend in both directions")
         hidden = sampled_placeholders(self.config, token_ids, response_mask) if rows else None
+        shown = token_ids if hidden is None else token_ids.masked_fill(hidden, harmless_id(self.config))
+        with misfits_named(self.body, shown, rows):
+            return self._run(token_ids, attention_mask, response_mask, group_ids, rows, hidden)
+
+    def _run(
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        response_mask: Tensor | None,
+        group_ids: Tensor | None,
+        rows: list[dict[str, Any]] | None,
+        hidden: Tensor | None,
+    ) -> BackboneOutput:
         if self.layout != "padded":
             share = self.layout != "packed"
             groups = sharing_groups(group_ids, rows) if rows else group_ids
@@ -129,7 +142,7 @@ class Backbone:
         hidden = None if hidden is None else hidden.reshape(1, -1).index_select(1, plan.source)
         # transformers takes a 4-D mask as it is, so it builds none: the plan says who sees whom
         blank = torch.empty(1, 1, 1, 1, device=token_ids.device)
-        with misfits_named(self.body, token_ids, rows), true_embeddings(self.body, hidden, stream):
+        with true_embeddings(self.body, hidden, stream):
             out = self.body(
                 input_ids=stream if hidden is None else stream.masked_fill(hidden, harmless_id(self.config)),
                 position_ids=positions,
@@ -156,7 +169,7 @@ class Backbone:
             inputs |= merged_inputs(rows, range(len(rows)), shape, token_ids.device)
             own = media_positions(self.body, token_ids, rows)
             inputs |= {} if own is None else {"position_ids": own}
-        with misfits_named(self.body, token_ids, rows), true_embeddings(self.body, hidden, token_ids):
+        with true_embeddings(self.body, hidden, token_ids):
             out = self.body(
                 input_ids=token_ids if hidden is None else token_ids.masked_fill(hidden, harmless_id(self.config)),
                 attention_mask=attention_mask.long(),
