@@ -74,7 +74,7 @@ def test_scores_are_those_of_each_row_alone_and_see_the_image(folder: str, seen:
                 kinds["mm_token_type_ids"][:, :12] = inputs.pop("mm_token_type_ids")
             ids = seen.token_ids[row : row + 1, :length]
             logits = alone.model(input_ids=ids, **inputs, **kinds, use_cache=False).logits
-            assert float(logits) == pytest.approx(float(scores[row]), abs=1e-5)
+            assert float(logits) == pytest.approx(float(scores[row]), rel=1e-5, abs=1e-5)
     assert scores.unique().numel() == len(seen) and torch.equal(scores.isfinite(), torch.ones(6, dtype=torch.bool))
 
     swapped = replace(seen, inputs=[*seen.inputs[2:4], *seen.inputs[:2], *seen.inputs[4:]])
