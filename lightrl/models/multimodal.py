@@ -191,7 +191,7 @@ def _after_media(positions: Tensor, row: dict[str, Any]) -> Tensor:
     So it was in the code that these models were trained with, and so it is in vLLM. transformers 5.19 counts on from a
     video's height and width alone, so that the text after a long video stands at positions inside it.
     """
-    types = next((x[0].tolist() for name, x in row.items() if name.endswith(TOKEN_INPUT)), [])
+    types: Any = next((x[0].tolist() for name, x in row.items() if name.endswith(TOKEN_INPUT)), [])
     for i in range(1, len(types)):
         if types[i - 1] != 0 and types[i] != types[i - 1]:
             gap = int(positions[:, :i].max()) + 1 - int(positions[:, i].min())
