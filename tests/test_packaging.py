@@ -20,13 +20,9 @@ def test_setup_does_nothing_where_it_was_done(root: Path, tmp_path: Path) -> Non
     python = tmp_path / "bin" / "python"
     python.write_text("#!/bin/sh\necho installing >&2; exit 3\n")
     python.chmod(0o755)
-    fingerprint = subprocess.run(
-        ["bash", "-c", "{ echo $PWD; cat pyproject.toml scripts/setup.sh; } | sha256sum | cut -d' ' -f1"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    files = "pyproject.toml scripts/setup.sh scripts/torchvision_shim.py"
+    hashed = f"{{ echo $PWD; cat {files}; }} | sha256sum | cut -d' ' -f1"
+    fingerprint = subprocess.run(["bash", "-c", hashed], cwd=root, capture_output=True, text=True, check=True).stdout
     (tmp_path / ".lightrl-installed").write_text(fingerprint)
     done = setup(root, VENV=str(tmp_path), PYTHON="false")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

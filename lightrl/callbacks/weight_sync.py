@@ -68,7 +68,8 @@ class WeightSync(Callback):
         with torch.no_grad():
             if engine.takes_adapter:
                 engine.load_adapter(*pl_module.policy_adapter(), policy_version=pl_module.policy_version)
-            elif engine.takes_parts and engine.policy_version >= 0:  # frozen weights are there from an earlier push
+            elif engine.takes_parts and engine.policy_version >= 0 and _some_frozen(pl_module):
+                # What is frozen is there from an earlier push.
                 trained = pl_module.named_policy_weights(trained_only=True)
                 some: Any = {"partial": True}
                 engine.load_weights(trained, policy_version=pl_module.policy_version, **some)
@@ -98,3 +99,8 @@ class WeightSync(Callback):
                 "average). The engine holds stale or incomplete weights. Check that its dtype matches the trainer's "
                 "precision; raise WeightSync.tolerance only if the gap is rounding."
             )
+
+
+def _some_frozen(pl_module: Any) -> bool:
+    """Whether the policy has weights that no update changes; else a push of all can be checked by name."""
+    return not all(parameter.requires_grad for parameter in pl_module.actor.lm.parameters())

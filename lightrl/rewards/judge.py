@@ -41,13 +41,21 @@ class GenerativeJudge(Reward):
         prompt_column: column that `{prompt}` stands for, the question before any chat template, whose markers would
             confuse another model. Of a conversation the texts of all turns are taken.
         pattern: regular expression with one group, the number.
-        low: x that gives reward 0. high: x that gives reward 1, above low.
+        low: x that gives reward 0.
+        high: x that gives reward 1, above low.
         send_images: whether the judge sees the row's images.
         video_frames: frames of each video that it sees as images, evenly spaced; 0 sends none.
-        max_tokens: longest judgement. temperature: of the judge; 0 is greedy.
+        max_tokens: longest judgement.
+        temperature: of the judge; 0 is greedy.
         extra: further keys of the request, such as {"chat_template_kwargs": {"enable_thinking": false}}.
-        timeout, retries, backoff, max_backoff, concurrency, token_env, on_failure: as in `RemoteReward`; `on_failure`
-            counts each completion alone, in `reward/<name>/unanswered`.
+        timeout: seconds one request may take.
+        retries: further tries after a failure that may pass.
+        backoff: seconds before the first of them; each later one waits twice as long, with jitter.
+        max_backoff: longest wait in seconds.
+        concurrency: most requests at a time.
+        token_env: environment variable with the server's bearer token; None sends none.
+        on_failure: "error" stops the run when a request failed for good; "none" leaves that completion unscored and
+            counts it in `reward/<name>/unanswered`.
 
     Raises:
         ValueError: an argument out of range, or a pattern without exactly one group.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +71,11 @@ class ScoreHandle:
             RewardError: a function failed. TimeoutError: not there within `timeout`; it may be asked again.
         """
         try:
+            while timeout is None:  # in slices: a Ctrl-C that comes just before a wait does not end it
+                with suppress(concurrent.futures.TimeoutError):
+                    return self._future.result(0.5)
+                if self._future.done():
+                    break
             return self._future.result(timeout)
         except concurrent.futures.CancelledError as error:
             raise RewardError("the RewardScorer was closed before these rows were scored.") from error

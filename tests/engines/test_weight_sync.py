@@ -80,7 +80,7 @@ def test_sabotaged_weights_are_caught(
 ) -> None:
     module = ppo(tied_folder)
     honest = module.named_policy_weights
-    module.named_policy_weights = lambda: sabotage(module, honest)  # type: ignore[method-assign]
+    module.named_policy_weights = lambda **some: sabotage(module, lambda: honest(**some))  # type: ignore[method-assign]
     with pytest.raises(error, match=message):
         quiet_trainer().fit(module, sums_data(engine=lent))
     assert module.trainer.fit_loop.total_batch_idx == 0, "the second rollout was generated"
@@ -90,7 +90,7 @@ def test_sabotaged_weights_are_caught(
 def test_a_skipped_sync_is_caught(lent: Any, tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = lent.load_weights
 
-    def only_first(weights: Weights, *, policy_version: int) -> None:
+    def only_first(weights: Weights, *, policy_version: int, partial: bool = False) -> None:
         if policy_version == 0:
             honest(weights, policy_version=0)
         lent.policy_version = policy_version

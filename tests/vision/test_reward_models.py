@@ -39,6 +39,8 @@ def seen(folder: str) -> Rollouts:
     draw = torch.Generator().manual_seed(1)
     rollouts.token_ids = torch.randint(20, 90, rollouts.token_ids.shape, generator=draw)
     rollouts.token_ids[:4, 2:6] = config.image_token_id
+    for row, prompt in ((1, 12), (3, 12), (5, 9)):
+        rollouts.token_ids[row, :prompt] = rollouts.token_ids[row - 1, :prompt]
     kinds = torch.zeros(1, 12, dtype=torch.long)
     kinds[:, 2:6] = 1
     inputs = [
@@ -74,7 +76,7 @@ def test_scores_are_those_of_each_row_alone_and_see_the_image(folder: str, seen:
                 kinds["mm_token_type_ids"][:, :12] = inputs.pop("mm_token_type_ids")
             ids = seen.token_ids[row : row + 1, :length]
             logits = alone.model(input_ids=ids, **inputs, **kinds, use_cache=False).logits
-            assert float(logits) == pytest.approx(float(scores[row]), rel=1e-5, abs=1e-5)
+            assert float(logits) == pytest.approx(float(scores[row]), rel=1e-5, abs=5e-5)  # scores of up to 8
     assert scores.unique().numel() == len(seen) and torch.equal(scores.isfinite(), torch.ones(6, dtype=torch.bool))
 
     swapped = replace(seen, inputs=[*seen.inputs[2:4], *seen.inputs[:2], *seen.inputs[4:]])
