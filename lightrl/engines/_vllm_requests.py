@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 from lightrl.types import Completion, Media, Prompts, SamplingParams, video_timing
@@ -41,6 +42,18 @@ def sampling_params(sampling: SamplingParams, fire_temperature: float | None) ->
     if fire_temperature is not None:
         extra["extra_args"] = {"fire_temperature": fire_temperature} | (extra.get("extra_args") or {})
     arguments: dict[str, Any] = {
+        **plain_sampling(sampling),
+        "structured_outputs": structured,
+        "logprobs": 0,  # the sampled token's alone
+        "flat_logprobs": True,
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+    }
+    return VLLMSamplingParams(**(arguments | extra))
+
+
+def plain_sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """What vLLM's sampling parameters and its server's requests have in common, under vLLM's names."""
+    return {
         "max_tokens": sampling.max_new_tokens,
         "min_tokens": sampling.min_new_tokens,
         "temperature": sampling.temperature,
@@ -48,16 +61,11 @@ def sampling_params(sampling: SamplingParams, fire_temperature: float | None) ->
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
-        "stop": sampling.stop,
-        "stop_token_ids": sampling.stop_token_ids,
+        "stop": sampling.stop or [],
+        "stop_token_ids": sampling.stop_token_ids or [],
         "ignore_eos": sampling.ignore_eos,
-        "structured_outputs": structured,
         "include_stop_str_in_output": True,
-        "logprobs": 0,  # the sampled token's alone
-        "flat_logprobs": True,
-        "output_kind": RequestOutputKind.FINAL_ONLY,
     }
-    return VLLMSamplingParams(**(arguments | extra))
 
 
 def scoring_params() -> Any:
@@ -73,6 +81,38 @@ def scoring_params() -> Any:
 def prompt_name(prompts: Prompts, position: int) -> str:
     """How messages call a prompt."""
     return f"{position} (data-set row {prompts.indices[position]})" if prompts.indices else str(position)
+
+
+def check_request(
+    prompts: Prompts,
+    sampling: SamplingParams,
+    num_completions: int,
+    seeds: Sequence[int],
+    *,
+    limit: tuple[str, int],
+    way_out: str,
+) -> None:
+    """Refuses counts that do not fit, and prompts that do not.
+
+    Args:
+        prompts: to be completed.
+        sampling: how.
+        num_completions: of each prompt.
+        seeds: one for each prompt.
+        limit: whose max_model_len it is, and how much.
+        way_out: what raises it.
+    """
+    if num_completions < 1:
+        raise ValueError(f"num_completions={num_completions}: must be at least 1.")
+    if len(seeds) != len(prompts):
+        raise ValueError(f"seeds: {len(seeds)} given for {len(prompts)} prompts; one each is needed.")
+    for position, ids in enumerate(prompts.token_ids):
+        if len(ids) + sampling.max_new_tokens > limit[1]:
+            raise ValueError(
+                f"Prompt {prompt_name(prompts, position)} has {len(ids)} tokens; with max_new_tokens="
+                f"{sampling.max_new_tokens} that is more than the {limit[0]} max_model_len={limit[1]}. Lower "
+                f"max_new_tokens, {way_out}, or drop or truncate prompts of this length."
+            )
 
 
 def engine_prompt(prompts: Prompts, position: int) -> dict[str, Any]:

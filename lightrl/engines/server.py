@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightrl.engines._vllm_requests import prompt_name
+from lightrl.engines._vllm_requests import check_request
 from lightrl.engines.base import Engine, EngineContext, EngineDiedError, GenerationCancelledError, StaleWeightsError
 from lightrl.engines.server_checks import API_KEY, check_length, learn
 from lightrl.engines.server_http import LoopThread, Server
@@ -215,20 +215,10 @@ class ServerEngine(Engine):
     ) -> Iterator[CompletionGroup]:
         """See `Engine.generate`. Bad arguments raise at the call, not at the first group."""
         self._running()
-        limit = self.max_model_len
-        if num_completions < 1:
-            raise ValueError(f"num_completions={num_completions}: must be at least 1.")
-        if len(seeds) != len(prompts):
-            raise ValueError(f"seeds: {len(seeds)} given for {len(prompts)} prompts; one each is needed.")
         if any(prompts.inputs):
             raise ValueError("ServerEngine serves text only: use VLLMEngine for prompts with images.")
-        for position, ids in enumerate(prompts.token_ids):
-            if len(ids) + sampling.max_new_tokens > limit:
-                raise ValueError(
-                    f"Prompt {prompt_name(prompts, position)} has {len(ids)} tokens; with max_new_tokens="
-                    f"{sampling.max_new_tokens} that is more than the servers' max_model_len={limit}. Lower "
-                    "max_new_tokens, start them with a larger --max-model-len, or drop or truncate such prompts."
-                )
+        limit, way_out = self.max_model_len, "start them with a larger --max-model-len"
+        check_request(prompts, sampling, num_completions, seeds, limit=("servers'", limit), way_out=way_out)
         return self._stream(prompts, sampling, num_completions, list(seeds))
 
     def _stream(

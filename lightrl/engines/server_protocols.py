@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightrl.engines._vllm_requests import completion_seed
+from lightrl.engines._vllm_requests import completion_seed, plain_sampling
 from lightrl.engines.server_http import Server, ServerError
 from lightrl.types import Completion, SamplingParams
 
@@ -193,19 +193,7 @@ class VLLMProtocol(ServerProtocol):
 
 
 def _vllm_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "max_tokens": sampling.max_new_tokens,
-        "min_tokens": sampling.min_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "stop": sampling.stop or [],
-        "stop_token_ids": sampling.stop_token_ids or [],
-        "ignore_eos": sampling.ignore_eos,
-        "include_stop_str_in_output": True,
-    }
+    body = plain_sampling(sampling)
     if sampling.regex is not None:
         body["structured_outputs"] = {"regex": sampling.regex}
     elif sampling.json_schema is not None:

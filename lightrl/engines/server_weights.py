@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrl.engines._vllm_setup import free_port
 from lightrl.engines.base import EngineDiedError
 from lightrl.engines.server_http import LoopThread, Server, ServerError, ServerLostError
 from lightrl.engines.server_protocols import ServerProtocol
@@ -187,7 +188,7 @@ class TransferTransport(Transport):
         if server.life in self._groups:
             return
         size = 1 + int(self.loop.run(server.get("/get_world_size"))["world_size"])
-        host, port = self.address or _own_address(server.url), _free_port()
+        host, port = self.address or _own_address(server.url), free_port("")
         group = {"master_address": host, "master_port": port, "world_size": size}
         body = {"init_info": group | {"rank_offset": 1, "packed": False}}
         request = asyncio.run_coroutine_threadsafe(server.post("/init_weight_transfer_engine", body), self.loop.loop)
@@ -238,9 +239,3 @@ def _own_address(url: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname or "localhost", parts.port or 80))
         return str(probe.getsockname()[0])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -7,19 +7,16 @@ before. P prompts, G completions per prompt.
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from lightrl.engines._vllm_lora import lora_arguments
 from lightrl.engines._vllm_requests import (
     check_prompt,
+    check_request,
     completion,
     completion_seed,
     engine_prompt,
@@ -27,6 +24,7 @@ from lightrl.engines._vllm_requests import (
     sampling_params,
     scoring_params,
 )
+from lightrl.engines._vllm_setup import adapter_rank, engine_arguments, engine_environment
 from lightrl.engines.base import (
     Engine,
     EngineContext,
@@ -40,8 +38,6 @@ if TYPE_CHECKING:
     from lightrl.engines._vllm_adapter import VLLMAdapter
 
 __all__ = ["VLLMEngine", "completion_seed"]
-
-_CPU_KV_BYTES = 256 << 20
 
 
 class VLLMEngine(Engine):
@@ -143,8 +139,8 @@ class VLLMEngine(Engine):
 
         self._context = context
         cuda = context.device.startswith("cuda")
-        forced, defaults = self._environment(context, cuda)
-        arguments = self._arguments(context, cuda)
+        forced, defaults = engine_environment(self, context, cuda=cuda)
+        arguments = engine_arguments(self, context, cuda=cuda)
         self.dtype = str(arguments["dtype"]).removeprefix("torch.")
         try:
             self._adapter = VLLMAdapter(arguments, in_process=self.in_process, forced=forced, defaults=defaults)
@@ -216,83 +212,6 @@ class VLLMEngine(Engine):
                     "push them and repeat the rollout."
                 ) from error
 
-    def _environment(self, context: EngineContext, cuda: bool) -> tuple[dict[str, str], dict[str, str]]:
-        """Environment variables that must hold while the engine starts, and those that yield to the user's."""
-        forced: dict[str, str] = {}
-        defaults: dict[str, str] = {}
-        if cuda and self.in_process:
-            forced |= {"RANK": str(context.rank), "LOCAL_RANK": str(context.local_rank)}
-            forced["WORLD_SIZE"] = str(context.world_size)
-            # Only read where no process group exists yet, that is by a run of one process.
-            defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        elif cuda:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            first = int(context.device.partition(":")[2] or 0) * self.tensor_parallel_size
-            numbers = visible.split(",") if visible else [str(i) for i in range(first + self.tensor_parallel_size)]
-            chosen = numbers[first : first + self.tensor_parallel_size]
-            if len(chosen) < self.tensor_parallel_size:
-                raise ValueError(
-                    f"VLLMEngine.tensor_parallel_size={self.tensor_parallel_size}: {context.device}'s engine needs "
-                    f"GPUs {first} to {first + self.tensor_parallel_size - 1} of the {len(numbers)} visible ones; "
-                    "lower it or use fewer ranks."
-                )
-            forced["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
-        elif not self.in_process:
-            # vLLM would bind every engine to core 0, and with as many spinning threads as cores trainer and engine
-            # slow one another down tenfold.
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            threads = max(1, cores // (2 * context.world_size * self.tensor_parallel_size))
-            defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
-        return forced, defaults
-
-    def _arguments(self, context: EngineContext, cuda: bool) -> dict[str, Any]:
-        """Arguments of `vllm.LLM`."""
-        length = self.requested_model_len
-        if length is None and context.max_prompt_tokens is not None:
-            length = context.max_prompt_tokens + context.max_new_tokens
-        arguments: dict[str, Any] = {
-            "model": self.model or context.model_path,
-            "dtype": self.requested_dtype or context.dtype,
-            "seed": context.seed % 2**31,
-            "max_model_len": length,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "logprobs_mode": "processed_logprobs",
-            "use_tqdm_on_load": False,
-            "worker_extension_cls": "lightrl.engines._vllm_worker.WorkerExtension",
-        }
-        if not cuda:
-            arguments["enforce_eager"] = True  # compiling takes 25 s here and gains nothing
-            # After half a prompt vLLM takes a seeded request's random state back, which CPU generators refuse.
-            arguments["enable_chunked_prefill"] = False
-        if self.gpu_memory_utilization is not None:
-            arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
-        elif cuda:
-            arguments["gpu_memory_utilization"] = 0.4 if self.in_process else 0.9
-        else:
-            arguments["kv_cache_memory_bytes"] = _CPU_KV_BYTES
-        if cuda and self.in_process:
-            arguments["distributed_executor_backend"] = "external_launcher"
-        if cuda and self.sleep_level:
-            arguments["enable_sleep_mode"] = True
-        if context.random_init or _lacks_weights(arguments["model"]):
-            arguments["load_format"] = "dummy"
-        if self._adapter_rank(context):
-            arguments |= lora_arguments(context.lora_rank)
-        if self.fire_temperature is not None:
-            arguments["logits_processors"] = ["lightrl.engines._vllm_worker:FireProcessor"]
-        return arguments | self.engine_args
-
-    def _adapter_rank(self, context: EngineContext) -> int:
-        """Rank of the adapters that this engine will be given; 0 where merged weights are pushed."""
-        if not context.lora_rank or self.lora_sync == "merged":
-            return 0
-        if self.sleep_level == 2:
-            raise ValueError(
-                'VLLMEngine.sleep_level=2 with lora_sync="adapter": sleep would drop the base weights, which an '
-                'adapter does not bring back. Set sleep_level to 1, or lora_sync="merged".'
-            )
-        return context.lora_rank
-
     # -- sampling --------------------------------------------------------------------------------------------------
 
     def generate(
@@ -303,21 +222,18 @@ class VLLMEngine(Engine):
 
     def _check(self, prompts: Prompts, sampling: SamplingParams, num_completions: int, seeds: Sequence[int]) -> None:
         limit = self.max_model_len
-        if num_completions < 1:
-            raise ValueError(f"num_completions={num_completions}: must be at least 1.")
-        if len(seeds) != len(prompts):
-            raise ValueError(f"seeds: {len(seeds)} given for {len(prompts)} prompts; one each is needed.")
         if 0 < sampling.temperature < 0.01:
             raise ValueError(
                 f"SamplingParams.temperature={sampling.temperature}: vLLM serves 0 (greedy) and 0.01 or more."
             )
-        for position, ids in enumerate(prompts.token_ids):
-            if len(ids) + sampling.max_new_tokens > limit:
-                raise ValueError(
-                    f"Prompt {prompt_name(prompts, position)} has {len(ids)} tokens; with max_new_tokens="
-                    f"{sampling.max_new_tokens} that is more than the engine's max_model_len={limit}. Lower "
-                    "max_new_tokens, raise VLLMEngine.max_model_len, or drop or truncate prompts of this length."
-                )
+        check_request(
+            prompts,
+            sampling,
+            num_completions,
+            seeds,
+            limit=("engine's", limit),
+            way_out="raise VLLMEngine.max_model_len",
+        )
 
     def _stream(
         self, prompts: Prompts, sampling: SamplingParams, num_completions: int, seeds: Sequence[int]
@@ -422,7 +338,7 @@ class VLLMEngine(Engine):
 
     @property
     def takes_adapter(self) -> bool:
-        return self._context is not None and self._adapter_rank(self._context) > 0
+        return self._context is not None and adapter_rank(self, self._context) > 0
 
     def load_adapter(
         self, named_tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any], *, policy_version: int
@@ -469,14 +385,3 @@ class VLLMEngine(Engine):
     @property
     def _on_cuda(self) -> bool:
         return self._context is not None and self._context.device.startswith("cuda")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _lacks_weights(model: str) -> bool:
-    folder = Path(model)
-    return folder.is_dir() and not any(file.suffix in (".safetensors", ".bin", ".pt") for file in folder.iterdir())

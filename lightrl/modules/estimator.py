@@ -104,12 +104,14 @@ def clean(rewards: Tensor, mask: Tensor, valid: Tensor | None) -> tuple[Tensor, 
 
 
 def fraction(owner: str, name: str, value: float) -> float:
+    """The value of `owner`'s argument `name` if it is in [0, 1]; a ValueError otherwise."""
     if not 0 <= value <= 1:
         raise ValueError(f"{owner}({name}={value}): must be in [0, 1].")
     return value
 
 
 def positive(owner: str, name: str, value: float) -> float:
+    """The value of `owner`'s argument `name` if it is above 0; a ValueError otherwise."""
     if not value > 0:
         raise ValueError(f"{owner}({name}={value}): must be above 0.")
     return value

@@ -134,11 +134,10 @@ def test_exports_load_in_transformers(ranks: Any, one: dict[str, Any], place: Pa
     assert_same_weights(dict(critic.model.named_parameters()), body)
 
 
+@pytest.mark.parametrize("ranks", ["fsdp2"], indirect=True)
 def test_fsdp2_options(ranks: Any, one: dict[str, Any]) -> None:
     """Offload and recomputation change nothing; bfloat16 compute keeps float32 weights and learns about the same."""
-    name, steps = ranks
-    if name != "fsdp2":
-        pytest.skip("options of FSDP2")
+    _, steps = ranks
     for rank in steps["offload"]:
         assert_same_weights(rank["weights"], one["ppo"]["weights"])
     first, rounded = (x["weights"]["model.embed_tokens.weight"] for x in (one["ppo"], steps["bf16"][0]))

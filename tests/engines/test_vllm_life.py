@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.engines import EngineContext, VLLMEngine
+from lightrl.engines._vllm_setup import engine_arguments
 from lightrl.types import Prompts, SamplingParams
 
 pytestmark = pytest.mark.vllm
@@ -106,19 +107,19 @@ def test_contradictions_are_refused(arguments: dict, message: str) -> None:
 
 def test_engine_arguments_win_and_flags_arrive(tied_folder: Path) -> None:
     context = EngineContext(str(tied_folder), dtype="bfloat16", max_prompt_tokens=10, max_new_tokens=20, seed=2**40)
-    plain = VLLMEngine()._arguments(context, cuda=False)
+    plain = engine_arguments(VLLMEngine(), context, cuda=False)
     assert plain["model"] == str(tied_folder) and plain["dtype"] == "bfloat16" and plain["max_model_len"] == 30
     assert plain["enforce_eager"] and "kv_cache_memory_bytes" in plain and "load_format" not in plain
     engine = VLLMEngine(
         model="other", dtype="float32", max_model_len=99, gpu_memory_utilization=0.3, fire_temperature=3.0,
         sleep_level=1, engine_args={"enforce_eager": False, "max_num_seqs": 4},
     )  # fmt: skip
-    chosen = engine._arguments(context, cuda=True)
+    chosen = engine_arguments(engine, context, cuda=True)
     assert (chosen["model"], chosen["dtype"], chosen["max_model_len"]) == ("other", "float32", 99)
     assert chosen["gpu_memory_utilization"] == 0.3 and "kv_cache_memory_bytes" not in chosen
     assert chosen["enable_sleep_mode"] and chosen["logits_processors"] and chosen["max_num_seqs"] == 4
     assert chosen["enforce_eager"] is False
-    dummy = VLLMEngine()._arguments(EngineContext(str(tied_folder), random_init=True), cuda=False)
+    dummy = engine_arguments(VLLMEngine(), EngineContext(str(tied_folder), random_init=True), cuda=False)
     assert dummy["load_format"] == "dummy" and dummy["max_model_len"] is None
 
 

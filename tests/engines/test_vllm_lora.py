@@ -11,6 +11,7 @@ import torch
 
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, VLLMEngine
+from lightrl.engines._vllm_setup import engine_arguments
 from lightrl.models.lora import adapter_config, add_lora, named_adapter_weights
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
@@ -107,11 +108,11 @@ def test_a_run_pushes_the_adapter_only(engine: VLLMEngine, tied_folder: Path, mo
 
 def test_merged_where_asked_and_refusals(tied_folder: Path) -> None:
     context = EngineContext(str(tied_folder), lora_rank=SPEC.r)
-    arguments = VLLMEngine()._arguments(context, cuda=False)
+    arguments = engine_arguments(VLLMEngine(), context, cuda=False)
     assert (arguments["enable_lora"], arguments["max_lora_rank"]) == (True, 8)
-    assert "enable_lora" not in VLLMEngine(lora_sync="merged")._arguments(context, cuda=False)
-    assert "enable_lora" not in VLLMEngine()._arguments(EngineContext(str(tied_folder)), cuda=False)
+    assert "enable_lora" not in engine_arguments(VLLMEngine(lora_sync="merged"), context, cuda=False)
+    assert "enable_lora" not in engine_arguments(VLLMEngine(), EngineContext(str(tied_folder)), cuda=False)
     with pytest.raises(ValueError, match=r'sleep_level=2 with lora_sync="adapter"'):
-        VLLMEngine(sleep_level=2)._arguments(context, cuda=False)
+        engine_arguments(VLLMEngine(sleep_level=2), context, cuda=False)
     with pytest.raises(ValueError, match=r"lora\.r=600.*lora_sync=merged"):
-        VLLMEngine()._arguments(EngineContext(str(tied_folder), lora_rank=600), cuda=False)
+        engine_arguments(VLLMEngine(), EngineContext(str(tied_folder), lora_rank=600), cuda=False)
