@@ -20,6 +20,7 @@ from lightrl.engines.decoders import CacheDecoder, Decoder
 from lightrl.engines.decoding import Generation
 from lightrl.engines.lean import SHORT_PROMPT, LeanDecoder
 from lightrl.engines.lean_model import LeanModel
+from lightrl.models.attention import keep_attention_caps
 from lightrl.models.loading import CONFIG_KEYS, causal_class
 from lightrl.types import CompletionGroup, Prompts, SamplingParams
 
@@ -86,6 +87,7 @@ class TransformersEngine(Engine):
             else:
                 model = auto_class.from_pretrained(path, dtype=dtype, **kwargs)
         model = model.to(self._device or context.device).eval().requires_grad_(False)
+        keep_attention_caps(model)
         self._tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
         self._eos_ids = _end_ids(model, self._tokenizer)
         self._lean = LeanModel(model) if LeanModel.fits(model) else None

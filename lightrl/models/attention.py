@@ -12,6 +12,7 @@ head size, S segments, L length of the longest.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,12 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from lightrl.models.cpu_attention import buckets, cpu_attention
 from lightrl.models.layouts import LayoutError, Plan
 
-__all__ = ["IMPLEMENTATION", "stream_attention", "unsupported_reason"]
+__all__ = ["IMPLEMENTATION", "keep_attention_caps", "stream_attention", "text_attention", "unsupported_reason"]
 
 IMPLEMENTATION = "lightrl"
 
 
-def unsupported_reason(lm: Any) -> str | None:
+def unsupported_reason(lm: Any, body: Any) -> str | None:
     """Why a model cannot run packed, as far as its class and configuration tell; None if nothing speaks against it."""
     config = lm.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or ())
@@ -38,6 +39,8 @@ def unsupported_reason(lm: Any) -> str | None:
         "its attention cannot be replaced": not getattr(lm, "_supports_sdpa", False),
         "it keeps a recurrent state": getattr(lm, "_is_stateful", False),
         f"it has layers of type {sorted(layer_types)}": not layer_types <= {"full_attention", "sliding_attention"},
+        "it takes no position_ids": "position_ids" not in inspect.signature(body.forward).parameters,
+        "its attention has a bias by distance (ALiBi)": bool(getattr(config, "alibi", False)),
         "it caps attention logits": getattr(config, "attn_logit_softcapping", None) is not None,
         "it attends in chunks": getattr(config, "attention_chunk_size", None) is not None,
         "it attends in both directions": bool(getattr(config, "use_bidirectional_attention", False))
@@ -45,6 +48,21 @@ def unsupported_reason(lm: Any) -> str | None:
         "it is an encoder-decoder": getattr(config, "is_encoder_decoder", False),
     }
     return next((reason for reason, true in checks.items() if true), None)
+
+
+def keep_attention_caps(lm: Any) -> None:
+    """Takes eager attention where the model caps attention logits, which transformers' SDPA leaves out silently."""
+    config = lm.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) is not None and config._attn_implementation == "sdpa":
+        lm.set_attn_implementation(text_attention(lm.config, "eager"))
+
+
+def text_attention(config: Any, attention: str) -> str | dict[str, str]:
+    """An attention implementation for the language model alone, and not for a vision or sound encoder."""
+    text = config.get_text_config()
+    if text is config:
+        return attention
+    return {name: attention for name in config.sub_configs if getattr(config, name, None) is text}
 
 
 def attention(
@@ -62,12 +80,14 @@ def attention(
     for name in ("s_aux", "softcap", "position_bias"):
         if kwargs.get(name) is not None:
             raise LayoutError(f"its attention takes {name}")
+    if attention_mask is not None and attention_mask.numel() > 1:  # not the blank one that stands for the plan
+        raise LayoutError("its layers make attention masks of their own")
     plan.num_calls += 1
     window = _window(module, kwargs.get("sliding_window"), plan)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
     device = query.device.type  # under autocast rotary embeddings leave queries and keys wider than values
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
-    q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
     return stream_attention(q, k, v, plan, scale, window).unsqueeze(0), None
 
 

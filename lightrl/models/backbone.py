@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrl.models.attention import IMPLEMENTATION, unsupported_reason
+from lightrl.models.attention import IMPLEMENTATION, keep_attention_caps, text_attention, unsupported_reason
 from lightrl.models.layouts import LayoutError, Plan, make_plan
 from lightrl.models.logprobs import LogitMap
 from lightrl.models.multimodal import (
@@ -73,10 +74,13 @@ class Backbone:
         self.explicit = layout != "auto"
         self.config, self.sees = model.config, bool(placeholder_ids(model.config)) and hasattr(body, "get_decoder")
         self.num_layers = model.config.get_text_config().num_hidden_layers
+        keep_attention_caps(model)
+        own = text_attention(model.config, model.config.get_text_config()._attn_implementation)
+        self._restore_attention = partial(model.set_attn_implementation, own)
         if layout != "padded":
-            reason = unsupported_reason(model)
+            reason = unsupported_reason(model, body)
             if reason is None:
-                model.set_attn_implementation(_text_only(model.config))
+                model.set_attn_implementation(text_attention(model.config, IMPLEMENTATION))
             else:
                 self._fall_back(reason)
 
@@ -123,12 +127,13 @@ class Backbone:
             )
         warnings.warn(f"{self.name} runs in the padded layout, which is slower: {reason}.", stacklevel=2)
         self.layout = "padded"
+        self._restore_attention()
 
     def _run_plan(
         self, token_ids: Tensor, plan: Plan, rows: list[dict[str, Any]] | None, hidden: Tensor | None
     ) -> BackboneOutput:
         positions, stream = plan.position_ids.unsqueeze(0), token_ids.reshape(1, -1).index_select(1, plan.source)
-        inputs = no_token_inputs(self.body.forward, stream)
+        inputs = no_token_inputs(self.body, stream)
         if rows:
             roots = [row for row, parent in zip(plan.rows, plan.parents, strict=True) if parent < 0]
             merged = merged_inputs(rows, roots if len(plan.targets) else [], plan.shape, token_ids.device)
@@ -164,7 +169,7 @@ class Backbone:
         hidden: Tensor | None,
     ) -> BackboneOutput:
         shape = (token_ids.shape[0], token_ids.shape[1])
-        inputs = no_token_inputs(self.body.forward, token_ids)
+        inputs = no_token_inputs(self.body, token_ids)
         if rows:
             inputs |= merged_inputs(rows, range(len(rows)), shape, token_ids.device)
             own = media_positions(self.body, token_ids, rows)
@@ -217,7 +222,7 @@ class Backbone:
             ValueError: they differ.
         """
         ids = (torch.arange(8, device=lm.device) % lm.config.get_text_config().vocab_size).unsqueeze(0)
-        extra = no_token_inputs(self.body.forward, ids)
+        extra = no_token_inputs(self.body, ids)
         hidden = self.body(input_ids=ids, use_cache=False, **extra).last_hidden_state[0]
         own, _ = lm.get_output_embeddings()(hidden, targets=ids[0], logit_map=logit_map)
         logits = lm(input_ids=ids, use_cache=False, **extra).logits[0]
@@ -229,11 +234,3 @@ class Backbone:
                 f"{self.name}: log-probs from its head differ by {worst:.3g} from its own forward pass, so it changes "
                 "logits in a way LightRL does not know. It cannot be trained correctly as it is."
             )
-
-
-def _text_only(config: Any) -> str | dict[str, str]:
-    """The replaced attention for the language model, and what the others have for a vision or sound encoder."""
-    text = config.get_text_config()
-    if text is config:
-        return IMPLEMENTATION
-    return {name: IMPLEMENTATION for name in config.sub_configs if getattr(config, name, None) is text}

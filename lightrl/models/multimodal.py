@@ -69,10 +69,13 @@ def _padded(part: Tensor, sizes: list[int]) -> Tensor:
     return F.pad(part, [pad for extra in reversed(missing) for pad in (0, extra)])
 
 
-def no_token_inputs(forward: Any, token_ids: Tensor) -> dict[str, Tensor]:
-    """Zeros for the inputs per token that a model insists on in training, for a batch of text."""
-    names = [name for name in inspect.signature(forward).parameters if name == TOKEN_INPUT]
-    return {name: torch.zeros_like(token_ids) for name in names}
+def no_token_inputs(body: Any, token_ids: Tensor) -> dict[str, Tensor]:
+    """Zeros for the inputs per token that a model of images insists on in training, for a batch of text.
+
+    A model of text alone gets none: GPT-2 and its like would add the embedding of token 0 everywhere.
+    """
+    insists = bool(placeholder_ids(body.config)) and TOKEN_INPUT in inspect.signature(body.forward).parameters
+    return {TOKEN_INPUT: torch.zeros_like(token_ids)} if insists else {}
 
 
 def sharing_groups(group_ids: Tensor | None, rows: Rows) -> Tensor | None:

@@ -30,10 +30,20 @@ PACKED: dict[str, dict[str, Any]] = {
     "Granite": {"logits_scaling": 3.0, "attention_multiplier": 0.2},
     "Cohere": {"logit_scale": 0.3},
     "Mixtral": {"num_local_experts": 4},
+    "GPT2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},  # learned positions; embeds token types
+    "DeepseekV3": {  # keys and values of different sizes
+        **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+        **{"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    },
 }
 PADDED: dict[str, dict[str, Any]] = {
     "GptOss": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 6},  # attention sinks
     "Mamba": {},  # recurrent state
+    "FalconH1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8},  # and attention
+    "RecurrentGemma": {"num_hidden_layers": 3, "lru_width": 32, "logits_soft_cap": 2.0, "head_dim": 8},
+    "MBart": {"d_model": 32, "decoder_ffn_dim": 48, "decoder_layers": 2, "dropout": 0.0},  # takes no positions
+    "GPTJ": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "Llama4Text": {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2},  # chunked attention
 }
 
@@ -41,7 +51,8 @@ PADDED: dict[str, dict[str, Any]] = {
 def build(name: str, settings: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**SETTINGS, **settings})
-    return getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
+    model = "GPT2LMHeadModel" if name == "GPT2" else f"{name.removesuffix('Text')}ForCausalLM"
+    return getattr(transformers, model)(config).eval()
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -72,6 +83,31 @@ def test_other_families_fall_back(name: str, batch: Batch) -> None:
         policy = PolicyModel(lm)
         got = policy(*batch[:3], group_ids=batch.group_ids).logprobs
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["auto", "padded"])
+def test_capped_attention_is_capped(layout: Any, batch: Batch) -> None:
+    """transformers' SDPA, which it takes by default, leaves the cap out; engines do not."""
+    settings = {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 1.0, "initializer_range": 0.5}
+    expected, _ = plain_scores(build("Gemma2", {**settings, "attn_implementation": "eager"}), batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = PolicyModel(build("Gemma2", settings), layout=layout)(*batch[:3], group_ids=batch.group_ids).logprobs
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_late_fall_back_restores_the_attention(batch: Batch) -> None:
+    """Doge is found out in its first forward pass; afterwards it runs with the attention that it was loaded with."""
+    lm = build("Doge", {"keep_window_size": 4, "attn_implementation": "eager"})
+    for parameter in lm.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)  # some are 0, and its choice of keys would have ties
+    expected, _ = plain_scores(lm, batch)
+    policy = PolicyModel(lm)
+    assert lm.config._attn_implementation == "lightrl"
+    with pytest.warns(UserWarning, match="masks of their own"):
+        got = policy(*batch[:3], group_ids=batch.group_ids).logprobs
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert lm.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
