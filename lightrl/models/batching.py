@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightrl.models.spec import Layout
+
 __all__ = ["micro_batches"]
 
 PAIRS_PER_TOKEN = 6144  # query-key pairs that cost what one token's linear layers cost: 6 x hidden size, here 1024
@@ -30,17 +32,21 @@ def micro_batches(
     group_ids: Tensor,
     budget: int,
     num_bins: int | None = None,
+    layout: Layout = "auto",
 ) -> list[Tensor]:
     """Row indices of micro-batches of at most `budget` tokens, balanced by cost.
 
     A group's prompt (the tokens before its first response token) is counted once, as the shared-prefix layout
     computes it. Cost is the number of tokens plus that of query-key pairs / 6144. Groups stay together unless they
     exceed the budget; the largest go first, each into the cheapest bin that has room (longest processing time first).
+    In the packed layout, which shares no prompt, rows count in full and by themselves. In the padded one a micro-batch
+    counts as its rectangle, rows x longest row, and takes rows of like length.
 
     Args:
         attention_mask: (B, T) bool. response_mask: (B, T) bool. group_ids: (B,) int64.
         budget: most tokens of a micro-batch, at least 1; a single row that is longer gets one of its own.
         num_bins: exactly so many micro-batches, some possibly empty; None takes as few as the budget allows.
+        layout: in which the rows will be run.
 
     Returns:
         int64 index tensors on the CPU, ascending within each; together every row once. The same for the same input.
@@ -50,15 +56,37 @@ def micro_batches(
     """
     if budget < 1:
         raise ValueError(f"micro_batch_tokens={budget}: must be at least 1.")
-    units = _units(attention_mask, response_mask, group_ids, budget)
+    if layout == "padded":
+        bins = _rectangles(attention_mask.sum(1).tolist(), budget, num_bins)
+        return [torch.tensor(sorted(bin_), dtype=torch.long) for bin_ in bins]
+    alone = torch.arange(len(group_ids))
+    units = _units(attention_mask, response_mask, alone if layout == "packed" else group_ids, budget)
     fewest = _first_fit(units, budget)
     wanted = len(fewest) if num_bins is None else num_bins
     if wanted < len(fewest):
         raise ValueError(f"num_bins={num_bins}: these rows need {len(fewest)} micro-batches of {budget} tokens.")
-    bins = _balanced(units, budget, wanted)
-    if bins is None:  # balancing needs more room than first fit, which packs tighter
-        bins = fewest + [[] for _ in range(wanted - len(fewest))]
-    return [torch.tensor(sorted(row for i in bin_ for row in units[i].rows), dtype=torch.long) for bin_ in bins]
+    chosen = _balanced(units, budget, wanted)
+    if chosen is None:  # balancing needs more room than first fit, which packs tighter
+        chosen = fewest + [[] for _ in range(wanted - len(fewest))]
+    return [torch.tensor(sorted(row for i in bin_ for row in units[i].rows), dtype=torch.long) for bin_ in chosen]
+
+
+def _rectangles(lengths: list[int], budget: int, num_bins: int | None) -> list[list[int]]:
+    """Longest rows first, as many into a bin as the longest of it leaves room for; the fullest are halved for more."""
+    bins: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if bins and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= budget:
+            bins[-1].append(row)
+        else:
+            bins.append([row])
+    if num_bins is not None and num_bins < len(bins):
+        raise ValueError(f"num_bins={num_bins}: these rows need {len(bins)} micro-batches of {budget} tokens.")
+    while num_bins is not None and len(bins) < num_bins:
+        fullest = max(range(len(bins)), key=lambda i: len(bins[i]))
+        half = len(bins[fullest]) // 2
+        bins[fullest], rest = bins[fullest][half:], bins[fullest][:half]
+        bins.append(rest)
+    return bins
 
 
 def _units(attention_mask: Tensor, response_mask: Tensor, group_ids: Tensor, budget: int) -> list[_Unit]:

@@ -106,6 +106,11 @@ class PolicyModel(nn.Module):
             out.aux_loss,
         )
 
+    @property
+    def layout(self) -> Layout:
+        """In which sequences go through the model: as it was asked for, or padded if the model can do no other."""
+        return self._backbone.layout
+
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks, as FSDP2 shards them."""
         return transformer_blocks(self.lm)
@@ -146,6 +151,11 @@ class ValueModel(nn.Module):
         """(B, T) float32 values of the state before each response token, 0 elsewhere; arguments as `PolicyModel`."""
         out = self._backbone(token_ids, attention_mask, response_mask, group_ids, inputs)
         return out.scatter(read_values(self.value_head, out.hidden))
+
+    @property
+    def layout(self) -> Layout:
+        """In which sequences go through the model: as it was asked for, or padded if the model can do no other."""
+        return self._backbone.layout
 
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks, as FSDP2 shards them."""

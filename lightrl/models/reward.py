@@ -192,8 +192,9 @@ class RewardModel(nn.Module):
             templated = self.chat_template is not None and rollouts.raw_prompts
             prompts = rollouts.raw_prompts if templated else rollouts.prompts
             return self.score_texts(prompts, rollouts.completions, micro_batch_tokens)
-        shared = (rollouts.response_mask, rollouts.group_ids, rollouts.inputs) if sees else (None, None, None)
-        return self._score_tokens(rollouts.token_ids, rollouts.attention_mask, micro_batch_tokens, *shared)
+        seen = (rollouts.response_mask, rollouts.inputs) if sees else (None, None)
+        masks = rollouts.token_ids, rollouts.attention_mask
+        return self._score_tokens(*masks, micro_batch_tokens, rollouts.group_ids, *seen)
 
     @torch.no_grad()
     def score_texts(
@@ -217,7 +218,9 @@ class RewardModel(nn.Module):
         token_ids = pad_rows(rows, 0 if pad is None else pad, torch.long).to(device)
         lengths = torch.tensor([len(row) for row in rows], device=device)
         mask = torch.arange(token_ids.shape[1], device=device) < lengths[:, None]
-        return self._score_tokens(token_ids, mask, micro_batch_tokens)
+        numbers: dict[str, int] = {}
+        groups = torch.tensor([numbers.setdefault(str(prompt), len(numbers)) for prompt in prompts], device=device)
+        return self._score_tokens(token_ids, mask, micro_batch_tokens, groups)
 
     def _encode(self, prompt: Any, completion: str) -> list[int]:
         if self.chat_template is None:
@@ -233,13 +236,18 @@ class RewardModel(nn.Module):
         token_ids: Tensor,
         mask: Tensor,
         budget: int,
+        groups: Tensor,
         response: Tensor | None = None,
-        groups: Tensor | None = None,
         inputs: list[dict[str, Any]] | None = None,
     ) -> Tensor:
-        """(B,) scores. With `response`, `groups` and `inputs` a group's images are encoded once in a micro-batch."""
-        alone = torch.arange(len(token_ids))
-        bins = micro_batches(mask, mask if response is None else response, alone if groups is None else groups, budget)
+        """(B,) scores; what the rows of a group have in common is computed once in a micro-batch.
+
+        `response` says where that ends; None takes all that they begin with alike.
+        """
+        if self._backbone is None or self._backbone.layout not in ("auto", "shared_prefix"):
+            groups = torch.arange(len(token_ids), device=token_ids.device)
+        response = own_ends(token_ids, mask, groups) if response is None else response
+        bins = micro_batches(mask, response, groups, budget)
         scores = torch.zeros(len(token_ids), device=token_ids.device)
         for i in range(_max_over_ranks(len(bins), token_ids.device)):
             rows = (bins[i] if i < len(bins) else torch.zeros(1, dtype=torch.long)).to(token_ids.device)
@@ -247,8 +255,8 @@ class RewardModel(nn.Module):
             part = self(
                 token_ids[rows, :longest],
                 mask[rows, :longest],
-                None if response is None else response[rows, :longest],
-                group_ids=None if groups is None else groups[rows],
+                response[rows, :longest],
+                group_ids=groups[rows],
                 inputs=None if inputs is None else [inputs[row] for row in rows.tolist()],
             )
             if i < len(bins):
@@ -265,6 +273,16 @@ def _read_scores(head: Any, hidden: Tensor) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         scores: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
     return scores
+
+
+def own_ends(token_ids: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
+    """(B, T) bool, the real tokens of each row from the first on at which rows of its group differ."""
+    own = mask.clone()
+    for group in groups.unique():
+        rows = (groups == group).nonzero().squeeze(1)
+        alike = ((token_ids[rows] == token_ids[rows[0]]) & mask[rows]).all(0)
+        own[rows, : int(alike.int().cumprod(0).sum())] = False
+    return own
 
 
 def _head(model: Any) -> Any:

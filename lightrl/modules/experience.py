@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightrl.models.batching import micro_batches
 from lightrl.models.policy import PolicyModel, ValueModel
+from lightrl.models.spec import Layout
 from lightrl.modules.kl import KLInLoss, KLInReward
 from lightrl.modules.metrics import MetricSums
 from lightrl.ops.entropy import top_entropy_mask
@@ -38,6 +39,7 @@ __all__ = [
     "value_forward",
     "whiten_and_clip",
     "whole_logprobs",
+    "widest_layout",
     "with_normalizers",
     "zero_rows_are_free",
 ]
@@ -46,13 +48,22 @@ AllReduce = Callable[[Tensor], Tensor]
 Rows = TypeVar("Rows", Experience, SupervisedBatch)
 
 
-def plan(rows: Rollouts | Experience | SupervisedBatch, budget: int, all_max: AllReduce) -> list[Tensor]:
+def plan(
+    rows: Rollouts | Experience | SupervisedBatch, budget: int, all_max: AllReduce, layout: Layout = "auto"
+) -> list[Tensor]:
     """Row indices of micro-batches of at most `budget` tokens, the same number on every rank (some may be empty)."""
-    bins = micro_batches(rows.attention_mask, rows.response_mask, rows.group_ids, budget)
+    masks = rows.attention_mask, rows.response_mask, rows.group_ids
+    bins = micro_batches(*masks, budget, layout=layout)
     most = int(all_max(torch.tensor(float(len(bins)))))
     if most > len(bins):
-        bins = micro_batches(rows.attention_mask, rows.response_mask, rows.group_ids, budget, num_bins=most)
+        bins = micro_batches(*masks, budget, num_bins=most, layout=layout)
     return bins
+
+
+def widest_layout(*models: PolicyModel | ValueModel | None) -> Layout:
+    """Of the layouts in which the models run, the one that computes most tokens."""
+    used = {model.layout for model in models if model is not None}
+    return "padded" if "padded" in used else "packed" if "packed" in used else "auto"
 
 
 def policy_forward(model: PolicyModel, rows: Any, **wanted: bool) -> dict[str, Tensor]:
@@ -89,8 +100,8 @@ def whole_logprobs(model: PolicyModel, token_ids: Tensor) -> Tensor:
 def evaluate_models(module: PPOLightningModule, rollouts: Rollouts) -> Experience:
     """Old and reference log-probs and values, each only where something uses it."""
 
-    def batched(forward: Callable[[Any], dict[str, Tensor]]) -> dict[str, Tensor]:
-        return batched_forward(forward, rollouts, module.micro_batch_tokens, module.all_max)
+    def batched(model: Any, forward: Callable[[Any], dict[str, Tensor]]) -> dict[str, Tensor]:
+        return batched_forward(forward, rollouts, module.micro_batch_tokens, module.all_max, model.layout)
 
     actor, critic, reference = module.actor, module.critic, module.reference
     experience = _from_rollouts(rollouts)
@@ -98,14 +109,15 @@ def evaluate_models(module: PPOLightningModule, rollouts: Rollouts) -> Experienc
     updates = module.ppo_epochs * count_minibatches(module, len(rollouts))
     filtered = module.top_entropy_fraction < 1
     if updates > 1 or shared or filtered or isinstance(module.kl, KLInReward):
-        out = batched(lambda x: policy_forward(actor, x, values=shared, entropy=filtered))
+        out = batched(actor, lambda x: policy_forward(actor, x, values=shared, entropy=filtered))
         experience.old_logprobs = out["logprobs"]
         experience.values, experience.entropy = out.get("values"), out.get("entropy")
     if critic is not None:
-        experience.values = batched(lambda x: {"values": value_forward(critic, x)})["values"]
+        experience.values = batched(critic, lambda x: {"values": value_forward(critic, x)})["values"]
     if module.kl is not None:
         with actor.adapter_disabled() if reference is None else nullcontext():
-            experience.ref_logprobs = batched(lambda x: policy_forward(reference or actor, x))["logprobs"]
+            base = reference or actor
+            experience.ref_logprobs = batched(base, lambda x: policy_forward(base, x))["logprobs"]
     return experience
 
 
@@ -177,7 +189,11 @@ def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Ex
 
 
 def batched_forward(
-    forward: Callable[[Any], dict[str, Tensor]], rows: Rollouts, budget: int, all_max: AllReduce
+    forward: Callable[[Any], dict[str, Tensor]],
+    rows: Rollouts,
+    budget: int,
+    all_max: AllReduce,
+    layout: Layout = "auto",
 ) -> dict[str, Tensor]:
     """Runs `forward` over micro-batches and puts its (b, t) results back into (B, T) tensors.
 
@@ -186,9 +202,10 @@ def batched_forward(
         rows: all B rows.
         budget: most tokens per micro-batch.
         all_max: maximum over ranks; every rank calls `forward` equally often, as sharded models need.
+        layout: of the model that `forward` runs.
     """
     out: dict[str, Tensor] = {}
-    for index in plan(rows, budget, all_max):
+    for index in plan(rows, budget, all_max, layout):
         index = index.to(rows.token_ids.device)
         part = rows.select(index if len(index) else torch.zeros(1, dtype=torch.long, device=index.device)).crop()
         for name, value in forward(part).items():
@@ -198,7 +215,9 @@ def batched_forward(
     return out
 
 
-def cut_micro_batches(minibatch: Rows, budget: int, all_max: AllReduce, *, skip_zero: bool = False) -> list[Rows]:
+def cut_micro_batches(
+    minibatch: Rows, budget: int, all_max: AllReduce, *, skip_zero: bool = False, layout: Layout = "auto"
+) -> list[Rows]:
     """Cuts a mini-batch, or supervised rows, into micro-batches, equally many on every rank.
 
     Args:
@@ -206,6 +225,7 @@ def cut_micro_batches(minibatch: Rows, budget: int, all_max: AllReduce, *, skip_
         budget: most tokens per micro-batch.
         all_max: maximum over ranks.
         skip_zero: (experience only) leave out rows whose advantages are all 0, because their loss has no gradient.
+        layout: of the models that run them, see `widest_layout`.
 
     Returns:
         at least one micro-batch; a rank without rows gets one row with an empty response mask.
@@ -215,7 +235,7 @@ def cut_micro_batches(minibatch: Rows, budget: int, all_max: AllReduce, *, skip_
         rows = (minibatch.advantages != 0).any(1).nonzero().squeeze(1)
         minibatch = minibatch.select(rows if len(rows) else torch.zeros(1, dtype=torch.long, device=device))
     pieces = []
-    for index in plan(minibatch, budget, all_max):
+    for index in plan(minibatch, budget, all_max, layout):
         if len(index):
             pieces.append(minibatch.select(index.to(device)).crop())
         else:

@@ -36,6 +36,7 @@ from lightrl.modules.experience import (
     set_rewards,
     value_forward,
     whole_logprobs,
+    widest_layout,
     with_normalizers,
     zero_rows_are_free,
 )
@@ -325,12 +326,12 @@ class PPOLightningModule(LightningModule):
         Supervised rows come first, since DDP wants every trained model in the backward that reduces.
         """
         minibatch = with_normalizers(self, minibatch)
-        budget, skip_zero = self.micro_batch_tokens, zero_rows_are_free(self)
-        pieces: list[Any] = []
-        if minibatch.supervised is not None:
-            pieces += cut_micro_batches(minibatch.supervised, budget, self.all_max)
-        pieces += cut_micro_batches(minibatch, budget, self.all_max, skip_zero=skip_zero)
         trained = [model for model in (self.actor, self.critic) if model is not None]
+        budget, layout, pieces = self.micro_batch_tokens, widest_layout(*trained), list[Any]()
+        if minibatch.supervised is not None:
+            pieces += cut_micro_batches(minibatch.supervised, budget, self.all_max, layout=layout)
+        skip = zero_rows_are_free(self)
+        pieces += cut_micro_batches(minibatch, budget, self.all_max, skip_zero=skip, layout=layout)
         for i, piece in enumerate(pieces):
             with strategies.backward_scope(self.trainer.strategy, trained, last=i == len(pieces) - 1):
                 yield piece

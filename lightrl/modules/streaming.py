@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightrl.modules import evaluation, strategies, updates
 from lightrl.modules.aggregation import TokenMean
-from lightrl.modules.experience import cut_micro_batches, with_normalizers, zero_rows_are_free
+from lightrl.modules.experience import cut_micro_batches, widest_layout, with_normalizers, zero_rows_are_free
 from lightrl.modules.metrics import MetricSums
 from lightrl.types import Experience, Rollouts
 
@@ -123,7 +123,8 @@ class _Run:
             self.times["time/experience"] += made - begin
             skip = zero_rows_are_free(module)
             if last or not skip or bool((experience.advantages != 0).any()):
-                micros = cut_micro_batches(experience, module.micro_batch_tokens, module.all_max, skip_zero=skip)
+                layout, budget = widest_layout(*self.models), module.micro_batch_tokens
+                micros = cut_micro_batches(experience, budget, module.all_max, skip_zero=skip, layout=layout)
                 for i, micro in enumerate(micros):
                     with strategies.backward_scope(self.strategy, self.models, last=last and i == len(micros) - 1):
                         loss, values = module.compute_loss(micro)

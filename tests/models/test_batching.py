@@ -70,3 +70,21 @@ def test_rows_without_a_response_and_the_same_result_twice() -> None:
     first, second = cut(batch, 12), cut(batch, 12)
     assert [rows.tolist() for rows in first] == [rows.tolist() for rows in second] == [[0, 1, 2, 3]] or len(first) == 2
     assert all(a.equal(b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_what_a_layout_computes_counts(layout: str) -> None:
+    """Without shared prompts every row counts in full; padded, all rows of a micro-batch count as its longest."""
+    batch = make_batch([(10, [5, 6, 7, 8]), (20, [3, 3, 3, 3]), (5, [30, 1, 1, 1]), (8, [2, 2])])
+    lengths = batch.attention_mask.sum(1)
+    for budget in (1, 36, 60, 1000):
+        bins = micro_batches(*batch[1:], budget, layout=layout)
+        assert sorted(torch.cat(bins).tolist()) == list(range(14))
+        for rows in bins:
+            counted = len(rows) * lengths[rows].max() if layout == "padded" else lengths[rows].sum()
+            assert len(rows) == 1 or int(counted) <= budget
+        more = micro_batches(*batch[1:], budget, num_bins=len(bins) + 3, layout=layout)
+        assert len(more) == len(bins) + 3 and sorted(torch.cat(more).tolist()) == list(range(14))
+    assert len(micro_batches(*batch[1:], 1000, layout=layout)) == 1
+    with pytest.raises(ValueError, match="num_bins=1: these rows need"):
+        micro_batches(*batch[1:], 36, num_bins=1, layout=layout)

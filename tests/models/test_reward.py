@@ -42,7 +42,7 @@ def test_scores_equal_transformers(layout: Any, batch: Batch) -> None:
     expected = model(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits.squeeze(-1)
     reward = RewardModel(classifier(), layout=layout)
     torch.testing.assert_close(reward(batch.token_ids, batch.attention_mask), expected, atol=1e-5, rtol=1e-5)
-    rollouts = SimpleNamespace(token_ids=batch.token_ids, attention_mask=batch.attention_mask)
+    rollouts = SimpleNamespace(**batch._asdict())
     for budget in (1, 30, 1000):  # one row each, a few, all at once
         torch.testing.assert_close(reward.score(rollouts, budget), expected.detach(), atol=1e-5, rtol=1e-5)
 
@@ -95,3 +95,27 @@ def test_from_spec_is_frozen_and_errors_are_named(tmp_path: Path) -> None:
         RewardModelSpec("r", "x", tokenizer="other")
     with pytest.raises(ValueError, match="drop one"):
         RewardModelSpec("r", "x", tokenizer="policy", chat_template="default")
+
+
+@pytest.mark.parametrize("layout", ["auto", "packed", "padded"])
+def test_prompts_are_scored_once_and_scores_stay(layout: Any, batch: Batch) -> None:
+    """From token ids and from texts: a group's common beginning goes through once, where the layout shares."""
+    expected = classifier()(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits.squeeze(-1)
+    reward, tokens = RewardModel(classifier(), layout=layout), []
+    reward.model.model.embed_tokens.register_forward_hook(lambda m, args, out: tokens.append(args[0].numel()))
+    scores = reward.score(SimpleNamespace(**batch._asdict()), 1000)
+    torch.testing.assert_close(scores, expected.detach(), atol=1e-5, rtol=1e-5)
+    real = int(batch.attention_mask.sum())
+    # three prompts are repeated 3, 1 and 2 times: 3 x 7 + 3 + 2 tokens less
+    assert tokens == [
+        {"auto": real - 26, "packed": real, "padded": 10 * int(batch.attention_mask.sum(1).max())}[layout]
+    ]
+    tokens.clear()
+    texts = RewardModel(classifier(), Letters(), layout=layout)
+    texts.model.model.embed_tokens.register_forward_hook(lambda m, args, out: tokens.append(args[0].numel()))
+    prompts, completions = ["a long prompt", "b", "a long prompt", "a long prompt"], ["cd", "efg", "ch", "cd"]
+    together = texts.score_texts(prompts, completions)
+    if layout == "auto":  # beginning of text, prompt and "c" once; then d, h and nothing; and a row of its own
+        assert tokens[0] <= 15 + 3 + 5
+    alone = [texts.score_texts([p], [c]).item() for p, c in zip(prompts, completions, strict=True)]
+    assert together.tolist() == pytest.approx(alone, abs=1e-5)
