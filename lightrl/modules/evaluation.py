@@ -39,7 +39,8 @@ def rollout_metrics(rollouts: Rollouts, experience: Experience, raw_rewards: Ten
         metrics[f"reward/{name}"] = part[part.isfinite()]
     if experience.old_logprobs is not None:
         gap = (rollouts.engine_logprobs - experience.old_logprobs)[mask]
-        metrics |= {"kl/engine": gap, "kl/engine_gap_max": gap.abs()}
+        if experience.old_logprobs is not rollouts.engine_logprobs:
+            metrics |= {"kl/engine": gap, "kl/engine_gap_max": gap.abs()}
         if experience.ref_logprobs is not None:
             metrics["kl/ref"] = (experience.old_logprobs - experience.ref_logprobs)[mask]
     if experience.values is not None:

@@ -107,11 +107,13 @@ def evaluate_models(module: PPOLightningModule, rollouts: Rollouts) -> Experienc
     experience = _from_rollouts(rollouts)
     shared = actor.value_head is not None
     updates = module.ppo_epochs * count_minibatches(module, len(rollouts))
-    filtered = module.top_entropy_fraction < 1
-    if updates > 1 or shared or filtered or isinstance(module.kl, KLInReward):
+    filtered, replaced = module.top_entropy_fraction < 1, module.loss.replaces_old_logprobs
+    if shared or filtered or (not replaced and (updates > 1 or isinstance(module.kl, KLInReward))):
         out = batched(actor, lambda x: policy_forward(actor, x, values=shared, entropy=filtered))
         experience.old_logprobs = out["logprobs"]
         experience.values, experience.entropy = out.get("values"), out.get("entropy")
+    if replaced:
+        experience.old_logprobs = rollouts.engine_logprobs
     if critic is not None:
         experience.values = batched(critic, lambda x: {"values": value_forward(critic, x)})["values"]
     if module.kl is not None:
@@ -255,7 +257,14 @@ def with_normalizers(module: PPOLightningModule, minibatch: Experience) -> Exper
 
 
 def zero_rows_are_free(module: PPOLightningModule) -> bool:
-    """Whether a row whose advantages are all 0 has no gradient and no reader, so that it need not be run."""
+    """Whether a row whose advantages are all 0 has no gradient and no reader, so that it need not be run.
+
+    What a subclass does in a `compute_loss` of its own is not known, so there all rows are run.
+    """
+    from lightrl.modules.ppo import PPOLightningModule
+
+    if type(module).compute_loss is not PPOLightningModule.compute_loss:
+        return False
     terms = (module.critic_spec is not None, isinstance(module.kl, KLInLoss), module.entropy_coef, module.aux_loss_coef)
     return not any(terms) and not module.entropy_is_read and module.loss.zero_advantage_is_zero_loss
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,12 +39,20 @@ class PolicyLoss(ABC):
     """A loss per token.
 
     Attributes:
-        zero_advantage_is_zero_loss: a row whose advantages are all 0 has no gradient, so that it need not be run.
+        zero_advantage_is_zero_loss: rows without advantage have no gradient and are not run; a new `__call__` resets it.
         reads_engine_logprobs: the engine's log-probs are compared with the trainer's.
+        replaces_old_logprobs: they also stand for the old ones, which are then not computed.
     """
 
-    zero_advantage_is_zero_loss: bool = True
+    zero_advantage_is_zero_loss: bool = False
     reads_engine_logprobs: bool = False
+    replaces_old_logprobs: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Takes nothing over about a loss that has been changed."""
+        super().__init_subclass__(**kwargs)
+        if "__call__" in cls.__dict__ and "zero_advantage_is_zero_loss" not in cls.__dict__:
+            cls.zero_advantage_is_zero_loss = False
 
     @abstractmethod
     def __call__(
@@ -87,6 +96,8 @@ class PPOClip(PolicyLoss):
 
     Source: https://arxiv.org/abs/1707.06347 and those of `lightrl.ops.losses.clipped_policy_loss`.
     """
+
+    zero_advantage_is_zero_loss = True
 
     def __init__(
         self,
@@ -135,6 +146,8 @@ class GSPO(PolicyLoss):
         a sequence it is their mean that counts. TRL's defaults leave the bounds at PPO's 0.2, which never clip.
     """
 
+    zero_advantage_is_zero_loss = True
+
     def __init__(self, eps_low: float = 3e-4, eps_high: float = 4e-4) -> None:
         self.eps_low, self.eps_high = _bounds("GSPO", eps_low, eps_high)
 
@@ -164,6 +177,8 @@ class RLOOSequence(PolicyLoss):
 
     Source: https://arxiv.org/abs/2402.14740; TRL's `RLOOTrainer`.
     """
+
+    zero_advantage_is_zero_loss = True
 
     def __init__(self, eps_low: float = 0.2, eps_high: float = 0.2) -> None:
         self.eps_low, self.eps_high = _bounds("RLOOSequence", eps_low, eps_high)
@@ -195,6 +210,8 @@ class GMPO(PolicyLoss):
 
     Source: https://arxiv.org/abs/2507.20673, eq. 4 and algorithm 1.
     """
+
+    zero_advantage_is_zero_loss = True
 
     def __init__(self, eps_low: float = 0.4, eps_high: float = 0.4) -> None:
         for name, value in (("eps_low", eps_low), ("eps_high", eps_high)):
@@ -233,6 +250,8 @@ class CISPO(PolicyLoss):
         TRL reads `epsilon_high` as the bound itself, so its default bounds the weight at 0.2.
     """
 
+    zero_advantage_is_zero_loss = True
+
     def __init__(self, ratio_max: float = 5.0, ratio_min: float = 0.0) -> None:
         if not ratio_max >= 1:
             raise ValueError(
@@ -270,6 +289,8 @@ class SAPO(PolicyLoss):
 
     Source: https://arxiv.org/abs/2511.20347, eq. 5-6.
     """
+
+    zero_advantage_is_zero_loss = True
 
     def __init__(self, tau_pos: float = 1.0, tau_neg: float = 1.05) -> None:
         for name, value in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):

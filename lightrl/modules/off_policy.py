@@ -15,7 +15,7 @@ from torch import Tensor
 from lightrl.modules.losses import Metrics, PolicyLoss, ratio_metrics
 from lightrl.ops.kl import MAX_LOG_RATIO
 
-__all__ = ["VESPO", "OffPolicyCorrection", "OffPolicySequenceMask", "corrected"]
+__all__ = ["VESPO", "EngineRatio", "OffPolicyCorrection", "OffPolicySequenceMask", "corrected"]
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +97,47 @@ class OffPolicyCorrection(PolicyLoss):
         }
 
 
+class EngineRatio(PolicyLoss):
+    """Takes the engine's log-probs for the old ones, so that several updates per rollout need no forward for them.
+
+        r_t = pi / pi_engine in place of pi / pi_old
+
+    The wrapped loss then bounds one ratio for all that lies between sampling and the weights of now: older weights, the
+    engine's numerics, the updates of this rollout. A clipped loss leaves r unbounded where A < 0: give `PPOClip` a
+    `dual_clip` or `delta`. `kl/old` is the distance to the engine's policy; `kl/engine` is not measured.
+
+    Args:
+        loss: what is computed with that ratio. Not `OffPolicyCorrection`, whose weights would all be 1.
+
+    Raises:
+        ValueError: the loss reads the engine's log-probs itself.
+
+    Source: the plain importance ratio of PPO, to the policy that sampled; verl calls it the bypass mode.
+    """
+
+    reads_engine_logprobs = True
+    replaces_old_logprobs = True
+
+    def __init__(self, loss: PolicyLoss) -> None:
+        if loss.reads_engine_logprobs:
+            raise ValueError(f"EngineRatio(loss={type(loss).__name__}): it compares with the engine itself; drop one.")
+        self.loss = loss
+        self.zero_advantage_is_zero_loss = loss.zero_advantage_is_zero_loss
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        engine_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        if engine_logprobs is None:
+            raise ValueError("EngineRatio: engine_logprobs=None: it takes the engine's log-probs for the old ones.")
+        return self.loss(logprobs, engine_logprobs, advantages, mask)
+
+
 class OffPolicySequenceMask(PolicyLoss):
     """Leaves out bad samples that the policy has moved away from.
 
@@ -166,6 +207,7 @@ class VESPO(PolicyLoss):
     """
 
     reads_engine_logprobs = True
+    zero_advantage_is_zero_loss = True
 
     def __init__(self, k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0) -> None:
         for name, value in (("k_pos", k_pos), ("lam_pos", lam_pos), ("k_neg", k_neg), ("lam_neg", lam_neg)):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightrl.modules.aggregation import SequenceMean, TokenMean
 from lightrl.modules.losses import CISPO, CPG, GMPO, GSPO, SAPO, PolicyLoss, PPOClip, RLOOSequence
-from lightrl.modules.off_policy import VESPO, OffPolicyCorrection, OffPolicySequenceMask
+from lightrl.modules.off_policy import VESPO, EngineRatio, OffPolicyCorrection, OffPolicySequenceMask
 
 ALL: list[PolicyLoss] = [
     PPOClip(),
@@ -29,6 +29,7 @@ ALL: list[PolicyLoss] = [
     OffPolicyCorrection(CISPO(), "sequence", "mask", high=1.5, low=0.5),
     OffPolicySequenceMask(PPOClip(), 0.05),
     VESPO(),
+    EngineRatio(PPOClip()),
 ]
 IDS = [f"{type(x).__name__}-{i}" for i, x in enumerate(ALL)]
 
@@ -340,9 +341,34 @@ def test_every_argument_has_an_effect(one: PolicyLoss, other: PolicyLoss) -> Non
         (lambda: OffPolicyCorrection(PPOClip(), high=0.5), "high=0.5"),
         (lambda: OffPolicyCorrection(PPOClip(), low=1.5), "low=1.5"),
         (lambda: OffPolicySequenceMask(PPOClip(), 0), "threshold=0"),
+        (lambda: EngineRatio(VESPO()), "loss=VESPO"),
         (lambda: VESPO(lam_neg=0), "lam_neg=0"),
     ],
 )
 def test_arguments_out_of_range_are_refused(build: Callable[[], Any], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         build()
+
+
+def test_a_changed_loss_is_not_taken_for_zero() -> None:
+    """Rows without advantage may only be left out where somebody says that they have no gradient."""
+
+    class Regularized(PPOClip):
+        def __call__(self, logprobs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            loss, metrics = super().__call__(logprobs, *args, **kwargs)
+            return loss + 0.01 * logprobs.square(), metrics
+
+    class Wider(PPOClip):
+        """Only other defaults."""
+
+    assert not Regularized().zero_advantage_is_zero_loss and Wider().zero_advantage_is_zero_loss
+    assert not OffPolicyCorrection(Regularized()).zero_advantage_is_zero_loss
+
+
+def test_the_engine_ratio_is_that_to_the_engine() -> None:
+    logprobs, old, advantages, mask, engine = random_batch()
+    ours, metrics = EngineRatio(PPOClip())(logprobs, old, advantages, mask, engine_logprobs=engine)
+    expected, plain = PPOClip()(logprobs, engine, advantages, mask)
+    assert torch.equal(ours, expected) and metrics.keys() == plain.keys()
+    with pytest.raises(ValueError, match="engine_logprobs=None"):
+        EngineRatio(PPOClip())(logprobs, old, advantages, mask)

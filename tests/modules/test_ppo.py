@@ -16,7 +16,7 @@ from lightrl.modules import CriticSpec, GRPOLightningModule, PPOLightningModule,
 from lightrl.modules.advantages import GroupNorm
 from lightrl.modules.kl import KLInLoss, KLInReward
 from lightrl.modules.losses import PPOClip
-from lightrl.modules.off_policy import OffPolicyCorrection
+from lightrl.modules.off_policy import EngineRatio, OffPolicyCorrection
 from lightrl.types import Experience, Rollouts, SamplingParams
 from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
 
@@ -153,6 +153,53 @@ def test_rows_without_gradient_are_left_out_and_still_counted(model_path: str) -
     assert few < all_rows == 64
     assert norm == pytest.approx(norm_all, rel=1e-5)
     torch.testing.assert_close(ours, reference, atol=1e-6, rtol=1e-5)
+
+
+def test_an_overridden_loss_sees_all_rows(model_path: str) -> None:
+    """It may have terms of its own; only the module's own loss is known to be 0 without an advantage."""
+
+    class Own(GRPOLightningModule):
+        rows = 0
+
+        def compute_loss(self, minibatch: Experience) -> tuple[Tensor, dict[str, Tensor]]:
+            self.rows += len(minibatch)
+            return super().compute_loss(minibatch)
+
+    module = Own(model_path, kl=None, optimizer=sgd)
+    fit(module, rewards=[always_one])
+    assert module.rows == 32
+
+
+def test_old_logprobs_may_be_the_engines(model_path: str) -> None:
+    """The engine computes in float32 as the trainer does, so the updates are the same, without the forward."""
+    results = []
+    for loss in (PPOClip(), EngineRatio(PPOClip())):
+        module = GRPOLightningModule(model_path, kl=KLInReward(), kl_coef=0.1, loss=loss, ppo_epochs=2, optimizer=sgd)
+        keep = fit(module)
+        results.append((weights(module), keep.experiences[0], keep.metrics[0]))
+    (plain, computed, metrics), (ours, taken, ours_metrics) = results
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-4)
+    assert taken.old_logprobs is taken.engine_logprobs and computed.old_logprobs is not None
+    assert not torch.equal(computed.old_logprobs, computed.engine_logprobs)
+    assert "kl/engine" in metrics and "kl/engine" not in ours_metrics
+    rows: list[int] = []
+    module = GRPOLightningModule(model_path, kl=None, loss=EngineRatio(PPOClip()), ppo_epochs=2, optimizer=sgd)
+    module.token_logprobs = lambda ids, f=module.token_logprobs: (rows.append(0), f(ids))[1]  # type: ignore[method-assign]
+    calls = _count_forwards(module)
+    fit(module)
+    assert len(calls) == 2 + len(rows), "two updates and the canary, and nothing else"
+
+
+def _count_forwards(module: PPOLightningModule) -> list[int]:
+    calls: list[int] = []
+    original = module.configure_model
+
+    def configure() -> None:
+        original()
+        module.actor.register_forward_hook(lambda *_: calls.append(1))
+
+    module.configure_model = configure  # type: ignore[method-assign]
+    return calls
 
 
 def test_minibatches_cover_every_row_once_and_keep_groups_together(model_path: str) -> None:
