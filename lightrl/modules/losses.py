@@ -39,7 +39,7 @@ class PolicyLoss(ABC):
     """A loss per token.
 
     Attributes:
-        zero_advantage_is_zero_loss: rows without advantage have no gradient and are not run; a new `__call__` resets it.
+        zero_advantage_is_zero_loss: rows without advantage have no gradient, are not run; a new `__call__` resets it.
         reads_engine_logprobs: the engine's log-probs are compared with the trainer's.
         replaces_old_logprobs: they also stand for the old ones, which are then not computed.
     """
