@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightrl.models.attention import IMPLEMENTATION, keep_attention_caps, text_attention, unsupported_reason
+from lightrl.models.fused import fuse
 from lightrl.models.layouts import LayoutError, Plan, make_plan
 from lightrl.models.logprobs import LogitMap
 from lightrl.models.multimodal import (
@@ -72,6 +73,7 @@ class Backbone:
     def __init__(self, model: Any, body: Any, layout: Layout) -> None:
         self.name, self.body, self.layout = type(model).__name__, body, layout
         self.explicit = layout != "auto"
+        fuse(body)
         self.config, self.sees = model.config, bool(placeholder_ids(model.config)) and hasattr(body, "get_decoder")
         self.num_layers = model.config.get_text_config().num_hidden_layers
         keep_attention_caps(model)
@@ -209,7 +211,9 @@ class Backbone:
         config = self.body.config.get_text_config()
         if not getattr(config, "output_router_logits", False) or getattr(out, "router_logits", None) is None:
             return None
-        function = sys.modules[type(self.body).__module__].load_balancing_loss_func  # type: ignore[attr-defined]
+        function: Any = getattr(sys.modules[type(self.body).__module__], "load_balancing_loss_func", None)
+        if function is None:
+            return None
         experts = getattr(config, "num_local_experts", None) or config.num_experts
         loss: Tensor = function(out.router_logits, experts, config.num_experts_per_tok, mask)
         return loss

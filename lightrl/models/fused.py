@@ -1,0 +1,218 @@
+"""What stands between a transformer's matrix products, in few passes over memory: RMS norm, SwiGLU, rotary embedding.
+
+transformers writes them as chains of elementwise operations, each of which reads and writes a whole (N, D) matrix, and
+autograd keeps several of these. On a CPU small models spend more time there than in their products. Here each is one
+autograd function with a gradient written by hand, which goes through the rows in blocks that stay in the processor's
+cache and keeps only its inputs. The results are the same but for rounding.
+
+`fuse` puts them in place of a model's own only where the model's own is known: where the bytecode of its `forward` is
+that of transformers' Llama, which most families share because their files are generated from it. Linear layers are
+still called as modules, so adapters, hooks and sharded parameters work as before. Outside float32 and float64 on a CPU,
+and under autocast, the model's own code runs.
+
+Sources: Zhang and Sennrich 2019 (RMS norm), https://arxiv.org/abs/1910.07467; Shazeer 2020 (SwiGLU),
+https://arxiv.org/abs/2002.05202; Su et al. 2021 (rotary embedding), https://arxiv.org/abs/2104.09864.
+
+Letters: N tokens, D features or size of a head, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.models.llama import modeling_llama as llama
+
+__all__ = ["fuse", "rms_norm", "rotate", "swiglu"]
+
+BLOCK = 1 << 17  # elements of a block: half a megabyte in float32
+
+_SILU = {"SiLU", "SiLUActivation"}  # torch's and transformers' classes
+_silu = torch.ops.aten.silu.out
+
+
+def fuse(model: nn.Module) -> None:
+    """Replaces the `forward` of the modules of `model` that are known, in these instances alone."""
+    for module in model.modules():
+        if "forward" in vars(module):  # somebody else has replaced it
+            continue
+        own: Any = type(module).forward
+        if _same(own, llama.LlamaRMSNorm.forward):
+            vars(module)["forward"] = MethodType(_norm_forward, module)
+        elif _same(own, llama.LlamaMLP.forward) and type(module.act_fn).__name__ in _SILU:
+            vars(module)["forward"] = MethodType(_mlp_forward, module)
+        elif _same(rotary := _rotary_of(own), llama.apply_rotary_pos_emb):
+            names = {**own.__globals__, "apply_rotary_pos_emb": _rotary_or(rotary)}
+            rebound = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+            rebound.__kwdefaults__ = own.__kwdefaults__
+            vars(module)["forward"] = MethodType(rebound, module)
+
+
+def _same(function: Any, known: Any) -> bool:
+    """Whether two functions do the same by the same names; what they are called and documented as may differ."""
+    codes = [getattr(f, "__code__", None) for f in (function, known)]
+    return all(isinstance(code, CodeType) for code in codes) and _essence(codes[0]) == _essence(codes[1])
+
+
+def _essence(code: Any) -> tuple[Any, ...]:
+    constants = tuple(x for x in code.co_consts if not isinstance(x, str))
+    return code.co_code, code.co_names, code.co_varnames, constants
+
+
+def _rotary_of(forward: Any) -> Any:
+    """The function by which an attention module's `forward` rotates queries and keys, if it has that name."""
+    code = getattr(forward, "__code__", None)
+    return forward.__globals__.get("apply_rotary_pos_emb") if code and "apply_rotary_pos_emb" in code.co_names else None
+
+
+def _fits(*tensors: Tensor) -> bool:
+    same = {(x.device.type, x.dtype) for x in tensors}
+    return same <= {("cpu", torch.float32)} or same <= {("cpu", torch.float64)}
+
+
+def _plain() -> bool:
+    """Whether nothing looks at the single operations: neither autocast nor a compiler."""
+    return not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling()
+
+
+def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    if not _fits(hidden_states, self.weight) or not _plain():
+        result: Tensor = type(self).forward(self, hidden_states)
+        return result
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _mlp_forward(self: Any, x: Tensor) -> Tensor:
+    gate, up = self.gate_proj(x), self.up_proj(x)
+    both = swiglu(gate, up) if _fits(gate, up) and _plain() else self.act_fn(gate) * up
+    result: Tensor = self.down_proj(both)
+    return result
+
+
+def _rotary_or(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`rotate` where it applies, else `own`."""
+
+    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        if unsqueeze_dim != 1 or not _fits(q, k, cos, sin) or not _plain():
+            return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    return apply_rotary_pos_emb
+
+
+# ---- the functions -----------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    Args:
+        x: (..., D). weight: (D,).
+        eps: added to the mean square.
+    """
+    result: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return result
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gate * sigmoid(gate) * up, of two (..., D)."""
+    result: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    return result
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x cos + (-x2, x1) sin, x1 and x2 being the halves of x's last dimension; cos and sin have no gradient.
+
+    Args:
+        x: (B, H, T, D). cos, sin: (B or 1, T, D).
+    """
+    result: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _blocks(count: int, width: int) -> list[slice]:
+    rows = max(1, BLOCK // width)
+    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+        size = x.shape[-1]
+        rows = x.reshape(-1, size)
+        out, scale = torch.empty_like(rows), rows.new_empty(len(rows), 1)  # scale: 1 / root mean square
+        for block in _blocks(*rows.shape):
+            part = torch.linalg.vector_norm(rows[block], dim=-1, keepdim=True, out=scale[block])
+            part.square_().div_(size).add_(eps).rsqrt_()
+            torch.mul(rows[block], part, out=out[block]).mul_(weight)
+        ctx.save_for_backward(rows, weight, scale)
+        return out.view_as(x)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight, scale = ctx.saved_tensors
+        size = x.shape[-1]
+        rows = grad.reshape(-1, size)
+        dx, dw = torch.empty_like(x), x.new_zeros(1, size)
+        for block in _blocks(*x.shape):
+            part, product = scale[block], rows[block] * x[block]
+            dw.addmm_(part.t(), product)
+            along = torch.mv(product, weight).unsqueeze(1).mul_(part.pow(3)).div_(-size)
+            torch.mul(rows[block], weight, out=dx[block]).mul_(part).addcmul_(x[block], along)
+        return dx.view_as(grad), dw[0], None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
+        gates, ups = (x.reshape(-1, x.shape[-1]) for x in (gate, up))
+        out = torch.empty_like(gates)
+        for block in _blocks(*gates.shape):
+            _silu(gates[block], out=out[block]).mul_(ups[block])
+        ctx.save_for_backward(gates, ups)
+        return out.view_as(gate)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        gates, ups = ctx.saved_tensors
+        rows = grad.reshape(gates.shape)
+        d_gate, d_up = torch.empty_like(gates), torch.empty_like(ups)
+        for block in _blocks(*gates.shape):
+            sigmoid = torch.sigmoid(gates[block])
+            silu = gates[block] * sigmoid
+            torch.mul(rows[block], silu, out=d_up[block])
+            slope = silu.addcmul_(silu, sigmoid, value=-1).add_(sigmoid)
+            torch.mul(rows[block], ups[block], out=d_gate[block]).mul_(slope)
+        return d_gate.view_as(grad), d_up.view_as(grad)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        half = sin.shape[-1] // 2
+        ctx.cos, ctx.sin = cos, sin
+        return _rotated(x, cos, torch.cat([-sin[..., :half], sin[..., half:]], -1))
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        half = ctx.sin.shape[-1] // 2
+        return _rotated(grad, ctx.cos, torch.cat([ctx.sin[..., half:], -ctx.sin[..., :half]], -1)), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x cos + (x2, x1) sin; the result lies in memory as (B, T, H, D), as the projections' outputs do."""
+    b, h, t, d = x.shape
+    tokens = x.transpose(1, 2).reshape(b * t, h, d)
+    cos, sin = (y.expand(b, t, d).reshape(b * t, 1, d) for y in (cos, sin))
+    out = torch.empty(tokens.shape, dtype=x.dtype, device=x.device)
+    for block in _blocks(b * t, h * d):
+        turned = tokens[block].roll(d // 2, -1)
+        torch.mul(tokens[block], cos[block], out=out[block]).addcmul_(turned, sin[block])
+    return out.view(b, t, h, d).transpose(1, 2)
