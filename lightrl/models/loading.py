@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
@@ -91,13 +92,15 @@ def put_out_router_logits(lm: PreTrainedModel) -> None:
     """Makes a mixture-of-experts model hand out what its load-balancing loss is computed from.
 
     Raises:
-        ValueError: the model has no routers.
+        ValueError: the model has no routers, or no such loss (DeepSeek's balance themselves).
     """
     config: Any = lm.config.get_text_config()
     if not hasattr(config, "output_router_logits"):
         raise ValueError(
             f"aux_loss_coef needs a mixture of experts, and {config.model_type} has no routers: set it to 0."
         )
+    if not hasattr(sys.modules[type(lm).__module__], "load_balancing_loss_func"):
+        raise ValueError(f"aux_loss_coef: {config.model_type} defines no load-balancing loss: set it to 0.")
     config.output_router_logits = True
 
 

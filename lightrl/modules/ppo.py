@@ -111,8 +111,8 @@ class PPOLightningModule(LightningModule):
         lr_scheduler: called with the optimizer; stepped after every update. None keeps the rate constant.
         max_grad_norm: bound on the joint gradient norm of actor and critic; None is off.
         critic_warmup_rollouts: this many first rollouts train the critic only.
-        aux_loss_coef: weight of a mixture-of-experts model's own load-balancing loss (its routers' logits are
-            switched on); 0 is off.
+        aux_loss_coef: weight of a mixture-of-experts model's own load-balancing loss, over the tokens that a
+            micro-batch runs (so it, alone, depends on the split a little); 0 is off.
         ptx_coef: weight of the supervised loss on the data module's `ptx` rows, a mean over their completion tokens
             (InstructGPT's PPO-ptx, https://arxiv.org/abs/2203.02155 eq. 2, which sums over tokens); 0 is off.
         max_skipped_updates: updates in a row with a non-finite loss or gradient after which the run stops.

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from lightrl.models.loading import put_out_router_logits
 from lightrl.models.policy import PolicyModel
 from tests.models.conftest import VOCAB, Batch, plain_scores
 
@@ -120,3 +121,9 @@ def test_experts_report_their_balance(layout: Any, batch: Batch) -> None:
     assert out.aux_loss is not None and 1.9 < out.aux_loss.item() < 4.0
     out.aux_loss.backward()
     assert any("gate" in name and p.grad.any() for name, p in lm.named_parameters() if p.grad is not None)
+
+
+def test_experts_without_a_balancing_loss_are_refused() -> None:
+    with pytest.raises(ValueError, match="deepseek_v3 defines no load-balancing loss"):
+        put_out_router_logits(build("DeepseekV3", PACKED["DeepseekV3"]))
+    put_out_router_logits(build("Mixtral", PACKED["Mixtral"]))
