@@ -27,12 +27,13 @@ from torch import Tensor
 from lightrl.engines._vllm_lora import AdapterFolder
 from lightrl.engines.base import EngineDiedError
 
-__all__ = ["TRAINER_PID", "VLLMAdapter", "isolated_rng"]
+__all__ = ["POLL_SECONDS", "TRAINER_PID", "VLLMAdapter", "isolated_rng"]
 
 TRAINER_PID = "LIGHTRL_TRAINER_PID"
 """Environment variable by which an engine process knows whose death it must not outlive."""
 
-_POLL_SECONDS = 0.5
+POLL_SECONDS = 0.5
+"""How often whoever waits for the engine looks whether it lives."""
 _CLOSE_SECONDS = 5.0
 
 
@@ -180,7 +181,7 @@ class VLLMAdapter:
         def get_output() -> Any:
             while True:
                 try:
-                    output = client.outputs_queue.get(timeout=_POLL_SECONDS)
+                    output = client.outputs_queue.get(timeout=POLL_SECONDS)
                     break
                 except queue.Empty:
                     client.ensure_alive()
@@ -203,7 +204,7 @@ class VLLMAdapter:
         def wait() -> Any:
             while True:
                 try:
-                    return future.result(timeout=_POLL_SECONDS)
+                    return future.result(timeout=POLL_SECONDS)
                 except FutureTimeoutError:
                     if future.done():
                         raise
@@ -220,10 +221,20 @@ class VLLMAdapter:
             wait = self._submit_utility("collective_rpc", method, None, args, None)
 
         def answer() -> list[Any]:
+            from vllm.v1.engine.exceptions import EngineDeadError
+
             with _deaths():
-                return list(wait())
+                try:
+                    return list(wait())
+                except Exception as error:  # our worker methods do not raise: a call that failed lost its worker
+                    raise EngineDeadError from error
 
         return answer
+
+    def check_alive(self) -> None:
+        """Raises `EngineDiedError` where an engine process is gone."""
+        with _deaths():
+            self.client.ensure_alive()
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """One answer per worker."""
@@ -268,8 +279,9 @@ class VLLMAdapter:
         Requests in flight start their prefix over with the new weights.
         """
         with _deaths():
-            self.llm.reset_mm_cache()
-            self.engine.reset_encoder_cache()
+            if self.llm.model_config.is_multimodal_model:
+                self.llm.reset_mm_cache()
+                self.engine.reset_encoder_cache()
             if not self.engine.reset_prefix_cache(reset_running_requests=self.busy):
                 raise RuntimeError("vLLM did not drop its prefix cache; log-probs would mix old and new weights.")
 

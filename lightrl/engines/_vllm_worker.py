@@ -11,6 +11,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -22,6 +23,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from lightrl.engines._vllm_adapter import TRAINER_PID
+from lightrl.engines._vllm_channel import map_shared
 
 __all__ = ["BucketEntry", "FireProcessor", "WorkerExtension"]
 
@@ -132,11 +134,46 @@ class WorkerExtension:
         device: torch.device = self.device  # type: ignore[attr-defined]
         return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
 
-    def lightrl_attach(self, slot: int, path: str, nbytes: int) -> None:
-        """Maps the trainer's shared-memory bucket `slot`."""
-        self._lightrl_slots()[slot] = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+    def lightrl_receive(self, strict: bool, pipes: Sequence[tuple[str, str]]) -> tuple[str | None, list[str]]:
+        """A whole sync, its tensors told by messages from the trainer; an error's text, and what `finish` returns."""
+        down, up = pipes[self.rank]  # type: ignore[attr-defined]
+        names: list[str] = []
+        with (
+            Connection(os.open(down, os.O_RDONLY), writable=False) as messages,
+            Connection(os.open(up, os.O_WRONLY), readable=False) as acknowledgements,
+        ):
+            acknowledgements.send_bytes(b"")  # now the trainer may close its own descriptors of these ends
+            self.lightrl_begin(strict)
+            error = self.lightrl_load(self._lightrl_received(messages, acknowledgements, names))
+            return error, [] if error else self.lightrl_finish(strict, names)
 
-    def lightrl_attach_cuda(self, slot: int, handle: bytes) -> None:
+    def _lightrl_received(
+        self, messages: Connection, acknowledgements: Connection, names: list[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        while (message := messages.recv())[0] != "end":
+            kind, slot, *rest = message
+            if kind == "attach":
+                self._lightrl_attach(slot, *rest)
+            elif kind == "attach_cuda":
+                self._lightrl_attach_cuda(slot, *rest)
+            else:
+                bucket = self._lightrl_slots()[slot]
+                for name, dtype, shape, offset, nbytes in rest[0]:
+                    names.append(name)
+                    yield name, bucket[offset : offset + nbytes].view(getattr(torch, dtype)).view(shape)
+                if self.device.type == "cuda":  # type: ignore[attr-defined]
+                    torch.cuda.synchronize(self.device)  # type: ignore[attr-defined]
+            acknowledgements.send_bytes(b"")
+
+    def _lightrl_attach(self, slot: int, path: str, nbytes: int) -> None:
+        """Maps the trainer's shared-memory bucket `slot`."""
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            self._lightrl_slots()[slot] = map_shared(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+
+    def _lightrl_attach_cuda(self, slot: int, handle: bytes) -> None:
         """Maps the trainer's bucket `slot` on the same GPU (CUDA IPC). Not run on a GPU yet."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -173,16 +210,6 @@ class WorkerExtension:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None
-
-    def lightrl_load_bucket(self, slot: int, layout: Sequence[BucketEntry]) -> str | None:
-        """Copies the tensors that lie in bucket `slot` into the model."""
-        bucket = self._lightrl_slots()[slot]
-
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            for name, dtype, shape, offset, nbytes in layout:
-                yield name, bucket[offset : offset + nbytes].view(getattr(torch, dtype)).view(shape)
-
-        return self.lightrl_load(tensors())
 
     def lightrl_finish(self, strict: bool, received: Sequence[str]) -> list[str]:
         """Ends a sync. With `strict`, returns the names of parameters that were not (wholly) covered."""

@@ -133,6 +133,26 @@ def test_restart_with_weights_pushed_again(tied: VLLMEngine, tied_folder: Path, 
     assert canary_gap(tied, model) <= 5e-5
 
 
+@pytest.mark.parametrize("victim", ["core", "worker"])
+def test_a_kill_during_a_push_is_told_in_time(tied: VLLMEngine, tied_folder: Path, victim: str) -> None:
+    tied.restart_engine = False
+    if not tied.started:
+        tied.start(EngineContext(str(tied_folder), max_prompt_tokens=64, max_new_tokens=120))
+    pids = tied.process_ids
+
+    def kills():
+        for number, weight in enumerate(load(tied_folder).named_parameters()):
+            if number == 3:
+                os.kill(commands(pids)[victim], signal.SIGKILL)
+            yield weight
+
+    began = time.monotonic()
+    with pytest.raises(EngineDiedError):
+        tied.load_weights(kills(), policy_version=1)
+    assert time.monotonic() - began < 5
+    assert not tied.started and not any(psutil.pid_exists(pid) for pid in pids)
+
+
 def test_killed_core_is_told_in_time(untied: VLLMEngine, untied_folder: Path) -> None:
     """Without `restart_engine`; vLLM alone would wait for ever. Last, for it ends the module's engine."""
     untied.load_weights(load(untied_folder).named_parameters(), policy_version=1)
