@@ -12,7 +12,8 @@ Each side is a subprocess that stops at the end of every step until the parent l
 time and take turns, step by step: whatever else loads the machine meets both. A step's time is all that passes between
 two optimizer steps: data, weight sync and its check, generation, rewards, update, metrics. The ratio is that of the
 medians. Peak memory is each process's maximal resident set. `--sweep` first runs TRL with several numbers of threads
-and micro-batch sizes by turns and takes the fastest (wall time; CPU seconds on a machine that is not idle: `--by cpu`).
+and micro-batch sizes by turns, then LightRL with one and two threads, and takes each side's fastest (wall time; CPU
+seconds on a machine that is not idle: `--by cpu`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from typing import Any
 
 LETTERS = string.ascii_letters + string.digits[1:]
 VOCABULARY, PROMPTS, GROUP, NEW_TOKENS, RATE = 64, 8, 8, 64, 1e-3
-SWEEP = [(1, 64), (1, 32), (1, 16), (2, 64), (2, 16)]  # TRL's threads and rows of a micro-batch
+SWEEP = [(1, 64), (1, 32), (1, 16), (2, 64), (2, 32), (2, 16)]  # TRL's threads and rows of a micro-batch
 BARS = {"a": 1.5, "b": 2.5, "c": 4.0}
 
 
@@ -251,24 +252,29 @@ def alternate(sides: list[Side], steps: int) -> list[dict[str, Any]]:
             side.close()
 
 
+def sweep(name: str, settings: list[tuple[int, int]], case: str, folder: str, steps: int) -> list[dict[str, Any]]:
+    """A side's figures with each of its settings, by turns."""
+    tried = alternate([Side(name, case, folder, *setting, steps + 3) for setting in settings], steps)
+    for row in tried:
+        row.pop("rewards")
+        print(f"{name} with {row['threads']} threads, micro-batch {row['micro']}: {row['wall_s']:.3f} s", flush=True)
+    return tried
+
+
 def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """One row of the table."""
     with tempfile.TemporaryDirectory() as folder:
         parameters = build(CASES[case], folder)
-        settings, tried = (arguments.threads, arguments.micro), []
+        settings = {"trl": (arguments.threads, arguments.micro), "lightrl": (arguments.threads, arguments.micro_tokens)}
+        tried: dict[str, list[dict[str, Any]]] = {}
         if arguments.sweep:
-            count = arguments.sweep_steps
-            sides = [Side("trl", case, folder, *setting, count + 3) for setting in SWEEP]
-            tried = alternate(sides, count)
-            best = min(tried, key=lambda row: row[f"{arguments.by}_s"])
-            settings = best["threads"], best["micro"]
-            for row in tried:
-                row.pop("rewards")
+            choices = {"trl": SWEEP, "lightrl": [(1, arguments.micro_tokens), (2, arguments.micro_tokens)]}
+            for name, some in choices.items():
+                tried[name] = sweep(name, some, case, folder, arguments.sweep_steps)
+                best = min(tried[name], key=lambda row: row[f"{arguments.by}_s"])
+                settings[name] = best["threads"], best["micro"]
         steps = arguments.steps
-        sides = [
-            Side("trl", case, folder, *settings, steps + 3),
-            Side("lightrl", case, folder, arguments.threads, arguments.micro_tokens, steps + 3),
-        ]
+        sides = [Side(name, case, folder, *settings[name], steps + 3) for name in ("trl", "lightrl")]
         trl, ours = alternate(sides, steps)
     return {
         **asdict(CASES[case]), "parameters": parameters, "bar": BARS[case], "trl": trl, "lightrl": ours,
@@ -299,7 +305,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--micro", type=int, default=64, help="rows of TRL's micro-batch, without --sweep")
     parser.add_argument("--micro-tokens", type=int, default=16384, help="tokens of LightRL's micro-batch")
-    parser.add_argument("--sweep", action="store_true", help="look for TRL's best settings first")
+    parser.add_argument("--sweep", action="store_true", help="look for each side's best settings first")
     parser.add_argument("--sweep-steps", type=int, default=5)
     parser.add_argument("--by", choices=["wall", "cpu"], default="wall", help="what the best setting has least of")
     parser.add_argument("--out", type=Path)
