@@ -20,12 +20,12 @@ __all__ = ["Generation"]
 
 
 class _Row:
-    """One completion under way. `slot` is its place in the matrix of uniforms."""
+    """One completion under way. `tokens` and `logprobs` lack what is in `Generation.pending`."""
 
-    __slots__ = ("completion", "logprobs", "prompt", "slot", "text", "tokens", "visible")
+    __slots__ = ("completion", "logprobs", "prompt", "text", "tokens", "visible")
 
-    def __init__(self, prompt: int, completion: int, slot: int) -> None:
-        self.prompt, self.completion, self.slot = prompt, completion, slot
+    def __init__(self, prompt: int, completion: int) -> None:
+        self.prompt, self.completion = prompt, completion
         self.tokens: list[int] = []
         self.visible: list[int] = []  # tokens that may be part of a stop string; empty where there are none
         self.logprobs: list[float] = []
@@ -75,12 +75,13 @@ class Generation:
         self.waiting = deque(sorted(range(len(prompts)), key=lambda p: -len(prompts.token_ids[p])))
         self.rows: list[_Row] = []
         self.last = torch.empty(0, dtype=torch.long, device=device)
-        self.slots = torch.empty(0, dtype=torch.long, device=device)
-        self.lengths = torch.empty(0, dtype=torch.long, device=device)
+        self.cursors = torch.empty(0, dtype=torch.long, device=device)  # per row, the place of its next uniform
+        self.pending: list[tuple[Tensor, Tensor]] = []  # tokens and log-probs of steps that no row ended with
         self.seen: Tensor | None = None
         self.finished: dict[int, list[Completion | None]] = {}
         self.unfinished: dict[int, int] = {}
         self.held = 0
+        self.longest = 0  # tokens written down of the longest live row
 
     def groups(self) -> Iterator[CompletionGroup]:
         """The groups, each as soon as its last completion is done."""
@@ -130,51 +131,61 @@ class Generation:
     @torch.inference_mode()
     def _prefill(self, admitted: list[int]) -> list[int]:
         """Computes prompts and samples the first token of their completions; positions of rows that ended."""
-        first = len(self.rows)
+        first, limit = len(self.rows), self.sampling.max_new_tokens
         for p in admitted:
-            self.rows += [_Row(p, g, p * self.copies + g) for g in range(self.copies)]
+            self.rows += [_Row(p, g) for g in range(self.copies)]
             self.finished[p], self.unfinished[p] = [None] * self.copies, self.copies
         token_ids = [self.prompts.token_ids[p] for p in admitted]
         logits = self.decoder.prefill(token_ids, self.copies, self._extra(admitted[0]))
         logits = logits.repeat_interleave(self.copies, 0)
-        slots = torch.tensor([row.slot for row in self.rows[first:]], device=self.device)
-        self.slots = torch.cat([self.slots, slots])
-        self.lengths = torch.cat([self.lengths, torch.zeros_like(slots)])
-        self.last = torch.cat([self.last, torch.zeros_like(slots)])
+        slots = [p * self.copies + g for p in admitted for g in range(self.copies)]
+        self.cursors = torch.cat([self.cursors, torch.tensor(slots, device=self.device) * limit])
         if self.sampling.repetition_penalty != 1.0:
             seen = torch.zeros(len(admitted), logits.shape[-1], dtype=torch.bool, device=self.device)
             for i, tokens in enumerate(token_ids):
                 seen[i, list(tokens)] = True
             seen = seen.repeat_interleave(self.copies, 0)
             self.seen = seen if self.seen is None else torch.cat([self.seen, seen])
-        return self._sample(logits, first)
+        self.last = torch.cat([self.last, self._sample(logits, first)])
+        return self._write_down(first)
 
     @torch.inference_mode()
     def _step(self) -> list[int]:
         """Samples one more token for every row; positions of rows that ended."""
-        return self._sample(self.decoder.step(self.last), 0)
+        self.last = tokens = self._sample(self.decoder.step(self.last), 0)
+        # The lists of the rows are made only where a row may have ended: that takes as long as the sampling.
+        at_limit = self.longest + len(self.pending) == self.sampling.max_new_tokens
+        may_end = at_limit or self.stops or (self.end_ids and not self.end_ids.isdisjoint(tokens.tolist()))
+        return self._write_down(0) if may_end else []
 
-    def _sample(self, logits: Tensor, first: int) -> list[int]:
-        """Samples for the rows from `first` on and writes the tokens down; positions of rows that ended."""
-        lengths, slots = self.lengths[first:], self.slots[first:]
-        rows = self.rows[first:] if first else self.rows
-        forbidden = None
+    def _sample(self, logits: Tensor, first: int) -> Tensor:
+        """Samples for the rows from `first` on, and leaves tokens and log-probs in `pending`; the tokens."""
+        cursors, forbidden, seen = self.cursors[first:], None, None
         least = self.sampling.min_new_tokens
-        if least and self.end_ids and min(len(row.tokens) for row in rows) < least:
-            forbidden = forbidden_tokens(lengths < least, sorted(self.end_ids), logits.shape[-1])
-        seen = self.seen[first:] if self.seen is not None else None
-        tokens, logprobs = sample(logits, self.sampling, self.uniforms[slots, lengths], seen=seen, forbidden=forbidden)
+        if least and self.end_ids and min(len(row.tokens) for row in self.rows[first:]) + len(self.pending) < least:
+            young = cursors % self.sampling.max_new_tokens < least
+            forbidden = forbidden_tokens(young, sorted(self.end_ids), logits.shape[-1])
+        if self.seen is not None:
+            seen = self.seen[first:]
+        tokens, logprobs = sample(logits, self.sampling, self.uniforms.take(cursors), seen=seen, forbidden=forbidden)
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
-        lengths += 1
-        self.last[first:] = tokens
+        cursors += 1
+        self.pending.append((tokens, logprobs))
+        return tokens
+
+    def _write_down(self, first: int) -> list[int]:
+        """Gives what is pending to the rows from `first` on, which it belongs to; positions of those that ended."""
+        tokens, logprobs = (torch.stack(steps, 1).tolist() for steps in zip(*self.pending, strict=True))
+        self.pending.clear()
         ended, limit = [], self.sampling.max_new_tokens
-        for i, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True), first):
-            row.tokens.append(token)
-            row.logprobs.append(logprob)
-            stopped = bool(self.stops) and self._stopped(row, token)  # also of the last token: its text is cut
-            if stopped or token in self.end_ids or len(row.tokens) == limit:
-                ended.append(i)
+        for i, row in enumerate(self.rows[first:]):
+            row.tokens += tokens[i]
+            row.logprobs += logprobs[i]
+            last = row.tokens[-1]
+            stopped = bool(self.stops) and self._stopped(row, last)  # also of the last token: its text is cut
+            if stopped or last in self.end_ids or len(row.tokens) == limit:
+                ended.append(first + i)
         return ended
 
     def _stopped(self, row: _Row, token: int) -> bool:
@@ -213,6 +224,8 @@ class Generation:
                 groups.append(CompletionGroup(p, completions, self.policy_version))
         if ended:
             self._compact(set(ended))
+        if not self.pending:
+            self.longest = max((len(row.tokens) for row in self.rows), default=0)
         return groups
 
     def _completion(self, row: _Row) -> Completion:
@@ -228,7 +241,7 @@ class Generation:
         keep = [next(tail) if i in ended else i for i in range(count)]
         index = torch.tensor(keep, dtype=torch.long, device=self.device)
         self.rows = [self.rows[i] for i in keep]
-        self.last, self.slots, self.lengths = self.last[index], self.slots[index], self.lengths[index]
+        self.last, self.cursors = self.last[index], self.cursors[index]
         if self.seen is not None:
             self.seen = self.seen[index]
         self.decoder.keep(keep)

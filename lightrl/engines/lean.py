@@ -23,11 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrl.engines.lean_model import LeanModel
+from lightrl.engines.lean_model import LeanModel, Workspace
 
 __all__ = ["LeanDecoder"]
 
 _FIRST_COLUMNS = 64  # completion tokens that there is room for at first; doubled when full
+_LEAST_COLUMNS = 16  # softmax over fewer takes 5 times as long: it is vectorized along the columns
 SHORT_PROMPT = 32  # prompts of one length up to this are copied to each completion
 
 
@@ -45,8 +46,8 @@ class LeanDecoder:
     prefill_tokens = 8192
 
     def __init__(self, model: LeanModel, longest: int, new_tokens: int, copied: int = 0) -> None:
-        self.model, self.copied, self.columns = model, copied, copied + new_tokens
-        self.cos, self.sin = model.rotary_tables(longest)
+        self.model, self.copied, self.columns = model, copied, max(copied + new_tokens, _LEAST_COLUMNS)
+        self.rotary = model.rotary_table(longest)
         layers, kv, d = len(model.layers), model.kv_heads, model.head_dim
         columns = min(self.columns, copied + _FIRST_COLUMNS)
         self.prompt_kv = self.model.embedding.new_zeros(layers, 2, 0, kv, 0, d)  # (layers, 2, P, K, L, D)
@@ -88,14 +89,15 @@ class LeanDecoder:
                     self.prompt_kv[number, 0, place : place + count, :, :length] = k1
                     self.prompt_kv[number, 1, place : place + count, :, :length] = v1
                 out = F.scaled_dot_product_attention(
-                    q1, k1, v1, is_causal=True, scale=self.model.scale, enable_gqa=q1.shape[1] != k1.shape[1]
+                    q1, k1, v1, is_causal=True, scale=1.0, enable_gqa=q1.shape[1] != k1.shape[1]
                 )
                 outs.append(out.transpose(1, 2).reshape(length * count, -1))
                 token, place = token + length * count, place + count
             return torch.cat(outs) if len(outs) > 1 else outs[0]
 
         ends = torch.tensor(lengths, device=device).cumsum(0) - 1
-        logits = self.model.forward(tokens, self.cos[positions], self.sin[positions], attend, ends)
+        space = Workspace(self.model, len(tokens))
+        logits = self.model.forward(tokens, positions, self.rotary, attend, ends, space)
         self.prompt_lengths += lengths
         self.owner += [before + i for i in range(len(prompts)) for _ in range(copies)]
         self.filled += [self.copied] * (len(prompts) * copies)
@@ -103,6 +105,7 @@ class LeanDecoder:
             [self.positions, (ends.diff(prepend=ends.new_tensor([-1]))).repeat_interleave(copies)]
         )
         self._regroup()
+        self._arrange()
         return logits
 
     def _make_room(self, lengths: list[int], copies: int) -> None:
@@ -123,6 +126,13 @@ class LeanDecoder:
             wider[:, :, place, :, length:] = 0
         self.prompt_kv = wider
 
+    def _arrange(self) -> None:
+        """Makes what steps use as long as the rows and the room for their columns stay the same."""
+        rows = len(self.owner)
+        self.live_k, self.live_v = self.new_k[:, :rows], self.new_v[:, :rows]
+        self.keys, self.values = self.live_k.flatten(1, 2), self.live_v.flatten(1, 2)
+        self.space = Workspace(self.model, rows)
+
     def _regroup(self) -> None:
         """Works out masks, and how rows stand in the (P, G) grid in which queries meet prompts."""
         if self.copied:
@@ -139,6 +149,8 @@ class LeanDecoder:
         self.grid = torch.tensor(grid, device=device).flatten()
         self.place = torch.tensor(self.owner, device=device) * self.group + torch.tensor(place, device=device)
         longest = max(self.prompt_lengths)
+        views = self.prompt_kv.flatten(2, 3)[:, :, :, :longest].unbind()
+        self.prompt_views = [(k.transpose(1, 2), v) for k, v in views]
         self.prompt_mask: Tensor | None = None
         if min(self.prompt_lengths) < longest:
             columns = torch.arange(longest, device=device)
@@ -149,30 +161,33 @@ class LeanDecoder:
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
         """See `Decoder.step`."""
-        rows, used = len(tokens), max(self.filled)
+        rows, used = len(self.owner), max(self.filled)
         if used == self.new_v.shape[3]:
             room = min(2 * used, self.columns) - used
             self.new_k, self.new_v = F.pad(self.new_k, (0, room)), F.pad(self.new_v, (0, 0, 0, room))
-        column, mask = None, None
-        if min(self.filled) < used:  # rows of different ages, after a refill
+            self._arrange()
+        columns = max(used + 1, _LEAST_COLUMNS) if self.copied else used + 1
+        # Views of all layers at once: few operations.
+        keys, values = self.keys.narrow(3, 0, columns).unbind(), self.values.narrow(2, 0, columns).unbind()
+        next_k, next_v = self.live_k.select(4, used).unbind(), self.live_v.select(3, used).unbind()
+        together, mask = min(self.filled) == used, None  # not so after a refill: rows of different ages
+        if not together or columns > used + 1:
             column = torch.tensor(self.filled, device=tokens.device)
-            hidden = torch.arange(used + 1, device=tokens.device) > column[:, None]
-            mask = torch.zeros(rows, used + 1, device=tokens.device).masked_fill_(hidden, -torch.inf)
+            hidden = torch.arange(columns, device=tokens.device) > column[:, None]
+            mask = torch.zeros(rows, columns, device=tokens.device).masked_fill_(hidden, -torch.inf)
             mask = mask.repeat_interleave(self.model.kv_heads, 0)[:, None]
             row = torch.arange(rows, device=tokens.device)
-        heads = (rows, self.model.kv_heads, -1, self.model.head_dim)
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            held_k, held_v = self.new_k[number, :rows], self.new_v[number, :rows]
-            if column is None:
-                held_k[..., used], held_v[:, :, used] = k, v
+            if together:
+                next_k[number].copy_(k)
+                next_v[number].copy_(v)
             else:
-                held_k[row, :, :, column], held_v[row, :, column] = k, v
-            keys, values = held_k.flatten(0, 1)[..., : used + 1], held_v.flatten(0, 1)[:, : used + 1]
-            return self._attend(number, q.contiguous().view(heads), keys, values, mask)
+                self.new_k[number, row, :, :, column], self.new_v[number, row, :, column] = k, v
+            return self._attend(number, q, keys[number], values[number], mask)
 
-        logits = self.model.forward(tokens, self.cos[self.positions], self.sin[self.positions], attend, None)
-        self.positions = self.positions + 1
+        logits = self.model.forward(tokens, self.positions, self.rotary, attend, None, self.space)
+        self.positions.add_(1)
         self.filled = [n + 1 for n in self.filled]
         return logits
 
@@ -181,36 +196,34 @@ class LeanDecoder:
 
         Args:
             number: of the layer.
-            q: (R, K, Q, D). keys: (R * K, D, C) and values: (R * K, C, D) of the completions.
+            q: (R, H, D). keys: (R * K, D, C) and values: (R * K, C, D) of the completions.
             mask: (R * K, 1, C) to add, or None.
 
         Returns:
             (R, H * D).
         """
-        rows, kv, per_key, d = q.shape
-        own = _scores(q.view(rows * kv, per_key, d), keys, mask, self.model.scale)
+        rows, kv, d = len(q), self.model.kv_heads, self.model.head_dim
+        q = q.reshape(rows * kv, -1, d)
+        own = _scores(q, keys, mask)
         if self.copied:
             return torch.bmm(own.softmax(-1), values).view(rows, -1)
-        own = own.view(rows, kv, per_key, -1)
-        count, group = len(self.prompt_lengths), self.group
-        length = max(self.prompt_lengths)
-        prompt_keys, prompt_values = self.prompt_kv[number].flatten(1, 2)[:, :, :length]
-        in_grid = q if self.even else q.index_select(0, self.grid)
-        in_grid = in_grid.view(count, group, kv, per_key, d).transpose(1, 2).reshape(count * kv, group * per_key, d)
-        to_prompt = _scores(in_grid, prompt_keys.transpose(1, 2), self.prompt_mask, self.model.scale)
-        to_prompt = to_prompt.view(count, kv, group, per_key, length).transpose(1, 2)
-        if self.even:
-            own = own.view(count, group, kv, per_key, -1)
-        else:
-            to_prompt = to_prompt.flatten(0, 1).index_select(0, self.place)
-        weights = torch.cat([to_prompt, own], -1).softmax(-1).view(rows, kv, per_key, -1)
-        out = torch.bmm(weights[..., length:].flatten(0, 1), values).view(rows, -1)
-        weights = weights[..., :length]
-        weights = weights if self.even else weights.index_select(0, self.grid)
-        weights = weights.unflatten(0, (count, group)).transpose(1, 2).reshape(count * kv, group * per_key, length)
-        of_prompt = torch.bmm(weights, prompt_values).view(count, kv, group, per_key, d).transpose(1, 2)
-        of_prompt = of_prompt.reshape(count * group, -1)
-        return out.add_(of_prompt if self.even else of_prompt.index_select(0, self.place))
+        grid = (len(self.prompt_lengths), self.group, kv, q.shape[1], -1)  # (P, G, K, Q, .)
+        prompt_keys, prompt_values = self.prompt_views[number]
+        length = prompt_values.shape[1]
+        q, own = q.view(rows, kv, -1, d), own.view(rows, kv, q.shape[1], -1)
+        if not self.even:
+            q, own = q.index_select(0, self.grid), own.index_select(0, self.grid)
+        q = q.view(grid).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        to_prompt = _scores(q, prompt_keys, self.prompt_mask)
+        own = own.view(grid).transpose(1, 2)
+        weights = torch.cat([to_prompt.view(*own.shape[:4], length), own], -1).softmax(-1)
+        of_prompt = torch.bmm(weights[..., :length].flatten(2, 3).flatten(0, 1), prompt_values)
+        of_prompt = of_prompt.view(*own.shape[:4], d).transpose(1, 2).flatten(0, 1)
+        weights = weights[..., length:].transpose(1, 2).flatten(0, 1)
+        if not self.even:
+            of_prompt, weights = of_prompt.index_select(0, self.place), weights.index_select(0, self.place)
+        out = torch.bmm(weights.flatten(0, 1), values).view(of_prompt.shape)
+        return out.add_(of_prompt).view(rows, -1)
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
@@ -233,10 +246,9 @@ class LeanDecoder:
         self.owner = [renumbered[p] for p in owner]
         if rows:
             self._regroup()
+            self._arrange()
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """scale q k + mask, for (batch, queries, D) and (batch, D, keys)."""
-    if mask is None:
-        return torch.baddbmm(q.new_empty(1), q, k, beta=0, alpha=scale)
-    return torch.baddbmm(mask, q, k, alpha=scale)
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """q k + mask, for (batch, queries, D) and (batch, D, keys)."""
+    return torch.bmm(q, k) if mask is None else torch.baddbmm(mask, q, k)

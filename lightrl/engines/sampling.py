@@ -120,7 +120,7 @@ def sample(
         tokens = probs.argmax(-1, keepdim=True)
     else:
         tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
-    logprobs = (probs.gather(-1, tokens).double() / total).log_().float()
+    logprobs = (probs.gather(-1, tokens) / total).log_().float()  # in float64, as the total is
     return tokens[:, 0], logprobs[:, 0]
 
 

@@ -19,7 +19,7 @@ from lightrl.engines.base import Engine, EngineContext
 from lightrl.engines.decoders import CacheDecoder, Decoder
 from lightrl.engines.decoding import Generation
 from lightrl.engines.lean import SHORT_PROMPT, LeanDecoder
-from lightrl.engines.lean_model import LeanModel
+from lightrl.engines.lean_model import LeanModel, copy_by_rows
 from lightrl.models.attention import keep_attention_caps
 from lightrl.models.loading import CONFIG_KEYS, causal_class
 from lightrl.types import CompletionGroup, Prompts, SamplingParams
@@ -210,7 +210,7 @@ class TransformersEngine(Engine):
                 elif target.shape != tensor.shape:
                     misshapen.append(f"{name} {tuple(tensor.shape)} instead of {tuple(target.shape)}")
                 else:
-                    target.copy_(tensor)
+                    (copy_by_rows if target.ndim == 2 else Tensor.copy_)(target, tensor)
                     missing.pop(id(target), None)
         if partial:
             missing.clear()
