@@ -225,10 +225,11 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float, window: int
     from torch.nn.attention.flex_attention import flex_attention
 
     mask = _cached(plan, ("flex", window), lambda: _block_mask(plan, window, q.device))
-    if not _compiled:
-        _compiled.append(torch.compile(flex_attention, dynamic=True) if q.is_cuda else flex_attention)
+    if q.is_cuda and not _compiled:
+        _compiled.append(torch.compile(flex_attention, dynamic=True))
+    flex = _compiled[0] if q.is_cuda else flex_attention
     heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out = _compiled[0](*heads_first, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    out = flex(*heads_first, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out[0].transpose(0, 1)
 
 

@@ -187,6 +187,26 @@ def test_attention_paths_agree(path: str, stream: str, monkeypatch: pytest.Monke
             torch.testing.assert_close(a.grad, b.grad)
 
 
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("window", [None, 3, 20])
+def test_flex_attention_agrees(window: int | None, stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path for CUDA, not compiled. That it has no backward on CPU is true of its kernel only, not of its formula."""
+    from torch.nn.attention import flex_attention
+
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    batch = make_batch(STREAMS[stream])
+    plan = make_plan(*batch[:3], batch.group_ids)
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(plan.num_tokens, h, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2, 4)]
+    weights, results = leaves.pop(), []
+    for path in (attention._flex, attention._masked_sdpa):
+        inputs = [x.clone().requires_grad_() for x in leaves]
+        out = path(*inputs, plan, 0.3, window)
+        results.append((out, *torch.autograd.grad((out * weights).sum(), inputs)))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 def test_buckets_keep_padding_small() -> None:
     lengths = [2000, 1900, 30, 20, 10, 8]
     buckets = cpu_attention.buckets([(n, n) for n in lengths])
