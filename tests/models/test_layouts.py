@@ -190,7 +190,7 @@ def test_attention_paths_agree(path: str, stream: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("window", [None, 3, 20])
 def test_flex_attention_agrees(window: int | None, stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path for CUDA, not compiled. That it has no backward on CPU is true of its kernel only, not of its formula."""
+    """The path for CUDA, not compiled: torch refuses a backward on CPU for its kernel, not for its formula."""
     from torch.nn.attention import flex_attention
 
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
