@@ -69,6 +69,10 @@ def engine_arguments(engine: VLLMEngine, context: EngineContext, *, cuda: bool) 
         arguments["enforce_eager"] = True  # compiling takes 25 s here and gains nothing
         # After half a prompt vLLM takes a seeded request's random state back, which CPU generators refuse.
         arguments["enable_chunked_prefill"] = False
+        if not engine.in_process and engine.tensor_parallel_size == 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+            # The core is its own worker. vLLM would start a second process, to bind its threads to cores, and the
+            # core would spin on a core of its own while that one works. Its name alone ("uni") is overruled.
+            arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     if engine.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
     elif cuda:

@@ -23,7 +23,8 @@ from lightrl.engines import EngineContext, VLLMEngine
 from lightrl.types import Prompts, SamplingParams
 
 if __name__ == "__main__":
-    engine = VLLMEngine(in_process=False)
+    backend = {"distributed_executor_backend": "mp"} if sys.argv[2] == "2" else {}
+    engine = VLLMEngine(in_process=False, engine_args=backend)
     engine.start(EngineContext(sys.argv[1], max_prompt_tokens=32, max_new_tokens=200))
     engine.load_weights(load(sys.argv[1]).named_parameters(), policy_version=0)
     prompts = Prompts([[2, 5 + i % 40] for i in range(64)], [""] * 64)
@@ -34,12 +35,13 @@ if __name__ == "__main__":
 """
 
 
-def test_no_engine_outlives_its_trainer(tied_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_no_engine_outlives_its_trainer(num_processes: int, tied_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(tied_folder)]
+    command = [sys.executable, str(script), str(tied_folder), str(num_processes)]
     with open(tmp_path / "errors", "w") as errors:
         trainer = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert trainer.stdout is not None
@@ -49,7 +51,7 @@ def test_no_engine_outlives_its_trainer(tied_folder: Path, tmp_path: Path) -> No
         assert line, (tmp_path / "errors").read_text()[-3000:]
     engine = [psutil.Process(int(pid)) for pid in line.strip("[] \n").split(",")]
     family = {*engine, *psutil.Process(trainer.pid).children(recursive=True)}
-    assert len(engine) == 2
+    assert len(engine) == num_processes
     time.sleep(0.5)  # well into a rollout
     trainer.send_signal(signal.SIGKILL)
     # Not reaped yet: a zombie must count as dead.

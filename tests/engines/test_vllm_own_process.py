@@ -46,7 +46,8 @@ def untied(untied_folder: Path) -> Iterator[VLLMEngine]:
 
 @pytest.fixture(scope="module")
 def tied(tied_folder: Path) -> Iterator[VLLMEngine]:
-    engine = start(tied_folder, restart_engine=True)
+    """A core and a worker, as on GPUs and with the user's own binding of threads; `untied` is one process."""
+    engine = start(tied_folder, restart_engine=True, engine_args={"distributed_executor_backend": "mp"})
     yield engine
     engine.close()
 
@@ -157,6 +158,7 @@ def test_killed_core_is_told_in_time(untied: VLLMEngine, untied_folder: Path) ->
     """Without `restart_engine`; vLLM alone would wait for ever. Last, for it ends the module's engine."""
     untied.load_weights(load(untied_folder).named_parameters(), policy_version=1)
     pids = untied.process_ids
+    assert len(pids) == 1
     assert kill_mid_rollout(untied, commands(pids)["core"]) < 5
     assert not untied.started and untied.policy_version == -1
     assert not any(psutil.pid_exists(pid) for pid in pids)
