@@ -156,14 +156,16 @@ def build_rollouts(
     picked = [p for p, _ in rows]
     tokens = [prompts.token_ids[p] + list(c.token_ids) for p, c in rows]
     before = [len(prompts.token_ids[p]) for p in picked]
-    masks = [[0] * n + [1] * len(c.token_ids) for n, (_, c) in zip(before, rows, strict=True)]
     logprobs = [[0.0] * n + list(c.logprobs) for n, (_, c) in zip(before, rows, strict=True)]
+    token_ids = pad_rows(tokens, pad_token_id, torch.long)
+    slots = torch.arange(token_ids.shape[1])
+    real = slots < torch.tensor([len(row) for row in tokens])[:, None]
     scores = scores or Scores(total=[float("nan")] * len(rows), parts={})
     columns = {name: [values[p] for p in picked] for name, values in prompts.columns.items()}
     return Rollouts(
-        token_ids=pad_rows(tokens, pad_token_id, torch.long),
-        attention_mask=pad_rows([[1] * len(row) for row in tokens], 0, torch.bool),
-        response_mask=pad_rows(masks, 0, torch.bool),
+        token_ids=token_ids,
+        attention_mask=real,
+        response_mask=real & (slots >= torch.tensor(before)[:, None]),
         engine_logprobs=pad_rows(logprobs, 0.0, torch.float32),
         group_ids=torch.tensor(picked),
         rewards=torch.tensor(scores.total, dtype=torch.float32),
