@@ -6,8 +6,8 @@ are copied instead, which saves that product. Rows that ended are overwritten by
 always dense. And `LeanModel` needs few operations per layer.
 
 Attention is written as plain batched products: with one query per row they are 3 to 10 times faster on a CPU than
-`scaled_dot_product_attention`, whose kernels are made for many queries. The completions' keys lie transposed, (D, C),
-which makes their product up to twice as fast.
+`scaled_dot_product_attention`, whose kernels are made for many queries. Keys lie transposed, (D, L) and (D, C), which
+makes their product up to twice as fast.
 
 Letters: P live prompts, G most live completions of a prompt, R live rows, L prompt tokens, C completion tokens held,
 T packed tokens, H query heads, K key heads, Q = H / K, D head size.
@@ -50,11 +50,12 @@ class LeanDecoder:
         self.rotary = model.rotary_table(longest)
         layers, kv, d = len(model.layers), model.kv_heads, model.head_dim
         columns = min(self.columns, copied + _FIRST_COLUMNS)
-        self.prompt_kv = self.model.embedding.new_zeros(layers, 2, 0, kv, 0, d)  # (layers, 2, P, K, L, D)
+        self.prompt_k = self.model.embedding.new_zeros(layers, 0, kv, d, 0)  # (layers, P, K, D, L)
+        self.prompt_v = self.model.embedding.new_zeros(layers, 0, kv, 0, d)  # (layers, P, K, L, D)
         self.new_k = self.model.embedding.new_zeros(layers, 0, kv, d, columns)  # (layers, rows, K, D, C)
         self.new_v = self.model.embedding.new_zeros(layers, 0, kv, columns, d)  # (layers, rows, K, C, D)
         self.prompt_lengths: list[int] = []
-        self.owner: list[int] = []  # per row, the place of its prompt in prompt_kv
+        self.owner: list[int] = []  # per row, the place of its prompt in prompt_k
         self.filled: list[int] = []  # per row, the columns of new_k and new_v in use
         self.positions = torch.empty(0, dtype=torch.long, device=model.device)
 
@@ -86,8 +87,8 @@ class LeanDecoder:
                     self.new_k[number, own, :, :, :length] = k1.transpose(2, 3).repeat_interleave(copies, 0)
                     self.new_v[number, own, :, :length] = v1.repeat_interleave(copies, 0)
                 else:
-                    self.prompt_kv[number, 0, place : place + count, :, :length] = k1
-                    self.prompt_kv[number, 1, place : place + count, :, :length] = v1
+                    self.prompt_k[number, place : place + count, :, :, :length] = k1.transpose(2, 3)
+                    self.prompt_v[number, place : place + count, :, :length] = v1
                 out = F.scaled_dot_product_attention(
                     q1, k1, v1, is_causal=True, scale=1.0, enable_gqa=q1.shape[1] != k1.shape[1]
                 )
@@ -109,7 +110,7 @@ class LeanDecoder:
         return logits
 
     def _make_room(self, lengths: list[int], copies: int) -> None:
-        """Widens `prompt_kv` for more and longer prompts and `new_k` and `new_v` for more rows."""
+        """Widens `prompt_k` and `prompt_v` for more and longer prompts and `new_k` and `new_v` for more rows."""
         rows = len(self.owner)
         for name in ("new_k", "new_v"):
             held = getattr(self, name)
@@ -118,13 +119,12 @@ class LeanDecoder:
             setattr(self, name, taller)
         if self.copied:
             return
-        layers, _, count, kv, width, d = self.prompt_kv.shape
-        wider = self.prompt_kv.new_empty(layers, 2, count + len(lengths), kv, max(width, *lengths), d)
-        wider[:, :, :count, :, :width] = self.prompt_kv
-        wider[:, :, :count, :, width:] = 0  # a weight of 0 does not hide what is not a number
-        for place, length in enumerate(lengths, count):
-            wider[:, :, place, :, length:] = 0
-        self.prompt_kv = wider
+        layers, count, kv, d, width = self.prompt_k.shape
+        shape = (layers, count + len(lengths), kv, max(width, *lengths), d)
+        # With zeros where a prompt is shorter: a weight of 0 does not hide what is not a number.
+        keys, values = self.prompt_k.new_zeros(*shape[:3], d, shape[3]), self.prompt_v.new_zeros(shape)
+        keys[:, :count, :, :, :width], values[:, :count, :, :width] = self.prompt_k, self.prompt_v
+        self.prompt_k, self.prompt_v = keys, values
 
     def _arrange(self) -> None:
         """Makes what steps use as long as the rows and the room for their columns stay the same."""
@@ -149,8 +149,8 @@ class LeanDecoder:
         self.grid = torch.tensor(grid, device=device).flatten()
         self.place = torch.tensor(self.owner, device=device) * self.group + torch.tensor(place, device=device)
         longest = max(self.prompt_lengths)
-        views = self.prompt_kv.flatten(2, 3)[:, :, :, :longest].unbind()
-        self.prompt_views = [(k.transpose(1, 2), v) for k, v in views]
+        self.prompt_keys = self.prompt_k.flatten(1, 2)[..., :longest].unbind()
+        self.prompt_values = self.prompt_v.flatten(1, 2)[:, :, :longest].unbind()
         self.prompt_mask: Tensor | None = None
         if min(self.prompt_lengths) < longest:
             columns = torch.arange(longest, device=device)
@@ -207,23 +207,25 @@ class LeanDecoder:
         own = _scores(q, keys, mask)
         if self.copied:
             return torch.bmm(own.softmax(-1), values).view(rows, -1)
-        grid = (len(self.prompt_lengths), self.group, kv, q.shape[1], -1)  # (P, G, K, Q, .)
-        prompt_keys, prompt_values = self.prompt_views[number]
-        length = prompt_values.shape[1]
-        q, own = q.view(rows, kv, -1, d), own.view(rows, kv, q.shape[1], -1)
+        count, group, per_key = len(self.prompt_lengths), self.group, q.shape[1]
+        q, own = q.view(rows, kv, per_key, d), own.view(rows, kv, per_key, -1)
         if not self.even:
             q, own = q.index_select(0, self.grid), own.index_select(0, self.grid)
-        q = q.view(grid).transpose(1, 2).flatten(2, 3).flatten(0, 1)
-        to_prompt = _scores(q, prompt_keys, self.prompt_mask)
-        own = own.view(grid).transpose(1, 2)
-        weights = torch.cat([to_prompt.view(*own.shape[:4], length), own], -1).softmax(-1)
-        of_prompt = torch.bmm(weights[..., :length].flatten(2, 3).flatten(0, 1), prompt_values)
-        of_prompt = of_prompt.view(*own.shape[:4], d).transpose(1, 2).flatten(0, 1)
-        weights = weights[..., length:].transpose(1, 2).flatten(0, 1)
+        q = q.view(count, group, kv, per_key, d).transpose(1, 2).reshape(count * kv, group * per_key, d)
+        to_prompt = _scores(q, self.prompt_keys[number], self.prompt_mask)
+        length = to_prompt.shape[2]
+        own = own.view(count, group, kv, per_key, -1).transpose(1, 2)
+        weights = torch.cat([to_prompt.view(count, kv, group, per_key, length), own], -1).softmax(-1)
+        of_prompt = weights[..., :length].view(count * kv, group * per_key, length)
+        of_prompt = torch.bmm(of_prompt, self.prompt_values[number])
+        of_prompt = of_prompt.view(count, kv, group, per_key, d).transpose(1, 2)
+        weights = weights[..., length:].transpose(1, 2)
         if not self.even:
-            of_prompt, weights = of_prompt.index_select(0, self.place), weights.index_select(0, self.place)
-        out = torch.bmm(weights.flatten(0, 1), values).view(of_prompt.shape)
-        return out.add_(of_prompt).view(rows, -1)
+            of_prompt = of_prompt.flatten(0, 1).index_select(0, self.place)
+            weights = weights.flatten(0, 1).index_select(0, self.place)
+        out = torch.bmm(weights.reshape(rows * kv, per_key, -1), values)
+        out.view(of_prompt.shape).add_(of_prompt)
+        return out.view(rows, -1)
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
@@ -241,7 +243,7 @@ class LeanDecoder:
         if len(alive) < len(self.prompt_lengths):
             self.prompt_lengths = [self.prompt_lengths[p] for p in alive]
             if not self.copied:
-                self.prompt_kv = self.prompt_kv[:, :, alive]
+                self.prompt_k, self.prompt_v = self.prompt_k[:, alive], self.prompt_v[:, alive]
         renumbered = {p: i for i, p in enumerate(alive)}
         self.owner = [renumbered[p] for p in owner]
         if rows:
