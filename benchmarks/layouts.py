@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import platform
 import random
 import statistics
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -98,7 +100,7 @@ def measure(policies: dict[str, PolicyModel], rows: tuple[Tensor, ...], repeats:
 
 
 def main() -> None:
-    """Parses arguments, measures, prints the table."""
+    """Parses arguments, measures, prints the table; cases already in the file are kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
@@ -119,9 +121,9 @@ def main() -> None:
     lm = Qwen2ForCausalLM(config).to(args.device, getattr(torch, args.dtype))
     policies = {layout: PolicyModel(copy.deepcopy(lm), layout=layout) for layout in LAYOUTS}
     result: dict[str, Any] = {
-        "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "settings": {k: v for k, v in vars(args).items() if k != "out"},
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "settings": {k: v for k, v in vars(args).items() if k not in ("out", "cases")},
         "cases": {},
     }
     heads = ("tokens", "seconds", "speedup", "kept", "logprob_error", "gradient_error")
@@ -133,7 +135,9 @@ def main() -> None:
             cells = "".join(f" {'-' if row[head] is None else format(row[head], '.4g'):>14}" for head in heads)
             print(f"{case:14} {row['layout']:14}{cells}")
     if args.out:
-        args.out.write_text(json.dumps(result, indent=2, default=str))
+        old = json.loads(args.out.read_text())["cases"] if args.out.exists() else {}
+        result["cases"] = {**old, **result["cases"]}
+        args.out.write_text(json.dumps(result, indent=2, default=str) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
 import statistics
 import threading
@@ -125,8 +126,8 @@ def main() -> None:
     ]
     ratios = [c[0] / p[0] for c, p in zip(runs["chunked"], runs["plain"], strict=True)]
     result = {
-        "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "versions": {"torch": torch.__version__},
         "settings": {k: v for k, v in vars(args).items() if k != "out"},
         "rows": rows,
         "time_ratio": statistics.median(ratios),
@@ -138,7 +139,7 @@ def main() -> None:
         print(f"{row['way']:10} {row['seconds']:10.2f} {row['extra_gib']:10.2f}")
     print(f"time ratio {result['time_ratio']:.3f} (bar 1.1), relative gradient error {error:.1e}")
     if args.out:
-        args.out.write_text(json.dumps(result, indent=2, default=str))
+        args.out.write_text(json.dumps(result, indent=2, default=str) + "\n")
 
 
 if __name__ == "__main__":

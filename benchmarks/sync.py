@@ -107,7 +107,7 @@ def measure(size: str, tied: bool, in_process: bool, dtype: str, rounds: int) ->
 
 
 def main() -> None:
-    """Parses the command line, measures, prints one table and writes JSON."""
+    """Parses the command line, measures, prints one table and writes JSON; rows already in the file are kept."""
     import transformers
     import vllm
 
@@ -131,7 +131,10 @@ def main() -> None:
     if arguments.out:
         versions = {"torch": torch.__version__, "vllm": vllm.__version__, "transformers": transformers.__version__}
         machine = {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
-        report = {"machine": machine, "versions": versions, "rounds": arguments.rounds, "rows": rows}
+        old = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
+        keys = ("parameters", "dtype", "engine", "head")
+        merged = {tuple(row[key] for key in keys): row for row in [*old, *rows]}
+        report = {"machine": machine, "versions": versions, "rounds": arguments.rounds, "rows": list(merged.values())}
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
