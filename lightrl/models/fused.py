@@ -146,8 +146,7 @@ class _RMSNorm(torch.autograd.Function):
         rows = x.reshape(-1, size)
         out, scale = torch.empty_like(rows), rows.new_empty(len(rows), 1)  # scale: 1 / root mean square
         for block in _blocks(*rows.shape):
-            part = torch.linalg.vector_norm(rows[block], dim=-1, keepdim=True, out=scale[block])
-            part.square_().div_(size).add_(eps).rsqrt_()
+            part = torch.mean(rows[block].square(), -1, keepdim=True, out=scale[block]).add_(eps).rsqrt_()
             torch.mul(rows[block], part, out=out[block]).mul_(weight)
         ctx.save_for_backward(rows, weight, scale)
         return out.view_as(x)
