@@ -171,6 +171,14 @@ class Backbone:
         hidden: Tensor | None,
     ) -> BackboneOutput:
         shape = (token_ids.shape[0], token_ids.shape[1])
+        text = self.config.get_text_config()
+        types = getattr(text, "layer_types", None) or ()
+        chosen = getattr(text, "index_topk", None) if "indexed_attention" in types else None
+        if chosen is not None and shape[1] > chosen:
+            raise ValueError(
+                f"{self.name} with rows of {shape[1]} tokens: its attention takes the best {chosen} keys (index_topk), "
+                "and transformers chooses others in a padded batch than in a row alone. Keep rows that short."
+            )
         inputs = no_token_inputs(self.body, token_ids)
         if rows:
             inputs |= merged_inputs(rows, range(len(rows)), shape, token_ids.device)
