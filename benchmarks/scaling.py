@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from layouts import make_rows, run
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -100,6 +101,7 @@ def measure(points: list[Point], repeats: int, device: str, dtype: str) -> list[
         took = statistics.median(times)
         row = {
             **asdict(point),
+            "repeats": repeats,
             "tokens": tokens,
             "gflop": work / 1e9,
             "seconds": took,
@@ -135,8 +137,9 @@ def main() -> None:
     if arguments.out:
         old = json.loads(arguments.out.read_text())["axes"] if arguments.out.exists() else {}
         machine = {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
-        settings = {k: v for k, v in vars(arguments).items() if k not in ("out", "axes")}
-        report = {"machine": machine, "torch": torch.__version__, "settings": settings, "axes": {**old, **axes}}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        settings = {k: v for k, v in vars(arguments).items() if k not in ("out", "axes", "repeats")}
+        report = {"machine": machine, "versions": versions, "settings": settings, "axes": {**old, **axes}}
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
