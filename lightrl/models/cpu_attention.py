@@ -32,7 +32,8 @@ from lightrl.models.layouts import Plan
 __all__ = ["buckets", "cpu_attention"]
 
 MOST_KEYS = 192  # up to here batched products are the faster kernel
-CACHE_ELEMENTS = 1 << 19  # of a piece's attention matrix: 2 MiB in float32
+CACHE_ELEMENTS = 1 << 19  # of a short piece's attention matrix: 2 MiB in float32
+FLASH_ELEMENTS = 1 << 22  # of a long piece's, which is never whole; the flash kernel is fast with a thousand queries
 NEW_PIECE = 1 << 15  # a piece costs some kernel calls, about the time of so many query-key pairs of a head
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -159,26 +160,35 @@ def _pieces(plan: Plan, heads: int, repeat: int, q: Tensor) -> list[Piece]:
     for bucket in buckets([(n, n) for _, n in roots], NEW_PIECE):
         members = sorted(roots[i] for i in bucket)
         longest = max(n for _, n in members)
-        for part in _split(members, heads * longest * longest):
+        for part in _split(members, heads * longest * longest, _most_elements(longest, q)):
             pieces.append(([part], None, longest))
     for prompts, families in _families(plan, spans):
         longest, shared = max(n for _, n in families[0]), prompts[0][1]
         size = heads * longest * (shared + longest)
-        per_family = size * len(families[0])
+        per_family, most = size * len(families[0]), _most_elements(shared + longest, q)
         if per_family > CACHE_ELEMENTS or len(families) == 1:
             for prompt, family in zip(prompts, families, strict=True):
-                pieces += [([part], [[prompt]], shared + longest) for part in _split(family, size)]
+                pieces += [([part], [[prompt]], shared + longest) for part in _split(family, size, most)]
         else:
-            many = max(1, CACHE_ELEMENTS // per_family)
+            many = CACHE_ELEMENTS // per_family
             for i in range(0, len(families), many):
                 rows = slice(i, i + many)
                 pieces.append((families[rows], [[prompt] for prompt in prompts[rows]], shared + longest))
     return [_piece(families, prompts, keys, repeat, q) for families, prompts, keys in pieces]
 
 
-def _split(members: list[tuple[int, int]], size: int) -> Iterator[list[tuple[int, int]]]:
-    """Parts of at most CACHE_ELEMENTS where one has `size`."""
-    many = max(1, CACHE_ELEMENTS // size)
+def _is_short(keys: int, q: Tensor) -> bool:
+    return keys <= MOST_KEYS and q.dtype in (torch.float32, torch.float64)
+
+
+def _most_elements(keys: int, q: Tensor) -> int:
+    """Of a piece's attention matrix."""
+    return CACHE_ELEMENTS if _is_short(keys, q) else FLASH_ELEMENTS
+
+
+def _split(members: list[tuple[int, int]], size: int, most: int) -> Iterator[list[tuple[int, int]]]:
+    """Parts of at most `most` elements where one has `size`."""
+    many = max(1, most // size)
     return (members[i : i + many] for i in range(0, len(members), many))
 
 
@@ -203,7 +213,7 @@ def _families(
 def _piece(families: Stretches, prompts: Stretches | None, keys: int, repeat: int, q: Tensor) -> Piece:
     queries = Spans.of(families, q.device)
     shared = None if prompts is None else Spans.of(prompts, q.device)
-    short = keys <= MOST_KEYS and q.dtype in (torch.float32, torch.float64)
+    short = _is_short(keys, q)
     piece = Piece(queries, shared, short)
     if short:
         own = torch.arange(queries.shape[2], device=q.device)

@@ -156,14 +156,15 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("path", ["window", "short", "flash", "split"])
+@pytest.mark.parametrize("path", ["window", "short", "flash", "split", "split flash"])
 def test_attention_paths_agree(path: str, stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both kernels for CPU, the masked path and FlexAttention's mask, in double precision."""
     window = 3 if path == "window" else None
-    if path == "flash":
+    if "flash" in path:
         monkeypatch.setattr(cpu_attention, "MOST_KEYS", 0)
-    if path == "split":  # a piece for each segment
+    if "split" in path:  # a piece for each segment
         monkeypatch.setattr(cpu_attention, "CACHE_ELEMENTS", 1)
+        monkeypatch.setattr(cpu_attention, "FLASH_ELEMENTS", 1)
     batch = make_batch(STREAMS[stream])
     plan = make_plan(*batch[:3], batch.group_ids)
     generator = torch.Generator().manual_seed(0)
