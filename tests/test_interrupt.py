@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,9 +143,16 @@ def test_ctrl_c_on_the_command_with_an_engine_of_its_own(tmp_path: Path) -> None
     last = Path("logs/run/version_0/checkpoints/last.ckpt")
     assert f"Resume with: --ckpt_path {last}" in said
     assert torch.load(tmp_path / last, weights_only=True)["RolloutDataModule"]["prompt_cursor"] == 16
-    # A dead process that nobody has reaped yet is dead.
-    left = [p for p in psutil.process_iter(["status"]) if _session(p.pid) == process.pid]
-    assert not [p for p in left if p.info["status"] != psutil.STATUS_ZOMBIE]
+    deadline = time.monotonic() + 10  # Python's resource tracker ends by itself, a moment after its parent
+    while left := _alive(process.pid):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def _alive(session: int) -> list[psutil.Process]:
+    """Processes of a session. A dead one that nobody has reaped yet is dead."""
+    members = [p for p in psutil.process_iter(["status", "cmdline"]) if _session(p.pid) == session]
+    return [p for p in members if p.info["status"] != psutil.STATUS_ZOMBIE]
 
 
 def _session(pid: int) -> int | None:
