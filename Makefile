@@ -1,21 +1,36 @@
 # Two commands do everything, the set-up included, and both are safe to repeat.
 #   make quickstart   a small model learns two-digit sums by PPO through an embedded vLLM engine; ends with a report
-#   make test         lint, types and tests
+#   make test         lint, types and tests, once more those of models and algorithms without the CPU kernels
+#   make test-long    the cases that `make test` leaves out
+#   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about an hour)
 # Settings: VENV (the virtual environment, default .venv), PYTHON (the interpreter it is made with), WORKERS (of pytest).
 
 VENV ?= .venv
 WORKERS ?= 2
+CASES ?= 400
 # One thread per process: two teams of spinning threads on shared cores are ten times slower than one.
 OMP_NUM_THREADS ?= 1
 export VENV OMP_NUM_THREADS
 
-.PHONY: quickstart test lint setup clean
+.PHONY: quickstart test test-plain test-long faults lint setup clean
 
 quickstart: setup
-	@bash scripts/quickstart.sh
+	@$(VENV)/bin/lightrl quickstart
 
 test: lint
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile
+	$(MAKE) test-plain
+
+# What users get with LIGHTRL_CPU_KERNELS=0: plain torch and transformers.
+test-plain: setup
+	LIGHTRL_CPU_KERNELS=0 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/models tests/algorithms \
+		-m "not vllm and not slow"
+
+test-long: setup
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m long
+
+faults: setup
+	$(VENV)/bin/python -m tests.faults.campaign --cases $(CASES) --table docs/reliability.md
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -25,9 +25,8 @@ import transformers
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from lightrl.engines.base import EngineContext
-from lightrl.engines.transformers import TransformersEngine
-from lightrl.types import Prompts, SamplingParams
+from lightrl.engines.transformers.engine import TransformersEngine
+from lightrl.types import EngineContext, Prompts, SamplingParams
 
 VOCABULARY, EOS, PROMPTS, GROUP = 64, 1, 8, 8
 
@@ -103,8 +102,8 @@ def with_engine(engine: TransformersEngine, token_ids: list[list[int]], setting:
     """The same with the engine."""
     prompts = Prompts(token_ids=token_ids, texts=[""] * len(token_ids))
     sampling = SamplingParams(max_new_tokens=setting.new_tokens, ignore_eos=not setting.ends)
-    seeds = [seed * 1000 + p for p in range(len(token_ids))]
-    groups = engine.generate(prompts, sampling, num_completions=GROUP, seeds=seeds)
+    requests = [prompts.request(p, sampling, seed * 1000 + p, GROUP) for p in range(len(token_ids))]
+    groups = engine.generate(requests)
     return sum(len(c.token_ids) for group in groups for c in group.completions)
 
 

@@ -25,7 +25,7 @@ import transformers
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lightrl.models.layouts import make_plan
+from lightrl.models.packing.layouts import make_stream
 from lightrl.models.policy import PolicyModel
 
 LAYOUTS = ("padded", "packed", "shared_prefix")
@@ -79,7 +79,7 @@ def measure(policies: dict[str, PolicyModel], rows: tuple[Tensor, ...], repeats:
             seconds[layout].append(took)
     tokens = {"padded": rows[0].numel()}
     for layout in LAYOUTS[1:]:
-        tokens[layout] = make_plan(*rows, share=layout == "shared_prefix").num_tokens
+        tokens[layout] = make_stream(*rows, share=layout == "shared_prefix").num_tokens
     table = []
     for layout, policy in policies.items():
         times = [mine / padded for mine, padded in zip(seconds[layout][1:], seconds["padded"][1:], strict=True)]

@@ -29,12 +29,13 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import AdaptiveKL, Throughput, WeightSync
-from lightrl.data import ArithmeticRows, PromptSource, RolloutDataModule
+from lightrl.data import ArithmeticRows, PromptSource
 from lightrl.engines import VLLMEngine
 from lightrl.models.spec import ModelSpec
-from lightrl.modules import PPOLightningModule
 from lightrl.rewards import ExactAnswer
+from lightrl.rollout import RolloutDataModule
 from lightrl.types import Rollouts, SamplingParams
 
 TINY = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
@@ -122,7 +123,7 @@ class Alternate(Callback):
         ours = time.perf_counter() - self.began
         llm = trainer.datamodule.engine._adapter.llm  # type: ignore[attr-defined]
         theirs = self.bare.step(llm, batch)
-        trainer.datamodule.engine.policy_version = -1  # type: ignore[attr-defined] # it holds the bare weights now
+        trainer.datamodule.engine.mark_stale()  # type: ignore[attr-defined] # it holds the bare weights now
         times = {name: outputs[f"time/{name}"] for name in ("sync", "generate", "score", "experience", "update")}
         self.rounds.append({"step": ours, "bare": theirs, **times})
         self.began = time.perf_counter()

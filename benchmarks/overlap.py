@@ -29,10 +29,11 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
-from lightrl.data import ArithmeticRows, PromptSource, RolloutDataModule
+from lightrl.data import ArithmeticRows, PromptSource
 from lightrl.engines import VLLMEngine
-from lightrl.modules import GRPOLightningModule
+from lightrl.rollout import RolloutDataModule
 from lightrl.types import SamplingParams
 
 TINY = Path(__file__).parent.parent / "configs" / "quickstart" / "model"

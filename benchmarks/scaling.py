@@ -27,7 +27,7 @@ from layouts import make_rows, run
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lightrl.models import logprobs
-from lightrl.models.layouts import Plan, make_plan
+from lightrl.models.packing.layouts import TokenStream, make_stream
 from lightrl.models.policy import PolicyModel
 
 
@@ -53,7 +53,7 @@ AXES: dict[str, list[Point]] = {
 }
 
 
-def pairs(plan: Plan) -> int:
+def pairs(plan: TokenStream) -> int:
     """Query-key pairs that see each other."""
     total = 0
     for length, parent in zip(plan.lengths, plan.parents, strict=True):
@@ -61,7 +61,7 @@ def pairs(plan: Plan) -> int:
     return total
 
 
-def operations(point: Point, plan: Plan, lm: Any) -> float:
+def operations(point: Point, plan: TokenStream, lm: Any) -> float:
     """Floating-point operations of forward and backward."""
     layers = sum(p.numel() for p in lm.model.layers.parameters())
     read = len(plan.read)
@@ -88,7 +88,7 @@ def measure(points: list[Point], repeats: int, device: str, dtype: str) -> list[
         policy = build(point, device, dtype)
         case = point.prompts, (point.prompt, point.prompt), point.group, (point.response, point.response)
         rows = tuple(x.to(device) for x in make_rows(case, point.vocabulary))
-        plan = make_plan(*rows)
+        plan = make_stream(*rows)
         cases.append((policy, rows, plan.num_tokens, operations(point, plan, policy.lm)))
     seconds: list[list[float]] = [[] for _ in cases]
     for i in range(repeats + 1):

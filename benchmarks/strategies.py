@@ -30,11 +30,12 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import WeightSync
-from lightrl.data import PromptSource, RolloutDataModule
+from lightrl.data import PromptSource
+from lightrl.distributed.fsdp2 import FSDP2Strategy, ZeROStrategy
 from lightrl.engines import TransformersEngine
-from lightrl.modules import PPOLightningModule
-from lightrl.modules.sharded import FSDP2Strategy, ZeROStrategy
+from lightrl.rollout import RolloutDataModule
 from lightrl.types import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -136,8 +136,8 @@ def run_lightrl(layout: str, folder: str, args: argparse.Namespace, ticket: Tick
     import torch
     from lightning.pytorch import Callback, Trainer
 
+    from lightrl.algorithms import GRPOLightningModule
     from lightrl.models.spec import ModelSpec
-    from lightrl.modules import GRPOLightningModule
 
     rollouts = make_rollouts(args)
 

@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
 LETTERS = string.ascii_letters + string.digits[1:]
 VOCABULARY, PROMPTS, GROUP, NEW_TOKENS, RATE = 64, 8, 8, 64, 1e-3
 SWEEP = [(1, 64), (1, 32), (1, 16), (2, 64), (2, 32), (2, 16)]  # TRL's threads and rows of a micro-batch
@@ -149,10 +150,11 @@ def run_lightrl(case: Case, folder: str, micro_tokens: int, steps: int, ticket: 
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
 
+    from lightrl.algorithms import GRPOLightningModule
     from lightrl.callbacks import WeightSync
-    from lightrl.data import PromptSource, RolloutDataModule
+    from lightrl.data import PromptSource
     from lightrl.engines import TransformersEngine
-    from lightrl.modules import GRPOLightningModule
+    from lightrl.rollout import RolloutDataModule
     from lightrl.types import SamplingParams
 
     class Stop(Callback):
@@ -183,13 +185,25 @@ def run_lightrl(case: Case, folder: str, micro_tokens: int, steps: int, ticket: 
 
 
 class Side:
-    """A worker as the parent sees it."""
+    """A worker as the parent sees it, of this checkout or of another."""
 
-    def __init__(self, name: str, case: str, folder: str, threads: int, micro: int, steps: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        case: str,
+        folder: str,
+        threads: int,
+        micro: int,
+        steps: int,
+        checkout: Path = ROOT,
+        variables: dict[str, str] | None = None,
+    ) -> None:
         self.settings = {"threads": threads, "micro": micro}
-        command = [sys.executable, __file__, "--worker", name, case, folder, str(micro), str(steps)]
+        script = checkout / "benchmarks" / "vs_trl.py"
+        command = [sys.executable, str(script), "--worker", name, case, folder, str(micro), str(steps)]
         # Threads that wait must not spin where other processes want the core.
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "0"}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "0", **(variables or {})}
+        environment["PYTHONPATH"] = str(checkout)
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )

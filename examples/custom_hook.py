@@ -7,11 +7,12 @@ import sys
 
 from lightning.pytorch import Trainer
 
+from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
-from lightrl.data import ArithmeticRows, PromptSource, RolloutDataModule
+from lightrl.data import ArithmeticRows, PromptSource
 from lightrl.engines import TransformersEngine
-from lightrl.modules import GRPOLightningModule
 from lightrl.rewards import ExactAnswer
+from lightrl.rollout import RolloutDataModule
 from lightrl.types import SamplingParams
 
 

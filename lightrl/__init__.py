@@ -10,21 +10,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from lightrl.callbacks import WeightSync
-    from lightrl.data import (
-        PreferenceDataModule,
-        PreferenceSource,
-        PromptSource,
-        RolloutDataModule,
-        SFTDataModule,
-        SFTSource,
-    )
-    from lightrl.engines import ServerEngine, TransformersEngine, VLLMEngine
-    from lightrl.models.spec import LoraSpec, ModelSpec
-    from lightrl.modules import (
+    from lightrl.algorithms import (
         CPGDLightningModule,
         CriticSpec,
         DAPOLightningModule,
+        DistillLightningModule,
         DrGRPOLightningModule,
         GRPOLightningModule,
         GSPOLightningModule,
@@ -34,6 +24,17 @@ if TYPE_CHECKING:
         RLOOLightningModule,
         SFTLightningModule,
     )
+    from lightrl.callbacks import WeightSync
+    from lightrl.data import (
+        PreferenceDataModule,
+        PreferenceSource,
+        PromptSource,
+        SFTDataModule,
+        SFTSource,
+    )
+    from lightrl.engines import ServerEngine, TransformersEngine, VLLMEngine
+    from lightrl.models.spec import LoraSpec, ModelSpec
+    from lightrl.rollout import EnvironmentEpisode, RolloutDataModule
     from lightrl.types import Experience, Rollouts, SamplingParams
 
 _HOMES = {
@@ -42,16 +43,16 @@ _HOMES = {
         "PreferenceDataModule",
         "PreferenceSource",
         "PromptSource",
-        "RolloutDataModule",
         "SFTDataModule",
         "SFTSource",
     ],
     "engines": ["ServerEngine", "TransformersEngine", "VLLMEngine"],
     "models.spec": ["LoraSpec", "ModelSpec"],
-    "modules": [
+    "algorithms": [
         "CPGDLightningModule",
         "CriticSpec",
         "DAPOLightningModule",
+        "DistillLightningModule",
         "DrGRPOLightningModule",
         "GRPOLightningModule",
         "GSPOLightningModule",
@@ -61,6 +62,7 @@ _HOMES = {
         "RLOOLightningModule",
         "SFTLightningModule",
     ],
+    "rollout": ["EnvironmentEpisode", "RolloutDataModule"],
     "types": ["Experience", "Rollouts", "SamplingParams"],
 }
 _MODULE_OF = {name: f"lightrl.{home}" for home, names in _HOMES.items() for name in names}
@@ -70,6 +72,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "PreferenceDataModule",
     "PreferenceSource",
     "PromptSource",
+    "EnvironmentEpisode",
     "RolloutDataModule",
     "SFTDataModule",
     "SFTSource",
@@ -81,6 +84,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "CPGDLightningModule",
     "CriticSpec",
     "DAPOLightningModule",
+    "DistillLightningModule",
     "DrGRPOLightningModule",
     "GRPOLightningModule",
     "GSPOLightningModule",

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
+import errno
 import os
 import re
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
+
+import lightrl
+from lightrl.config_files import expand_configs
+from lightrl.config_values import from_environment, redacted, refuse_senseless
 
 __all__ = ["main", "run"]
 
@@ -20,65 +27,143 @@ USAGE = """LightRL: reinforcement fine-tuning as an ordinary Lightning job.
   lightrl test --config x.yaml       the same, on test prompts
   lightrl predict --config x.yaml    write completions with their rewards
   lightrl report RUN_DIR             plots and samples of a run as one HTML page
+  lightrl view RUN_DIR               saved trajectories, token by token, as one HTML page
   lightrl serve-reward ...           serve a reward function over HTTP
+  lightrl check-env --config x.yaml  play the environment of a run with scripted replies, without a model
   lightrl plan --model MODEL         memory per GPU under each strategy
+  lightrl quickstart                 a first run on a CPU, from nothing to a report
+  lightrl init DIR                   a small project of your own: configuration, rewards, rows
+  lightrl recipes                    the configurations that come with LightRL
+  lightrl from-trl SCRIPT.yaml       a configuration from the arguments of a TRL script
   lightrl export --checkpoint C --output D   a Hugging Face folder, or a plain checkpoint, of any checkpoint
 
 `lightrl COMMAND --help` explains every argument; `lightrl fit --model.help PPOLightningModule` those of a class.
 Several --config are merged, later ones win. LIGHTRL_DEBUG=1 shows the traceback of every error.
+Strings of a config may name environment variables, ${env:NAME}: secrets then stay out of what a run writes.
+Exit status: 0 done, 1 failed or Ctrl-C, 2 a mistake in what was given, 75 SIGTERM or SIGUSR1 (saved; run it again).
 """
 
 
-def _report() -> Callable[..., Any]:
-    from lightrl.report import report
-
-    return report
-
-
-def _plan() -> Callable[..., Any]:
-    from lightrl.plan import plan
-
-    return plan
-
-
-def _serve_reward() -> Callable[..., Any]:
-    from lightrl.rewards.server import serve_reward
-
-    return serve_reward
-
-
-def _export() -> Callable[..., Any]:
-    from lightrl.export import export
-
-    return export
-
-
-COMMANDS: dict[str, Callable[[], Callable[..., Any]]] = {
-    "report": _report,
-    "serve-reward": _serve_reward,
-    "plan": _plan,
-    "export": _export,
+RUNS = ("fit", "validate", "test", "predict")
+COMMANDS = {
+    "report": "lightrl.report:report",
+    "view": "lightrl.report.view:view",
+    "check-env": "lightrl.cli:check_env",
+    "serve-reward": "lightrl.rewards.server.serve:serve_reward",
+    "plan": "lightrl.memory_plan:plan",
+    "export": "lightrl.export:export",
+    "from-trl": "lightrl.moving:from_trl",
+    "init": "lightrl.project:init",
+    "quickstart": "lightrl.project:quickstart",
+    "recipes": "lightrl.cli:recipes",
 }
+"""Command -> module and function, imported when asked for."""
+
+
+def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None, seed: int = 0) -> None:
+    """Plays the environment of a configuration with scripted replies and no model. Exit status 1 where it is wrong.
+
+    Said of each script: why it ended, its reward, how many tokens would be trained, seconds per step; then whether the
+    chat template was proven to extend what was sampled, and whether one seed gives one outcome.
+
+    Args:
+        config_file: as for `lightrl fit`; `--config FILE` is the same.
+        rows: rows of the data set to play, at least 1.
+        replies: texts of a script of your own, one per turn, such as a right answer.
+        seed: of the environment's `reset`.
+
+    Raises:
+        ValueError: the configuration has no `data.environment`.
+    """
+    from lightrl.data.templates import load_tokenizer
+    from lightrl.environments import Attempts
+    from lightrl.report.check_env import play
+    from lightrl.rollout.environments import EnvironmentEpisode
+
+    if rows < 1:
+        raise ValueError(f"rows={rows}: must be at least 1.")
+    built = run(["--config", config_file], run=False)
+    module, data = built.model, built.datamodule
+    episode = getattr(data, "episode", None)
+    if not isinstance(episode, EnvironmentEpisode):
+        raise ValueError(f"{config_file}: it has no data.environment, so there is nothing to play.")
+    if not isinstance(episode.attempts, Attempts):
+        raise ValueError(
+            f"{config_file}: data.environment is a {type(episode.attempts).__name__}, which asks what it likes: "
+            "scripted replies cannot play it. Run the program against any model's endpoint to try it."
+        )
+    tokenizer = load_tokenizer(data.tokenizer_path or module.actor_spec.path)
+    episode.setup(tokenizer)
+    prompts = data.prompts.load(tokenizer, shuffle=False)
+    batch = prompts.rows(range(min(rows, len(prompts))))
+    drawn = [
+        {**{name: values[i] for name, values in batch.columns.items()}, "prompt": batch.raw[i]}
+        for i in range(len(batch))
+    ]
+    found = play(
+        episode.attempts,
+        drawn,
+        tokenizer,
+        data.sampling,
+        seed=seed,
+        replies=replies or (),
+        reward_functions=data.scorer is not None,
+    )
+    for line in found.lines():
+        print(line)
+    problems = found.problems()
+    for note in found.notes:
+        print(f"note: {note}")
+    for problem in problems:
+        print(f"problem: {problem}")
+    if problems:
+        sys.exit(1)
+    print("No problem found.")
+
+
+def recipes() -> None:
+    """Lists the configurations that come with LightRL; run one with `lightrl fit --config lightrl:NAME`."""
+    from lightrl.config_files import shipped_configs
+
+    for name, title in shipped_configs().items():
+        print(f"lightrl:{name:45s} {title}")
 
 
 def _build_cli() -> type[Any]:
-    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+    from jsonargparse import Namespace
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.cli import LightningArgumentParser
 
+    # Imported so that YAML may name their classes without a path.
+    import lightrl.algorithms
     import lightrl.callbacks
     import lightrl.data
     import lightrl.engines
-    import lightrl.modules
-    import lightrl.rewards  # noqa: F401 - imported so that YAML may name their classes without a path
-    from lightrl.engines import (  # noqa: F401 - imported lazily by their package
-        ServerEngine,
-        TransformersEngine,
-        VLLMEngine,
-    )
+    import lightrl.environments
+    import lightrl.objectives
+    import lightrl.rewards
+    import lightrl.rollout
+    from lightrl.callbacks.run_guard import RunGuard
+    from lightrl.compat.jsonargparse import start_from_own_defaults
+    from lightrl.compat.lightning import cli_without_checkpoint_settings
+    from lightrl.engines import Engine
+    from lightrl.objectives.advantages import AdvantageEstimator
+    from lightrl.objectives.aggregation import Aggregation
+    from lightrl.objectives.kl import KLPenalty
+    from lightrl.objectives.losses import PolicyLoss
 
-    _start_from_own_defaults()
+    for name in lightrl.engines.__all__:  # engines are imported when they are asked for
+        getattr(lightrl.engines, name)
+    start_from_own_defaults(Engine, AdvantageEstimator, Aggregation, KLPenalty, PolicyLoss)
 
-    class LightRLCLI(LightningCLI):
-        """`LightningCLI` in subclass mode, without a checkpoint's hyperparameters overriding YAML on resume."""
+    class LightRLCLI(cli_without_checkpoint_settings()):  # type: ignore[misc]
+        """`LightningCLI` in subclass mode, without a checkpoint's hyperparameters overriding YAML on resume.
+
+        What stands in the configuration as `${env:NAME}` is taken from the environment when classes are built, and
+        written to the run's folder as it stands. Other secrets are written as `***`.
+        """
+
+        config: Any
 
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
             """Defaults that manual optimisation and generated batches need."""
@@ -89,40 +174,76 @@ def _build_cli() -> type[Any]:
                     "trainer.log_every_n_steps": 1,
                 }
             )
+            parser.add_argument(
+                "--run_dir",
+                type=str | None,
+                default=None,
+                help="folder of all that the run writes: trainer.default_root_dir; logs there for `lightrl report` "
+                "beside any loggers given, and for TensorBoard where none is.",
+            )
+            parser.add_argument(
+                "--base",
+                type=str | list[str] | None,
+                default=None,
+                help="in a configuration file: files that it builds on, relative to itself; they are read before it.",
+            )
 
-        def _parse_ckpt_path(self) -> None:
-            """Lightning would merge the checkpoint's hyperparameters over the given YAML; here YAML is what counts."""
+        def before_instantiate_classes(self) -> None:
+            """Puts what the run writes into `run_dir`; the saved configuration is whole and builds on no other."""
+            config = self.config[self.subcommand] if self.subcommand is not None else self.config
+            config.base = None
+            if config.run_dir is None:
+                return
+            config.trainer.default_root_dir = config.run_dir
+            csv, tensorboard = (
+                Namespace(class_path=f"lightning.pytorch.loggers.{name}", init_args=Namespace(arguments))
+                for name, arguments in run_dir_loggers(config.run_dir).items()
+            )
+            given = config.trainer.logger
+            if given in (None, True):
+                config.trainer.logger = [csv, tensorboard]
+            elif given is not False:
+                several = given if isinstance(given, list) else [given]
+                has_csv = any(logger.class_path.endswith("CSVLogger") for logger in several)
+                config.trainer.logger = several if has_csv else [csv, *several]
+
+        def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+            """Parses, and refuses values that would do nothing without a word."""
+            super().parse_arguments(parser, args)
+            refuse_senseless(self.config)
+
+        def instantiate_classes(self) -> None:
+            """Builds everything with secrets, and keeps them out of what is written."""
+            given = self.config
+            self.config = self._written = redacted(given)
+            self.record_hyperparameters()  # what checkpoints and loggers call hyperparameters
+            self.config = from_environment(given)
+            super().instantiate_classes()
+
+        def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+            """The trainer, guarded."""
+            self.config = self._written  # which the trainer's callback writes to the run's folder
+            trainer = super().instantiate_trainer(**kwargs)
+            self.guard = RunGuard()
+            trainer.callbacks.insert(0, self.guard)  # type: ignore[attr-defined]
+            return trainer
+
+        def before_fit(self) -> None:
+            """Holds the run's folder before a logger begins a file in it."""
+            if not self.trainer.is_global_zero or getattr(self.trainer, "fast_dev_run", False):
+                return
+            for logger in self.trainer.loggers:
+                folder = getattr(logger, "log_dir", None)
+                if isinstance(folder, str) and "://" not in folder:
+                    self.guard.hold(folder)
 
     return LightRLCLI
 
 
-def _start_from_own_defaults() -> None:
-    """A loss, estimator, aggregation, KL or engine named anew starts from its own defaults.
-
-    Where a class replaces another, jsonargparse hands it the other's arguments wherever the names match: `loss: GSPO`
-    would get PPO's `eps_low=0.2` in the place of its 3e-4. It has no public switch for it: its function is wrapped.
-    """
-    from jsonargparse import Namespace, _typehints
-
-    from lightrl.engines import Engine
-    from lightrl.modules.advantages import AdvantageEstimator
-    from lightrl.modules.aggregation import Aggregation
-    from lightrl.modules.kl import KLPenalty
-    from lightrl.modules.losses import PolicyLoss
-
-    replaceable = (Engine, AdvantageEstimator, Aggregation, KLPenalty, PolicyLoss)
-    original: Any = _typehints.discard_init_args_on_class_path_change
-    if original.__module__ == __name__:
-        return
-
-    def discard(parser: Any, previous: Any, value: Any) -> None:
-        if previous and "init_args" in previous and previous.get("class_path") and value.get("class_path"):
-            old, new = (_typehints.import_object(spec["class_path"]) for spec in (previous, value))
-            if old is not new and isinstance(old, type) and issubclass(old, replaceable):
-                previous["init_args"] = Namespace()
-        original(parser, previous, value)
-
-    _typehints.discard_init_args_on_class_path_change = discard
+def run_dir_loggers(run_dir: str) -> dict[str, dict[str, str]]:
+    """Logger class -> arguments that log into a run's folder."""
+    csv, tensorboard = ({"save_dir": run_dir, "name": "", "version": version} for version in ("", "tensorboard"))
+    return {"CSVLogger": csv, "TensorBoardLogger": tensorboard}
 
 
 def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
@@ -147,7 +268,7 @@ def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
         auto_configure_optimizers=False,  # modules take an optimizer of their own; `--optimizer` would do nothing
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
-        args=list(args) if args is not None else None,
+        args=expand_configs(sys.argv[1:] if args is None else args),
         **kwargs,
     )
 
@@ -155,18 +276,42 @@ def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
 def users_error(error: BaseException) -> str | None:
     """What to tell the user where the input is wrong; None for everything else, which keeps its traceback.
 
-    That is what the parser refuses, and what LightRL itself raises to say what is wrong with an argument, a file or a
-    reward function. A `ValueError` that comes out of a library or of the user's own code is none of it.
+    That is what the parser refuses, and what LightRL itself raises to say what is wrong with an argument, a file, a
+    disk or a reward function. A `ValueError` that comes out of a library or of the user's own code is none of it.
     """
     from jsonargparse import ArgumentError
 
+    from lightrl.compat.parser_messages import short_message
     from lightrl.rewards.base import RewardError
+    from lightrl.storage import StorageError
 
     if isinstance(error, ArgumentError):
-        return f"{error}\n`lightrl --help` and `lightrl COMMAND --help` explain the arguments."
+        return f"{short_message(str(error), _known_names())}\n`lightrl COMMAND --help` explains the arguments."
+    outer = error
     while _raised_in(error, "jsonargparse") and error.__cause__ is not None:
         error = error.__cause__  # the parser wraps what a constructor raises
-    return str(error) if isinstance(error, ValueError | RewardError) and _raised_in(error, "lightrl") else None
+    if isinstance(error, ValueError) and _raised_in(error, "jsonargparse"):
+        return short_message(str(outer), _known_names())  # of a union, the cause is that of one alternative only
+    shown = isinstance(error, ValueError | RewardError) and _raised_in(error, "lightrl")
+    if isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES:
+        return f"{error}. Free what ran out (disk, quota, file size, open files: ulimit -a), then resume the last save."
+    return str(error) if shown or isinstance(error, StorageError) else None
+
+
+def _known_names() -> list[str]:
+    """What a misspelt name may have meant."""
+    import inspect
+
+    from lightning.pytorch import Trainer
+
+    import lightrl
+    from lightrl import algorithms, callbacks, engines, objectives, rewards
+
+    names = ["trainer", "model", "data", "ckpt_path", "seed_everything", "config"]
+    names += [f"trainer.{name}" for name in inspect.signature(Trainer).parameters]
+    return names + [
+        name for room in (lightrl, algorithms, callbacks, engines, objectives, rewards) for name in room.__all__
+    ]
 
 
 def _raised_in(error: BaseException, package: str) -> bool:
@@ -174,15 +319,33 @@ def _raised_in(error: BaseException, package: str) -> bool:
     return bool(frames) and frames[-1].f_globals.get("__name__", "").split(".")[0] == package
 
 
+OUT_OF_RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EMFILE, errno.ENFILE}
+INTERRUPTED = 130
+PREEMPTED = 75
+"""Status after SIGTERM or SIGUSR1: "try again" (EX_TEMPFAIL of sysexits.h), for a scheduler to requeue the job."""
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of the `lightrl` command: shows a user's error as one message and exits with status 2."""
+    debug = os.environ.get("LIGHTRL_DEBUG") == "1"
     try:
         _main(args)
-    except Exception as error:
-        message = users_error(error)
-        if message is None or os.environ.get("LIGHTRL_DEBUG") == "1":
+    except KeyboardInterrupt:
+        if debug:
             raise
-        print(f"error: {message}", file=sys.stderr)
+        print("Interrupted before training began; nothing was saved.", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except SystemExit as stop:
+        if type(stop.__context__).__name__ == "Preempted":  # Lightning exits with 1 after any interrupt
+            sys.exit(PREEMPTED)
+        raise
+    except Exception as error:
+        from lightrl.storage import redact_text
+
+        message = users_error(error)
+        if message is None or debug:
+            raise
+        print(f"error: {redact_text(message)}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -194,12 +357,31 @@ def _main(args: Sequence[str] | None) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return
+    if arguments[0] == "--version":
+        print(f"lightrl {lightrl.__version__}")
+        return
+    if not arguments[0].startswith("-") and arguments[0] not in (*COMMANDS, *RUNS):
+        close = difflib.get_close_matches(arguments[0], (*COMMANDS, *RUNS), 1)
+        hint = f"; did you mean `lightrl {close[0]}`?" if close else "."
+        print(f"error: lightrl has no command {arguments[0]!r}{hint} `lightrl --help` lists them.", file=sys.stderr)
+        sys.exit(2)
     if arguments[0] in COMMANDS:
         from jsonargparse import auto_cli
 
+        if (
+            arguments[0] == "init"
+            and (len(arguments) == 1 or arguments[1].startswith("--"))
+            and "--help" not in arguments
+        ):
+            arguments.insert(1, ".")
+        if arguments[0] == "check-env":  # takes the file as the runs do
+            arguments = [a.removeprefix("--config=") for a in arguments if a != "--config"]
         # Options may be written with dashes, too.
         options = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), a) for a in arguments[1:]]
-        auto_cli(COMMANDS[arguments[0]](), args=options, as_positional=True, prog=f"lightrl {arguments[0]}")
+        module, _, function = COMMANDS[arguments[0]].partition(":")
+        auto_cli(
+            getattr(import_module(module), function), args=options, as_positional=True, prog=f"lightrl {arguments[0]}"
+        )
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         end_with_parent()

@@ -12,12 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightrl.distributed.consolidate import checkpoint_kind, read_checkpoint
 from lightrl.models.loading import load_causal_lm, require_model_folder, save_hf_folder
 from lightrl.models.lora import adapter_config, named_adapter_weights, named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModel
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.modules.consolidate import checkpoint_kind, read_checkpoint
+from lightrl.storage import REDACTED, atomic_folder, atomic_write
 
 __all__ = ["export"]
 
@@ -53,10 +54,11 @@ def export(checkpoint: str = "", output: str = "", what: What = "model", model: 
         raise ValueError(f"output={output!r} is the checkpoint itself: give another path.")
     loaded = read_checkpoint(checkpoint)
     if what == "checkpoint":
-        target.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(loaded, target)
+        with atomic_write(target, checksum=True) as file:
+            torch.save(loaded, file)
     else:
-        _export_model(loaded, target, what, model)
+        with atomic_folder(target) as folder:
+            _export_model(loaded, folder, what, model)
     print(f"Wrote {target}")
 
 
@@ -87,6 +89,8 @@ def _spec(stored: Mapping[str, Any], role: str, path: str | None) -> ModelSpec:
             + ("it has none." if stored else "it is not one of LightRL's, or an old one; give --model.")
         )
     values = dict(values or {})
+    # A checkpoint does not hold secrets; the hub's tools find theirs in the environment.
+    values["kwargs"] = {name: value for name, value in values.get("kwargs", {}).items() if value != REDACTED}
     lora = values.pop("lora", None)
     spec = ModelSpec(**{**values, "path": path or values["path"], "gradient_checkpointing": False})
     require_model_folder(spec.path)
@@ -126,7 +130,6 @@ def _export_adapter(policy: PolicyModel, spec: ModelSpec, folder: Path) -> None:
 
     if spec.lora is None:
         raise ValueError("what=adapter: the policy was trained without LoRA; export what=model.")
-    folder.mkdir(parents=True, exist_ok=True)
     config = {**adapter_config(policy, spec.lora), "base_model_name_or_path": spec.path}
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = {name: tensor.detach().contiguous() for name, tensor in named_adapter_weights(policy)}

@@ -1,6 +1,8 @@
-"""The records that cross LightRL's layers.
+"""The records that cross LightRL's rooms.
 
-Letters: P prompts, G completions per prompt (a *group*), B = P * G sequences, T tokens of the longest sequence.
+P prompts have G attempts each (a *group*), laid out as B rows of at most T tokens. An attempt is a *trajectory*: the
+prompt, then by turns what the policy sampled and what the environment said. It is one row, unless history was rewritten
+on the way; then several, each sampled token trained in exactly one of them. With one turn per prompt B = P * G.
 
 Everything a user sees is rectangular: `(B, T)` tensors, right-padded, aligned with `token_ids`. Entry `t` of a
 `(B, T)` tensor belongs to token `t`; where it means nothing (prompt, padding, log-prob of the first token) it is 0
@@ -9,9 +11,8 @@ and the matching mask is False.
 
 from __future__ import annotations
 
-import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -21,16 +22,21 @@ from torch import Tensor
 __all__ = [
     "Completion",
     "CompletionGroup",
+    "EngineContext",
     "Experience",
+    "GenerationRequest",
+    "HostRows",
     "Media",
+    "Piece",
     "Prompts",
     "Rollouts",
     "SamplingParams",
+    "Scores",
+    "StopReason",
     "SupervisedBatch",
-    "pad_rows",
-    "realized",
-    "run_seed",
-    "video_timing",
+    "Support",
+    "Trajectory",
+    "TrajectoryRow",
 ]
 
 
@@ -38,19 +44,22 @@ __all__ = [
 class SamplingParams:
     """How completions are sampled.
 
-    The trainer's log-probs are those of the softmax at this temperature. They leave out what else changes the
-    distribution (top-p, top-k, min-p, repetition penalty, a minimum length, structured outputs): training with these
-    is slightly off-policy, the data module says so once, and off-policy corrections refuse them.
+    The trainer's log-probs are those of the softmax at this temperature, over the tokens that top-p, top-k and min-p
+    left where the engine records them (`Support`). They leave out what else changes the distribution (those three with
+    an engine that records nothing, repetition penalty, a minimum length, structured outputs): training with these is
+    slightly off-policy, the data module says so once, and off-policy corrections refuse them.
 
     Args:
         max_new_tokens: upper bound on the completion's length in tokens, at least 1.
         min_new_tokens: no end-of-sequence or stop before this many tokens.
         temperature: logits are divided by it; 0 is greedy, which is only allowed for evaluation and prediction.
+        fire_temperature: temperature of each completion's first token in its place (FIRE sampling,
+            https://arxiv.org/abs/2410.21236, which takes 10), above 0; None is off. Greedy sampling is left alone.
         top_p: nucleus: smallest set of tokens whose probabilities add up to this, in (0, 1]; 1 is off.
         top_k: keep the k likeliest tokens; 0 is off.
         min_p: drop tokens less likely than this times the likeliest, in [0, 1); 0 is off.
         repetition_penalty: divides (positive) or multiplies (negative) logits of seen tokens; 1 is off.
-        stop: strings that end a completion; the tokens up to and with the stop string are kept.
+        stop: strings that end a completion; its tokens and its text are kept up to and with the stop string.
         stop_token_ids: token ids that end a completion, beside the tokenizer's end-of-sequence token.
         ignore_eos: go on after end-of-sequence until `max_new_tokens`.
         regex: the completion must match this regular expression (engines with structured outputs only).
@@ -64,6 +73,7 @@ class SamplingParams:
     max_new_tokens: int = 256
     min_new_tokens: int = 0
     temperature: float = 1.0
+    fire_temperature: float | None = None
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -80,6 +90,7 @@ class SamplingParams:
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
             "temperature": (self.temperature >= 0, "0 (greedy) or more"),
+            "fire_temperature": (self.fire_temperature is None or self.fire_temperature > 0, "above 0, or null (off)"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]; 1 turns it off"),
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "min_p": (0 <= self.min_p < 1, "in [0, 1); 0 turns it off"),
@@ -164,6 +175,18 @@ class Prompts:
             media=[self.media[i] for i in pick] if self.media else [],
         )
 
+    def request(self, i: int, sampling: SamplingParams, seed: int, num_completions: int) -> GenerationRequest:
+        """Asks for completions of prompt `i`; see `GenerationRequest`."""
+        return GenerationRequest(
+            self.token_ids[i],
+            sampling,
+            seed,
+            num_completions,
+            inputs=self.inputs[i] if self.inputs else {},
+            media=self.media[i] if self.media else Media(),
+            name=f"prompt {i} (data-set row {self.indices[i]})" if self.indices else f"prompt {i}",
+        )
+
     @staticmethod
     def concat(parts: Sequence[Prompts]) -> Prompts:
         """The rows of several, one after another; all have the same columns."""
@@ -179,6 +202,72 @@ class Prompts:
         )
 
 
+@dataclass(eq=False)
+class Support:
+    """Which ids each of n tokens was drawn from, where top-p, top-k or min-p cut the vocabulary; sparse, on the host.
+
+    Attributes:
+        counts: (n,) int64, how many ids were left; 0 means all of them (nothing was cut, or the token is context).
+        ids: (sum of counts,) int32, the ids that were left, token after token.
+    """
+
+    counts: Tensor
+    ids: Tensor
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @staticmethod
+    def of(kept: Sequence[Any]) -> Support:
+        """From the ids left for each token, lists or tensors."""
+        parts = [torch.as_tensor(ids, dtype=torch.int32) for ids in kept]
+        counts = torch.tensor([len(part) for part in parts], dtype=torch.long)
+        return Support(counts, torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32))
+
+    @staticmethod
+    def whole(count: int) -> Support:
+        """Of `count` tokens for which nothing was cut."""
+        return Support(torch.zeros(count, dtype=torch.long), torch.empty(0, dtype=torch.int32))
+
+    @staticmethod
+    def joined(*parts: tuple[int, Support | None]) -> Support | None:
+        """Of stretches of so many tokens, one after another; None for one without a cut, and where none has any."""
+        if all(support is None for _, support in parts):
+            return None
+        found = [Support.whole(count) if support is None else support for count, support in parts]
+        assert all(len(s) == count for s, (count, _) in zip(found, parts, strict=True)), "an entry for each token"
+        return Support(torch.cat([s.counts for s in found]), torch.cat([s.ids for s in found]))
+
+    def upto(self, end: int) -> Support:
+        """Of the first `end` tokens."""
+        counts = self.counts[:end]
+        return Support(counts, self.ids[: int(counts.sum())])
+
+    @staticmethod
+    def at(supports: Sequence[Support | None], targets: Tensor, width: int) -> Support | None:
+        """Of tokens picked from several rows; None where nothing was cut for any.
+
+        Args:
+            supports: B rows' entries. targets: (M,) int64, row times `width` plus the token's place in its row.
+            width: T.
+
+        Returns:
+            M entries, on the device of `targets`.
+        """
+        if all(support is None for support in supports):
+            return None
+        counts = torch.zeros(len(supports), width, dtype=torch.long)
+        for row, support in enumerate(supports):
+            if support is not None:
+                counts[row, : len(support)] = support.counts
+        ids = torch.cat([support.ids for support in supports if support is not None])
+        flat = counts.view(-1)
+        starts, wanted = (flat.cumsum(0) - flat), targets.cpu()
+        own = flat[wanted]
+        index = torch.repeat_interleave(starts[wanted] - (own.cumsum(0) - own), own) + torch.arange(int(own.sum()))
+        return Support(own.to(targets.device), ids[index].to(targets.device))
+
+
 @dataclass
 class Completion:
     """One sampled answer.
@@ -186,14 +275,40 @@ class Completion:
     Attributes:
         token_ids: the sampled tokens, the end-of-sequence token included when it was sampled. Never one that was not.
         logprobs: per token, the log-probability under the distribution it was drawn from (temperature, top-p ... in).
-        text: the decoded tokens without special tokens.
+        text: the decoded tokens without special tokens, up to and with the stop string where one ended it.
         finish_reason: "stop" (end-of-sequence or stop string) or "length" (cut by `max_new_tokens`).
+        support: what each token was drawn from, where sampling cut the vocabulary and the engine records it.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     text: str
     finish_reason: Literal["stop", "length"]
+    support: Support | None = None
+
+
+@dataclass(eq=False)
+class GenerationRequest:
+    """One prompt that an engine is asked to complete.
+
+    Attributes:
+        token_ids: the prompt, not padded, not empty.
+        sampling: the distribution and the limits.
+        seed: completion g is drawn with a seed derived from (seed, g) alone, so the result depends neither on the
+            order nor on the number of requests.
+        num_completions: G, at least 1.
+        inputs: extra model inputs as in `Prompts`, `{}` for text.
+        media: decoded media as in `Prompts`.
+        name: how messages call it.
+    """
+
+    token_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    num_completions: int = 1
+    inputs: dict[str, Any] = field(default_factory=dict)
+    media: Media = field(default_factory=lambda: Media())
+    name: str = "a prompt"
 
 
 @dataclass
@@ -201,30 +316,159 @@ class CompletionGroup:
     """All G completions of one prompt, handed out as soon as the last of them is done.
 
     Attributes:
-        prompt_index: position of the prompt in the `Prompts` given to `Engine.generate`.
+        request: what was asked, the very object.
         completions: the G completions.
         policy_version: version of the weights that sampled them.
     """
 
-    prompt_index: int
+    request: GenerationRequest
     completions: list[Completion]
     policy_version: int
 
 
-def video_timing(times: Sequence[float]) -> dict[str, Any]:
-    """What processors want to know of a video of which they get every frame that is to be used.
+StopReason = Literal["stop", "length", "turns", "tokens", "time", "failure"]
+"""Why a trajectory ended: the policy or environment ended it, `max_new_tokens` cut its last turn, it ran out of turns,
+of tokens or of time, or something failed that the policy did not cause."""
 
-    Args:
-        times: second of each frame, evenly spread.
+
+@dataclass(frozen=True)
+class EngineContext:
+    """What the run tells an engine when it starts. An argument given to the engine's constructor wins.
+
+    Attributes:
+        model_path: folder or hub name whose configuration and tokenizer describe the policy.
+        dtype: "float32", "bfloat16" or "float16": the trainer's compute dtype.
+        seed: the run's seed; per-request seeds are derived by the caller, not from this.
+        rank: global rank of this process. world_size: number of processes.
+        local_rank: rank on this machine.
+        device: "cpu" or "cuda:0" and so on, the trainer's device.
+        max_prompt_tokens: longest prompt the data module lets through; None where it does not know.
+        max_new_tokens: largest `max_new_tokens` of any sampling settings in the run.
+        random_init: the model folder has a configuration but no weights; the first sync brings them.
+        lora_rank: rank of the policy's adapter; 0 where there is none, or none that fits on the folder's weights.
+        fire: some sampling settings of the run have a `fire_temperature`.
     """
-    step = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
-    rate = 1 / step if step else 2.0
-    frames = {"total_num_frames": len(times), "frames_indices": list(range(len(times))), "do_sample_frames": False}
-    return {"fps": rate, "duration": len(times) / rate, "video_backend": "lightrl", **frames}
+
+    model_path: str
+    dtype: str = "float32"
+    seed: int = 0
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    device: str = "cpu"
+    max_prompt_tokens: int | None = None
+    max_new_tokens: int = 256
+    random_init: bool = False
+    lora_rank: int = 0
+    fire: bool = False
+
+
+@dataclass
+class TrajectoryRow:
+    """One training row of a trajectory. n tokens.
+
+    Attributes:
+        token_ids: n token ids: context and sampled tokens in the order in which the engine saw them.
+        turn_ids: n integers, the number of the sampled turn that a token is trained as; -1 for context.
+        logprobs: n floats, what the engine reported for sampled tokens; 0 for context.
+        policy_versions: n integers, of the weights that sampled a token; -1 for context.
+        support: n entries, what each token was drawn from; None where nothing was cut, or it was not recorded.
+    """
+
+    token_ids: list[int]
+    turn_ids: list[int]
+    logprobs: list[float]
+    policy_versions: list[int]
+    support: Support | None = None
+
+
+@dataclass
+class Trajectory:
+    """One attempt at a prompt.
+
+    Attributes:
+        rows: its training rows, in order; at least one.
+        completion: text of what was sampled (of the last turn, where there are several), for reward functions.
+        stop_reason: why it ended.
+        messages: the whole conversation, for reward functions and logs; empty where there is none beyond the prompt.
+        turn_rewards: reward of each turn, by turn number; empty without an environment that gives any.
+        states: key of the state in which each turn began, by turn number: equal for equal states of a group.
+        failure: what failed, where `stop_reason` is "failure": the trajectory is then in no loss and no baseline.
+        metrics: numbers of its making (turns, tool calls, seconds).
+        inputs: extra model inputs; None takes the prompt's. media: the same of decoded media.
+    """
+
+    rows: list[TrajectoryRow]
+    completion: str
+    stop_reason: StopReason = "stop"
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
+    failure: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    inputs: dict[str, Any] | None = None
+    media: Media | None = None
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        """What the policy sampled, all turns and rows one after another."""
+        return [t for row in self.rows for t, turn in zip(row.token_ids, row.turn_ids, strict=True) if turn >= 0]
+
+
+HOST_NAMES = ("token_ids", "attention_mask", "response_mask", "group_ids")
+
+
+@dataclass
+class HostRows:
+    """What the layout of some rows is planned from, in host memory. No tuple: FSDP2 moves the tensors of those.
+
+    Attributes:
+        token_ids, attention_mask: as in `Rollouts`.
+        response_mask: as in `Rollouts`; None where each row's last token is read.
+        group_ids: as in `Rollouts`; None where rows share nothing.
+    """
+
+    token_ids: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor | None
+    group_ids: Tensor | None
 
 
 R = TypeVar("R", bound="_Rows")
-T = TypeVar("T")
+
+
+@dataclass
+class Scores:
+    """The rewards of n rows.
+
+    Attributes:
+        total: n floats, the weighted sums; NaN where no function scored the row.
+        parts: function's name -> n floats, unweighted; NaN where it said None, failed or was not asked.
+        metrics: scalars, each a mean over the rows or calls: `reward/<function>/failed` is the fraction of the rows
+            that the function was asked for and failed on, the others are what the functions logged.
+        extra: `<function>/<column>` -> n values that the function logged, None where it was not asked.
+    """
+
+    total: list[float]
+    parts: dict[str, list[float]]
+    metrics: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+
+    @staticmethod
+    def concat(pieces: Sequence[Scores]) -> Scores:
+        """The rows of several submissions, one after another; metrics are means over the pieces that have them."""
+        names = pieces[0].parts if pieces else {}
+        columns = {name: None for piece in pieces for name in piece.extra}  # a dict keeps the order
+        metrics: dict[str, list[float]] = {}
+        for piece in pieces:
+            for name, value in piece.metrics.items():
+                metrics.setdefault(name, []).append(value)
+        return Scores(
+            total=[value for piece in pieces for value in piece.total],
+            parts={name: [value for piece in pieces for value in piece.parts[name]] for name in names},
+            metrics={name: sum(values) / len(values) for name, values in metrics.items()},
+            extra={name: [v for p in pieces for v in p.extra.get(name, [None] * len(p.total))] for name in columns},
+        )
 
 
 @dataclass
@@ -232,11 +476,47 @@ class _Rows:
     """Row selection and device moves shared by `Rollouts` and `Experience`: every (B, ...) tensor and B-long list."""
 
     token_ids: Tensor
+    host: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
 
     def __len__(self) -> int:
         return int(self.token_ids.shape[0])
 
-    def _map(self: R, tensor_fn: Any, list_fn: Any) -> R:
+    def on_host(self, name: str) -> Tensor:
+        """A tensor of the record in host memory.
+
+        Of a tensor on a device there is a copy that went along with `to`, `select` and `crop`, so that planning a
+        micro-batch does not wait for the device; one that was replaced since is read, once.
+        """
+        value: Tensor = getattr(self, name)
+        if value.device.type == "cpu":
+            return value
+        source, copy = self.host.get(name, (None, value))
+        if source is not value:
+            copy = value.cpu()
+            self.host[name] = value, copy
+        return copy
+
+    def host_rows(self) -> HostRows:
+        """What layouts are planned from, in host memory."""
+        return HostRows(*(self.on_host(name) for name in HOST_NAMES))
+
+    def with_host_of(self: R, other: _Rows) -> R:
+        """The same record with the other's copies of tensors that they have in common."""
+        copies = other.host_copies().items()
+        return self.with_host({n: copy for n, copy in copies if getattr(self, n, None) is getattr(other, n)})
+
+    def with_host(self: R, host: dict[str, Tensor]) -> R:
+        """The same record with these copies of its tensors."""
+        pairs = {name: (getattr(self, name), copy) for name, copy in host.items()}
+        return replace(self, host=pairs)
+
+    def host_copies(self) -> dict[str, Tensor]:
+        """The copies whose tensors are still the record's."""
+        return {name: copy for name, (source, copy) in self.host.items() if getattr(self, name) is source}
+
+    def mapped(self: R, tensor_fn: Any, list_fn: Any) -> R:
+        """The same record with each tensor of B rows given to the first, each list of B rows to the second function."""
+
         def one(value: Any) -> Any:
             if isinstance(value, Tensor) and value.ndim and value.shape[0] == len(self):
                 return tensor_fn(value)
@@ -250,21 +530,31 @@ class _Rows:
 
     def select(self: R, rows: Tensor) -> R:
         """The rows with the given indices (int64, any order), as a record of the same kind."""
+        rows = rows.cpu()
         picked = rows.tolist()
-        return self._map(lambda x: x[rows.to(x.device)], lambda x: [x[i] for i in picked])
+        own = rows.to(self.token_ids.device)
+        chosen = self.mapped(lambda x: x[own if x.device == own.device else rows], lambda x: [x[i] for i in picked])
+        return chosen.with_host({name: copy[rows] for name, copy in self.host_copies().items()})
 
     def crop(self: R) -> R:
         """The same rows without the columns that are padding in all of them."""
         width = self.token_ids.shape[1]
-        used = self.attention_mask.any(0).nonzero()  # type: ignore[attr-defined]
+        used = self.on_host("attention_mask").any(0).nonzero()
         length = int(used[-1]) + 1 if len(used) else 1
         if length == width:
             return self
-        return self._map(lambda x: x[:, :length] if x.ndim == 2 and x.shape[1] == width else x, lambda x: x)
+
+        def cropped(x: Tensor) -> Tensor:
+            return x[:, :length] if x.ndim == 2 and x.shape[1] == width else x
+
+        return self.mapped(cropped, lambda x: x).with_host({name: cropped(x) for name, x in self.host_copies().items()})
 
     def to(self: R, device: torch.device | str) -> R:
         """The same record with its tensors on `device`, but for `inputs`. Lightning calls this to move a batch."""
-        return self._map(lambda x: x.to(device), lambda rows: rows)
+        names = [name for name in (*HOST_NAMES, "trajectory_ids") if hasattr(self, name)]
+        host = {name: self.on_host(name) for name in names}
+        moved = self.mapped(lambda x: x.to(device), lambda rows: rows)
+        return moved if moved.token_ids.device.type == "cpu" else moved.with_host(host)
 
 
 @dataclass
@@ -279,6 +569,7 @@ class SupervisedBatch(_Rows):
         normalizer: what summed losses are divided by: the tokens to learn in the whole optimizer batch, all ranks,
             divided by the number of ranks.
         inputs: B dictionaries of extra model inputs; empty for text.
+        supports: empty: nothing is cut from what is learnt as it is.
     """
 
     attention_mask: Tensor
@@ -287,11 +578,12 @@ class SupervisedBatch(_Rows):
     temperature: float = 1.0
     normalizer: float = 1.0
     inputs: list[dict[str, Any]] = field(default_factory=list)
+    supports: list[Support | None] = field(default_factory=list)
 
 
 @dataclass
 class Rollouts(_Rows):
-    """B = P * G scored sequences: one Lightning batch. Rows of a group are neighbours.
+    """B scored rows: one Lightning batch. Rows of a group are neighbours, and among them those of a trajectory.
 
     Attributes:
         token_ids: (B, T) int64, prompt then completion, right-padded with the pad token.
@@ -299,12 +591,24 @@ class Rollouts(_Rows):
         response_mask: (B, T) bool, True on tokens that the policy sampled.
         engine_logprobs: (B, T) float32, log-prob the engine reports for each sampled token, 0 elsewhere.
         group_ids: (B,) int64, equal for the completions of one prompt.
-        rewards: (B,) float32, weighted sum of the reward functions; NaN where no function scored the row.
+        rewards: (B,) float32, weighted sum of the reward functions plus the trajectory's turn rewards, the same in all
+            rows of a trajectory; NaN where no function scored it or it failed: it is then in no loss and no baseline.
         reward_parts: name -> (B,) float32, each function's raw rewards; NaN for None.
         reward_weights: name -> weight of each function in `rewards`.
-        truncated: (B,) bool, True where the completion was cut by `max_new_tokens`.
+        truncated: (B,) bool, True where a limit cut the trajectory (`stop_reasons` other than "stop").
         policy_version: version of the weights that sampled the rows (the oldest, if they differ).
+        trajectory_ids: (B,) int64, equal for the rows of one trajectory, different between groups; each row's own
+            number where not given.
+        turn_ids: (B, T) int64, number of the sampled turn a token belongs to within its trajectory, -1 off the
+            response mask; None where every trajectory is one turn.
+        turn_rewards: name -> (B, T) float32, a turn's reward on its last token, 0 elsewhere; empty without any.
+        policy_versions: (B, T) int64 of each sampled token, -1 elsewhere; None where all are `policy_version`.
+        stop_reasons: B words (`StopReason`); empty where unknown.
+        messages: B conversations, the whole of each trajectory; empty where there is none beyond the prompt.
+        states: B lists with the key of the state in which each turn of the trajectory began; empty without environment.
         temperature: of the sampling distribution.
+        supports: B times what a row's tokens were drawn from, None for a row without a cut; empty where unknown. They
+            stay on the host: the model ships those of the tokens that it scores.
         prompts: B strings. completions: B strings.
         raw_prompts: B prompts before the policy's chat template, for reward models with a template of their own.
         columns: data-set columns, name -> B values.
@@ -313,6 +617,7 @@ class Rollouts(_Rows):
         media: B decoded media as in `Prompts`, one object for the rows of a group; empty where no prompt can have any.
         metrics: scalars measured while the rollout was made (seconds, tokens, counts), summed over nothing.
         filler: the rows repeat a prompt so that a rank without one takes part in an evaluation; they do not count.
+        eval_set: name of the evaluation prompts that it comes from, where there are several sets.
         supervised: rows of a second stream for the supervised loss (`ptx_coef`); None without one.
     """
 
@@ -324,7 +629,15 @@ class Rollouts(_Rows):
     reward_parts: dict[str, Tensor]
     truncated: Tensor
     policy_version: int
+    trajectory_ids: Tensor = None  # type: ignore[assignment]  # filled in below
+    turn_ids: Tensor | None = None
+    turn_rewards: dict[str, Tensor] = field(default_factory=dict)
+    policy_versions: Tensor | None = None
+    stop_reasons: list[str] = field(default_factory=list)
+    messages: list[Any] = field(default_factory=list)
+    states: list[list[str]] = field(default_factory=list)
     temperature: float = 1.0
+    supports: list[Support | None] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     raw_prompts: list[Any] = field(default_factory=list)
     completions: list[str] = field(default_factory=list)
@@ -334,7 +647,16 @@ class Rollouts(_Rows):
     reward_weights: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     filler: bool = False
+    eval_set: str = ""
     supervised: SupervisedBatch | None = None
+
+    def __post_init__(self) -> None:
+        if self.trajectory_ids is None:
+            self.trajectory_ids = torch.arange(len(self), device=self.token_ids.device)
+
+    def pieces(self) -> Iterator[Piece]:
+        """The rollout piece by piece, as its groups finish; an ordinary one is its own only piece, itself."""
+        yield Piece(torch.arange(len(self)), self, last=True)
 
     def to(self, device: torch.device | str) -> Rollouts:
         """The same record with its tensors on `device`, those of `supervised` too."""
@@ -343,14 +665,31 @@ class Rollouts(_Rows):
 
 
 @dataclass
+class Piece:
+    """Groups of a rollout that are handed out together.
+
+    Attributes:
+        rows: numbers of its rows in the whole rollout.
+        rollouts: the rows, with group and trajectory ids as in the whole.
+        last: whether all others came before.
+    """
+
+    rows: Tensor
+    rollouts: Rollouts
+    last: bool
+
+
+@dataclass
 class Experience(_Rows):
     """What the losses need: rollouts with log-probs, values and advantages. All (B, T) float32 unless said.
 
     Attributes:
-        token_ids, attention_mask, response_mask, group_ids, temperature, inputs: as in `Rollouts`.
+        token_ids, attention_mask, response_mask, group_ids, trajectory_ids, turn_ids, temperature, supports, inputs: as
+            in `Rollouts`. All log-probs and entropies here are over what `supports` left.
         old_logprobs: log-probs under the policy that starts the update; None when there is exactly one update per
             rollout, where they equal the current ones and are not computed twice.
         ref_logprobs: log-probs under the reference; None without one.
+        teacher_logprobs: log-probs under each row's teacher; None without one.
         engine_logprobs: as in `Rollouts`.
         advantages: 0 off the mask.
         values: critic's values at the start of the update; None without critic.
@@ -361,6 +700,7 @@ class Experience(_Rows):
         token_normalizer: the same for losses that are means over tokens (the critic's).
         metrics: scalars of the making, already reduced over ranks.
         entropy: entropies of the policy that starts the update; None where nothing uses them.
+        loss_weights: weight of each token's policy loss, of the whole mini-batch before it is cut; None before that.
         supervised: this mini-batch's share of `Rollouts.supervised`.
     """
 
@@ -374,44 +714,20 @@ class Experience(_Rows):
     temperature: float = 1.0
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
     normalizer: float = 1.0
     token_normalizer: float = 1.0
     inputs: list[dict[str, Any]] = field(default_factory=list)
+    supports: list[Support | None] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     entropy: Tensor | None = None
+    loss_weights: Tensor | None = None
     supervised: SupervisedBatch | None = None
+    trajectory_ids: Tensor = None  # type: ignore[assignment]  # filled in below
+    turn_ids: Tensor | None = None
 
-
-def realized(value: T) -> T:
-    """The object that a lazy default of a constructor stands for; any other object as it is.
-
-    Signatures show defaults such as `lazy_instance(GAE)` so that the command line can print them. A stand-in sets
-    itself up when its first method is called, so attributes read before that would be missing.
-    """
-    if not hasattr(value, "lazy_get_init_args"):
-        return value
-    return type(value).__mro__[2](**value.lazy_get_init_args().as_dict())  # type: ignore[no-any-return]
-
-
-def run_seed() -> int:
-    """What `seed_everything` was given; 0 where it was not called."""
-    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-
-
-def pad_rows(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, length: int | None = None) -> Tensor:
-    """Right-pads rows of unequal length to a (B, T) tensor.
-
-    Args:
-        rows: B sequences of numbers.
-        value: what to fill with.
-        dtype: of the result.
-        length: T; the longest row where None.
-    """
-    length = max((len(row) for row in rows), default=0) if length is None else length
-    out = torch.full((len(rows), length), value, dtype=dtype)
-    for i, row in enumerate(rows):
-        if len(row):
-            out[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
-    return out
+    def __post_init__(self) -> None:
+        if self.trajectory_ids is None:
+            self.trajectory_ids = torch.arange(len(self), device=self.token_ids.device)

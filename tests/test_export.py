@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from lightrl.algorithms import CriticSpec, PPOLightningModule, RewardLightningModule, SFTLightningModule
 from lightrl.cli import main
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.engines import EngineContext, VLLMEngine
 from lightrl.export import export
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.modules import CriticSpec, PPOLightningModule, RewardLightningModule, SFTLightningModule
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 IDS = [list(range(3, 23)), list(range(22, 2, -1))]

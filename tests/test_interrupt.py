@@ -15,8 +15,8 @@ import psutil
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback
 
+from lightrl.algorithms.hooks import RLCallback
 from lightrl.data.prompts import PromptSource
 from tests.test_resume import ROOT, Reward, assert_same, rows, run
 from tests.toys import quickstart_model
@@ -30,7 +30,7 @@ def send(signum: int, times: int = 1) -> Callable[[], None]:
     return do
 
 
-class During(Callback):
+class During(RLCallback):
     """Does something during the updates of the rollout of that number, or in the first evaluation."""
 
     def __init__(self, do: Callable[[], None], update: int | None = None, evaluation: bool = False) -> None:

@@ -1,4 +1,7 @@
-"""The house's rules: imports go one way, and `import lightrl` is light."""
+"""The house's rules, each with a planted violation that it must find; and `import lightrl` is light.
+
+All are read from the source, never from running code: what is imported inside a function or for types only counts too.
+"""
 
 from __future__ import annotations
 
@@ -6,99 +9,457 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-# layer -> layers it may import. A folder's or file's name under lightrl/ is its layer.
-BELOW = {
-    "ops": set(),
-    "types": {"ops"},
-    "models": {"ops", "types"},
-    "engines": {"ops", "types", "models"},
-    "rewards": {"ops", "types", "models"},
-    "data": {"ops", "types", "models", "engines", "rewards"},
-    # A module never imports an engine, a reward function or the data module, although they stand to its left.
-    "modules": {"ops", "types", "models"},
-    "callbacks": {"ops", "types", "models", "engines", "rewards", "data", "modules"},
-}
+# Rooms in import order: a room imports only from rooms above it.
+ROOMS = [
+    *("ops", "types", "compat", "storage", "kernels", "distributed", "models", "objectives", "engines", "rewards"),
+    *("environments", "data", "rollout", "algorithms", "callbacks"),
+]
+BELOW = {room: set(ROOMS[:i]) for i, room in enumerate(ROOMS)}
 # The top: the package's face and the programs may import anything.
-TOP = {"__init__", "__main__", "cli", "export", "plan", "report"}
+TOP = {
+    "moving",
+    "__init__",
+    "__main__",
+    "cli",
+    "config_files",
+    "config_values",
+    "project",
+    "templates",
+    "export",
+    "memory_plan",
+    "report",
+}
+
+WHOLE_CLASSES = {"PPOLightningModule", "RolloutDataModule"}  # no free function takes one
+PUBLIC_DESPITE_UNDERSCORE = {"_asdict", "_exit", "_fields", "_make", "_replace"}  # documented: named tuples, `os._exit`
+# Parts of dependencies that are not documented although their names look public: DeepSpeed's, peft's, jsonargparse's,
+# Lightning's, and modules below which nothing is.
+UNDOCUMENTED = {
+    *("all_grad_tensors", "averaged_gradients", "bit16_groups", "fp16_groups", "fp32_partitioned_groups_flat"),
+    *("ds_id", "ds_tensor", "grad_position", "reset_cpu_buffers", "single_partition_of_fp32_groups"),
+    *("get_hp_fragment_address", "lp_fragment_address", "lora_A", "lora_B", "lazy_get_init_args", "PL_GLOBAL_SEED"),
+}
+PACKAGES = {"deepspeed", "lightning", "peft", "torch", "transformers", "vllm"}
+UNDOCUMENTED_MODULES = (
+    *("deepspeed.runtime", "peft.utils.integrations", "vllm.distributed", "vllm.model_executor", "vllm.v1"),
+)
+
+Files = Mapping[str, str]
+"""Path from the repository's root -> source."""
 
 
-def layer_of(path: Path, root: Path) -> str:
-    return path.relative_to(root / "lightrl").parts[0].removesuffix(".py")
+@pytest.fixture(scope="module")
+def files(root: Path) -> Files:
+    """The whole package."""
+    found = {path.relative_to(root).as_posix(): path.read_text() for path in sorted((root / "lightrl").rglob("*.py"))}
+    assert len(found) > 50
+    return found
 
 
-def imported_layers(source: str, package: str) -> Iterator[tuple[int, str]]:
-    """(line, layer) of each import of lightrl, function-level ones included; imports for types only do not count."""
-    tree = ast.parse(source)
-    for_types = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
+def room_of(path: str) -> str:
+    return path.split("/")[1].removesuffix(".py")
+
+
+def imports_of(path: str, tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """(line, module, name) of each import; the name is "" for `import module`."""
+    package = path.split("/")[:-1]
     for node in ast.walk(tree):
-        if id(node) in for_types:
-            continue
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from ((node.lineno, alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                base = ".".join([*package.split(".")[: len(package.split(".")) - node.level + 1], base]).rstrip(".")
-            names = [f"{base}.{alias.name}" for alias in node.names]
-        else:
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node.lineno, module, alias.name) for alias in node.names)
+
+
+# ---- rooms and circles -------------------------------------------------------------------------------------------
+
+
+def wrong_way(files: Files) -> list[str]:
+    """Imports from a room below, and files in no room."""
+    faults = []
+    for path, source in files.items():
+        room = room_of(path)
+        if room in TOP:
             continue
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "lightrl" and len(parts) > 1:
-                yield node.lineno, parts[1]
+        if room not in BELOW:
+            faults.append(f"{path}: {room} is no room; name it in tests/test_layering.py")
+            continue
+        for line, module, name in imports_of(path, ast.parse(source)):
+            parts = [*module.split("."), name]
+            if parts[0] == "lightrl" and parts[1] not in BELOW[room] | {room, ""}:
+                faults.append(f"{path}:{line}: {room} imports {parts[1]}")
+    return faults
 
 
-def violations(path: Path, source: str, root: Path) -> list[str]:
-    layer = layer_of(path, root)
-    if layer in TOP:
-        return []
-    if layer not in BELOW:
-        return [f"{path}: {layer} is no layer; name it in tests/test_layering.py"]
-    package = ".".join(path.relative_to(root).parent.parts)
-    allowed = BELOW[layer] | {layer}
-    return [
-        f"{path}:{line}: {layer} imports {target}"
-        for line, target in imported_layers(source, package)
-        if target not in allowed
-    ]
+def circles(files: Files) -> list[str]:
+    """Files that import each other, directly or through others: the strongly connected parts of the import graph."""
+    by_module = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files}
+    targets = {
+        path: {
+            target
+            for _, module, name in imports_of(path, ast.parse(source))
+            if (target := by_module.get(f"{module}.{name}") or by_module.get(module)) and target != path
+        }
+        for path, source in files.items()
+    }
+    reached = {path: _reachable(path, targets) for path in files}
+    rings = {tuple(sorted({path} | {p for p in reached[path] if path in reached[p]})) for path in files}
+    return [" <-> ".join(ring) for ring in sorted(rings) if len(ring) > 1]
 
 
-def test_imports_go_one_way(root: Path) -> None:
-    files = sorted((root / "lightrl").rglob("*.py"))
-    assert len(files) > 5
-    assert [fault for path in files for fault in violations(path, path.read_text(), root)] == []
+def _reachable(start: str, targets: Mapping[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    front = [start]
+    while front:
+        new = targets[front.pop()] - seen
+        seen |= new
+        front += new
+    return seen
+
+
+def test_a_room_imports_only_from_rooms_above_it(files: Files) -> None:
+    assert wrong_way(files) == []
+
+
+def test_no_files_import_each_other_in_a_circle(files: Files) -> None:
+    assert circles(files) == []
 
 
 @pytest.mark.parametrize(
-    ("file", "source"),
+    ("path", "source"),
     [
-        ("ops/x.py", "import lightrl.types"),
-        ("models/x.py", "from lightrl.engines.base import Engine"),
-        ("modules/x.py", "def f():\n    from lightrl import data\n"),
-        ("modules/x.py", "def f():\n    from ..engines import vllm\n"),
-        ("data/x.py", "from lightrl.modules.ppo import PPOLightningModule"),
-        ("extras/x.py", ""),
+        ("lightrl/ops/x.py", "import lightrl.types"),
+        ("lightrl/models/x.py", "from lightrl.engines.base import Engine"),
+        ("lightrl/kernels/cpu/x.py", "from lightrl.models import spec"),
+        ("lightrl/objectives/x.py", "def f():\n    from lightrl import data\n"),
+        ("lightrl/objectives/x.py", "def f():\n    from ..engines import vllm\n"),
+        ("lightrl/engines/vllm/x.py", "from ...data import prompts"),
+        ("lightrl/models/x.py", "if TYPE_CHECKING:\n    from lightrl.data.prompts import PromptSource\n"),
+        ("lightrl/extras/x.py", ""),
     ],
 )
-def test_the_check_finds_a_violation(file: str, source: str, root: Path) -> None:
-    assert violations(root / "lightrl" / file, source, root)
+def test_an_import_in_the_wrong_direction_is_found(path: str, source: str) -> None:
+    assert len(wrong_way({path: source})) == 1
 
 
-def test_the_check_lets_through_what_is_allowed(root: Path) -> None:
-    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lightrl.data.prompts import PromptSource\n"
-    assert violations(root / "lightrl/models/x.py", source, root) == []
-    assert violations(root / "lightrl/data/x.py", "from lightrl.engines.base import Engine\nimport torch", root) == []
+def test_imports_from_above_are_let_through() -> None:
+    allowed = "import torch\nimport lightrl\nfrom lightrl.engines.base import Engine\nfrom . import prompts\n"
+    assert wrong_way({"lightrl/data/x.py": allowed, "lightrl/cli.py": "from lightrl.callbacks import ema"}) == []
+
+
+def test_circles_are_found() -> None:
+    a, b, c = "lightrl/data/a.py", "lightrl/data/b.py", "lightrl/data/__init__.py"
+    assert circles({a: "from lightrl.data.b import f", b: "from lightrl.data import a"}) == [f"{a} <-> {b}"]
+    assert circles({a: "def f():\n    from . import b", b: "if TYPE_CHECKING:\n    import lightrl.data.a"}) == [
+        f"{a} <-> {b}"
+    ]
+    through_the_package = {a: "from lightrl.data.b import f", b: "from lightrl.data import X", c: "from . import a"}
+    assert circles(through_the_package) == [f"{c} <-> {a} <-> {b}"]
+    assert circles({a: "from lightrl.data.b import f", b: "import torch", c: "from lightrl.data.a import g"}) == []
+
+
+# ---- whole classes -----------------------------------------------------------------------------------------------
+
+
+def functions_with_whole_classes(files: Files) -> list[str]:
+    """Functions outside of classes with a parameter annotated as one of `WHOLE_CLASSES`."""
+    faults = []
+    for path, source in files.items():
+        tree = ast.parse(source)
+        methods = {id(f) for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for f in ast.walk(c)}
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) or id(function) in methods:
+                continue
+            for parameter in ast.walk(function.args):
+                if isinstance(parameter, ast.arg) and WHOLE_CLASSES & _names_in(parameter.annotation):
+                    faults.append(f"{path}:{function.lineno}: {function.name} takes {parameter.arg}")
+    return faults
+
+
+def _names_in(annotation: ast.expr | None) -> set[str]:
+    """Names in an annotation, those in its strings included; what a `Literal` lists are values."""
+    names: set[str] = set()
+    rest: list[ast.AST] = [annotation] if annotation else []
+    while rest:
+        node = rest.pop()
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            rest.append(ast.parse(node.value, mode="eval").body)
+        if not (isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("Literal")):
+            rest += ast.iter_child_nodes(node)
+    return names
+
+
+def test_no_free_function_takes_the_module_or_the_data_module(files: Files) -> None:
+    assert functions_with_whole_classes(files) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(module: PPOLightningModule): ...",
+        "async def f(x, *, data: 'RolloutDataModule | None' = None): ...",
+        "def f(*modules: algorithms.PPOLightningModule): ...",
+        "def f():\n    def g(modules: list[PPOLightningModule]): ...",
+    ],
+)
+def test_a_free_function_that_takes_a_whole_class_is_found(source: str) -> None:
+    assert len(functions_with_whole_classes({"lightrl/rollout/x.py": source})) == 1
+
+
+def test_methods_may_take_whole_classes() -> None:
+    source = "class C:\n    def f(self, module: PPOLightningModule): ...\ndef g(x: Tensor) -> PPOLightningModule: ..."
+    assert functions_with_whole_classes({"lightrl/rollout/x.py": source}) == []
+
+
+# ---- what belongs to others --------------------------------------------------------------------------------------
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_" and name not in PUBLIC_DESPITE_UNDERSCORE
+
+
+def attributes_of(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr, str]]:
+    """(node, object, name) of each attribute that is read, set or asked for by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node, node.value, node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+            name = node.args[1]
+            by_name = node.func.id in ("getattr", "setattr", "hasattr", "delattr")
+            if by_name and isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield node, node.args[0], name.value
+
+
+def others_private_attributes(files: Files) -> list[str]:
+    """Uses of `x._name`, where x is none of: self, cls, super(), a class of this file, a parameter annotated as one."""
+    faults = []
+    for path, source in files.items():
+        if room_of(path) == "compat":
+            continue
+        tree = ast.parse(source)
+        own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+        ours = _names_by_function(tree, own)
+        for node, owner, name in attributes_of(tree):
+            own_super = isinstance(owner, ast.Call) and ast.unparse(owner.func) == "super"
+            known = isinstance(owner, ast.Name) and owner.id in own | {"self", "cls"} | ours.get(id(node), set())
+            if private(name) and not (known or own_super):
+                faults.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    return faults
+
+
+def _names_by_function(tree: ast.AST, classes: set[str]) -> dict[int, set[str]]:
+    """Node -> parameters in reach that are annotated as one of these classes, or made by calling one."""
+    names: dict[int, set[str]] = {}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            found = {
+                a.arg for a in ast.walk(function.args) if isinstance(a, ast.arg) and _names_in(a.annotation) & classes
+            }
+            for inner in ast.walk(function):
+                names.setdefault(id(inner), set()).update(found)
+    return names
+
+
+def inherited_private_parts(files: Files) -> list[str]:
+    """Uses of `self._name`, `cls._name` or `super()._name` where nothing in the package defines `_name`.
+
+    It then belongs to a class of a dependency.
+    """
+    trees = {path: ast.parse(source) for path, source in files.items() if room_of(path) != "compat"}
+    defined: set[str] = set()
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+                defined.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path, tree in trees.items()
+        for node, owner, name in attributes_of(tree)
+        if private(name) and name not in defined and ast.unparse(owner).split("(")[0] in ("self", "cls", "super")
+    ]
+
+
+def dependencies_private_parts(files: Files) -> list[str]:
+    """Private or undocumented parts of packages, outside of compat: imported, called by keyword, or as attributes."""
+    faults = []
+    for path, source in files.items():
+        if room_of(path) == "compat":
+            continue
+        tree = ast.parse(source)
+        for line, module, name in imports_of(path, tree):
+            parts = [*module.split("."), name]
+            if parts[0] != "__future__" and any(map(private, parts)):
+                faults.append(f"{path}:{line}: imports {module}.{name}")
+            elif module.startswith(UNDOCUMENTED_MODULES):
+                faults.append(f"{path}:{line}: imports {module}")
+        for node, owner, name in attributes_of(tree):
+            if name in UNDOCUMENTED or (private(name) and ast.unparse(owner).split(".")[0] in PACKAGES):
+                faults.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                faults += [f"{path}:{node.lineno}: {k.arg}=" for k in node.keywords if k.arg and private(k.arg)]
+            elif isinstance(node, ast.Constant) and node.value in UNDOCUMENTED and node.value.isupper():
+                faults.append(f"{path}:{node.lineno}: {node.value}")
+    return faults
+
+
+def test_nothing_reads_or_sets_another_classes_private_attributes(files: Files) -> None:
+    assert others_private_attributes(files) == []
+
+
+def test_private_parts_of_dependencies_are_used_in_compat_only(files: Files) -> None:
+    assert dependencies_private_parts(files) == []
+    assert inherited_private_parts(files) == []
+
+
+def test_what_is_private_to_a_base_class_of_a_dependency_is_found() -> None:
+    source = (
+        "class C(ModelCheckpoint):\n    def f(self): self._own = self._last_saved\n    def g(self): return self._own"
+    )
+    assert inherited_private_parts({"lightrl/callbacks/x.py": source}) == ["lightrl/callbacks/x.py:2: self._last_saved"]
+    assert inherited_private_parts({"lightrl/compat/x.py": source}) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(x): return x._seeds",
+        "def f(x): x._seeds = 1",
+        "def f(x): return getattr(x, '_seeds', None)",
+        "def f(x): setattr(x, '_seeds', 1)",
+        "class C:\n    def f(self): return self.data._seeds",
+        "class C: ...\ndef f(x: D): return x._seeds",
+    ],
+)
+def test_anothers_private_attribute_is_found(source: str) -> None:
+    assert len(others_private_attributes({"lightrl/data/x.py": source})) == 1
+
+
+def test_own_private_attributes_are_let_through() -> None:
+    source = """
+class C:
+    def f(self, other: C): return self._seeds + other._seeds + super()._seeds + C._seeds + self.__dict__ + row._asdict()
+    @classmethod
+    def g(cls): return cls._seeds
+"""
+    assert others_private_attributes({"lightrl/data/x.py": source}) == []
+    assert others_private_attributes({"lightrl/compat/x.py": "def f(x): return x._seeds"}) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from jsonargparse import _typehints",
+        "from torch.utils._triton import has_triton",
+        "import torch._dynamo",
+        "from lightrl.data.rows import _checked",
+        "def f():\n    from vllm.v1.engine import core",
+        "from deepspeed.runtime.zero.partition_parameters import Init",
+        "torch._foreach_mul_(x, 2)",
+        "torch.ops.aten._softmax(x)",
+        "create_block_mask(f, None, _compile=True)",
+        "optimizer.averaged_gradients.clear()",
+        "getattr(parameter, 'ds_id')",
+        "os.environ['PL_GLOBAL_SEED']",
+    ],
+)
+def test_a_private_part_of_a_dependency_is_found(source: str) -> None:
+    assert len(dependencies_private_parts({"lightrl/models/x.py": source})) == 1
+    assert dependencies_private_parts({"lightrl/compat/x.py": source}) == []
+
+
+def test_documented_parts_are_let_through() -> None:
+    source = "from __future__ import annotations\nimport torch\nfrom . import rows\nx.__class__ = torch.nn.Linear"
+    assert dependencies_private_parts({"lightrl/models/x.py": source}) == []
+
+
+# ---- records -----------------------------------------------------------------------------------------------------
+
+
+def stray_records(files: Files) -> list[str]:
+    """Records outside of types.py that another room imports.
+
+    A record is a dataclass, named tuple or typed dictionary that does nothing. Settings, which YAML fills, are none:
+    their docstrings have `Args:`, since they are the command line's help, and those of records have `Attributes:`. What
+    a formula of `ops` returns stays there, above `types`.
+    """
+    records: dict[tuple[str, str], str] = {}
+    for path, source in files.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and room_of(path) not in ("types", "ops") and _is_record(node):
+                module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+                records[module, node.name] = path
+    return [
+        f"{records[module, name]}: {name}, which {path} imports"
+        for path, source in files.items()
+        for _, module, name in imports_of(path, ast.parse(source))
+        if (module, name) in records and room_of(path) not in (room_of(records[module, name]), "__init__")
+    ]
+
+
+def _is_record(node: ast.ClassDef) -> bool:
+    kinds = {ast.unparse(d).split("(")[0].split(".")[-1] for d in node.decorator_list}
+    kinds |= {ast.unparse(base).split(".")[-1] for base in node.bases}
+    acts = [f for f in node.body if isinstance(f, ast.FunctionDef) and not f.decorator_list and f.name[:2] != "__"]
+    settings = "Args:" in (ast.get_docstring(node) or "")
+    return bool(kinds & {"dataclass", "NamedTuple", "TypedDict"}) and not acts and not settings
+
+
+def test_records_that_cross_rooms_are_in_types(files: Files) -> None:
+    assert stray_records(files) == []
+
+
+def test_a_record_outside_of_types_is_found() -> None:
+    user = "from lightrl.data.rows import Row"
+    for record in ("@dataclass(frozen=True)\nclass Row:\n    x: int", "class Row(NamedTuple):\n    x: int"):
+        assert len(stray_records({"lightrl/data/rows.py": record, "lightrl/rollout/x.py": user})) == 1
+        assert stray_records({"lightrl/data/rows.py": record, "lightrl/data/x.py": user}) == []
+    settings = '@dataclass\nclass Row:\n    """Rows.\n\n    Args:\n        x: some.\n    """\n    x: int'
+    assert stray_records({"lightrl/data/rows.py": settings, "lightrl/rollout/x.py": user}) == []
+
+
+# ---- constructors ------------------------------------------------------------------------------------------------
+
+
+def crowded_constructors(files: Files) -> list[str]:
+    """Statements of constructors that put a written-out tuple, or one value, into several attributes."""
+    faults = []
+    for path, source in files.items():
+        for function in ast.walk(ast.parse(source)):
+            if not isinstance(function, ast.FunctionDef) or function.name != "__init__":
+                continue
+            for node in ast.walk(function):
+                if isinstance(node, ast.Assign) and (len(node.targets) > 1 or isinstance(node.value, ast.Tuple)):
+                    targets = [target for outer in node.targets for target in getattr(outer, "elts", [outer])]
+                    if sum(isinstance(target, ast.Attribute) for target in targets) > 1:
+                        faults.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    return faults
+
+
+def test_constructors_assign_one_attribute_per_line(files: Files) -> None:
+    assert crowded_constructors(files) == []
+
+
+def test_several_attributes_in_one_line_are_found() -> None:
+    crowded = "class C:\n    def __init__(self, a, b):\n        self.a, self.b = a, b\n        self.c = self.d = 0"
+    assert len(crowded_constructors({"lightrl/data/x.py": crowded})) == 2
+    plain = "class C:\n    def __init__(self, a):\n        self.a, self.b = f(a)\n    def g(self): self.a = self.b = 0"
+    assert crowded_constructors({"lightrl/data/x.py": plain}) == []
+
+
+# ---- a light import ----------------------------------------------------------------------------------------------
 
 
 def imported_by(statement: str, root: Path) -> tuple[set[str], bool]:
@@ -116,7 +477,7 @@ def imported_by(statement: str, root: Path) -> tuple[set[str], bool]:
 
 @pytest.mark.parametrize(
     "statement",
-    ["import lightrl", "import lightrl.engines, lightrl.rewards, lightrl.data, lightrl.modules, lightrl.callbacks"],
+    ["import lightrl", "import lightrl.engines, lightrl.rewards, lightrl.data, lightrl.algorithms, lightrl.callbacks"],
 )
 def test_importing_lightrl_is_light(statement: str, root: Path) -> None:
     modules, cuda = imported_by(statement, root)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,49 @@ def test_every_version_range_has_its_reason(root: Path) -> None:
     plain = ("pytest-timeout", "mypy", "pre-commit", "hatchling")  # tools for developers, any recent release
     without = [line for line in bounded if "#" not in line and not any(name in line for name in plain)]
     assert without == []
+
+
+@pytest.fixture(scope="module")
+def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which a newly built wheel has been unpacked."""
+    built, folder = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("site")
+    build = "from hatchling.build import build_wheel; import sys; print(build_wheel(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", build, str(built)], cwd=root, check=True, capture_output=True, timeout=120)
+    zipfile.ZipFile(next(built.glob("*.whl"))).extractall(folder)
+    return folder
+
+
+def test_the_wheel_brings_configurations_and_templates(wheel: Path, root: Path) -> None:
+    shipped = {p.relative_to(wheel / "lightrl" / "_configs") for p in (wheel / "lightrl" / "_configs").rglob("*.*")}
+    assert shipped == {p.relative_to(root / "configs") for p in (root / "configs").rglob("*.*")}
+    assert (wheel / "lightrl" / "templates" / "grpo" / "rows.jsonl").is_file()
+
+
+def test_commands_of_the_wheel_work_far_from_a_clone(wheel: Path, tmp_path: Path) -> None:
+    def lightrl(*arguments: str) -> str:
+        command = [sys.executable, "-m", "lightrl", *arguments]
+        env = {**os.environ, "PYTHONPATH": str(wheel)}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "lightrl:recipes/grpo_gsm8k_qwen2.5_0.5b" in lightrl("recipes")
+    assert lightrl("--version").startswith("lightrl 0.")
+    lightrl("init", "mine", "--model", str(wheel / "lightrl" / "_configs" / "quickstart" / "model"))
+    assert (tmp_path / "mine" / "rewards.py").is_file()
+    assert "GRPOLightningModule" in lightrl("fit", "--config", "lightrl:algorithms/grpo", "--print_config")
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["fitt"]])
+def test_small_commands_load_neither_torch_nor_lightning(arguments: list[str], root: Path) -> None:
+    """What keeps them under a second: a test of time would depend on the machine."""
+    code = (
+        "import sys\nfrom lightrl.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as stop:\n    assert stop.code == 2\n"
+        "assert not {'torch', 'lightning', 'transformers', 'jsonargparse'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert arguments != ["fitt"] or "did you mean `lightrl fit`?" in done.stderr

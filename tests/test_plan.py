@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,17 +12,29 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.cli import main
+from lightrl.config_files import expand_configs
+from lightrl.memory_plan import USABLE
+from lightrl.memory_plan.memory import (
+    Plan,
+    activations,
+    head,
+    host_memory,
+    memory,
+    smallest_fit,
+    total,
+    trained_parameters,
+)
+from lightrl.memory_plan.model import measure_model
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.modules import CriticSpec, GRPOLightningModule, PPOLightningModule
-from lightrl.plan.memory import Plan, activations, host_memory, memory, smallest_fit, trained_parameters
-from lightrl.plan.model import measure_model
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 QWEN_1_5B = {
@@ -110,9 +123,8 @@ def test_activations_are_about_those_of_a_forward(precision: Any, checkpointing:
     assert out.logprobs.requires_grad
     size = measure_model(path, compute=torch.bfloat16 if mixed else torch.float32)
     case = Plan(size, critic=False, precision=precision, micro_batch_tokens=rows * length, checkpointing=checkpointing)
-    logits = 8 * rows * length * size.vocabulary
     block = size.saved_per_token * rows * length + size.saved_weights
-    expected = activations(case) - logits - block * checkpointing  # the block at work comes in the backward only
+    expected = activations(case) - block * checkpointing  # the block at work comes in the backward only
     assert sum(saved.values()) == pytest.approx(expected, rel=0.25)
 
 
@@ -159,7 +171,7 @@ def test_each_setting_counts(big: str) -> None:
         ({"lora": 16}, "reference", 0.0),
         ({"frozen_bytes": 4}, "reference", 2.0),
         ({"micro_batch_tokens": 8192}, "activations", 0.55),
-        ({"checkpointing": False}, "activations", 13.0),
+        ({"checkpointing": False}, "activations", 14.0),
         ({"engine": False}, "engine", 0.0),
         ({"sequences": 128}, "KV cache", 2.0),
         ({"length": 1024}, "KV cache", 0.5),
@@ -174,9 +186,128 @@ def test_smallest_fit_fits_and_half_of_it_does_not(big: str) -> None:
     case, limit = Plan(measure_model(big, compute=torch.bfloat16)), 40 * 2.0**30
     gpus = smallest_fit(case, "fsdp2", limit)
     assert gpus is not None and gpus > 1
-    assert sum(memory(replace(case, gpus=gpus), "fsdp2").values()) <= limit
-    assert sum(memory(replace(case, gpus=gpus // 2), "fsdp2").values()) > limit
+    assert (
+        total(memory(replace(case, gpus=gpus), "fsdp2"))
+        <= limit
+        < total(memory(replace(case, gpus=gpus // 2), "fsdp2"))
+    )
     assert smallest_fit(case, "ddp", 2.0**30) is None
+
+
+def test_the_head_and_the_step_by_hand(big: str) -> None:
+    """V D = 151936 x 1536 = 233,373,696 and tiles of 2^27: 8 V D + 10 x 2^27 under autocast, the sum in float32."""
+    size = measure_model(big, compute=torch.bfloat16)
+    case = Plan(size, gpus=8, engine=False, critic=False)
+    weight, tile = 233_373_696, 2**27
+    assert head(case) == 8 * weight + 10 * tile
+    assert head(replace(case, precision="bf16-true")) == 6 * weight + 10 * tile
+    assert head(replace(case, precision="32-true")) == 4 * weight + 8 * tile
+    parts = memory(case, "ddp")
+    assert parts["optimizer step"] == 4 * PARAMETERS  # foreach AdamW: the denominators of all parameters at once
+    assert memory(replace(case, fused=True), "ddp")["optimizer step"] == 0
+    assert memory(case, "fsdp2")["optimizer step"] == PARAMETERS / 2
+    backward = parts["activations"] + parts["head"]
+    rest = parts["weights"] + parts["gradients"] + parts["optimizer"] + parts["reference"]
+    assert total(parts) == pytest.approx(rest + max(backward, 4 * PARAMETERS))
+
+
+def test_an_engine_takes_its_share(big: str) -> None:
+    case = Plan(measure_model(big, compute=torch.bfloat16), engine_bytes=24 * 2.0**30)
+    parts = memory(case, "ddp")
+    assert parts["engine"] == 24 * 2.0**30 and parts["KV cache"] == 0
+
+
+MODELS: dict[str, dict[str, Any]] = {  # from the models' cards
+    "Qwen/Qwen2.5-0.5B-Instruct": QWEN_1_5B | {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+    },
+    "Qwen/Qwen2.5-1.5B-Instruct": QWEN_1_5B,
+    "Qwen/Qwen2.5-VL-3B-Instruct": QWEN_1_5B | {
+        "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+    },
+    "Qwen/Qwen2.5-VL-7B-Instruct": QWEN_1_5B | {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+VISION = {
+    "model_type": "qwen2_5_vl", "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+    "patch_size": 14, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+}  # fmt: skip
+
+
+def model_of(name: str, folder: Path) -> str:
+    """A folder with the model's configuration."""
+    config = dict(MODELS[name])
+    if "-VL-" in name:
+        config |= {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+        config["rope_scaling"] = {"type": "mrope", "mrope_section": [16, 24, 24]}
+        config["vision_config"] = VISION | {"out_hidden_size": config["hidden_size"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_vision_models_are_measured(tmp_path: Path) -> None:
+    """3.75 B and 8.29 B parameters, 0.67 B of them see; as the cards of Qwen2.5-VL say."""
+    three = measure_model(model_of("Qwen/Qwen2.5-VL-3B-Instruct", tmp_path), compute=torch.bfloat16)
+    assert (three.parameters, three.vision) == (3_754_622_976, 668_684_288)
+    assert (three.layers, three.kv_width) == (36, 2 * 36 * 2 * 128)
+    case = Plan(three, critic=False, frozen_vision=True)
+    assert trained_parameters(case) == 3_754_622_976 - 668_684_288
+
+
+RECIPES = sorted((Path(__file__).parent.parent / "configs" / "recipes").glob("*qwen*.yaml"))
+
+
+def whole(recipe: Path) -> dict[str, Any]:
+    """A recipe and what it builds on, as one."""
+    config: dict[str, Any] = {}
+    for argument in expand_configs([f"--config={recipe}"]):
+        _update(config, yaml.safe_load(Path(argument.removeprefix("--config=")).read_text()))
+    return config
+
+
+def _update(config: dict[str, Any], more: dict[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            _update(config[key], value)
+        else:
+            config[key] = value
+
+
+GPUS = re.compile(r"(one|eight)(?: of)? (\d+) GB")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipes_fit_the_gpus_that_their_headers_name(recipe: Path, tmp_path: Path) -> None:
+    text = recipe.read_text()
+    config = whole(recipe)
+    module, engine = config["model"]["init_args"], config["data"]["init_args"]["engine"]["init_args"]
+    actor, ppo = module["actor"], config["model"]["class_path"].startswith("PPO")
+    size = measure_model(model_of(actor["path"], tmp_path), compute=torch.bfloat16)
+    claims = GPUS.findall("\n".join(line for line in text.splitlines()[:4] if line.startswith("#")))
+    assert claims, "the header names no GPU"
+    for count, gigabytes in claims:
+        memory_of_gpu = float(gigabytes) * 1e9
+        case = Plan(
+            size,
+            critic=ppo,
+            reference="kl" not in module or module["kl"] is not None,
+            gpus={"one": 1, "eight": 8}[count],
+            precision=config["trainer"]["precision"],
+            frozen_bytes=2 if (module.get("reference") or {}).get("dtype") == "bfloat16" else 4,
+            micro_batch_tokens=module["micro_batch_tokens"],
+            checkpointing=actor.get("gradient_checkpointing", False),
+            engine=not engine.get("sleep_level", 0),
+            engine_bytes=engine["gpu_memory_utilization"] * memory_of_gpu,
+            fused=module["optimizer"]["init_args"].get("fused", False),
+            frozen_vision="visual" in actor.get("freeze", []),
+        )
+        parts = memory(case, "ddp" if count == "one" else "fsdp2")
+        listed = {name: round(value / 1e9, 1) for name, value in parts.items() if value}
+        assert total(parts) <= USABLE * memory_of_gpu, listed
+        least = 2 * size.parameters + 64 * 1024 * 2 * size.kv_width  # its weights, and 64 sequences of 1,024 tokens
+        assert engine["gpu_memory_utilization"] * memory_of_gpu >= least
 
 
 SHAPES = {
@@ -199,7 +330,7 @@ def test_table_of_the_documentation(root: Path, tmp_path: Path) -> None:
             ppo = algorithm == "PPO"
             case = Plan(size, critic=ppo, reward=size if ppo else None, engine=False)
             strategies = ("ddp", "fsdp2", "zero2", "zero3", "zero3_offload")
-            totals = [f"{sum(memory(case, strategy).values()) / 2**30:.1f}" for strategy in strategies]
+            totals = [f"{total(memory(case, strategy)) / 2**30:.1f}" for strategy in strategies]
             assert f"| {label} | {algorithm} | {' | '.join(totals)} |" in text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import base64
 import json
 import re
 from collections.abc import Iterator
@@ -107,6 +108,49 @@ def test_the_target_comes_from_the_saved_configuration(tmp_path: Path) -> None:
     assert read_run(tmp_path, "run_dir").kl_target == 0.25
 
 
+PNG = b"\x89PNG secret of the system"
+
+
+def test_a_picture_in_the_run_is_shown_and_one_outside_is_not(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(PNG)
+    run = tmp_path / "run"
+    (run / "thumbnails").mkdir(parents=True)
+    (run / "thumbnails" / "own.png").write_bytes(b"\x89PNG own")
+    (run / "thumbnails" / "link.png").symlink_to(secret)
+    (run / "elsewhere").symlink_to(tmp_path)
+    names = [
+        "thumbnails/own.png",
+        str(secret),
+        "../secret.png",
+        "thumbnails/link.png",
+        "elsewhere/secret.png",
+        "a" * 5000,
+    ]
+    samples = [{**sample(0, "train", f"{i}", "2", 1.0), "thumbnail": name} for i, name in enumerate(names)]
+    text = report(write_run(run, training(0, 1), samples)).read_text()
+    encoded = [base64.b64encode(content).decode() for content in (b"\x89PNG own", PNG)]
+    assert text.count(encoded[0]) == 1 and encoded[1] not in text
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "samples.jsonl", "config.yaml"])
+def test_a_file_of_the_run_that_is_a_link_out_of_it_is_refused(tmp_path: Path, name: str) -> None:
+    run = write_run(tmp_path / "run", training(0, 1), [sample(0, "train", "1", "2", 1.0)])
+    (tmp_path / "secret").write_bytes((run / "metrics.csv").read_bytes())
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=rf"{name} is a link to .*secret, outside of run_dir=.*Put a copy"):
+        report(run)
+
+
+@pytest.mark.parametrize("line", ["[1]", "{}", '{"step": "x", "phase": 1, "prompt": [], "completion": null}'])
+def test_a_line_that_is_no_sample_is_named(tmp_path: Path, line: str) -> None:
+    run = write_run(tmp_path / "run", training(0, 1))
+    (run / "samples.jsonl").write_text(f"{line}\n")
+    with pytest.raises(ValueError, match=r"samples\.jsonl, line 1: not a record of SampleLog"):
+        report(run)
+
+
 @pytest.mark.parametrize("content", ["", "epoch,step,reward/mean\n"])
 def test_nothing_logged_yet(tmp_path: Path, content: str) -> None:
     (tmp_path / "metrics.csv").write_text(content)
@@ -136,7 +180,7 @@ def test_running_mean_skips_gaps() -> None:
 
 NAMESPACES = "reward|advantage|loss|kl|policy|off_policy|value|rollout|optim|time|throughput|eval"
 LOGGED = re.compile(rf"(?:{NAMESPACES})/[^\s*]+")
-NOT_LOGGED = {"reward/second_moment"}  # becomes reward/std before anything is logged
+NOT_LOGGED = {"reward/second_moment", "reward/{}/second_moment"}  # becomes reward/std before anything is logged
 
 
 def logged_names(source: str) -> Iterator[str]:

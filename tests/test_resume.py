@@ -17,8 +17,9 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 
+from lightrl.algorithms import CriticSpec, PPOLightningModule, RLOOLightningModule
 from lightrl.callbacks import AdaptiveKL, RewardNormalization, RolloutCheckpoint, Throughput, WeightSync
-from lightrl.modules import PPOLightningModule, RLOOLightningModule
+from lightrl.objectives.kl import KLInReward
 from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
 
 ROOT = Path(__file__).parent.parent
@@ -72,7 +73,13 @@ def run(
     # What a resumed run needs is in the checkpoint, not in its seed.
     seed_everything(0 if resume is None else 1, verbose=False)
     module = PPOLightningModule(
-        model, optimizer=adam, lr_scheduler=decay, critic_lr=1e-2, minibatch_size=16, ppo_epochs=2, kl_coef=0.1
+        model,
+        CriticSpec(lr=1e-2),
+        kl=KLInReward(coef=0.1),
+        optimizer=adam,
+        lr_scheduler=decay,
+        minibatch_size=16,
+        ppo_epochs=2,
     )
     checkpoint = RolloutCheckpoint(every_n_rollouts, dirpath=str(folder / "checkpoints"))
     controllers = [AdaptiveKL(target=0.01, horizon=200), RewardNormalization(), Throughput(), Draw()]
@@ -143,7 +150,7 @@ def test_killed_and_resumed_is_the_run_that_was_not(
     last = killed[number] / "checkpoints" / "last.ckpt"
     resumed = run(killed[number], model, resume=str(last))
     assert_same(resumed, module)
-    assert resumed.kl_coef == module.kl_coef != 0.1
+    assert resumed.kl.coef == module.kl.coef != 0.1
     assert resumed.policy_version == module.policy_version == 24
     expected = rows(folder, "first")
     assert len(expected) == 6 and len({row["random"] for row in expected}) == 6

@@ -8,7 +8,9 @@ import pytest
 import torch
 from jsonargparse import lazy_instance
 
-from lightrl.types import Prompts, Rollouts, SamplingParams, pad_rows, realized
+from lightrl.compat.jsonargparse import realized
+from lightrl.ops.padding import pad_rows
+from lightrl.types import Prompts, Rollouts, SamplingParams
 
 
 def rollouts() -> Rollouts:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +13,13 @@ from lightning.pytorch import Trainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import WeightSync
 from lightrl.data.prompts import PromptSource
-from lightrl.data.rollout import RolloutDataModule
-from lightrl.engines.base import GenerationCancelledError
-from lightrl.engines.transformers import TransformersEngine
-from lightrl.engines.vllm import VLLMEngine
-from lightrl.types import SamplingParams
+from lightrl.engines.transformers.engine import TransformersEngine
+from lightrl.engines.vllm.engine import VLLMEngine
+from lightrl.rollout.datamodule import RolloutDataModule
+from lightrl.types import Experience, Rollouts, SamplingParams
 
 QUICKSTART_MODEL = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
 
@@ -79,24 +82,58 @@ def sums_data(**kwargs: Any) -> RolloutDataModule:
     return RolloutDataModule(**{**arguments, **kwargs})
 
 
+class Keep(RLCallback):
+    """Remembers what LightRL's hooks saw, the gradients of every update, and what `training_step` returned."""
+
+    def __init__(self) -> None:
+        self.rollouts: list[Rollouts] = []
+        self.experiences: list[Experience] = []
+        self.updated: list[dict[str, float]] = []
+        self.gradients: list[torch.Tensor] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def on_rollout_scored(self, trainer: Any, module: Any, rollouts: Rollouts) -> None:
+        self.rollouts.append(rollouts)
+
+    def on_experience_made(self, trainer: Any, module: Any, experience: Experience) -> None:
+        self.experiences.append(experience)
+
+    def on_policy_updated(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+        self.updated.append(metrics)
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]).clone())
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.metrics.append(outputs)
+
+
+def on_ranks(function: Callable[..., Any], *shards: tuple[Any, ...]) -> list[Any]:
+    """Calls function(*shard, all_sum=...) for each shard in a thread; all_sum adds up over the threads."""
+    barrier = threading.Barrier(len(shards), timeout=20)
+    box: list[Any] = [None] * len(shards)
+
+    def rank(i: int) -> Any:
+        def all_sum(x: torch.Tensor) -> torch.Tensor:
+            box[i] = x.clone()
+            barrier.wait()
+            total = torch.stack(box).sum(0)
+            barrier.wait()
+            return total
+
+        return function(*shards[i], all_sum=all_sum)
+
+    with ThreadPoolExecutor(len(shards)) as pool:
+        return [future.result() for future in [pool.submit(rank, i) for i in range(len(shards))]]
+
+
 class ThreadEngine(TransformersEngine):
     """May be asked from a thread beside the trainer: its weights are its own, so that is right, if no faster."""
-
-    cancels = 0
 
     @property
     def concurrent(self) -> bool:
         return True
-
-    def cancel(self) -> None:
-        self.cancels += 1
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        before = self.cancels
-        for group in super().generate(*args, **kwargs):
-            if self.cancels != before:
-                raise GenerationCancelledError("cancelled")
-            yield group
 
 
 class KeptEngine(VLLMEngine):

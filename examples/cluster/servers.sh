@@ -10,7 +10,7 @@ shift
 python="${PYTHON:-python}" gpus="${GPUS:-8}" tp="${TP:-1}" port="${PORT:-8000}"
 host="${HOST:-$(hostname -I | cut -d' ' -f1)}"
 case "${WEIGHTS:-path}" in
-path) weights=(--worker-extension-cls lightrl.engines.server_worker.ServerWorker) ;;
+path) weights=(--worker-extension-cls lightrl.engines.server.worker.ServerWorker) ;;
 transfer) weights=(--weight-transfer-config '{"backend": "nccl"}') ;;
 *) echo "WEIGHTS=$WEIGHTS: must be path or transfer" >&2 && exit 2 ;;
 esac

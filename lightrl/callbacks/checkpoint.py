@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-__all__ = ["RolloutCheckpoint"]
+from lightrl.callbacks.run_guard import RunGuard
+from lightrl.compat.lightning import SavingCheckpoint, flush_step_metrics, set_logged_step
+from lightrl.distributed.checkpoint_io import first_nonfinite
+from lightrl.distributed.consolidate import checkpoint_kind
+from lightrl.rollout.datamodule import RolloutDataModule
+from lightrl.storage import StorageError, verify
+
+__all__ = ["Preempted", "RolloutCheckpoint"]
 
 
-class RolloutCheckpoint(ModelCheckpoint):
+class Preempted(KeyboardInterrupt):
+    """The run was asked to make room (SIGTERM, SIGUSR1), and ends as after Ctrl-C; the command's status is 75."""
+
+
+class RolloutCheckpoint(SavingCheckpoint):
     """Lightning's `ModelCheckpoint`, saving every N rollouts, at the end, and when the run is interrupted.
 
     `ModelCheckpoint(every_n_train_steps=N)` looks whether Lightning's step counter, which jumps by the updates of a
-    rollout, is divisible by N. This one counts rollouts. Ctrl-C (and SIGTERM, where SLURM does not use it) while a
-    rollout is generated saves and ends at once. During an update, and always with several processes, it waits for that
-    rollout's updates (a second one does not wait, and saves nothing). So `last.ckpt` always lies between two rollouts
-    and resuming from it continues exactly: `lightrl fit --config x.yaml --ckpt_path last`. The exit status is 1.
+    rollout, is divisible by N. This one counts rollouts. Ctrl-C, SIGTERM or SIGUSR1 while a rollout is generated saves
+    and ends at once. During an update, and always with several processes, it waits for that rollout's updates (a second
+    Ctrl-C does not wait, and saves nothing). So `last.ckpt` always lies between two rollouts and resuming from it
+    continues exactly: `lightrl fit --config x.yaml --ckpt_path last`. The exit status is 1 after Ctrl-C, and 75 (try
+    again) after SIGTERM and SIGUSR1; where Lightning requeues SLURM jobs itself, these two stay with it.
+
+    `--ckpt_path last` takes the newest checkpoint that is whole, and says which it skipped and why. Weights that are
+    not finite are not saved: the run ends.
 
     Args:
         every_n_rollouts: rollouts between two checkpoints, at least 1.
+        save_every_minutes: also save at the end of a rollout that ends so long after the last save, above 0; None is
+            off.
         dirpath: folder; `checkpoints/` under the logger's folder where None.
         save_top_k: how many to keep beside `last.ckpt`; -1 keeps all.
         monitor: logged metric to keep the best by; None keeps the newest.
@@ -41,9 +58,12 @@ class RolloutCheckpoint(ModelCheckpoint):
         monitor: str | None = None,
         mode: str = "max",
         filename: str = "rollout={rollout:06d}",
+        save_every_minutes: float | None = None,
     ) -> None:
         if every_n_rollouts < 1:
             raise ValueError(f"RolloutCheckpoint.every_n_rollouts={every_n_rollouts}: must be at least 1.")
+        if save_every_minutes is not None and not save_every_minutes > 0:
+            raise ValueError(f"RolloutCheckpoint.save_every_minutes={save_every_minutes}: must be above 0, or null.")
         super().__init__(
             dirpath=dirpath,
             filename=filename,
@@ -57,94 +77,172 @@ class RolloutCheckpoint(ModelCheckpoint):
             enable_version_counter=False,
         )
         self.every_n_rollouts = every_n_rollouts
+        self.save_every_minutes = save_every_minutes
+        self._guard: RunGuard | None = None
+        self._saved_at = time.monotonic()
         self._updating = False
         self._stop_requested = False
+        self._preempted = False
         self._cursor: int | None = None
         self._trainer: Trainer | None = None
         self._previous_handlers: dict[int, Any] = {}
 
-    def _monitor_candidates(self, trainer: Trainer) -> dict[str, Any]:
-        return {**super()._monitor_candidates(trainer), "rollout": torch.tensor(trainer.fit_loop.total_batch_idx + 1)}
+    def extra_metrics(self, trainer: Trainer) -> dict[str, Any]:
+        """Number of rollouts done."""
+        return {"rollout": torch.tensor(trainer.fit_loop.total_batch_idx + 1)}
 
-    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """`--ckpt_path last` also finds earlier runs under the logger's name; Lightning looks in the new folder."""
-        found = super()._find_last_checkpoints(trainer)
-        if found or self.dirpath is not None or not trainer.loggers:
-            return found
-        folder = Path(trainer.loggers[0].save_dir or trainer.default_root_dir) / str(trainer.loggers[0].name)
-        return {str(path) for path in folder.glob(f"*/checkpoints/{self.CHECKPOINT_NAME_LAST}.ckpt")}
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Finds the folder; guards the run unless a `RunGuard` among the callbacks does."""
+        super().setup(trainer, pl_module, stage)
+        if not any(isinstance(callback, RunGuard) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            self._guard = self._guard or RunGuard()
+            self._guard.setup(trainer, pl_module, stage)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Holds the folder."""
+        if self._guard is not None:
+            self._guard.on_fit_start(trainer, pl_module)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Adds what a resumed run is compared with."""
+        if self._guard is not None:
+            self._guard.on_save_checkpoint(trainer, pl_module, checkpoint)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Compares it with this run."""
+        if self._guard is not None:
+            self._guard.on_load_checkpoint(trainer, pl_module, checkpoint)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Lets go of the folder."""
+        super().teardown(trainer, pl_module, stage)
+        if self._guard is not None:
+            self._guard.teardown(trainer, pl_module, stage)
+
+    def last_checkpoints(self, trainer: Trainer) -> set[str]:
+        """What `--ckpt_path last` chooses from: the newest checkpoint that is whole.
+
+        It also finds earlier runs under the logger's name; Lightning looks in the new folder only.
+
+        Raises:
+            ValueError: there are checkpoints, and none is whole.
+        """
+        found = {Path(path) for path in super().last_checkpoints(trainer)}
+        if self.dirpath is not None:
+            found |= set(Path(self.dirpath).glob("*.ckpt"))
+        elif not found and trainer.loggers:
+            folder = Path(trainer.loggers[0].save_dir or trainer.default_root_dir) / str(trainer.loggers[0].name)
+            runs = {path.parent for path in folder.glob(f"*/checkpoints/{self.CHECKPOINT_NAME_LAST}.ckpt")}
+            newest = max(runs, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.ckpt")), default=None)
+            found = set(newest.glob("*.ckpt")) if newest is not None else set()
+        else:
+            found |= {other for path in found for other in path.parent.glob("*.ckpt")}
+        skipped: list[str] = []
+        for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+            damage = _damage(path)
+            if damage is None:
+                if skipped:
+                    rank_zero_warn(f"ckpt_path=last goes on from {path}, and skips {'; '.join(skipped)}.")
+                return {str(path)}
+            skipped.append(f"{path}: {damage}")
+        if skipped:
+            raise ValueError(
+                f"ckpt_path=last: no checkpoint is whole ({'; '.join(skipped)}). Give one of another folder, or leave "
+                "ckpt_path out to start anew."
+            )
+        return set()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes over Ctrl-C and SIGTERM."""
         super().on_train_start(trainer, pl_module)
         self._trainer, self._cursor = trainer, _prompt_cursor(trainer)
-        self._updating = self._stop_requested = False
+        self._updating = self._stop_requested = self._preempted = False
+        self._saved_at = time.monotonic()
         loop = trainer.fit_loop
         if loop.restarted_mid_epoch and loop.epoch_loop.batch_progress.current.ready >= loop.max_batches:
             # Saved in the last batch of an epoch. Lightning would not count the next epoch, and train one too many
             # after a second restart.
             loop.reset_restart_stage()
-        # Lightning answers SIGTERM at the end of the batch, with exit status 0; on SLURM it belongs to requeueing.
-        slurm = isinstance(getattr(trainer.strategy, "cluster_environment", None), SLURMEnvironment)
-        for signum in (signal.SIGINT,) if slurm else (signal.SIGINT, signal.SIGTERM):
+        # Lightning answers SIGTERM at the end of the batch, with exit status 0; on SLURM both belong to its requeueing.
+        environment = getattr(trainer.strategy, "cluster_environment", None)
+        requeued = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        for signum in (signal.SIGINT,) if requeued else (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
+                continue  # under nohup
             try:
                 self._previous_handlers[signum] = signal.signal(signum, self._on_interrupt)
             except ValueError:  # not in the main thread: whoever runs us there handles signals
                 return
 
     def _on_interrupt(self, signum: int, frame: Any) -> None:
-        trainer = self._trainer
+        trainer, preempted = self._trainer, signum != signal.SIGINT
+        if self._stop_requested and preempted:
+            return  # schedulers send it to the launcher and to the process, or once more to remind
         if trainer is None or self._stop_requested:
             raise KeyboardInterrupt
         # A rollout that is made but not yet learned from would be lost: its prompts count as used.
         made = _prompt_cursor(trainer) != self._cursor
         if not (self._updating or made or trainer.world_size > 1):
-            raise KeyboardInterrupt
-        self._stop_requested = True
-        rank_zero_info(
-            f"\n{signal.Signals(signum).name}: finishing this rollout, then saving. Ctrl-C again stops at once."
-        )
+            raise Preempted if preempted else KeyboardInterrupt
+        self._stop_requested, self._preempted = True, preempted
+        rank_zero_info(f"\n{signal.Signals(signum).name}: finishing this rollout, then saving. Ctrl-C stops at once.")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """From here on the weights move."""
         self._updating = True
         # The step of loggers: Lightning counts one too many when a run goes on from between two epochs.
-        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.fit_loop.total_batch_idx
+        set_logged_step(trainer, trainer.fit_loop.total_batch_idx)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Saves every N rollouts; ends the run if Ctrl-C was pressed during the updates."""
         self._updating, self._cursor = False, _prompt_cursor(trainer)
-        if (trainer.fit_loop.total_batch_idx + 1) % self.every_n_rollouts == 0 and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._save(trainer)
+        due = (trainer.fit_loop.total_batch_idx + 1) % self.every_n_rollouts == 0
+        if self.save_every_minutes is not None:
+            late = time.monotonic() - self._saved_at >= 60 * self.save_every_minutes
+            due |= trainer.strategy.reduce_boolean_decision(late, all=False)
+        if due and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._require_finite(trainer)
+            self.save_all(trainer, may_wait=True)
         # With several processes all stop, or none: the next update would wait for the missing ones.
         if trainer.strategy.reduce_boolean_decision(self._stop_requested, all=False):
             self._stop_requested = True
-            trainer._logger_connector.update_train_step_metrics()  # Lightning would log them after this hook
-            raise KeyboardInterrupt
+            preempted = trainer.strategy.reduce_boolean_decision(self._preempted, all=False)
+            flush_step_metrics(trainer)  # Lightning would log them after this hook
+            raise Preempted if preempted else KeyboardInterrupt
 
-    def _save(self, trainer: Trainer) -> None:
-        """The newest or best K, and `last.ckpt`."""
-        candidates = self._monitor_candidates(trainer)
-        if self.monitor is not None and self.monitor not in candidates:
-            self._defer_save_until_validation = True  # `on_validation_end` saves
-            return
-        self._save_topk_checkpoint(trainer, candidates)
-        self._save_last_checkpoint(trainer, candidates)
+    def _require_finite(self, trainer: Trainer) -> None:
+        bad = _nonfinite_weight(trainer)
+        if trainer.strategy.reduce_boolean_decision(bad is not None, all=False):
+            raise ValueError(
+                f"The weights are not finite ({bad or 'on another rank'}), so they are not saved; "
+                f"{self.last_model_path or 'the checkpoint before'} is the newest state to go on from. Lower the "
+                "learning rate, or bound max_grad_norm."
+            )
+        self._saved_at = time.monotonic()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves `last.ckpt` if the weights lie between two rollouts; says how to resume."""
         stopped = self._stop_requested and not self._updating
         self._restore_handlers()
+        self._save_what_is_between(trainer, stopped=stopped)
+        if self._guard is not None:
+            self._guard.release()
+
+    def _save_what_is_between(self, trainer: Trainer, *, stopped: bool) -> None:
         fitting = trainer.state.fn == "fit" and not trainer.sanity_checking
         if trainer.fast_dev_run or not fitting:  # type: ignore[attr-defined]
             return
         idle = not self._updating and self._cursor == _prompt_cursor(trainer)
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
         between = stopped or (idle and progress.ready == progress.processed)
-        if between and (stopped or trainer.world_size == 1) and trainer.global_step > 0:
-            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+        wanted = between and (stopped or trainer.world_size == 1) and trainer.global_step > 0
+        if wanted and _nonfinite_weight(trainer) is None:
+            try:
+                self.save_newest(trainer)
+            except StorageError as error:  # what ends the run is told by others
+                rank_zero_info(f"Not saved: {error}")
         if self.last_model_path:
             rank_zero_info(f"Resume with: --ckpt_path {self.last_model_path}")
 
@@ -153,10 +251,9 @@ class RolloutCheckpoint(ModelCheckpoint):
         self._restore_handlers()
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        if trainer.global_step > self._last_global_step_saved:
-            candidates = self._monitor_candidates(trainer)
-            self._save_topk_checkpoint(trainer, candidates)
-            self._save_last_checkpoint(trainer, candidates)
+        if trainer.global_step > self.saved_step:
+            self._require_finite(trainer)
+            self.save_all(trainer, may_wait=False)
 
     def _restore_handlers(self) -> None:
         for signum, handler in self._previous_handlers.items():
@@ -165,4 +262,20 @@ class RolloutCheckpoint(ModelCheckpoint):
 
 
 def _prompt_cursor(trainer: Trainer) -> int | None:
-    return getattr(trainer.datamodule, "prompt_cursor", None)  # type: ignore[attr-defined]
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    return data.prompt_cursor if isinstance(data, RolloutDataModule) else None
+
+
+def _nonfinite_weight(trainer: Trainer) -> str | None:
+    """Name of a trained parameter that is not finite on this rank."""
+    trained = {name: p.detach() for name, p in trainer.lightning_module.named_parameters() if p.requires_grad}
+    return first_nonfinite(trained)
+
+
+def _damage(path: Path) -> str | None:
+    try:
+        checkpoint_kind(path)
+        verify(path)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightrl.modules import strategies
+from lightrl.distributed import strategies
+from lightrl.rollout.datamodule import RolloutDataModule
 
 __all__ = ["EMA"]
 
@@ -33,7 +34,8 @@ class EMA(Callback):
     def __init__(self, decay: float = 0.99, evaluate: bool = True) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"EMA.decay={decay}: must be in [0, 1).")
-        self.decay, self.evaluate = decay, evaluate
+        self.decay = decay
+        self.evaluate = evaluate
         self._average: dict[str, Tensor] = {}
         self._policy: dict[str, Tensor] = {}
         self._sharded = False
@@ -116,8 +118,8 @@ def _shards(pl_module: Any) -> dict[str, Tensor]:
     return {name: strategies.local_shard(parameter) for name, parameter in named if parameter.requires_grad}
 
 
-def _forget_weights(trainer: Any) -> None:
+def _forget_weights(trainer: Trainer) -> None:
     """Has the engine take the actor's weights before it samples again, though the policy's version is the same."""
-    engine = getattr(trainer.datamodule, "engine", None)
-    if engine is not None:
-        engine.policy_version = -1
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if isinstance(data, RolloutDataModule):
+        data.engine.mark_stale()

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightrl.callbacks.ema import EMA
 from lightrl.models.loading import save_hf_folder
+from lightrl.storage import atomic_folder
 
 __all__ = ["HFExport"]
 
@@ -29,7 +30,9 @@ class HFExport(Callback):
     def __init__(self, dirpath: str | None = None, every_n_rollouts: int | None = None, ema: bool = False) -> None:
         if every_n_rollouts is not None and every_n_rollouts < 1:
             raise ValueError(f"HFExport.every_n_rollouts={every_n_rollouts}: must be at least 1, or null.")
-        self.dirpath, self.every_n_rollouts, self.ema = dirpath, every_n_rollouts, ema
+        self.dirpath = dirpath
+        self.every_n_rollouts = every_n_rollouts
+        self.ema = ema
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Looks for the average, if that is what to export."""
@@ -64,7 +67,8 @@ class HFExport(Callback):
             reward = hasattr(pl_module, "reward_model")
             model = pl_module.reward_model if reward else pl_module.actor
             spec = pl_module.model_spec if reward else pl_module.actor_spec
-            save_hf_folder(model, state, folder, tokenizer_path=spec.path)
+            with atomic_folder(folder) as new:
+                save_hf_folder(model, state, new, tokenizer_path=spec.path)
             rank_zero_info(f"Exported the model to {folder}")
         trainer.strategy.barrier()
 

@@ -1,48 +1,84 @@
-"""Schedules of the module's `kl_coef`."""
+"""Schedules of the KL penalty's coefficient."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
+
+from lightrl.algorithms.hooks import RLCallback
 
 __all__ = ["AdaptiveKL", "LinearKL"]
 
 
-class AdaptiveKL(Callback):
-    """Moves `kl_coef` so that the KL to the reference stays near a target.
+class _KLControl(RLCallback):
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Refuses a module without a KL penalty."""
+        if stage == "fit" and pl_module.kl is None:
+            raise ValueError(
+                f"{type(self).__name__} needs a KL term: set the module's kl (KLInReward or KLInLoss), or drop it."
+            )
 
-    After each rollout of n sequences `kl_coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon`
+
+class AdaptiveKL(_KLControl):
+    """Moves the KL coefficient so that the KL to the reference stays near a target.
+
+    After each rollout of n trajectories `coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon`
     (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2). There KL is summed over the tokens of a
-    sequence; here it is `kl/ref`, nats per token, so that the target does not depend on the response length.
+    sequence; here it is `kl/ref`, nats per token, so that the target does not depend on the response length. A rollout
+    of which nothing is trained says nothing about the KL and leaves the coefficient as it is.
 
     Args:
         target: KL to hold, nats per response token, above 0.
-        horizon: sequences after which a constant 20 % error has multiplied the coefficient by about e^0.2, above 0.
+        horizon: trajectories after which a constant 20 % error has multiplied the coefficient by about e^0.2, above 0.
+
+    Raises:
+        ValueError: a value is out of range; in `setup`, the module has no KL term.
     """
 
     def __init__(self, target: float = 0.05, horizon: float = 10_000) -> None:
         for name, value in (("target", target), ("horizon", horizon)):
             if value <= 0:
                 raise ValueError(f"AdaptiveKL.{name}={value}: must be above 0.")
-        self.target, self.horizon = target, horizon
+        self.target = target
+        self.horizon = horizon
+        self.coef: float | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Starts from the module's coefficient, or sets that of a checkpoint."""
+        if self.coef is None:
+            self.coef = float(pl_module.kl.coef)
+        pl_module.set_kl_coef(self.coef)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Updates the coefficient from the rollout's mean KL."""
+        assert self.coef is not None, "set in on_train_start"
         if "kl/ref" not in outputs:
-            raise ValueError("AdaptiveKL needs a KL term: set the module's kl (KLInReward or KLInLoss).")
+            return
         error = min(max(outputs["kl/ref"] / self.target - 1.0, -0.2), 0.2)
-        sequences = len(batch) * trainer.world_size
-        pl_module.kl_coef *= 1.0 + error * sequences / self.horizon
+        trajectories = len(batch.trajectory_ids.unique()) * trainer.world_size
+        self.coef *= 1.0 + error * trajectories / self.horizon
+        pl_module.set_kl_coef(self.coef)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The coefficient."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes it back; the module gets it when training starts."""
+        self.coef = state_dict["coef"]
 
 
-class LinearKL(Callback):
-    """Moves `kl_coef` linearly from `start` to `end` over the first `num_rollouts` rollouts, then holds it.
+class LinearKL(_KLControl):
+    """Moves the KL coefficient linearly from `start` to `end` over the first `num_rollouts` rollouts, then holds it.
 
     Args:
         start: coefficient of the first rollout.
         end: coefficient from rollout `num_rollouts` on.
         num_rollouts: length of the ramp, at least 1.
+
+    Raises:
+        ValueError: a value is out of range; in `setup`, the module has no KL term.
     """
 
     def __init__(self, start: float, end: float, num_rollouts: int) -> None:
@@ -50,9 +86,11 @@ class LinearKL(Callback):
             raise ValueError(f"LinearKL: start={start}, end={end}: coefficients must be 0 or more.")
         if num_rollouts < 1:
             raise ValueError(f"LinearKL.num_rollouts={num_rollouts}: must be at least 1.")
-        self.start, self.end, self.num_rollouts = start, end, num_rollouts
+        self.start = start
+        self.end = end
+        self.num_rollouts = num_rollouts
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Sets the coefficient of this rollout."""
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Sets the coefficient of this rollout, which its number alone decides."""
         done = min(trainer.fit_loop.total_batch_idx / self.num_rollouts, 1.0)
-        pl_module.kl_coef = self.start + (self.end - self.start) * done  # type: ignore[assignment]
+        pl_module.set_kl_coef(self.start + (self.end - self.start) * done)

@@ -11,6 +11,14 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrateg
 __all__ = ["OffloadOptimizer"]
 
 
+def _on_host(value: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory; of CUDA in pages that stay, which halves the time of either way."""
+    if not value.is_cuda:
+        return value.to("cpu")
+    pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    return pinned.copy_(value)
+
+
 class OffloadOptimizer(Callback):
     """Keeps the optimizer's state (for Adam twice the trained weights in float32) in host memory between updates.
 
@@ -44,7 +52,7 @@ class OffloadOptimizer(Callback):
                 for name, value in state.items():
                     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                         self._away.append((state, name, value.device))
-                        state[name] = value.to("cpu")
+                        state[name] = _on_host(value)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Brings it back."""

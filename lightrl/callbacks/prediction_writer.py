@@ -11,13 +11,16 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
+from lightrl.objectives.trajectories import first_rows
+from lightrl.storage import append_lines, atomic_write
+
 __all__ = ["PredictionWriter"]
 
 SUFFIXES = (".jsonl", ".parquet")
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes the records of `predict_step`, one per completion, in the order of the prompts.
+    """Writes the records of `predict_step`, one per trajectory, in the order of the prompts.
 
     Each rank appends to its own shard while it goes, so an interrupted run loses nothing; at the end rank 0 merges the
     shards into `path`, removes them and prints the path. Several machines need a folder that all of them see. Values
@@ -66,14 +69,15 @@ class PredictionWriter(BasePredictionWriter):
         """Appends one batch to this rank's shard, each record with its place in the data set."""
         if batch.filler:  # repeats a prompt so that a rank without one takes part in the last generation
             return
-        groups = batch.group_ids.tolist()
+        groups = batch.group_ids[first_rows(batch.trajectory_ids)].tolist()  # a record is a trajectory
         # Prompts are dealt to the ranks like cards, so prompt g of rank r is number g * world_size + r of the batch.
         order = {group: i for i, group in enumerate(dict.fromkeys(groups))}
         shard = Path(f"{self._target}.rank{trainer.global_rank}")
-        with shard.open("a", encoding="utf-8") as file:
-            for row, record in enumerate(prediction):
-                place = [dataloader_idx, batch_idx, order[groups[row]], trainer.global_rank, row]
-                file.write(json.dumps([place, record], default=_type_name, ensure_ascii=False) + "\n")
+        lines = []
+        for row, record in enumerate(prediction):
+            place = [dataloader_idx, batch_idx, order[groups[row]], trainer.global_rank, row]
+            lines.append(json.dumps([place, record], default=_type_name, ensure_ascii=False))
+        append_lines(shard, lines)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Merges the shards on rank 0."""
@@ -93,14 +97,15 @@ class PredictionWriter(BasePredictionWriter):
 def write_records(records: list[dict[str, Any]], path: Path) -> None:
     """Writes records as JSONL or Parquet, by the suffix; keys that a record lacks are null in Parquet."""
     if path.suffix == ".jsonl":
-        with path.open("w", encoding="utf-8") as file:
+        with atomic_write(path, "w") as file:
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         return
     import pyarrow as pa
     from pyarrow import parquet
 
     names = dict.fromkeys(name for record in records for name in record)
-    parquet.write_table(pa.table({name: [record.get(name) for record in records] for name in names}), path)
+    with atomic_write(path) as file:
+        parquet.write_table(pa.table({name: [record.get(name) for record in records] for name in names}), file)
 
 
 def _type_name(value: Any) -> Any:

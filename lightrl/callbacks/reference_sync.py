@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 
-from lightrl.modules import strategies
+from lightrl.algorithms.hooks import RLCallback
+from lightrl.distributed import strategies
 
 __all__ = ["ReferenceSync"]
 
 
-class ReferenceSync(Callback):
+class ReferenceSync(RLCallback):
     """Moves the reference of the KL term towards the policy: `ref = alpha * policy + (1 - alpha) * ref`.
 
     The KL then bounds the speed of the policy and no longer its distance from where it began. Checkpoints hold the
@@ -30,15 +31,18 @@ class ReferenceSync(Callback):
         steps and 0.6, counts steps where this counts rollouts.
     """
 
+    moves_reference = True
+
     def __init__(self, every_n_rollouts: int = 100, alpha: float = 0.6) -> None:
         if every_n_rollouts < 1:
             raise ValueError(f"ReferenceSync.every_n_rollouts={every_n_rollouts}: must be at least 1.")
         if not 0 < alpha <= 1:
             raise ValueError(f"ReferenceSync.alpha={alpha}: must be in (0, 1].")
-        self.every_n_rollouts, self.alpha = every_n_rollouts, alpha
+        self.every_n_rollouts = every_n_rollouts
+        self.alpha = alpha
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Asks for a reference in checkpoints, and refuses a module that has none to move."""
+        """Refuses a module that has no reference to move."""
         if pl_module.kl is None:
             raise ValueError("callback ReferenceSync with kl=None: there is no reference to move. Set kl or drop it.")
         if pl_module.reference_spec is None and pl_module.actor_spec.lora is not None:
@@ -46,7 +50,6 @@ class ReferenceSync(Callback):
                 "callback ReferenceSync with actor.lora and reference=None: the reference is the base under the "
                 f"adapter and cannot move. Give it a model of its own: reference={pl_module.actor_spec.path!r}."
             )
-        pl_module.reference_moves = True
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 
-from lightrl.modules.combinations import refuse_shaped_rewards
+from lightrl.algorithms.hooks import RLCallback
+from lightrl.objectives.combinations import refuse_shaped_rewards
+from lightrl.objectives.trajectories import first_rows
 from lightrl.types import Rollouts
 
 __all__ = ["RewardNormalization"]
 
 
-class RewardNormalization(Callback):
+class RewardNormalization(RLCallback):
     """Divides rewards by their running standard deviation, and shifts them by their running mean if asked.
 
     Moments are updated with each rollout over all ranks before they are used (Chan et al. 1983, parallel Welford,
@@ -30,8 +32,11 @@ class RewardNormalization(Callback):
     def __init__(self, center: bool = True, min_std: float = 1e-4) -> None:
         if min_std <= 0:
             raise ValueError(f"RewardNormalization.min_std={min_std}: must be above 0.")
-        self.center, self.min_std = center, min_std
-        self.count, self.mean, self.sum_squares = 0.0, 0.0, 0.0
+        self.center = center
+        self.min_std = min_std
+        self.count = 0.0
+        self.mean = 0.0
+        self.sum_squares = 0.0
 
     @property
     def std(self) -> float:
@@ -50,12 +55,13 @@ class RewardNormalization(Callback):
             name = type(advantage).__name__
             raise ValueError(
                 f"callback RewardNormalization with advantage={name}: {name} takes a score for success or failure, "
-                "which normalisation would move. Drop the callback, or take GroupNorm."
+                "which normalisation would move. Drop the callback, or take GroupRelative."
             )
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: Any, rollouts: Rollouts) -> None:
         """Updates the moments and normalises `rollouts.rewards` in place; unscored rows stay NaN."""
-        scored = rollouts.rewards[rollouts.rewards.isfinite()].double()
+        rewards = rollouts.rewards[first_rows(rollouts.trajectory_ids)]
+        scored = rewards[rewards.isfinite()].double()
         local = torch.stack([torch.tensor(float(len(scored)), dtype=torch.float64), scored.sum().cpu()])
         n, total = pl_module.all_sum(local).tolist()
         if n == 0:

@@ -1,7 +1,4 @@
-"""Shows what the policy writes: a few prompts, completions and rewards, in the terminal, in loggers and in a file.
-
-Letters: B sequences, T tokens.
-"""
+"""Shows what the policy writes: a few prompts, completions and rewards, in the terminal, in loggers and in a file."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
@@ -24,7 +21,10 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks.thumbnails import contact_sheet, describe, save_thumbnail
+from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, trajectory_lengths
+from lightrl.storage import append_lines
 from lightrl.types import Experience, Rollouts
 
 __all__ = ["SampleLog"]
@@ -34,16 +34,18 @@ THUMBNAILS = "thumbnails"
 COLUMNS = ("prompt", "completion", "reward", "advantage", "num_tokens")
 
 
-class SampleLog(Callback):
+class SampleLog(RLCallback):
     """Logs a few completions every N rollouts, and those of the same first prompts at each evaluation.
 
     They go to a table in the terminal (above the progress bar, rank 0 only), to every logger that takes tables (W&B) or
     text (TensorBoard), and in full to `samples.jsonl` in the trainer's `log_dir`, one object per line:
     `step` (as in the loggers; -1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`), `prompt`,
     `completion`, `reward`, `reward_parts` (function -> value), `num_tokens`, `truncated` and in training `advantage`
-    (mean over the completion's tokens). Where the prompt shows images, videos or sound, `media` says so in words and
-    `thumbnail` names a small PNG file of them (in `thumbnails/` beside the file), which W&B's and TensorBoard's pages
-    show, too. `lightrl report` reads all that. A run from the start begins the file anew, a resumed one goes on in it.
+    (mean over the sampled tokens). With an environment `completion` is what was sampled last, and there are `turns`,
+    `stop_reason` and the whole conversation as `messages`. Where the prompt shows images, videos or sound, `media` says
+    so in words and `thumbnail` names a small PNG file of them (in `thumbnails/` beside the file), which W&B's and
+    TensorBoard's pages show, too. `lightrl report` reads all that. A run from the start begins the file anew, a
+    resumed one goes on in it.
 
     `reward` is the sum that later callbacks see: put `SampleLog` before `RewardNormalization` to log raw rewards.
 
@@ -64,8 +66,10 @@ class SampleLog(Callback):
         ):
             if value < low:
                 raise ValueError(f"SampleLog.{name}={value}: must be at least {low}.")
-        self.every_n_rollouts, self.num_samples = every_n_rollouts, num_samples
-        self.max_characters, self.terminal = max_characters, terminal
+        self.every_n_rollouts = every_n_rollouts
+        self.num_samples = num_samples
+        self.max_characters = max_characters
+        self.terminal = terminal
         self._path = Path("samples.jsonl")
         self._rewards: Tensor | None = None
         self._advantages: Tensor | None = None
@@ -82,9 +86,10 @@ class SampleLog(Callback):
         self._rewards = rollouts.rewards
 
     def on_experience_made(self, trainer: Trainer, pl_module: LightningModule, experience: Experience) -> None:
-        """Keeps the mean advantage of each row, (B,)."""
-        tokens = experience.response_mask.sum(1).clamp(min=1)
-        self._advantages = (experience.advantages * experience.response_mask).sum(1) / tokens
+        """Keeps each trajectory's mean advantage, (B,), the same in all its rows."""
+        layout = TrajectoryLayout(experience.trajectory_ids, experience.response_mask)
+        total = layout.join(experience.advantages * experience.response_mask).sum(1)
+        self._advantages = layout.split(total / layout.mask.sum(1).clamp(min=1))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins the file anew unless the run is a resumed one."""
@@ -157,10 +162,8 @@ class SampleLog(Callback):
         sheets = [contact_sheet(record["media"]) if "media" in record else None for record in records]
         records = [self._in_words(trainer, record, sheet) for record, sheet in zip(records, sheets, strict=True)]
         if not _trying_out(trainer):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                for record in records:
-                    file.write(json.dumps({"step": step, "phase": phase, **record}, ensure_ascii=False) + "\n")
+            lines = [json.dumps({"step": step, "phase": phase, **r}, default=str, ensure_ascii=False) for r in records]
+            append_lines(self._path, lines)
         for logger in trainer.loggers:
             log_samples(logger, f"samples/{phase}", records, sheets, step)
         if self.terminal:
@@ -208,7 +211,7 @@ def sample_records(
 ) -> list[dict[str, Any]]:
     """The first completion of each of the first prompts, then the second of each, up to `num_samples` records.
 
-    A record of a prompt with images, videos or sound has its `Media` as `media`.
+    A record is a trajectory, however many rows it is. With images, videos or sound it has its `Media` as `media`.
 
     Args:
         rollouts: B rows. num_samples: most records.
@@ -219,21 +222,27 @@ def sample_records(
         return round(float(values[row]), 6) if bool(values[row].isfinite()) else None
 
     seen: Counter[int] = Counter()
-    rank_in_group = []
-    for group in rollouts.group_ids.tolist():
-        rank_in_group.append(seen[group])
+    rank_in_group: dict[int, int] = {}
+    for row in first_rows(rollouts.trajectory_ids).tolist():
+        group = int(rollouts.group_ids[row])
+        rank_in_group[row] = seen[group]
         seen[group] += 1
     rewards = rollouts.rewards if rewards is None else rewards
+    lengths = trajectory_lengths(rollouts.response_mask, rollouts.trajectory_ids)
     records = []
-    for row in sorted(range(len(rollouts)), key=lambda i: (rank_in_group[i], i))[:num_samples]:
+    for row in sorted(rank_in_group, key=lambda i: (rank_in_group[i], i))[:num_samples]:
         record: dict[str, Any] = {
             "prompt": rollouts.prompts[row],
             "completion": rollouts.completions[row],
             "reward": number(rewards, row),
             "reward_parts": {name: number(part, row) for name, part in rollouts.reward_parts.items()},
-            "num_tokens": int(rollouts.response_mask[row].sum()),
+            "num_tokens": int(lengths[row]),
             "truncated": bool(rollouts.truncated[row]),
         }
+        if rollouts.messages:
+            own = rollouts.trajectory_ids == rollouts.trajectory_ids[row]
+            turns = 1 if rollouts.turn_ids is None else int(rollouts.turn_ids[own].max()) + 1
+            record |= {"turns": turns, "stop_reason": rollouts.stop_reasons[row], "messages": rollouts.messages[row]}
         if rollouts.media and rollouts.media[row]:
             record["media"] = rollouts.media[row]
         if advantages is not None:

@@ -1,40 +1,53 @@
-"""Saves whole trajectories: tokens, masks, log-probs, advantages, rewards and texts.
-
-Letters: B sequences, T tokens.
-"""
+"""Saves whole trajectories: tokens, masks, log-probs, advantages, rewards and texts."""
 
 from __future__ import annotations
 
 import io
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks.thumbnails import fingerprint
+from lightrl.rollout.datamodule import RolloutDataModule
+from lightrl.storage import atomic_write
 from lightrl.types import Experience, Media, Rollouts
 
-__all__ = ["SaveRollouts", "load_rollouts"]
+__all__ = ["SaveRollouts", "load_rollouts", "trajectory_records"]
 
 TENSORS = (
-    *("token_ids", "attention_mask", "response_mask", "group_ids", "engine_logprobs", "old_logprobs", "ref_logprobs"),
-    *("advantages", "rewards", "valid", "values", "returns"),
+    *("token_ids", "attention_mask", "response_mask", "group_ids", "trajectory_ids", "turn_ids"),
+    *("engine_logprobs", "old_logprobs", "ref_logprobs"),
+    *("advantages", "rewards", "valid", "values", "returns", "entropy"),
 )
+OF_TOKENS = ("advantages", "engine_logprobs", "old_logprobs", "ref_logprobs", "values", "entropy")
+"""What a record says of each token, where the run computed it."""
 
 
-class SaveRollouts(Callback):
+class SaveRollouts(RLCallback):
     """Saves the trajectories of every N-th rollout before the update that they lead to.
 
     Each rank writes `DIR/rollout=000010/rank0.pt` (every tensor of `Experience` that is there, the raw reward parts and
-    extra model inputs such as pixels) and `rank0.jsonl` (prompt, completion and data-set columns of each row). What
-    prompts show is in `DIR/rollout=000010/media`, as it was decoded: images as PNG files, frames of videos and samples
-    of sounds as NumPy arrays; `media` of a row names its files. Read it all with
+    extra model inputs such as pixels) and `rank0.jsonl`, one trajectory a line, which `lightrl view` shows:
+
+    - `prompt`, `completion`, `messages`, `columns`, `stop_reason`, `reward`, `reward_parts`, `group`, `trajectory`;
+      `trained` is false where it has no reward;
+    - `turns`: of each the rewards it got itself, its mean advantage, its number of tokens and its state's key;
+    - `rows`: `token_ids`, `tokens` (their texts), `turns` (number of the turn a token is trained as, -1 for context),
+      and per token, 0 on context, `advantages`, `engine_logprobs`, `policy_versions`, and where the run computes them
+      `old_logprobs`, `ref_logprobs`, `values` and `entropy`.
+
+    What prompts show is in `DIR/rollout=000010/media`, as it was decoded: images as PNG files, frames of videos and
+    samples of sounds as NumPy arrays; `media` of a trajectory names its files. Read it all with
     `load_rollouts(DIR / "rollout=000010")`. It is written before the update, so the trajectories behind a failed update
-    are on disk too.
+    are on disk too. Where it cannot be written (a full disk) the run ends; leave the callback out to go on without.
 
     Args:
         every_n_rollouts: rollouts between two that are saved, at least 1.
@@ -44,7 +57,8 @@ class SaveRollouts(Callback):
     def __init__(self, every_n_rollouts: int = 10, dirpath: str | None = None) -> None:
         if every_n_rollouts < 1:
             raise ValueError(f"SaveRollouts.every_n_rollouts={every_n_rollouts}: must be at least 1.")
-        self.every_n_rollouts, self.dirpath = every_n_rollouts, dirpath
+        self.every_n_rollouts = every_n_rollouts
+        self.dirpath = dirpath
         self._folder = Path()
         self._rollouts: Rollouts | None = None
 
@@ -63,25 +77,118 @@ class SaveRollouts(Callback):
         if rollouts is None or done % self.every_n_rollouts:
             return
         folder = self._folder / f"rollout={done:06d}"
-        folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: getattr(experience, name) for name in TENSORS}
         stored: dict[str, Any] = {name: value.cpu() for name, value in tensors.items() if value is not None}
         stored |= {f"reward/{name}": part.cpu() for name, part in rollouts.reward_parts.items()}
         stored |= {"truncated": rollouts.truncated.cpu(), "temperature": rollouts.temperature}
         stored |= {"policy_version": rollouts.policy_version}
+        if any(support is not None for support in experience.supports):
+            stored["supports"] = [None if s is None else (s.counts, s.ids) for s in experience.supports]
         if any(rollouts.inputs):
             stored["inputs"] = [{k: _on_cpu(v) for k, v in inputs.items()} for inputs in rollouts.inputs]
-        torch.save(stored, folder / f"rank{trainer.global_rank}.pt")
+        with atomic_write(folder / f"rank{trainer.global_rank}.pt") as binary:
+            torch.save(stored, binary)
         saved = {
             key: save_media(media, folder) for key, media in {id(media): media for media in rollouts.media}.items()
         }
-        with (folder / f"rank{trainer.global_rank}.jsonl").open("w", encoding="utf-8") as file:
-            for row, (prompt, completion) in enumerate(zip(rollouts.prompts, rollouts.completions, strict=True)):
-                columns = {name: values[row] for name, values in rollouts.columns.items()}
-                record = {"prompt": prompt, "completion": completion, "columns": columns}
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        decode = data.tokenizer.decode if isinstance(data, RolloutDataModule) else None
+        with atomic_write(folder / f"rank{trainer.global_rank}.jsonl", "w") as file:
+            for record in trajectory_records(rollouts, experience, decode):
+                place: dict[str, Any] = {"rollout": done, "rank": trainer.global_rank}
                 if rollouts.media:
-                    record["media"] = saved[id(rollouts.media[row])]
-                file.write(json.dumps(record, default=lambda x: f"<{type(x).__name__}>", ensure_ascii=False) + "\n")
+                    place["media"] = saved[id(rollouts.media[record.pop("row")])]
+                else:
+                    del record["row"]
+                file.write(json.dumps(place | record, default=_type_name, ensure_ascii=False) + "\n")
+
+
+def trajectory_records(
+    rollouts: Rollouts, experience: Experience, decode: Callable[[list[int]], str] | None
+) -> list[dict[str, Any]]:
+    """One dictionary per trajectory, as `SaveRollouts` writes them; `row` is the number of its first row.
+
+    Args:
+        rollouts: B scored rows. experience: the same rows.
+        decode: text of token ids; None leaves the tokens' texts out.
+    """
+    rollouts, experience = rollouts.to("cpu"), experience.to("cpu")
+    pieces: dict[int, str] = {}
+    if decode is not None:
+        pieces = {i: decode([i]) for i in experience.token_ids[experience.attention_mask].unique().tolist()}
+    mask = rollouts.response_mask
+    turn_ids = torch.where(mask, 0, -1) if rollouts.turn_ids is None else rollouts.turn_ids
+    trained = (experience.response_mask.any(1) & experience.valid).tolist()
+    versions = rollouts.policy_versions
+    if versions is None:
+        versions = torch.where(mask, rollouts.policy_version, -1)
+    of_tokens = {name: getattr(experience, name) for name in OF_TOKENS if getattr(experience, name) is not None}
+    lengths = rollouts.attention_mask.sum(1).tolist()
+    rows_of: dict[int, list[int]] = {}
+    for number, trajectory in enumerate(rollouts.trajectory_ids.tolist()):
+        rows_of.setdefault(trajectory, []).append(number)
+    records = []
+    for trajectory, numbers in rows_of.items():
+        first, rows = numbers[0], []
+        for i in numbers:
+            n = lengths[i]
+            ids = experience.token_ids[i, :n].tolist()
+            row: dict[str, Any] = {"token_ids": ids, "turns": turn_ids[i, :n].tolist()}
+            if pieces:
+                row["tokens"] = [pieces[token] for token in ids]
+            row["policy_versions"] = versions[i, :n].tolist()
+            row |= {name: [_number(x) for x in values[i, :n].tolist()] for name, values in of_tokens.items()}
+            rows.append(row)
+        states = rollouts.states[first] if rollouts.states else []
+        records.append(
+            {
+                "row": first,
+                "group": int(rollouts.group_ids[first]),
+                "trajectory": trajectory,
+                "policy_version": rollouts.policy_version,
+                "prompt": rollouts.prompts[first] if rollouts.prompts else "",
+                "completion": rollouts.completions[first] if rollouts.completions else "",
+                "messages": rollouts.messages[first] if rollouts.messages else [],
+                "columns": {name: values[first] for name, values in rollouts.columns.items()},
+                "stop_reason": rollouts.stop_reasons[first] if rollouts.stop_reasons else None,
+                "truncated": bool(rollouts.truncated[first]),
+                "reward": _number(float(rollouts.rewards[first])),
+                "reward_parts": {name: _number(float(part[first])) for name, part in rollouts.reward_parts.items()},
+                "trained": any(trained[number] for number in numbers),
+                "turns": _turns(rollouts, experience.advantages, turn_ids, numbers, states),
+                "rows": rows,
+            }
+        )
+    return records
+
+
+def _turns(
+    rollouts: Rollouts, advantages: Tensor, turn_ids: Tensor, rows: list[int], states: list[str]
+) -> list[dict[str, Any]]:
+    """What is known of each turn of the trajectory in these rows."""
+    ids = turn_ids[rows]
+    turns = []
+    for turn in ids[ids >= 0].unique().tolist():
+        here = ids == turn
+        turns.append(
+            {
+                "turn": turn,
+                "rewards": {name: _number(float(x[rows][here].sum())) for name, x in rollouts.turn_rewards.items()},
+                "advantage": _number(float(advantages[rows][here].mean())),
+                "tokens": int(here.sum()),
+                **({"state": states[turn]} if turn < len(states) else {}),
+            }
+        )
+    return turns
+
+
+def _number(value: float) -> float | None:
+    """Five digits after the point; None for what JSON cannot hold."""
+    return round(value, 5) if math.isfinite(value) else None
+
+
+def _type_name(value: Any) -> str:
+    return f"<{type(value).__name__}>"
 
 
 def save_media(media: Media, folder: Path) -> dict[str, list[str]]:
@@ -99,8 +206,8 @@ def save_media(media: Media, folder: Path) -> dict[str, list[str]]:
                 np.save(buffer, value)
             path = folder / "media" / f"{fingerprint(buffer.getvalue())}.{suffix}"
             if not path.exists():
-                path.parent.mkdir(exist_ok=True)
-                path.write_bytes(buffer.getvalue())
+                with atomic_write(path) as file:
+                    file.write(buffer.getvalue())
             names.setdefault(kind, []).append(str(path.relative_to(folder)))
     return names
 
@@ -113,9 +220,9 @@ def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, An
 
     Returns:
         name -> (B,) or (B, T) tensor, right-padded with 0 to the longest rank's T (plus the scalars `temperature` and
-        `policy_version`, and `inputs` where there are any); B dictionaries with `prompt`, `completion`, `columns`, and
-        where prompts can show something `media` (kind -> files). Group ids of different ranks are made different by an
-        offset.
+        `policy_version`, and `inputs` where there are any); one dictionary per trajectory, as `SaveRollouts` says, and
+        where prompts can show something `media` (kind -> files). Group and trajectory ids of different ranks are made
+        different by an offset, in both.
 
     Raises:
         ValueError: nothing was saved in the folder.
@@ -124,10 +231,18 @@ def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, An
     if not shards:
         raise ValueError(f"folder={str(folder)!r}: no rank*.pt in it; give one rollout=... folder of SaveRollouts.")
     parts = [torch.load(path, weights_only=True) for path in shards]
-    offset = 0
-    for part in parts:
-        part["group_ids"] += offset
-        offset = int(part["group_ids"].max()) + 1
+    texts: list[dict[str, Any]] = []
+    offsets = {"group": 0, "trajectory": 0}
+    for path, part in zip(shards, parts, strict=True):
+        records = [json.loads(line) for line in path.with_suffix(".jsonl").open(encoding="utf-8")]
+        for name, offset in offsets.items():
+            if f"{name}_ids" in part:
+                part[f"{name}_ids"] += offset
+                offsets[name] = int(part[f"{name}_ids"].max()) + 1
+            for record in records:
+                if name in record:
+                    record[name] += offset
+        texts += records
     merged: dict[str, Any] = {}
     for name, first in parts[0].items():
         if isinstance(first, Tensor):
@@ -135,7 +250,6 @@ def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, An
             merged[name] = torch.cat([_pad(part[name], width) if first.ndim == 2 else part[name] for part in parts])
         else:
             merged[name] = [x for part in parts for x in part[name]] if isinstance(first, list) else first
-    texts = [json.loads(line) for path in shards for line in path.with_suffix(".jsonl").open(encoding="utf-8")]
     for record in texts:
         if "media" in record:
             record["media"] = {kind: [str(Path(folder) / n) for n in names] for kind, names in record["media"].items()}

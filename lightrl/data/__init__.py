@@ -3,7 +3,6 @@
 from lightrl.data.arithmetic import ArithmeticRows
 from lightrl.data.preferences import PreferenceDataModule, PreferenceSource
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource
-from lightrl.data.rollout import RolloutDataModule
 from lightrl.data.rows import RowSource
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.data.templates import load_tokenizer
@@ -15,7 +14,6 @@ __all__ = [
     "PromptMixture",
     "PromptSet",
     "PromptSource",
-    "RolloutDataModule",
     "RowSource",
     "SFTDataModule",
     "SFTSource",

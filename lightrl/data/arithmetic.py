@@ -48,7 +48,10 @@ class ArithmeticRows:
         available = num_eval if split == "eval" else total - num_eval
         if size is not None and not 1 <= size <= available:
             raise ValueError(f"size={size}: split={split!r} has {available} rows.")
-        self.digits, self.split, self.num_eval, self.seed = digits, split, num_eval, seed
+        self.digits = digits
+        self.split = split
+        self.num_eval = num_eval
+        self.seed = seed
         self.size = available if size is None else size
 
     def __call__(self) -> Dataset:

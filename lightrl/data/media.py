@@ -1,7 +1,4 @@
-"""Images, videos and sound of a data set's row: found, decoded, capped.
-
-Letters: F frames, H height, W width.
-"""
+"""Images, videos and sound of a data set's row: found, decoded, capped."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from urllib.parse import unquote, urlparse
 
 import numpy as np
 
-from lightrl.data.rows import RowSource
+from lightrl.data.rows import RowError, RowSource
 from lightrl.types import Media
 
-__all__ = ["COLUMNS", "MediaError", "MediaSource", "decode"]
+__all__ = ["COLUMNS", "MediaError", "MediaSource", "decode", "require_present"]
 
 COLUMNS = {
     "image": "image",
@@ -35,7 +32,7 @@ COLUMNS = {
 KINDS = ("image", "video", "audio")
 
 
-class MediaError(ValueError):
+class MediaError(RowError):
     """A medium that is missing, broken or of an unknown form."""
 
 
@@ -71,10 +68,18 @@ class MediaSource(RowSource):
                 raise ValueError(f"{name}.media_columns[{column!r}]={kind!r}: must be one of {', '.join(KINDS)}.")
         for argument in ("max_pixels", "max_frames", "frame_rate"):
             value = getattr(self, argument)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}.{argument}={value}: must be above 0.")
+            if value is None and argument == "max_pixels":
+                continue
+            if not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise ValueError(f"{name}.{argument}={value}: must be a number above 0.")
+        if self.media_folder is not None and not Path(self.media_folder).expanduser().is_dir():
+            raise ValueError(f"{name}.media_folder={self.media_folder!r}: no such folder (looked from {Path.cwd()}).")
         if self.on_media_error not in ("error", "drop"):
             raise ValueError(f'{name}.on_media_error={self.on_media_error!r}: must be "error" or "drop".')
+
+    def drops(self, error: ValueError) -> bool:
+        """As `on_media_error` says for media, as `on_bad_row` says for the rest."""
+        return self.on_media_error == "drop" if isinstance(error, MediaError) else super().drops(error)
 
     def media_root(self) -> Path:
         """Where relative paths start."""
@@ -113,6 +118,21 @@ def decode(found: Sequence[tuple[str, Any]], source: MediaSource) -> Media:
         except (OSError, ValueError, SyntaxError, EOFError) as error:  # PIL's own: a broken PNG is a SyntaxError
             raise MediaError(f"{kind} {number}: {error}") from error
     return media
+
+
+def require_present(found: Sequence[tuple[str, Any]], source: MediaSource) -> None:
+    """Raises a `MediaError` where a file that `decode` would read is not there. Nothing is decoded."""
+    root = source.media_root()
+    numbers = dict.fromkeys(KINDS, 0)
+    for kind, value in found:
+        numbers[kind] += 1
+        frames = value if kind == "video" and isinstance(value, list | tuple) else [value]
+        for item in frames:
+            try:
+                if not (isinstance(item, Mapping) and item.get("array") is not None):
+                    _content(item, root)
+            except (OSError, ValueError) as error:
+                raise MediaError(f"{kind} {numbers[kind]}: {error}") from error
 
 
 # ---- bytes -------------------------------------------------------------------------------------------------------

@@ -1,26 +1,22 @@
-"""Preference pairs: a prompt with a completion that was chosen and one that was rejected.
-
-Letters: P pairs, B = 2 P rows (chosen and rejected by turns), T tokens of the longest row.
-"""
+"""Preference pairs: a prompt with a completion that was chosen and one that was rejected."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 import torch
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.data.rows import RowSource, require_columns
 from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource
-from lightrl.data.templates import ChatTemplate, load_tokenizer, render_prompt
-from lightrl.types import pad_rows
+from lightrl.data.templates import ChatTemplate, as_messages, load_tokenizer, render_prompt
+from lightrl.ops.padding import pad_rows
 
 __all__ = ["PreferenceDataModule", "PreferenceLoader", "PreferencePair", "PreferenceSource"]
 
@@ -89,8 +85,12 @@ class PreferenceSource(RowSource):
         for argument in ("prompt_column", "chosen_column", "rejected_column", "margin_column"):
             if getattr(self, argument) is not None:
                 require_columns(columns, [getattr(self, argument)], self.label, argument)
+        named = (self.prompt_column, self.chosen_column, self.rejected_column, self.margin_column)
+        good = self.good_rows(data, [name for name in named if name is not None], self._check)
+        if len(good) < len(data):
+            data = data.select(good) if isinstance(data, Dataset) else [data[i] for i in good]
         chosen, rejected = (self._side(tokenizer, data, c) for c in (self.chosen_column, self.rejected_column))
-        margins = [self._margin(i, data[i]) for i in range(len(data))]
+        margins = [self._margin(data[i]) for i in range(len(data))]
         pairs = [PreferencePair(*pair) for pair in zip(chosen, rejected, margins, strict=True)]
         kept = [pair for i, pair in enumerate(pairs) if self._fits(i, pair)]
         if len(kept) < len(pairs):
@@ -103,44 +103,59 @@ class PreferenceSource(RowSource):
     def _side(self, tokenizer: PreTrainedTokenizerBase, data: Any, column: str) -> list[list[int]]:
         """Token ids of the chosen or the rejected sequences, rendered as supervised rows are."""
 
-        def rows() -> Any:
-            return data
-
-        rows.__name__ = self.label
-        if self.prompt_column is None:
-            names: dict[str, Any] = {"messages_column": column}
-            self._require_equal_prompts(data)
-        else:
-            names = {"prompt_column": self.prompt_column, "completion_column": column}
-        options: dict[str, Any] = {"system_prompt": self.system_prompt, "chat_template": self.chat_template}
-        options["template_kwargs"] = self.template_kwargs
-        source = SFTSource(rows=rows, **names, **options)
+        source = self._rows_of(data, column)
         if self.rendering == "tokens":
             return [prompt + completion for prompt, completion in source.tokenized(tokenizer)]
         texts = []
         for i in range(len(data)):
             try:
                 prompt, answer = source.prompt_and_answer(data[i])
-                texts.append(render_prompt(tokenizer, prompt, **options)[0] + answer)
+                options: dict[str, Any] = {"system_prompt": self.system_prompt, "chat_template": self.chat_template}
+                text, _ = render_prompt(tokenizer, prompt, template_kwargs=self.template_kwargs, **options)
+                texts.append(text + answer)
             except ValueError as error:
                 raise ValueError(f"{self.label}, row {i}: {error}") from error
         return [list(tokenizer(text)["input_ids"]) for text in texts]
 
-    def _require_equal_prompts(self, data: Any) -> None:
-        for i in range(len(data)):
-            chosen, rejected = data[i][self.chosen_column], data[i][self.rejected_column]
-            if list(chosen[:-1]) != list(rejected[:-1]):
-                raise ValueError(
-                    f"{self.label}, row {i}: {self.chosen_column!r} and {self.rejected_column!r} answer different "
-                    "prompts; only their last turn may differ."
-                )
+    def _rows_of(self, data: Any, column: str) -> SFTSource:
+        """The supervised rows whose completions are those of one column."""
 
-    def _margin(self, i: int, row: Any) -> float:
+        def rows() -> Any:
+            return data
+
+        rows.__name__ = self.label
+        options: dict[str, Any] = {"prompt_column": self.prompt_column, "completion_column": column}
+        if self.prompt_column is None:
+            options = {"messages_column": column}
+        return SFTSource(
+            rows=rows,
+            system_prompt=self.system_prompt,
+            chat_template=self.chat_template,
+            template_kwargs=self.template_kwargs,
+            **options,
+        )
+
+    def _check(self, row: Mapping[str, Any]) -> None:
+        """Raises a `ValueError` about a pair that cannot be used."""
+        try:
+            sides = [self._rows_of(None, c).prompt_and_answer(row) for c in (self.chosen_column, self.rejected_column)]
+            if not isinstance(sides[0][0], str):
+                as_messages(sides[0][0])
+            if sides[0][0] != sides[1][0]:
+                raise ValueError(
+                    f"{self.chosen_column!r} and {self.rejected_column!r} answer different prompts; only their last "
+                    "turn may differ."
+                )
+            self._margin(row)
+        except ValueError as error:
+            raise ValueError(f": {error}") from error
+
+    def _margin(self, row: Mapping[str, Any]) -> float:
         if self.margin_column is None:
             return 0.0
-        margin = row[self.margin_column]
-        if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-            raise ValueError(f"{self.label}, row {i}: the margin must be a finite number, got {margin!r}.")
+        margin = row.get(self.margin_column)
+        if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= 1e30:
+            raise ValueError(f"the margin must be a finite number, got {str(margin)[:80]!r}.")
         return float(margin)
 
     def _fits(self, i: int, pair: PreferencePair) -> bool:

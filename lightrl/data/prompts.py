@@ -2,31 +2,35 @@
 
 Prompt number k of a run (k = 0, 1, 2, ... over all ranks) is a function of the sources and the seed alone. A run that
 stops after k prompts goes on with prompt k, on any number of ranks, and nothing but k has to be saved.
-
-Letters: P prompts, N rows of one source, S sources.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from datasets import Dataset, IterableDataset
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
-from lightrl.data.media import MediaSource
-from lightrl.data.processing import MediaProcessor
-from lightrl.data.prompt_rows import Drawn, OpenSource, open_source
-from lightrl.data.rows import shuffled_order
-from lightrl.data.templates import ChatTemplate
-from lightrl.types import Prompts
+from lightrl.data.media import COLUMNS, MediaError, MediaSource, require_present
+from lightrl.data.processing import Encoded, MediaProcessor, arranged, encode_prompt
+from lightrl.data.rows import RowError, require_columns, shuffled_order
+from lightrl.data.templates import ChatTemplate, render_prompt, require_text
+from lightrl.models.media_tokens import TOKEN_INPUT
+from lightrl.types import Media, Prompts
 
-__all__ = ["PromptMixture", "PromptSet", "PromptSource"]
+__all__ = ["PromptMixture", "PromptSet", "PromptSource", "prompt_source"]
 
 MIX_BLOCK = 1000
+SHUFFLE_BUFFER = 10_000
 
 
 @dataclass
@@ -98,7 +102,9 @@ class PromptMixture:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ValueError("PromptMixture.sources is empty: give at least one source.")
-        if self.weights is not None and (len(self.weights) != len(self.sources) or min(self.weights) <= 0):
+        if self.weights is not None and (
+            len(self.weights) != len(self.sources) or not all(0 < w < math.inf for w in self.weights)
+        ):
             raise ValueError(
                 f"PromptMixture.weights={self.weights}: needs one weight above 0 for each of the {len(self.sources)} "
                 "sources; leave a source out instead of giving it weight 0."
@@ -117,6 +123,345 @@ class PromptMixture:
         return PromptSet(opened, self.weights or [1.0] * len(opened), seed=seed)
 
 
+def prompt_source(prompts: Any, argument: str) -> PromptSource | PromptMixture:
+    """A source of what may be given in its place: a path or hub name, a list of dictionaries, a `datasets.Dataset`.
+
+    Args:
+        prompts: the source, or one of these.
+        argument: what messages call it.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if isinstance(prompts, PromptSource | PromptMixture):
+        return prompts
+    if isinstance(prompts, str | os.PathLike):
+        return PromptSource(path=os.fspath(prompts))
+    rows = isinstance(prompts, list) and all(isinstance(row, dict) for row in prompts)
+    if rows or isinstance(prompts, Dataset | IterableDataset):
+        return PromptSource(rows=prompts)
+    raise ValueError(
+        f"{argument}={repr(prompts)[:80]}: give a PromptSource or PromptMixture, a path or hub name, a list of "
+        "dictionaries, or a datasets.Dataset."
+    )
+
+
+@dataclass
+class Drawn:
+    """One prompt: its row number in its source, the row, the text, its tokens, what the row itself says, and media."""
+
+    index: int
+    row: dict[str, Any]
+    text: str
+    token_ids: list[int]
+    raw: Any
+    inputs: dict[str, Any] = field(default_factory=dict)
+    media: Media = field(default_factory=Media)
+
+
+class OpenSource(ABC):
+    """One source with its tokenizer and processor: renders rows and applies the length limit."""
+
+    def __init__(
+        self,
+        spec: PromptSource,
+        tokenizer: PreTrainedTokenizerBase,
+        columns: Sequence[str],
+        processor: MediaProcessor | None,
+    ) -> None:
+        require_columns(columns, [spec.prompt_column, *(spec.media_columns or ())], spec.label, "prompt_column")
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self.columns = list(columns)
+        self.processor = processor
+        self.counts = {"dropped": 0, "truncated": 0}
+        self.broken: set[int] = set()
+        self.rendered: set[tuple[Any, ...]] = set()
+        self.drops = spec.max_prompt_tokens is not None and spec.overlong != "truncate_left"
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of prompts in one pass; a stream raises `ValueError`."""
+
+    @abstractmethod
+    def draw(self, j: int) -> Callable[[], Drawn]:
+        """The j-th prompt that is asked of this source, j = 0, 1, ... without end.
+
+        The call is cheap; what it returns does the work and may run in any thread.
+        """
+
+    @abstractmethod
+    def row(self, number: int) -> Callable[[], Drawn]:
+        """The prompt with this number in the order of the data set, as from `draw`."""
+
+    @property
+    def read_columns(self) -> list[str]:
+        """Columns that a prompt is made of."""
+        return [self.spec.prompt_column, *(COLUMNS if self.spec.media_columns is None else self.spec.media_columns)]
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        """Raises a `ValueError` about a row that cannot become a prompt, as far as can be seen without tokenising it.
+
+        Looked at are the prompt's type, a conversation's roles and contents, whether the chat template takes such roles
+        in this order (each order once), and whether the files of its media are there.
+        """
+        spec, prompt = self.spec, row.get(self.spec.prompt_column)
+        media_columns = self.processor is not None or spec.media_columns
+        try:
+            if isinstance(prompt, str) and not media_columns:
+                if not prompt:
+                    raise ValueError("the prompt is an empty string.")
+                return require_text(prompt)
+            options: Any = {"system_prompt": spec.system_prompt, "chat_template": spec.chat_template}
+            arranged_prompt, system, found = arranged(prompt, row, spec, self.tokenizer, self.processor, **options)
+            require_present(found, spec)
+            if not isinstance(arranged_prompt, str):
+                order = tuple((m["role"], type(m["content"])) for m in arranged_prompt)
+                if order not in self.rendered:
+                    options["system_prompt"] = system
+                    render_prompt(self.tokenizer, arranged_prompt, template_kwargs=spec.template_kwargs, **options)
+                    self.rendered.add(order)
+        except MediaError as error:
+            raise MediaError(f": {error}") from error
+        except ValueError as error:
+            raise RowError(f", column {spec.prompt_column!r}: {error}") from error
+
+    def encode(self, index: int, row: Mapping[str, Any]) -> Encoded:
+        """Text, token ids and media of a row, however long."""
+        spec = self.spec
+        try:
+            encoded, _ = encode_prompt(
+                row.get(spec.prompt_column),
+                row,
+                spec,
+                self.tokenizer,
+                self.processor,
+                system_prompt=spec.system_prompt,
+                chat_template=spec.chat_template,
+                template_kwargs=spec.template_kwargs,
+            )
+        except MediaError as error:
+            raise MediaError(f"{spec.where(index)}: {error}") from error
+        except ValueError as error:
+            raise RowError(f"{spec.where(index)}, column {spec.prompt_column!r}: {error}") from error
+        if not encoded.token_ids:
+            raise RowError(f"{spec.where(index)}: the prompt {encoded.text!r} has no tokens.")
+        return encoded
+
+    def keeps(self, index: int, row: dict[str, Any]) -> bool:
+        """Whether the row stays under `overlong`; counts those that do not."""
+        spec = self.spec
+        if not self.drops:
+            return True
+        try:
+            length = len(self.encode(index, row).token_ids)
+        except RowError as error:
+            return not self.drop(index, error)
+        if length <= (spec.max_prompt_tokens or length):
+            return True
+        if spec.overlong == "error":
+            raise ValueError(
+                f"{spec.where(index)}: the prompt has {length} tokens, max_prompt_tokens is "
+                f'{spec.max_prompt_tokens}. Raise it, or set overlong to "drop" or "truncate_left".'
+            )
+        self.counts["dropped"] += 1
+        return False
+
+    def drop(self, index: int, error: RowError) -> bool:
+        """Counts a row that is no good, once, and says so; raises where it is not to be dropped."""
+        if not self.spec.drops(error):
+            raise error
+        if index not in self.broken:
+            self.broken.add(index)
+            self.counts["dropped"] += 1
+            rank_zero_warn(f"Dropped: {error}")
+        return True
+
+    def make(self, index: int, row: dict[str, Any]) -> Drawn:
+        """The prompt of a row that `keeps` let through.
+
+        Raises:
+            MediaError: media that are no good, or a placeholder that a cut would go through.
+        """
+        encoded = self.encode(index, row)
+        text, token_ids, media = encoded.text, encoded.token_ids, encoded.media
+        limit = self.spec.max_prompt_tokens
+        if limit is not None and len(token_ids) > limit:
+            cut = len(token_ids) - limit
+            if cut > encoded.cuttable:
+                raise MediaError(
+                    f"{self.spec.where(index)}: {len(token_ids)} tokens cannot be cut to max_prompt_tokens="
+                    f"{limit} without cutting through media. Raise it, or lower max_pixels or max_frames."
+                )
+            self.counts["truncated"] += 1
+            token_ids, media.token_ids = token_ids[cut:], media.token_ids[cut:]
+            text = str(self.tokenizer.decode(token_ids))
+            for name, value in encoded.inputs.items():
+                if name.endswith(TOKEN_INPUT):
+                    encoded.inputs[name] = value[:, cut:]
+        return Drawn(index, row, text, token_ids, row[self.spec.prompt_column], encoded.inputs, media)
+
+
+class _MapRows(OpenSource):
+    """A source with a length and random access."""
+
+    def __init__(
+        self,
+        spec: PromptSource,
+        tokenizer: PreTrainedTokenizerBase,
+        data: Any,
+        seed: int,
+        shuffle: bool,
+        processor: MediaProcessor | None,
+    ):
+        columns = getattr(data, "column_names", None) or dict.fromkeys(name for row in data for name in row)
+        super().__init__(spec, tokenizer, list(columns), processor)
+        self.data = data
+        self.seed = seed
+        self.shuffle = shuffle
+        self.kept = spec.good_rows(data, self.read_columns, self.check)
+        bad = len(data) - len(self.kept)
+        if self.drops:
+            self.kept = [i for i in self.kept if self.keeps(i, data[i])]
+        if self.counts["dropped"]:
+            rank_zero_info(
+                f"{spec.label}: {self.counts['dropped']} of {len(data)} prompts are longer than "
+                f"max_prompt_tokens={spec.max_prompt_tokens} and left out."
+            )
+        self.counts["dropped"] += bad
+        if not self.kept:
+            raise ValueError(f"{spec.label}: every prompt is longer than max_prompt_tokens={spec.max_prompt_tokens}.")
+        self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.arange(len(self.kept)))
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def draw(self, j: int) -> Callable[[], Drawn]:
+        epoch, position = divmod(j, len(self.kept))
+        if self.shuffle and self._order[0] != epoch:
+            self._order = (epoch, shuffled_order(len(self.kept), self.seed, epoch))
+        return self.row(int(self._order[1][position]))
+
+    def row(self, number: int) -> Callable[[], Drawn]:
+        return lambda: self._first_good(number)
+
+    def _first_good(self, number: int) -> Drawn:
+        """This prompt, or the next one in the data set's order that is good."""
+        for step in range(len(self.kept)):
+            index = self.kept[(number + step) % len(self.kept)]
+            if index not in self.broken:
+                try:
+                    return self.make(index, self._read(index))
+                except RowError as error:
+                    self.drop(index, error)
+        raise ValueError(f"{self.spec.label}: no row is left, all of them (or their media) are broken.")
+
+    def _read(self, index: int) -> dict[str, Any]:
+        try:
+            row: dict[str, Any] = self.data[index]
+        except (OSError, SyntaxError) as error:  # `datasets` decodes images when a row is read
+            raise MediaError(f"{self.spec.where(index)}: {error}") from error
+        return row
+
+
+class _StreamRows(OpenSource):
+    """A source that is only read forwards."""
+
+    def __init__(
+        self,
+        spec: PromptSource,
+        tokenizer: PreTrainedTokenizerBase,
+        data: IterableDataset,
+        seed: int,
+        shuffle: bool,
+        processor: MediaProcessor | None,
+    ):
+        first = next(spec.stream_rows(data), None)
+        if first is None:
+            raise ValueError(f"{spec.label} has no rows (split={spec.split!r}); there is nothing to train on.")
+        super().__init__(spec, tokenizer, list(first), processor)
+        self.data = data.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER) if shuffle else data
+        self.next_j = 0
+        self.stream = self._endless()
+        self.peeked: deque[tuple[int, dict[str, Any]]] = deque()
+
+    def __len__(self) -> int:
+        raise ValueError(
+            f"{self.spec.label} is a stream and has no length: evaluation needs prompts with streaming=False, "
+            "with `limit` or a slice of the split if there are many."
+        )
+
+    def row(self, number: int) -> Callable[[], Drawn]:
+        raise AssertionError(f"row {number} of a stream: callers ask for the length first, which raises")
+
+    def draw(self, j: int) -> Callable[[], Drawn]:
+        if j < self.next_j:
+            self.next_j, self.stream = 0, self._endless()
+            self.peeked.clear()
+        while True:
+            index, row = self._next()
+            self.next_j += 1
+            if self.next_j > j:
+                break
+        if "drop" not in (self.spec.on_bad_row, self.spec.on_media_error if self.processor is not None else "error"):
+            return lambda: self.make(index, row)
+        drawn = self._first_good(index, row)  # which rows are read depends on which are good: not in another thread
+        return lambda: drawn
+
+    def _next(self) -> tuple[int, dict[str, Any]]:
+        return self.peeked.popleft() if self.peeked else next(self.stream)
+
+    def _first_good(self, index: int, row: dict[str, Any]) -> Drawn:
+        """This row's prompt, or that of the next good one; rows looked at come again in their turn."""
+        looked = 0
+        while True:
+            try:
+                return self.make(index, row)
+            except RowError as error:
+                self.drop(index, error)
+            if looked == len(self.peeked):
+                self.peeked.append(next(self.stream))
+            index, row = self.peeked[looked]
+            looked += 1
+
+    def _endless(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Row numbers in the pass and rows, pass after pass, each in its own order."""
+        epoch = 0
+        while True:
+            self.data.set_epoch(epoch)
+            kept = 0
+            for index, row in enumerate(self.spec.stream_rows(self.data)):
+                if self.is_good(index, row) and self.keeps(index, row):
+                    kept += 1
+                    yield index, row
+            if not kept:
+                limit = self.spec.max_prompt_tokens
+                raise ValueError(f"{self.spec.label}: every prompt is bad or longer than max_prompt_tokens={limit}.")
+            epoch += 1
+
+    def is_good(self, index: int, row: dict[str, Any]) -> bool:
+        """Whether the row can become a prompt; what cannot is an error or dropped, as `on_bad_row` says."""
+        try:
+            self.check(row)
+        except RowError as error:
+            return not self.drop(index, type(error)(f"{self.spec.where(index)}{error}"))
+        return True
+
+
+def open_source(
+    spec: PromptSource,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    shuffle: bool,
+    processor: MediaProcessor | None = None,
+) -> OpenSource:
+    """Reads the rows of a source; the arguments are those of `PromptSource.load`."""
+    data = spec.read()
+    if isinstance(data, IterableDataset):
+        return _StreamRows(spec, tokenizer, data, seed, shuffle, processor)
+    return _MapRows(spec, tokenizer, data, seed, shuffle, processor)
+
+
 class PromptSet:
     """Prompts by number, from one source or a mixture. Made by `PromptSource.load` and `PromptMixture.load`.
 
@@ -131,11 +476,12 @@ class PromptSet:
     """
 
     def __init__(self, sources: Sequence[OpenSource], weights: Sequence[float], *, seed: int) -> None:
-        self._sources, self._seed = list(sources), seed
+        self._sources = list(sources)
+        self._seed = seed
         self._shares = _block_shares(weights)
         self._pattern: tuple[int, np.ndarray[Any, Any]] = (-1, np.zeros(0, dtype=np.int64))
         self._pool: ThreadPoolExecutor | None = None
-        self._columns = list(dict.fromkeys(name for source in sources for name in source.columns))
+        self.columns = list(dict.fromkeys(name for source in sources for name in source.columns))
 
     def __len__(self) -> int:
         """Number of prompts of all sources, without dropped rows.
@@ -163,7 +509,8 @@ class PromptSet:
         Args:
             cursor: number of prompts that went before, over all ranks; what a resumed run has to know.
             count: number of prompts over all ranks, a multiple of `world_size`.
-            rank: of this process. world_size: number of processes.
+            rank: of this process.
+            world_size: number of processes.
         """
         if count % world_size:
             raise ValueError(f"count={count}: {world_size} ranks cannot share it; take a multiple of {world_size}.")
@@ -204,7 +551,7 @@ class PromptSet:
         return Prompts(
             token_ids=[d.token_ids for d in drawn],
             texts=[d.text for d in drawn],
-            columns={name: [d.row.get(name) for d in drawn] for name in self._columns},
+            columns={name: [d.row.get(name) for d in drawn] for name in self.columns},
             indices=[d.index for d in drawn],
             inputs=[d.inputs for d in drawn],
             raw=[d.raw for d in drawn],

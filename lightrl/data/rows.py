@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from datasets import DatasetDict, IterableDataset, IterableDatasetDict, load_dataset, load_from_disk
+from datasets import (
+    Audio,
+    Dataset,
+    DatasetDict,
+    Image,
+    IterableDataset,
+    IterableDatasetDict,
+    Video,
+    load_dataset,
+    load_from_disk,
+)
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-__all__ = ["RowSource", "require_columns", "shuffled_order"]
+from lightrl.data.files import BUILDERS, PROGRESS_SECONDS, nth_line, one_line, require_readable
 
-_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+__all__ = ["RowError", "RowSource", "require_columns", "shuffled_order"]
+
+
+class RowError(ValueError):
+    """A row that cannot be used: a column of a wrong type, a conversation without roles, an empty prompt."""
 
 
 @dataclass
@@ -27,9 +43,13 @@ class RowSource:
         name: configuration of a hub data set, such as "main".
         split: which split to take; slices such as "train[:100]" are understood.
         limit: only the first so many rows of the split, before any shuffling; None is all.
-        streaming: read a hub data set or file as a stream, row by row, without downloading or converting it first. A
+        streaming: read a hub data set or file as a stream, row by row, without downloading or converting it first (a
+            local file is looked through once all the same). A
             stream has no length and no random access: see `PromptSet` for what that costs.
         load_kwargs: further arguments of `datasets.load_dataset`, such as `revision`.
+        on_bad_row: what happens to a row that cannot be used (a column of a wrong type, a conversation without roles,
+            an empty prompt): "error" stops and names file, row and value, "drop" leaves it out, says so and counts
+            it. All rows are looked at before training; those of a stream as they come.
     """
 
     path: str | None = None
@@ -39,6 +59,7 @@ class RowSource:
     limit: int | None = None
     streaming: bool = False
     load_kwargs: dict[str, Any] = field(default_factory=dict)
+    on_bad_row: Literal["error", "drop"] = "error"
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.rows is None):
@@ -46,6 +67,8 @@ class RowSource:
             raise ValueError(f"{type(self).__name__}: give exactly one of path and rows, not {given}.")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"{type(self).__name__}.limit={self.limit}: must be at least 1, or None for all rows.")
+        if self.on_bad_row not in ("error", "drop"):
+            raise ValueError(f'{type(self).__name__}.on_bad_row={self.on_bad_row!r}: must be "error" or "drop".')
 
     @property
     def label(self) -> str:
@@ -71,39 +94,143 @@ class RowSource:
             data = data[: self.limit] if isinstance(data, list) else data.select(range(self.limit))
         return data
 
+    def where(self, row: int) -> str:
+        """How messages name a row: source and number, and the line where the source is a JSONL file."""
+        local = None if self.path is None else Path(self.path).expanduser()
+        line = None
+        if local is not None and local.is_file() and "[" not in self.split and not self.streaming:
+            line = nth_line(local, row)
+        return f"{self.label}, row {row}" + ("" if line is None else f" (line {line})")
+
+    def drops(self, error: ValueError) -> bool:
+        """Whether a row with this error is left out, rather than ending the run."""
+        return self.on_bad_row == "drop"
+
+    def good_rows(self, data: Any, columns: Iterable[str], check: Callable[[Mapping[str, Any]], None]) -> Sequence[int]:
+        """Looks at all rows before any is used.
+
+        Args:
+            data: what `read` gave, with a length.
+            columns: those that `check` needs.
+            check: raises a ValueError about a row that cannot be used.
+
+        Returns:
+            the numbers of the good rows, in order.
+
+        Raises:
+            RowError: a bad row that is not to be dropped; or no row is left.
+        """
+        bad: dict[int, str] = {}
+        begun = said = time.monotonic()
+        for number, row in enumerate(_plain_rows(data, columns)):
+            try:
+                check(row)
+            except ValueError as error:
+                if not self.drops(error):
+                    kind = type(error) if isinstance(error, RowError) else RowError
+                    raise kind(f"{self.where(number)}{error}") from error
+                bad[number] = str(error)
+            if number % 1000 == 0 and time.monotonic() - said > PROGRESS_SECONDS:
+                said = time.monotonic()
+                rate = number / (said - begun)
+                rank_zero_info(f"{self.label}: looked at {number:,} of {len(data):,} rows, {rate:,.0f} a second.")
+        if not bad:
+            return range(len(data))
+        first = next(iter(bad))
+        message = f"{len(bad)} of {len(data)} rows cannot be used; the first: {self.where(first)}{bad[first]}"
+        if len(bad) == len(data):
+            raise RowError(f"no row is left: {message}")
+        rank_zero_warn(f"Dropped: {message}")
+        return [number for number in range(len(data)) if number not in bad]
+
+    def stream_rows(self, data: IterableDataset) -> Iterator[dict[str, Any]]:
+        """The rows of a stream; a ValueError says after how many of them it broke off, and where the file is broken."""
+        count = 0
+        rows = iter(data)
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:
+                self._require_readable_files()
+                raise ValueError(f"{self.label}: reading broke off after {count} rows: {one_line(error)}.") from error
+            count += 1
+            yield row
+
     def _from_rows(self) -> Any:
-        data = self.rows() if callable(self.rows) else self.rows
-        if isinstance(data, IterableDataset | IterableDatasetDict):
+        data: Any = self.rows() if callable(self.rows) else self.rows
+        if isinstance(data, IterableDataset | IterableDatasetDict | DatasetDict):
             return data
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise ValueError(
                 f"rows={self.label}: expected a list of dictionaries or a Dataset, got {type(data).__name__}."
             )
+        if not isinstance(data, Dataset):
+            for number in range(len(data)):
+                if not isinstance(data[number], Mapping):
+                    raise RowError(
+                        f"rows={self.label}: row {number} is {str(data[number])[:80]!r} of type "
+                        f"{type(data[number]).__name__}, not a dictionary of columns."
+                    )
         return data
 
     def _from_path(self, path: str) -> Any:
         local = Path(path).expanduser()
         if local.is_file():
-            builder = _BUILDERS.get(local.suffix.lower())
+            builder = BUILDERS.get(local.suffix.lower())
             if builder is None:
-                raise ValueError(f"path={path!r}: unknown kind of file; known are {', '.join(_BUILDERS)}.")
+                raise ValueError(f"path={path!r}: unknown kind of file; known are {', '.join(BUILDERS)}.")
+            self._require_readable_files()  # of a stream, too: pyarrow's reader crashes on some broken files
             files = {self.split.split("[")[0]: str(local)}  # whatever split is asked for is this file
             return self._load_dataset(builder, data_files=files)
         if local.is_dir():
             if any((local / marker).exists() for marker in ("dataset_dict.json", "state.json")):
-                return load_from_disk(str(local))
+                try:
+                    return load_from_disk(str(local))
+                except Exception as error:
+                    raise ValueError(
+                        f"path={path!r}: the saved data set cannot be read: {one_line(error)}. Save it again."
+                    ) from error
             return self._load_dataset(str(local), name=self.name)
-        if local.suffix.lower() in _BUILDERS or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        if local.suffix.lower() in BUILDERS or path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise ValueError(f"path={path!r}: there is no such file or folder (looked from {Path.cwd()}).")
         return self._load_dataset(path, name=self.name)
+
+    def _require_readable_files(self) -> None:
+        """Names the broken line of a local file; with `load_kwargs` a file may have a form that only they tell."""
+        local = Path(self.path or "").expanduser()
+        if self.path is None or self.load_kwargs:
+            return
+        for file in [local] if local.is_file() else sorted(local.rglob("*")) if local.is_dir() else []:
+            if file.is_file() and file.suffix.lower() in BUILDERS:
+                require_readable(file)
 
     def _load_dataset(self, builder: str, **kwargs: Any) -> Any:
         try:
             return load_dataset(builder, split=self.split, streaming=self.streaming, **kwargs, **self.load_kwargs)
         except (FileNotFoundError, ConnectionError) as error:
             raise ValueError(
-                f"path={self.path!r}: neither a file or folder here nor on the hub (or no network)."
+                f"path={self.path!r}: neither a file or folder here nor on the hub (or no network): {one_line(error)}."
             ) from error
+        except Exception as error:
+            self._require_readable_files()
+            raise ValueError(f"path={self.path!r}, split={self.split!r}: {one_line(error)}.") from error
+
+
+def _plain_rows(data: Any, columns: Iterable[str]) -> Iterator[Mapping[str, Any]]:
+    """Rows with some of their columns, media as bytes or paths; in batches where the data can, which is much faster."""
+    if not isinstance(data, Dataset):
+        yield from (data[number] for number in range(len(data)))
+        return
+    names = [name for name in dict.fromkeys(columns) if name in data.column_names]
+    part = data.select_columns(names).with_format(None)
+    for name, feature in part.features.items():
+        if isinstance(feature, Image | Audio | Video):
+            part = part.cast_column(name, type(feature)(decode=False))
+    for batch in part.iter(1000):
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))
 
 
 def require_columns(columns: Iterable[str], wanted: Iterable[str], label: str, argument: str) -> None:

@@ -1,10 +1,8 @@
-"""Supervised rows: prompts with the completions a model should learn.
-
-Letters: B rows, T tokens of the longest row.
-"""
+"""Supervised rows: prompts with the completions a model should learn."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,11 +14,12 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
+from lightrl.data.files import PROGRESS_SECONDS
 from lightrl.data.media import MediaError, MediaSource
 from lightrl.data.processing import MediaProcessor, arranged, encode_prompt, load_processor
-from lightrl.data.rows import require_columns, shuffled_order
-from lightrl.data.templates import ChatTemplate, load_tokenizer
-from lightrl.types import pad_rows
+from lightrl.data.rows import RowError, require_columns, shuffled_order
+from lightrl.data.templates import ChatTemplate, apply_template, as_messages, load_tokenizer, require_text
+from lightrl.ops.padding import pad_rows
 
 __all__ = ["SFTDataModule", "SFTLoader", "SFTRows", "SFTSource"]
 
@@ -88,24 +87,30 @@ class SFTSource(MediaSource):
         wanted = ("messages_column",) if self.messages_column else ("prompt_column", "completion_column")
         for argument in wanted:
             require_columns(columns, [getattr(self, argument)], self.label, argument)
-        numbers, kept = [], []
+        numbers, kept, bad, said = [], [], 0, time.monotonic()
         for i in range(len(data)):
             try:
                 prompt, completion, _ = self._encode(tokenizer, i, data[i], processor)
-            except MediaError as error:
-                if self.on_media_error == "error":
+            except RowError as error:
+                if not self.drops(error):
                     raise
+                bad += 1
                 rank_zero_warn(f"Dropped: {error}")
                 continue
             row = self._fit(i, prompt, completion)
             if row is not None:
                 numbers.append(i)
                 kept.append(row)
+            if i % 1000 == 0 and time.monotonic() - said > PROGRESS_SECONDS:
+                said = time.monotonic()
+                rank_zero_info(f"{self.label}: tokenised {i:,} of {len(data):,} rows.")
         if len(kept) < len(data):
-            dropped = len(data) - len(kept)
-            rank_zero_info(f"{self.label}: {dropped} of {len(data)} rows do not fit max_tokens={self.max_tokens}.")
+            long = len(data) - len(kept) - bad
+            rank_zero_info(
+                f"{self.label}: of {len(data)} rows {long} do not fit max_tokens={self.max_tokens}, {bad} are bad."
+            )
         if not kept:
-            raise ValueError(f"{self.label}: no row fits max_tokens={self.max_tokens}.")
+            raise ValueError(f"{self.label}: no row fits max_tokens={self.max_tokens} ({bad} of {len(data)} are bad).")
         if processor is None:
             return SFTRows(kept)
 
@@ -117,15 +122,21 @@ class SFTSource(MediaSource):
     def prompt_and_answer(self, row: Mapping[str, Any]) -> tuple[Any, str]:
         """Prompt and completion text of a row."""
         if self.messages_column:
-            messages = row[self.messages_column]
-            prompt, answer = messages[:-1], messages[-1:]
+            messages = as_messages(row.get(self.messages_column))
+            prompt: Any = messages[:-1]
+            answer: Any = messages[-1:]
         else:
-            prompt, answer = row[self.prompt_column], row[self.completion_column]
-        if isinstance(answer, str):
-            return prompt, answer
-        if not isinstance(answer, Sequence) or len(answer) != 1 or answer[0].get("role") != "assistant":
-            raise ValueError(f"the completion must be a string or one assistant message, got {answer!r}.")
-        return prompt, str(answer[0]["content"])
+            prompt, answer = row.get(self.prompt_column), row.get(self.completion_column)
+        if not isinstance(answer, str):
+            if not isinstance(answer, Sequence) or len(answer) != 1 or as_messages(answer)[0]["role"] != "assistant":
+                raise ValueError(f"the completion must be a string or one assistant message, got {str(answer)[:80]!r}.")
+            answer = answer[0]["content"]
+            if not isinstance(answer, str):
+                raise ValueError(f"the completion's content must be a string, got {str(answer)[:80]!r}.")
+        if not prompt:
+            raise ValueError("the prompt is empty: an answer needs something before it.")
+        require_text(answer)
+        return prompt, answer
 
     def _encode(
         self,
@@ -145,9 +156,9 @@ class SFTSource(MediaSource):
                 prompt, system, _ = arranged(prompt, row, self, tokenizer, processor, **options)
                 answer = self._templated_answer(tokenizer, prompt, system, answer, encoded.text)
         except MediaError as error:
-            raise MediaError(f"{self.label}, row {i}: {error}") from error
+            raise MediaError(f"{self.where(i)}: {error}") from error
         except ValueError as error:
-            raise ValueError(f"{self.label}, row {i}: {error}") from error
+            raise RowError(f"{self.where(i)}: {error}") from error
         tokens = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
         eos: Any = tokenizer.eos_token_id
         # What a template writes after the end of the turn is never sampled, so it is not learnt.
@@ -164,7 +175,7 @@ class SFTSource(MediaSource):
         blocks = any(not isinstance(message["content"], str) for message in messages)
         content: Any = [{"type": "text", "text": answer}] if blocks else answer
         messages = [*messages, {"role": "assistant", "content": content}]
-        whole = str(tokenizer.apply_chat_template(messages, tokenize=False, **self.template_kwargs))
+        whole = apply_template(tokenizer, messages, **self.template_kwargs)
         if not whole.startswith(text):
             raise ValueError(
                 "the chat template renders the prompt differently when an answer follows, so the two cannot be told "
@@ -177,9 +188,7 @@ class SFTSource(MediaSource):
         if limit is None or length <= limit:
             return prompt, completion
         if self.overlong == "error":
-            raise ValueError(
-                f"{self.label}, row {i}: {length} tokens, max_tokens is {limit}; raise it or drop the row."
-            )
+            raise ValueError(f"{self.where(i)}: {length} tokens, max_tokens is {limit}; raise it or drop the row.")
         if self.overlong == "drop" or len(prompt) >= limit:
             return None
         return prompt, completion[: limit - len(prompt)]
@@ -199,7 +208,8 @@ class SFTLoader:
         seed: of the order.
         train: shuffled, and rows that do not fill a batch on every rank are left to another pass. Otherwise every row
             once, in order, at each call; a rank that runs out of rows repeats one with an empty `response_mask`.
-        rank: of this process. world_size: number of processes.
+        rank: of this process.
+        world_size: number of processes.
     """
 
     def __init__(
@@ -213,9 +223,15 @@ class SFTLoader:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self.rows, self.batch_size, self.pad_token_id = rows, batch_size, pad_token_id
-        self.seed, self.train, self.rank, self.world_size = seed, train, rank, world_size
-        self.epoch, self.position = 0, 0
+        self.rows = rows
+        self.batch_size = batch_size
+        self.pad_token_id = pad_token_id
+        self.seed = seed
+        self.train = train
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = 0
+        self.position = 0
         if train and len(self) == 0:
             raise ValueError(
                 f"batch_size={batch_size} on {world_size} rank(s) needs {batch_size * world_size} rows, there are "
@@ -288,8 +304,11 @@ class SFTDataModule(LightningDataModule):
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: must be at least 1.")
-        self.tokenizer_path, self.train, self.val = tokenizer, train, val
-        self.batch_size, self.seed = batch_size, seed
+        self.tokenizer_path = tokenizer
+        self.train = train
+        self.val = val
+        self.batch_size = batch_size
+        self.seed = seed
         self._loaders: dict[str, SFTLoader] = {}
 
     def setup(self, stage: str) -> None:

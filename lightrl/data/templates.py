@@ -6,13 +6,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from jinja2 import TemplateError
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-__all__ = ["ChatTemplate", "as_messages", "encode", "load_tokenizer", "render_prompt"]
+__all__ = ["ChatTemplate", "apply_template", "as_messages", "encode", "load_tokenizer", "render_prompt", "require_text"]
 
 ChatTemplate = bool | Literal["auto"]
 """True: always; False: never; "auto": where the tokenizer has a template."""
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+"""Roles of a conversation; others only where the chat template names them."""
+
+_BLOCK_KINDS = ("text", "image", "video", "audio")
 
 
 def load_tokenizer(path: str, **kwargs: Any) -> PreTrainedTokenizerBase:
@@ -87,15 +93,28 @@ def render_prompt(
         )
     if system_prompt is not None:
         messages = [{"role": "system", "content": system_prompt}, *messages]
+    unknown = sorted({str(message["role"]) for message in messages} - ROLES)
+    for role in unknown:
+        if role not in str(tokenizer.chat_template):
+            raise ValueError(
+                f"the role {role!r}: roles are {', '.join(sorted(ROLES))} and those that the chat template names."
+            )
     open_turn = messages[-1]["role"] == "assistant"
-    text = tokenizer.apply_chat_template(
-        messages,
-        tokenize=False,
-        add_generation_prompt=not open_turn,
-        continue_final_message=open_turn,
-        **(template_kwargs or {}),
-    )
-    return str(text), True
+    options = {"add_generation_prompt": not open_turn, "continue_final_message": open_turn, **(template_kwargs or {})}
+    return apply_template(tokenizer, messages, **options), True
+
+
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """The text that the tokenizer's chat template makes of a conversation.
+
+    Raises:
+        ValueError: the template refuses it, for example because roles do not take turns.
+    """
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise ValueError(f"the chat template cannot render this conversation ({roles}): {error}") from error
 
 
 def as_messages(prompt: Any) -> list[dict[str, Any]]:
@@ -104,12 +123,53 @@ def as_messages(prompt: Any) -> list[dict[str, Any]]:
     Raises:
         ValueError: it is none.
     """
-    if not isinstance(prompt, Sequence) or not prompt:
-        raise ValueError(f"A prompt must be a string or a list of messages that is not empty, got {prompt!r}.")
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes) or not prompt:
+        raise ValueError(f"A prompt must be a string or a list of messages that is not empty, got {_short(prompt)}.")
     for message in prompt:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise ValueError(f"A message must be a dictionary with role and content, got {message!r}.")
+            raise ValueError(f"A message must be a dictionary with role and content, got {_short(message)}.")
+        if not isinstance(message["role"], str) or not message["role"]:
+            raise ValueError(f"A message's role must be a string, got {_short(message['role'])}.")
+        _require_content(message["content"])
     return [dict(message) for message in prompt]
+
+
+def _require_content(content: Any) -> None:
+    if content is None:  # a turn that calls tools may say nothing
+        return
+    if isinstance(content, str):
+        return require_text(content)
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise ValueError(f"A message's content must be a string or a list of blocks, got {_short(content)}.")
+    for block in content:
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if not isinstance(kind, str) or not any(known in kind for known in _BLOCK_KINDS):
+            raise ValueError(
+                f"A content block must be a dictionary whose type is one of {', '.join(_BLOCK_KINDS)}, got "
+                f"{_short(block)}."
+            )
+        if kind == "text":
+            if not isinstance(block.get("text"), str):
+                raise ValueError(f"A text block must hold a text, got {_short(block)}.")
+            require_text(block["text"])
+
+
+def require_text(text: str) -> None:
+    """Raises a `ValueError` where a string holds half of a surrogate pair, which no tokenizer takes."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{text[error.start]!r} at position {error.start} is half of a surrogate pair, which is no text: it comes "
+            "of cutting a string in the middle of an emoji. Drop it."
+        ) from error
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} of type {type(value).__name__}"
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, templated: bool) -> list[int]:
@@ -121,4 +181,5 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, templated: bool) ->
         templated: a template's text holds its special tokens already; a plain one gets those the tokenizer adds, such
             as a beginning-of-sequence token.
     """
+    require_text(text)
     return list(tokenizer(text, add_special_tokens=not templated)["input_ids"])

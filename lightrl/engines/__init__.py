@@ -6,22 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.engines.base import (
     Engine,
-    EngineContext,
     EngineDiedError,
     EngineRestartedError,
+    GenerationCancelledError,
+    RequestQueue,
     StaleWeightsError,
 )
+from lightrl.types import EngineContext
 
 if TYPE_CHECKING:
-    from lightrl.engines.server import ServerEngine
-    from lightrl.engines.transformers import TransformersEngine
-    from lightrl.engines.vllm import VLLMEngine
+    from lightrl.engines.server.engine import ServerEngine
+    from lightrl.engines.transformers.engine import TransformersEngine
+    from lightrl.engines.vllm.engine import VLLMEngine
 
 __all__ = [
     "Engine",
     "EngineContext",
     "EngineDiedError",
     "EngineRestartedError",
+    "GenerationCancelledError",
+    "RequestQueue",
     "ServerEngine",
     "StaleWeightsError",
     "TransformersEngine",
@@ -29,9 +33,9 @@ __all__ = [
 ]
 
 _LAZY = {
-    "ServerEngine": "lightrl.engines.server",
-    "TransformersEngine": "lightrl.engines.transformers",
-    "VLLMEngine": "lightrl.engines.vllm",
+    "ServerEngine": "lightrl.engines.server.engine",
+    "TransformersEngine": "lightrl.engines.transformers.engine",
+    "VLLMEngine": "lightrl.engines.vllm.engine",
 }
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from lightrl.types import CompletionGroup, Prompts, SamplingParams
+from lightrl.types import CompletionGroup, EngineContext, GenerationRequest
 
 __all__ = [
     "Engine",
-    "EngineContext",
     "EngineDiedError",
     "EngineRestartedError",
     "GenerationCancelledError",
+    "RequestQueue",
     "StaleWeightsError",
 ]
 
@@ -37,34 +37,103 @@ class StaleWeightsError(RuntimeError):
     """The engine would sample with weights that are not the trainer's."""
 
 
-@dataclass(frozen=True)
-class EngineContext:
-    """What the run tells an engine when it starts. An argument given to the engine's constructor wins.
+class RequestQueue:
+    """Requests for an engine that is generating. Any thread may add to it; one `Engine.generate` takes from it.
 
-    Attributes:
-        model_path: folder or hub name whose configuration and tokenizer describe the policy.
-        dtype: "float32", "bfloat16" or "float16": the trainer's compute dtype.
-        seed: the run's seed; per-request seeds are derived by the caller, not from this.
-        rank: global rank of this process. world_size: number of processes.
-        local_rank: rank on this machine.
-        device: "cpu" or "cuda:0" and so on, the trainer's device.
-        max_prompt_tokens: longest prompt the data module lets through; None where it does not know.
-        max_new_tokens: largest `max_new_tokens` of any sampling settings in the run.
-        random_init: the model folder has a configuration but no weights; the first sync brings them.
-        lora_rank: rank of the policy's adapter; 0 where there is none, or none that fits on the folder's weights.
+    Args:
+        requests: that are there from the start.
+        closed: whether no more will come.
     """
 
-    model_path: str
-    dtype: str = "float32"
-    seed: int = 0
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    device: str = "cpu"
-    max_prompt_tokens: int | None = None
-    max_new_tokens: int = 256
-    random_init: bool = False
-    lora_rank: int = 0
+    def __init__(self, requests: Iterable[GenerationRequest] = (), *, closed: bool = False) -> None:
+        self._changed = threading.Condition()
+        self._waiting: dict[GenerationRequest, None] = dict.fromkeys(requests)  # in order, found by identity
+        self._cancelled: list[GenerationRequest] = []
+        self._closed = closed
+        self._stopped = False
+        self._listener: Callable[[], None] = lambda: None
+
+    def put(self, request: GenerationRequest) -> None:
+        """Adds a request.
+
+        Raises:
+            RuntimeError: the queue is closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("RequestQueue.put after close: make another queue and call generate again.")
+            self._waiting[request] = None
+            self._tell()
+
+    def cancel(self, request: GenerationRequest) -> None:
+        """Has a request dropped: it will not be yielded, unless it is on its way already."""
+        with self._changed:
+            if request in self._waiting:
+                del self._waiting[request]
+            else:
+                self._cancelled.append(request)
+                self._tell()
+
+    def close(self) -> None:
+        """Says that no more requests will come. May be called twice."""
+        with self._changed:
+            self._closed = True
+            self._tell()
+
+    def stop(self) -> None:
+        """Ends the `generate` that takes from this queue by a `GenerationCancelledError` there."""
+        with self._changed:
+            self._stopped = self._closed = True
+            self._tell()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """For the engine: has `listener` called after each change, by the thread that made it. It must not block."""
+        self._listener = listener
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        self._listener()
+
+    @property
+    def closed(self) -> bool:
+        """Whether no more requests will come."""
+        return self._closed
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopped
+
+    def waiting(self) -> list[GenerationRequest]:
+        """Requests that nobody has taken yet, which stay."""
+        with self._changed:
+            return list(self._waiting)
+
+    def take(self, wait: bool) -> list[GenerationRequest]:
+        """For the engine: all requests that are there, in the order in which they came.
+
+        Args:
+            wait: block until there are some, or no more will come; then an empty list is the end.
+
+        Raises:
+            GenerationCancelledError: `stop` was called.
+        """
+        with self._changed:
+            while wait and not (self._waiting or self._closed):
+                self._changed.wait()
+            if self._stopped:
+                raise GenerationCancelledError("This generation was cancelled.")
+            taken = list(self._waiting)
+            self._waiting.clear()
+            return taken
+
+    def take_cancelled(self) -> list[GenerationRequest]:
+        """For the engine: requests that were cancelled after they were taken, each once."""
+        if not self._cancelled:
+            return []
+        with self._changed:
+            cancelled, self._cancelled = self._cancelled, []
+            return cancelled
 
 
 class Engine(ABC):
@@ -76,7 +145,10 @@ class Engine(ABC):
     """
 
     policy_version: int = -1
-    """Version of the loaded weights, -1 until the first `load_weights`."""
+    """Version of the loaded weights, -1 until the first `load_weights`. Only the engine sets it."""
+
+    records_support: bool = False
+    """Whether completions come with the ids that top-p, top-k and min-p left for each token (`Completion.support`)."""
 
     dtype: str | None = None
     """Of the weights of the started engine: "float32", "bfloat16" or "float16"; None where the engine does not know."""
@@ -85,6 +157,14 @@ class Engine(ABC):
     def concurrent(self) -> bool:
         """Whether it computes outside of this process, so that `generate` may run in a thread beside training."""
         return False
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it frees device memory between rollouts, and so cannot sample beside training."""
+        return False
+
+    def __init__(self) -> None:
+        self._queues: set[RequestQueue] = set()
 
     def check(self, context: EngineContext) -> None:  # noqa: B027 - most engines find out when they start
         """Looks, before any model is loaded, for what would make `start` fail. Every rank calls it.
@@ -108,46 +188,72 @@ class Engine(ABC):
         """Most tokens, prompt and completion together, that the engine can hold in one sequence."""
 
     @abstractmethod
-    def generate(
-        self, prompts: Prompts, sampling: SamplingParams, *, num_completions: int, seeds: Sequence[int]
-    ) -> Iterator[CompletionGroup]:
-        """Samples `num_completions` (G) completions of each prompt.
+    def generate(self, requests: Iterable[GenerationRequest] | RequestQueue) -> Iterator[CompletionGroup]:
+        """Samples completions. Runs in the caller's thread, between whose steps new requests are taken.
 
         Args:
-            prompts: P prompts.
-            sampling: the distribution and the limits.
-            num_completions: G, at least 1.
-            seeds: P integers; completion g of prompt p is drawn with a seed derived from (seeds[p], g) alone, so the
-                result depends neither on the order nor on the number of prompts.
+            requests: to complete. Others may join a `RequestQueue`, or be cancelled, while earlier ones run; any other
+                iterable is a closed queue. Settings, limits and lengths may differ. Completion g of a request is drawn
+                with a seed derived from (its seed, g) alone, so the result depends neither on the order nor on the
+                number of requests.
 
         Yields:
-            one group per prompt, each as soon as it is finished, in any order.
+            one group per request, each as soon as it is finished, in any order. It ends when the queue is closed and
+            everything that was asked and not cancelled has been yielded.
 
         Raises:
-            ValueError: a prompt that does not fit, or sampling settings the engine cannot serve.
-            EngineDiedError: an engine process is gone.
+            ValueError: see `check_request`; at the call, for requests that are there then.
+            GenerationCancelledError: `cancel` was called.
+            EngineDiedError: an engine process is gone. What was not yielded is lost; asked again it will be the same.
         """
 
-    def cancel(self) -> None:  # noqa: B027 - only a concurrent engine can be asked
-        """Ends every `generate` that another thread is in, soon, by a `GenerationCancelledError` there."""
+    @abstractmethod
+    def check_request(self, request: GenerationRequest) -> None:
+        """Looks whether the started engine can serve a request.
+
+        Raises:
+            ValueError: it does not fit, or its sampling settings cannot be served; the message says the way out.
+        """
+
+    def cancel(self) -> None:
+        """Ends every `generate` that another thread is in, soon, by a `GenerationCancelledError` there.
+
+        An engine calls `super().__init__()`, and keeps the queue of each `generate` in `self._queues` while it runs.
+        """
+        for queue in list(self._queues):
+            queue.stop()
+
+    def _checked_queue(self, requests: Iterable[GenerationRequest] | RequestQueue) -> RequestQueue:
+        """The requests as a queue, those that are there checked."""
+        queue = requests if isinstance(requests, RequestQueue) else RequestQueue(requests, closed=True)
+        for request in queue.waiting():
+            self.check_request(request)
+        return queue
 
     @abstractmethod
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs at temperature 1 of tokens 1..n-1 of each sequence given those before; the canary's question."""
 
     takes_parts: bool = False
-    """Whether `load_weights` has an argument `partial`: with it, parameters that do not come stay as they are."""
+    """Whether `load_weights` takes `partial=True`."""
 
     @abstractmethod
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> None:
+    def load_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False
+    ) -> None:
         """Replaces the weights.
 
         Args:
             named_tensors: (Hugging Face parameter name, full tensor), streamed: a tensor may be freed or overwritten
                 as soon as the next one is asked for. Tied parameters come once.
             policy_version: what `self.policy_version` is afterwards.
+            partial: parameters that do not come stay as they are, for an engine that `takes_parts`.
         Caches of the old weights (prefix, encoder) are dropped. When it raises, `policy_version` is -1.
         """
+
+    def mark_stale(self) -> None:
+        """Forgets the policy version, so that the next sync pushes the weights even where the version is the same."""
+        self.policy_version = -1
 
     @property
     def takes_adapter(self) -> bool:

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrl.models.attention import IMPLEMENTATION, keep_attention_caps, text_attention, unsupported_reason
-from lightrl.models.fused import fuse
-from lightrl.models.layouts import LayoutError, Plan, make_plan
+from lightrl.compat.transformers import attention_implementation
+from lightrl.kernels.cpu import enabled
+from lightrl.kernels.cpu.fused import fuse
 from lightrl.models.logprobs import LogitMap
+from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
 from lightrl.models.multimodal import (
     harmless_id,
     idle_parameters,
@@ -27,8 +28,10 @@ from lightrl.models.multimodal import (
     sharing_groups,
     true_embeddings,
 )
-from lightrl.models.placeholders import TOKEN_INPUT, placeholder_ids
+from lightrl.models.packing.attention import IMPLEMENTATION, keep_attention_caps, text_attention, unsupported_reason
+from lightrl.models.packing.layouts import LayoutError, TokenStream, make_stream
 from lightrl.models.spec import Layout
+from lightrl.types import HostRows
 
 __all__ = ["Backbone", "BackboneOutput"]
 
@@ -64,20 +67,25 @@ class Backbone:
     Args:
         model: the whole model, whose class says what it supports.
         body: the part that gives hidden states.
-        layout: see `ModelSpec.layout`.
+        layout, cpu_kernels: see `ModelSpec`.
 
     Raises:
         ValueError: an explicit layout that the model cannot run.
     """
 
-    def __init__(self, model: Any, body: Any, layout: Layout) -> None:
-        self.name, self.body, self.layout = type(model).__name__, body, layout
+    def __init__(self, model: Any, body: Any, layout: Layout, cpu_kernels: bool | None = None) -> None:
+        self.name = type(model).__name__
+        self.body = body
+        self.layout = layout
         self.explicit = layout != "auto"
-        fuse(body)
-        self.config, self.sees = model.config, bool(placeholder_ids(model.config)) and hasattr(body, "get_decoder")
+        self.cpu_kernels = enabled(cpu_kernels)
+        if self.cpu_kernels:
+            fuse(body)
+        self.config = model.config
+        self.sees = bool(placeholder_ids(model.config)) and hasattr(body, "get_decoder")
         self.num_layers = model.config.get_text_config().num_hidden_layers
         keep_attention_caps(model)
-        own = text_attention(model.config, model.config.get_text_config()._attn_implementation)
+        own = text_attention(model.config, attention_implementation(model.config.get_text_config()))
         self._restore_attention = partial(model.set_attn_implementation, own)
         if layout != "padded":
             reason = unsupported_reason(model, body)
@@ -93,34 +101,49 @@ class Backbone:
         response_mask: Tensor | None,
         group_ids: Tensor | None = None,
         inputs: list[dict[str, Any]] | None = None,
+        host: HostRows | None = None,
     ) -> BackboneOutput:
-        """Hidden states at t - 1 for each response token t, or at each row's last token where the mask is None."""
+        """Hidden states at t - 1 for each response token t, or at each row's last token where the mask is None.
+
+        `host` has the same rows in host memory; without it they are read from the device.
+        """
+        if host is None:
+            response, groups = (None if x is None else x.cpu() for x in (response_mask, group_ids))
+            host = HostRows(token_ids.cpu(), attention_mask.cpu(), response, groups)
         rows = inputs if inputs and any(inputs) else None
         if rows and any("token_type_ids" in row for row in rows) and self.layout != "padded":
             self._fall_back("parts of its images attend in both directions")
-        hidden = sampled_placeholders(self.config, token_ids, response_mask) if rows else None
+        hidden = sampled_placeholders(self.config, host.token_ids, host.response_mask) if rows else None
+        hidden = None if hidden is None else hidden.to(token_ids.device)
         shown = token_ids if hidden is None else token_ids.masked_fill(hidden, harmless_id(self.config))
         with misfits_named(self.body, shown, rows):
-            return self._run(token_ids, attention_mask, response_mask, group_ids, rows, hidden)
+            return self._run(token_ids, attention_mask, host, rows, hidden)
 
     def _run(
         self,
         token_ids: Tensor,
         attention_mask: Tensor,
-        response_mask: Tensor | None,
-        group_ids: Tensor | None,
+        host: HostRows,
         rows: list[dict[str, Any]] | None,
         hidden: Tensor | None,
     ) -> BackboneOutput:
         if self.layout != "padded":
             share = self.layout != "packed"
-            groups = sharing_groups(group_ids, rows) if rows else group_ids
-            plan = make_plan(token_ids, attention_mask, response_mask, groups, share=share)
+            groups = sharing_groups(host.group_ids, rows) if rows else host.group_ids
+            stream = make_stream(
+                host.token_ids,
+                host.attention_mask,
+                host.response_mask,
+                groups,
+                share=share,
+                cpu_kernels=self.cpu_kernels,
+                device=token_ids.device,
+            )
             try:
-                return self._run_plan(token_ids, plan, rows, hidden)
+                return self._run_stream(token_ids, stream, rows, hidden)
             except LayoutError as error:
                 self._fall_back(str(error))
-        return self._run_padded(token_ids, attention_mask, response_mask, rows, hidden)
+        return self._run_padded(token_ids, attention_mask, host, rows, hidden)
 
     def _fall_back(self, reason: str) -> None:
         if self.explicit:
@@ -131,42 +154,42 @@ class Backbone:
         self.layout = "padded"
         self._restore_attention()
 
-    def _run_plan(
-        self, token_ids: Tensor, plan: Plan, rows: list[dict[str, Any]] | None, hidden: Tensor | None
+    def _run_stream(
+        self, token_ids: Tensor, stream: TokenStream, rows: list[dict[str, Any]] | None, hidden: Tensor | None
     ) -> BackboneOutput:
-        positions, stream = plan.position_ids.unsqueeze(0), token_ids.reshape(1, -1).index_select(1, plan.source)
-        inputs = no_token_inputs(self.body, stream)
+        positions, ids = stream.position_ids.unsqueeze(0), token_ids.reshape(1, -1).index_select(1, stream.source)
+        inputs = no_token_inputs(self.body, ids)
         if rows:
-            roots = [row for row, parent in zip(plan.rows, plan.parents, strict=True) if parent < 0]
-            merged = merged_inputs(rows, roots if len(plan.targets) else [], plan.shape, token_ids.device)
+            roots = [row for row, parent in zip(stream.rows, stream.parents, strict=True) if parent < 0]
+            merged = merged_inputs(rows, roots if len(stream.targets) else [], stream.shape, token_ids.device)
             inputs |= {
-                name: x.reshape(1, -1).index_select(1, plan.source) if name.endswith(TOKEN_INPUT) else x
+                name: x.reshape(1, -1).index_select(1, stream.source) if name.endswith(TOKEN_INPUT) else x
                 for name, x in merged.items()
             }
             own = media_positions(self.body, token_ids, rows)
             if own is not None:
-                positions = own.flatten(1).index_select(1, plan.source).unsqueeze(1)
-        hidden = None if hidden is None else hidden.reshape(1, -1).index_select(1, plan.source)
-        # transformers takes a 4-D mask as it is, so it builds none: the plan says who sees whom
+                positions = own.flatten(1).index_select(1, stream.source).unsqueeze(1)
+        hidden = None if hidden is None else hidden.reshape(1, -1).index_select(1, stream.source)
+        # transformers takes a 4-D mask as it is, so it builds none: the stream says who sees whom
         blank = torch.empty(1, 1, 1, 1, device=token_ids.device)
-        with true_embeddings(self.body, hidden, stream):
+        with true_embeddings(self.body, hidden, ids):
             out = self.body(
-                input_ids=stream if hidden is None else stream.masked_fill(hidden, harmless_id(self.config)),
+                input_ids=ids if hidden is None else ids.masked_fill(hidden, harmless_id(self.config)),
                 position_ids=positions,
                 attention_mask=blank,
                 use_cache=False,
-                plan=plan,
+                stream=stream,
                 **inputs,
             )
-        if plan.num_calls != self.num_layers:
-            raise LayoutError(f"{plan.num_calls} of its {self.num_layers} layers use the replaced attention")
-        return self._output(out, plan.read, plan.targets, plan.shape, None, idle=self.sees and not rows)
+        if stream.num_calls != self.num_layers:
+            raise LayoutError(f"{stream.num_calls} of its {self.num_layers} layers use the replaced attention")
+        return self._output(out, stream.read, stream.targets, stream.shape, None, idle=self.sees and not rows)
 
     def _run_padded(
         self,
         token_ids: Tensor,
         attention_mask: Tensor,
-        response_mask: Tensor | None,
+        host: HostRows,
         rows: list[dict[str, Any]] | None,
         hidden: Tensor | None,
     ) -> BackboneOutput:
@@ -191,13 +214,13 @@ class Backbone:
                 use_cache=False,
                 **inputs,
             )
-        if response_mask is None:
+        if host.response_mask is None:
             starts = torch.arange(len(token_ids), device=token_ids.device) * token_ids.shape[1]
             targets = read = starts + attention_mask.sum(1).clamp(min=1) - 1
         else:
-            wanted = response_mask.clone()
+            wanted = host.response_mask.to(torch.bool, copy=True)
             wanted[:, :1] = False
-            targets = wanted.reshape(-1).nonzero().squeeze(1)
+            targets = wanted.reshape(-1).nonzero().squeeze(1).to(token_ids.device, non_blocking=True)
             read = targets - 1
         return self._output(out, read, targets, shape, attention_mask, idle=self.sees and not rows)
 

@@ -21,10 +21,11 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.utils import cached_file
 
+from lightrl.compat.torch import persistent_buffers
+from lightrl.compat.transformers import cached_path, model_class, with_from_config
 from lightrl.models.lora import add_lora
-from lightrl.models.placeholders import placeholder_ids
+from lightrl.models.media_tokens import placeholder_ids
 from lightrl.models.spec import ModelSpec
 
 __all__ = [
@@ -33,14 +34,15 @@ __all__ = [
     "load_causal_lm",
     "load_model",
     "load_scalar",
-    "put_out_router_logits",
     "require_model_folder",
+    "return_router_logits",
     "save_hf_folder",
     "scalar_class",
 ]
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 CONFIG_KEYS = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder", "code_revision")
 
 
@@ -88,8 +90,8 @@ def load_causal_lm(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
     return load_model(spec, causal_class(_config(spec)), trainable=trainable)
 
 
-def put_out_router_logits(lm: PreTrainedModel) -> None:
-    """Makes a mixture-of-experts model hand out what its load-balancing loss is computed from.
+def return_router_logits(lm: PreTrainedModel) -> None:
+    """Makes a mixture-of-experts model return the router logits, from which its load-balancing loss is computed.
 
     Raises:
         ValueError: the model has no routers, or no such loss (DeepSeek's balance themselves).
@@ -144,7 +146,7 @@ def causal_class(config: Any) -> Any:
     from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 
     classes = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
-    return next((c for c in classes if type(config) in c._model_mapping), AutoModelForCausalLM)
+    return next((c for c in classes if model_class(c, config)), AutoModelForCausalLM)
 
 
 def load_scalar(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
@@ -160,14 +162,12 @@ def scalar_class(config: Any) -> Any:
     backbone as `model`, read at the last token, and the linear layer `score`.
     """
     auto = AutoModelForSequenceClassification
-    if type(config) in auto._model_mapping or not placeholder_ids(config):
+    body = model_class(AutoModel, config)
+    if model_class(auto, config) or not placeholder_ids(config) or body is None:
         return auto
-    body = AutoModel._model_mapping[type(config)]
     base = next(c for c in body.__mro__[1:] if issubclass(c, PreTrainedModel))
-    own = {"from_config": classmethod(lambda cls, config, **kwargs: cls._from_config(config, **kwargs))}
-    return type(
-        f"{body.__name__.removesuffix('Model')}ForSequenceClassification", (GenericForSequenceClassification, base), own
-    )
+    name = f"{body.__name__.removesuffix('Model')}ForSequenceClassification"
+    return with_from_config(name, (GenericForSequenceClassification, base))
 
 
 def _quantization(dtype: torch.dtype) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _switch_dropout_off(model: nn.Module) -> None:
     Not `eval()`: transformers recomputes activations in training mode only.
     """
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, DROPOUTS):
             module.p = 0.0
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
@@ -216,7 +216,7 @@ def save_hf_folder(actor: Any, state: Mapping[str, Tensor], folder: str | Path, 
         tokenizer_path: folder or hub name whose tokenizer or processor is copied beside the weights.
     """
     lm = actor.lm
-    buffers = {n: b.detach().cpu() for n, b in lm.named_buffers() if n in _persistent_names(lm)}
+    buffers = {n: b.detach().cpu() for n, b in lm.named_buffers() if n in persistent_buffers(lm)}
     lm.save_pretrained(folder, state_dict={**state, **buffers})
     AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(folder)
     if placeholder_ids(lm.config):
@@ -226,15 +226,6 @@ def save_hf_folder(actor: Any, state: Mapping[str, Tensor], folder: str | Path, 
 def _copy_processor(path: str, folder: Path) -> None:
     """Copies the settings of a processor. As files, since building it may need packages that training does not."""
     for name in PROCESSOR_FILES:
-        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        file = cached_path(path, name)
         if file is not None and Path(file).resolve() != (folder / name).resolve():
             shutil.copyfile(file, folder / name)
-
-
-def _persistent_names(model: nn.Module) -> set[str]:
-    """Names of the buffers that belong into a checkpoint."""
-    names = set()
-    for prefix, module in model.named_modules():
-        kept = set(module._buffers) - module._non_persistent_buffers_set
-        names |= {f"{prefix}.{name}" if prefix else name for name in kept}
-    return names

@@ -7,10 +7,11 @@ With z = logits / temperature, p = softmax(z) and H the entropy:
 
     d logprob(y) / dz_j = [j = y] - p_j          d H / dz_j = -p_j (log p_j + H)
 
-Logits have the dtype of the head's weight, as in inference engines; everything after them is float32.
+Logits have the dtype of the head's weight, as in inference engines, but on CUDA, whose products come out in float32;
+everything after them is float32.
 It differs from fused cross-entropy kernels (Liger, https://arxiv.org/abs/2410.10989; Cut Cross-Entropy,
 https://arxiv.org/abs/2411.09009) in that it needs nothing but matrix products, has the entropy with its gradient, and
-leaves the loss to the caller. Letters: M tokens, D hidden size, V vocabulary, C tokens of a tile.
+leaves the loss to the caller.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lightrl.types import Support
+
 __all__ = ["LogitMap", "TokenHead", "chunked_logprobs", "install_head"]
 
 CHUNK_ELEMENTS = 1 << 26  # logits that live at once: 256 MiB in float32
+CUDA_CHUNK_ELEMENTS = 1 << 28  # on CUDA, where each tile reads the whole weight: 1 GiB
 CACHE_ELEMENTS, CACHE_TOKENS = 1 << 19, 1024  # on a CPU: 2 MiB, and fewest tokens that keep matrix products fast
+CUT = -1e9  # the logit of a word that was cut: finite, since 0 times infinity would be in entropies
 KEPT_ELEMENTS = 3 << 25  # on a CPU, logits that are kept for the backward pass: 384 MiB in float32
 
 
@@ -55,7 +60,8 @@ def chunked_logprobs(
     temperature: float = 1.0,
     entropy: bool = False,
     logit_map: LogitMap = LogitMap(),  # noqa: B008 - an immutable tuple
-    chunk_elements: int = CHUNK_ELEMENTS,
+    support: Support | None = None,
+    chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`log_softmax(logits / temperature)` at the targets, and its entropy.
 
@@ -66,7 +72,9 @@ def chunked_logprobs(
         temperature: above 0.
         entropy: whether the entropy is wanted too.
         logit_map: what happens to logits before the temperature.
+        support: M entries, the words over which each softmax is taken; None takes all words for all tokens.
         chunk_elements: most elements of a tile, half of it where entropies need a second buffer; on a CPU 2^19 at most.
+            None: 2^28 on CUDA, 2^26 elsewhere.
 
     Returns:
         (M,) float32 log-probs and (M,) float32 entropies in nats or None; exact gradients for hidden, weight and bias.
@@ -79,6 +87,8 @@ def chunked_logprobs(
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     hidden, weight = hidden.to(dtype), weight.to(dtype)  # autocast stops at custom functions
+    if chunk_elements is None:
+        chunk_elements = CUDA_CHUNK_ELEMENTS if device == "cuda" else CHUNK_ELEMENTS
     limit, cpu = max(1, chunk_elements // 2 if entropy else chunk_elements), device == "cpu"
     tile = _tile_size(
         len(hidden), len(weight), min(limit, CACHE_ELEMENTS) if cpu else limit, CACHE_TOKENS if cpu else 1
@@ -86,7 +96,7 @@ def chunked_logprobs(
     keep = KEPT_ELEMENTS if cpu and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad) else 0
     with torch.autocast(device, enabled=False):
         picked, entropies = _Chunked.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, entropy, keep, (temperature, logit_map, tile)
+            hidden, weight, bias, targets, entropy, keep, (temperature, logit_map, tile, support)
         )
     return picked, entropies if entropy else None
 
@@ -105,10 +115,15 @@ class _Tiles:
     """Logits of some tokens and words at a time, in memory that is used again and again."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: Any) -> None:
-        self.hidden, self.weight, self.bias, self.targets = hidden, weight, bias, targets
-        self.temperature, self.logit_map, (self.tokens, self.words) = settings
+        self.hidden = hidden
+        self.weight = weight
+        self.bias = bias
+        self.targets = targets
+        self.temperature, self.logit_map, (self.tokens, self.words), self.support = settings
+        self.offsets = [] if self.support is None else [0, *self.support.counts.cumsum(0).tolist()]
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
-        self.memory = hidden.new_empty(self.tokens * self.words)
+        dtype = self.wide if _has_wide_products(hidden) else hidden.dtype
+        self.memory = hidden.new_empty(self.tokens * self.words, dtype=dtype)
         self.kept: dict[tuple[int, int], Tensor] = {}
 
     def rows(self) -> Iterator[slice]:
@@ -133,8 +148,8 @@ class _Tiles:
         """The same, made anew; with `keep` in memory of their own, which the caller must not change."""
         hidden, weight = self.hidden[rows], self.weight[words]
         size = len(hidden), len(weight)
-        out = hidden.new_empty(size) if keep else self.memory[: size[0] * size[1]].view(size)
-        z = torch.mm(hidden, weight.T, out=out)
+        z = self.memory.new_empty(size) if keep else self.memory[: size[0] * size[1]].view(size)
+        _put_product(z, hidden, weight.T)
         if self.bias is not None:
             z.add_(self.bias[words].to(z.dtype))
         z = z.to(self.wide)
@@ -143,9 +158,21 @@ class _Tiles:
             z.mul_(scale / cap).tanh_().mul_(cap / self.temperature)
         elif scale != self.temperature:
             z.mul_(scale / self.temperature)
+        if self.support is not None:
+            self.cut(z, rows, words, self.support)
         if keep:
             self.kept[rows.start, words.start] = z
         return z
+
+    def cut(self, z: Tensor, rows: slice, words: slice, support: Support) -> None:
+        """Lowers the logits of words outside of the support so far that their probability is 0, in place."""
+        counts = support.counts[rows]
+        ids = support.ids[self.offsets[rows.start] : self.offsets[rows.stop]].long()
+        owners = torch.repeat_interleave(torch.arange(len(counts), device=ids.device), counts)
+        inside = (ids >= words.start) & (ids < words.stop)
+        outside = (counts > 0)[:, None].repeat(1, z.shape[1])
+        outside[owners[inside], ids[inside] - words.start] = False
+        z.masked_fill_(outside, CUT)
 
     def places(self, rows: slice, words: slice) -> tuple[Tensor, Tensor]:
         """(C, 1) columns of the targets, and whether they lie in the tile at all."""
@@ -249,10 +276,27 @@ class _Chunked(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None, None, None, None
 
 
+def _has_wide_products(factor: Tensor) -> bool:
+    """Whether the device can put products of half precision out in float32, in which it sums them anyway."""
+    return factor.is_cuda and factor.dtype in (torch.bfloat16, torch.float16)
+
+
+def _put_product(target: Tensor, a: Tensor, b: Tensor) -> None:
+    """target = a b, `target` possibly wider than the factors."""
+    if target.dtype == a.dtype:
+        torch.mm(a, b, out=target)
+    elif _has_wide_products(a):
+        torch.mm(a, b, out_dtype=target.dtype, out=target)  # type: ignore[call-overload]
+    else:
+        target.copy_(a @ b)
+
+
 def _add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
-    """target += a b, `target` possibly wider than the factors."""
+    """target += a b, the same; without a temporary where the device can."""
     if target.dtype == a.dtype:
         target.addmm_(a, b)
+    elif _has_wide_products(a):
+        torch.addmm(target, a, b, out_dtype=target.dtype, out=target)  # type: ignore[call-overload]
     else:
         target += a @ b
 
@@ -261,19 +305,15 @@ class _Sum:
     """A sum of products, in place where the target is wide enough."""
 
     def __init__(self, target: Tensor | None, wide: torch.dtype) -> None:
-        self.target, self.first = target, True
+        self.target = target
+        self.first = True
         same = target is None or target.dtype == wide
         self.total: Any = (
             target if same or target is None else torch.empty(target.shape, dtype=wide, device=target.device)
         )
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        if not self.first:
-            _add_product(self.total, a, b)
-        elif self.total.dtype == a.dtype:
-            torch.mm(a, b, out=self.total)
-        else:
-            self.total.copy_(a @ b)
+        (_put_product if self.first else _add_product)(self.total, a, b)
         self.first = False
 
     def finish(self) -> None:

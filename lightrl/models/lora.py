@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightrl.compat.deepspeed import whole_parameters
+from lightrl.compat.peft import ADAPTER, adapter_layers, dequantized, lora_parts
 from lightrl.models.spec import LoraSpec
-from lightrl.models.zero3 import whole_parameters
 
 __all__ = ["adapter_config", "adapter_disabled", "add_lora", "named_adapter_weights", "named_hf_weights"]
 
 Gather = Callable[[Tensor], AbstractContextManager[Tensor]]
-ADAPTER = "default"
 
 
 def add_lora(model: nn.Module, spec: LoraSpec) -> None:
@@ -40,13 +40,9 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
     )
     with whole_parameters():
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-    for name, layer in _lora_layers(model).items():
-        if not hasattr(layer, "lora_A") or ADAPTER not in layer.lora_A:
+    for name, layer in adapter_layers(model).items():
+        if lora_parts(layer) is None:
             raise ValueError(f"lora.target_modules={spec.target_modules!r}: {name} is not a linear layer.")
-
-
-def _lora_layers(model: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
 
 
 @contextmanager
@@ -56,7 +52,7 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: the model has no adapter, so that this would be the policy itself.
     """
-    layers = list(_lora_layers(model).values())
+    layers = list(adapter_layers(model).values())
     if not layers:
         raise ValueError("adapter_disabled: the model has no LoRA adapter; a full model needs a reference of its own.")
     trained = [[p.requires_grad for p in layer.parameters()] for layer in layers]
@@ -90,7 +86,7 @@ def named_hf_weights(
         (name, full tensor). The tensor may be a parameter itself and is valid until the next one is asked for.
     """
     gather = gather or nullcontext
-    layers = _lora_layers(policy.lm)
+    layers = adapter_layers(policy.lm)
     for name, parameter in policy.lm.named_parameters():
         path, _, leaf = name.rpartition(".")
         owner = path.removesuffix(".base_layer")
@@ -110,7 +106,7 @@ def named_hf_weights(
 
 def adapter_config(policy: Any, spec: LoraSpec) -> dict[str, Any]:
     """peft's `adapter_config.json` of a policy's adapter."""
-    names = _lora_layers(policy.lm)
+    names = adapter_layers(policy.lm)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -118,7 +114,7 @@ def adapter_config(policy: Any, spec: LoraSpec) -> dict[str, Any]:
         "lora_alpha": spec.alpha,
         "target_modules": sorted({name.rpartition(".")[2] for name in names}),
         "bias": "none",
-        "fan_in_fan_out": any(getattr(layer, "fan_in_fan_out", False) for layer in names.values()),
+        "fan_in_fan_out": any(parts.transposed for parts in map(lora_parts, names.values()) if parts),
     }
 
 
@@ -133,13 +129,9 @@ def named_adapter_weights(policy: Any, gather: Gather | None = None) -> Iterator
 
 
 def _merged(layer: Any, weight: Tensor, gather: Gather, stack: ExitStack) -> Tensor:
-    a, b = (stack.enter_context(gather(part[ADAPTER].weight)) for part in (layer.lora_A, layer.lora_B))
-    base = stack.enter_context(gather(weight))
-    if hasattr(weight, "quant_state"):  # 4-bit: stored as packed bytes
-        from peft.utils.integrations import dequantize_bnb_weight
-
-        base = dequantize_bnb_weight(weight, state=getattr(layer.get_base_layer(), "state", None))
-    delta = (b.float() @ a.float()) * layer.scaling[ADAPTER]
-    if getattr(layer, "fan_in_fan_out", False):
-        delta = delta.T
-    return (base.float() + delta).to(base.dtype)
+    parts = lora_parts(layer)
+    assert parts is not None
+    a, b, base = (stack.enter_context(gather(x)) for x in (parts.a, parts.b, weight))
+    base = dequantized(layer, base)
+    delta = (b.float() @ a.float()) * parts.scaling
+    return (base.float() + (delta.T if parts.transposed else delta)).to(base.dtype)

@@ -2,7 +2,7 @@
 
 Rows carry what their model's processor made of them alone, and nothing here knows a family: inputs per token are laid
 out like the tokens, all others are laid end to end in the order of their rows, positions come from the model's own
-code. Letters: B rows, T tokens of the longest, N tokens of a stream, K kinds of positions.
+code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrl.models.placeholders import TOKEN_INPUT, placeholder_ids
+from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
 
 __all__ = [
     "harmless_id",

@@ -1,24 +1,26 @@
 """The policy and the critic: (B, T) tensors in, (B, T) tensors out, whatever goes on inside.
 
 Everything is computed inside `forward`: FSDP2 shards these wrappers as roots, ZeRO-3 gathers parameters in module
-calls, and nothing reaches into a sharded model from outside. Letters: B rows, T tokens, N tokens that go through the
-backbone, M outputs that are read, D hidden size, V vocabulary.
+calls, and nothing reaches into a sharded model from outside.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightrl.compat.deepspeed import whole_parameters
+from lightrl.compat.transformers import block_class_names
 from lightrl.models.backbone import Backbone
 from lightrl.models.loading import load_backbone
 from lightrl.models.logprobs import LogitMap, install_head
 from lightrl.models.lora import adapter_disabled
 from lightrl.models.spec import Layout, ModelSpec
-from lightrl.models.zero3 import whole_parameters
+from lightrl.types import HostRows, Support
 
 __all__ = ["PolicyModel", "PolicyOutput", "ValueModel"]
 
@@ -45,20 +47,22 @@ class PolicyModel(nn.Module):
     Args:
         lm: from `load_causal_lm`; its head becomes a `TokenHead`.
         value_head: put a linear critic on the same backbone.
-        layout: see `ModelSpec.layout`.
+        layout, cpu_kernels: see `ModelSpec`.
 
     Raises:
         ValueError: the head is not linear, or an explicit layout that the model cannot run.
     """
 
-    def __init__(self, lm: Any, *, value_head: bool = False, layout: Layout = "auto") -> None:
+    def __init__(
+        self, lm: Any, *, value_head: bool = False, layout: Layout = "auto", cpu_kernels: bool | None = None
+    ) -> None:
         super().__init__()
         install_head(lm)
         self.lm = lm
         self.value_head = new_value_head(lm) if value_head else None
         self.logit_map = LogitMap.of(lm.config.get_text_config())
         body = lm.base_model if lm.base_model is not lm else lm.model  # Llama 4's prefix names nothing
-        self._backbone = Backbone(lm, body, layout)
+        self._backbone = Backbone(lm, body, layout, cpu_kernels)
         self._checked = False
 
     def forward(
@@ -68,10 +72,12 @@ class PolicyModel(nn.Module):
         response_mask: Tensor,
         *,
         group_ids: Tensor | None = None,
+        host: HostRows | None = None,
         temperature: float = 1.0,
         entropy: bool = False,
         values: bool = False,
         inputs: list[dict[str, Any]] | None = None,
+        supports: Sequence[Support | None] = (),
     ) -> PolicyOutput:
         """Scores the response tokens.
 
@@ -80,10 +86,13 @@ class PolicyModel(nn.Module):
             attention_mask: (B, T) bool.
             response_mask: (B, T) bool; a token at 0 has nothing before it and gets 0.
             group_ids: (B,) int64; rows of a group may share the computation of their prompt. None shares nothing.
+            host: the same four in host memory, so that planning does not wait for the device; None reads them.
             temperature: of the sampling distribution, above 0.
             entropy: whether to compute entropies.
             values: whether to read the value head.
             inputs: B dictionaries of further model inputs, `{}` for text.
+            supports: B times what the row's tokens were drawn from, as in `Rollouts`: log-probs and entropies are those
+                of the distribution over it. None, or none at all, means the whole vocabulary.
 
         Raises:
             ValueError: `values` without a value head, rows that are not right-padded, or a bad temperature.
@@ -93,10 +102,15 @@ class PolicyModel(nn.Module):
         if not self._checked:
             self._checked = True
             self._backbone.check_logits(self.lm, self.logit_map)
-        out = self._backbone(token_ids, attention_mask, response_mask, group_ids, inputs)
+        out = self._backbone(token_ids, attention_mask, response_mask, group_ids, inputs, host)
         tokens = token_ids.reshape(-1)[out.targets]
         picked, entropies = self.lm.get_output_embeddings()(
-            out.hidden, targets=tokens, temperature=temperature, entropy=entropy, logit_map=self.logit_map
+            out.hidden,
+            targets=tokens,
+            temperature=temperature,
+            entropy=entropy,
+            logit_map=self.logit_map,
+            support=Support.at(supports, out.targets, token_ids.shape[1]) if supports else None,
         )
         read = read_values(self.value_head, out.hidden) if values and self.value_head is not None else None
         return PolicyOutput(
@@ -125,19 +139,20 @@ class ValueModel(nn.Module):
 
     Args:
         backbone: from `load_backbone`.
-        layout: see `ModelSpec.layout`.
+        layout, cpu_kernels: see `ModelSpec`.
     """
 
-    def __init__(self, backbone: Any, *, layout: Layout = "auto") -> None:
+    def __init__(self, backbone: Any, *, layout: Layout = "auto", cpu_kernels: bool | None = None) -> None:
         super().__init__()
         self.backbone = backbone
         self.value_head = new_value_head(backbone)
-        self._backbone = Backbone(backbone, backbone, layout)
+        self._backbone = Backbone(backbone, backbone, layout, cpu_kernels)
 
     @classmethod
     def from_spec(cls, spec: ModelSpec) -> ValueModel:
         """Loads the backbone of a language model and puts a new head on it."""
-        return cls(load_backbone(spec, trainable=True), layout=spec.layout)
+        backbone = load_backbone(spec, trainable=True)
+        return cls(backbone, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
 
     def forward(
         self,
@@ -146,10 +161,11 @@ class ValueModel(nn.Module):
         response_mask: Tensor,
         *,
         group_ids: Tensor | None = None,
+        host: HostRows | None = None,
         inputs: list[dict[str, Any]] | None = None,
     ) -> Tensor:
         """(B, T) float32 values of the state before each response token, 0 elsewhere; arguments as `PolicyModel`."""
-        out = self._backbone(token_ids, attention_mask, response_mask, group_ids, inputs)
+        out = self._backbone(token_ids, attention_mask, response_mask, group_ids, inputs, host)
         return out.scatter(read_values(self.value_head, out.hidden))
 
     @property
@@ -181,5 +197,5 @@ def read_values(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 def transformer_blocks(model: Any) -> list[nn.Module]:
     """Modules of the classes that the model declares indivisible."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
+    names = block_class_names(model)
     return [module for module in model.modules() if type(module).__name__ in names]

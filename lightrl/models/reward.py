@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from lightrl.models.backbone import Backbone
-from lightrl.models.batching import micro_batches
 from lightrl.models.loading import load_scalar
+from lightrl.models.packing.micro_batches import micro_batches
 from lightrl.models.policy import transformer_blocks
 from lightrl.models.spec import Layout, ModelSpec
-from lightrl.types import pad_rows
+from lightrl.ops.padding import pad_rows
 
 __all__ = ["RewardModel", "RewardModelSpec"]
 
@@ -70,6 +70,7 @@ class RewardModel(nn.Module):
         model: a sequence-classification model with one label.
         tokenizer: for `score_texts`; None scores token ids only.
         chat_template, max_length, layout: see `RewardModelSpec`.
+        cpu_kernels: see `ModelSpec`.
 
     Raises:
         ValueError: the model has more than one label.
@@ -83,15 +84,19 @@ class RewardModel(nn.Module):
         chat_template: str | None = None,
         max_length: int | None = None,
         layout: Layout = "auto",
+        cpu_kernels: bool | None = None,
     ) -> None:
         super().__init__()
         if model.config.num_labels != 1:
             raise ValueError(f"A reward model has num_labels=1, {type(model).__name__} has {model.config.num_labels}.")
-        self.model, self.tokenizer, self.chat_template = model, tokenizer, chat_template
+        self.model = model
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
         config = model.config.get_text_config()
         self.max_length = max_length or getattr(config, "max_position_embeddings", None) or 1 << 30
         # decoders read their `score` at the last token; encoders have heads of their own and are called as they are
-        self._backbone = Backbone(model, model.base_model, layout) if isinstance(_head(model), nn.Linear) else None
+        own_head = not isinstance(_head(model), nn.Linear)
+        self._backbone = None if own_head else Backbone(model, model.base_model, layout, cpu_kernels)
 
     @classmethod
     def from_spec(cls, spec: RewardModelSpec) -> RewardModel:
@@ -115,7 +120,7 @@ class RewardModel(nn.Module):
             config.pad_token_id = AutoTokenizer.from_pretrained(spec.path).pad_token_id
         if spec.lora is not None and isinstance(_head(model), nn.Linear):
             _head(model).requires_grad_(True)
-        return cls(model, layout=spec.layout)
+        return cls(model, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
 
     @property
     def lm(self) -> Any:

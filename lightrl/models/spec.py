@@ -59,6 +59,8 @@ class ModelSpec:
             in which `*` matches anything, such as "*embed_tokens*". After the first sync it is not sent again.
         layout: how sequences go through the model. auto takes the cheapest that the model supports: shared_prefix
             computes a group's prompt once, packed leaves padding out, padded is the plain rectangle.
+        cpu_kernels: whether the forward on a CPU uses LightRL's fused norms, SwiGLU and rotary embedding and its
+            attention; null is yes unless LIGHTRL_CPU_KERNELS=0. On other devices it has no effect.
         kwargs: further arguments of `from_pretrained`, such as trust_remote_code or revision.
 
     Raises:
@@ -72,6 +74,7 @@ class ModelSpec:
     gradient_checkpointing: bool = False
     freeze: list[str] = field(default_factory=list)
     layout: Layout = "auto"
+    cpu_kernels: bool | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

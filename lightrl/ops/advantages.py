@@ -1,7 +1,7 @@
 """Advantages: temporal differences over a response's tokens, and statistics over a prompt's group of responses.
 
-Letters: B sequences, T tokens, G sequences per group. A *score* is one number per sequence, (B,); rows with
-`valid=False` have no score, take no part in any statistic and end with advantage 0.
+A *score* is one number per sequence, (B,); rows with `valid=False` have no score, take no part in any statistic and end
+with advantage 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Entropy as a tool: which tokens have the most of it over the whole batch, and a coefficient that steers it.
-
-Letters: B sequences, T tokens.
-"""
+"""Entropy as a tool: which tokens have the most of it over the whole batch, and a coefficient that steers it."""
 
 from __future__ import annotations
 

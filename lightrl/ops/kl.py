@@ -16,7 +16,6 @@ differ (a ~ pi):
 Source: http://joschu.net/blog/kl-approx.html for the estimators; https://arxiv.org/abs/2506.09477 and
     https://arxiv.org/abs/2510.01555 for the gradients; https://arxiv.org/abs/2512.02556 (DeepSeek-V3.2) for the ratio.
 How we differ: nothing is clamped (verl clamps d to +-20 and k3 to +-10, which also cuts the gradient).
-Letters: B sequences, T tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Losses per token, (B, T), not yet aggregated: clipped policy loss, clipped value loss, explained variance.
 
-Letters: B sequences, T tokens. A loss is minimised; a term to maximise comes with a minus sign.
+A loss is minimised; a term to maximise comes with a minus sign.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sums, means, variances and whitening over a mask, on one process or exactly over all ranks.
 
-Letters: B sequences, T tokens. Values off the mask are never read, so they may be NaN or infinite.
+Values off the mask are never read, so they may be NaN or infinite.
 Every function that takes `all_sum` calls it a fixed number of times, so ranks with unequal (or no) data stay in step.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["AllSum", "identity", "masked_mean", "masked_moments", "masked_sum", "masked_var", "masked_whiten"]
+__all__ = ["AllSum", "identity", "masked_moments", "masked_sum", "masked_whiten"]
 
 AllSum = Callable[[Tensor], Tensor]
 """Sum of a tensor over ranks, on every rank; the identity on one process."""
@@ -38,17 +38,6 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None, *, all_sum: AllS
     return all_sum(kept.sum(dtype=torch.float64) if dim is None else kept.sum(dim, dtype=torch.float64))
 
 
-def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None, *, all_sum: AllSum = identity) -> Tensor:
-    """Mean of `x` where `mask`: `sum(m * x) / sum(m)`; arguments as in `masked_sum`.
-
-    Returns:
-        tensor of x's dtype without `dim`; 0 where nothing is selected.
-    """
-    total = masked_sum(x, mask, dim, all_sum=all_sum)
-    count = masked_sum(mask.to(x.dtype), mask, dim, all_sum=all_sum)
-    return (total / count.clamp(min=1)).to(x.dtype)
-
-
 def masked_moments(
     x: Tensor, mask: Tensor, *, unbiased: bool = True, all_sum: AllSum = identity
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,11 +57,6 @@ def masked_moments(
     mean = total / count.clamp(min=1)
     squares = all_sum(masked_sum((x.double() - mean) ** 2, mask))
     return count, mean, squares / (count - int(unbiased)).clamp(min=1)
-
-
-def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True, all_sum: AllSum = identity) -> Tensor:
-    """Variance of all selected values, as a scalar of x's dtype; see `masked_moments`."""
-    return masked_moments(x, mask, unbiased=unbiased, all_sum=all_sum)[2].to(x.dtype)
 
 
 def masked_whiten(

@@ -1,4 +1,4 @@
-"""The Bradley-Terry likelihood of preferences. Letters: P pairs."""
+"""The Bradley-Terry likelihood of preferences."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from lightrl.report.page import render_page
 from lightrl.report.plots import draw_panels
 from lightrl.report.read import read_run
+from lightrl.storage import atomic_write
 
 __all__ = ["report"]
 
@@ -36,11 +37,12 @@ def report(run_dir: Path | str, baseline: Path | str | None = None, out: Path | 
     run = read_run(Path(run_dir), "run_dir")
     before = None if baseline is None else read_run(Path(baseline), "baseline")
     folder = Path(run_dir) / "report" if out is None else Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
     images = draw_panels(run, before)
     for image in images:
-        (folder / f"{image.name}.png").write_bytes(image.light)
+        with atomic_write(folder / f"{image.name}.png") as file:
+            file.write(image.light)
     page = folder / "report.html"
-    page.write_text(render_page(run, before, images), encoding="utf-8")
+    with atomic_write(page, "w") as file:
+        file.write(render_page(run, before, images))
     print(page)
     return page

@@ -17,6 +17,9 @@ __all__ = ["Run", "Series", "read_run"]
 Series = dict[int, float]
 """Step, as in the loggers (0 is the first rollout, -1 before it), -> value. Sorted by step."""
 
+_RECORD = {"step": int, "phase": str, "prompt": str, "completion": str, "num_tokens": int}
+"""What every record of `SampleLog` has."""
+
 TRAINING = ("reward/", "loss/", "rollout/", "optim/")
 
 
@@ -45,13 +48,23 @@ class Run:
 def read_run(folder: Path, argument: str) -> Run:
     """Reads `metrics.csv`, `samples.jsonl` and `config.yaml` of a run folder, joined over its `version_*` folders.
 
+    Only files that lie in the run's folder are read, whatever links and records in it point to: a page is for showing
+    around, and a run may come from somebody else.
+
     Args:
-        folder: the run. argument: what the caller calls it, for messages.
+        folder: the run.
+        argument: what the caller calls it, for messages.
 
     Raises:
-        ValueError: no `metrics.csv`, or no numbers in it.
+        ValueError: no `metrics.csv`, or no numbers in it; a file that is broken, or a link out of the folder.
     """
     folders = metric_folders(folder, argument)
+    for path in (path / name for path in folders for name in ("metrics.csv", "samples.jsonl", "config.yaml")):
+        if not inside(path, folder):
+            raise ValueError(
+                f"{path} is a link to {path.resolve()}, outside of {argument}={str(folder)!r}: only files of the run "
+                "are read. Put a copy in its place, or give the folder that it lies in."
+            )
     tables = [read_metrics(path / "metrics.csv") for path in folders]
     trained = [i for i, table in enumerate(tables) if any(name.startswith(TRAINING) for name in table)]
     used = trained or range(len(tables))  # evaluations of a finished run do not belong to its curves
@@ -59,7 +72,7 @@ def read_run(folder: Path, argument: str) -> Run:
     samples: list[dict[str, Any]] = []
     for i in used:
         restart(metrics, tables[i])
-        for record in read_samples(folders[i] / "samples.jsonl"):
+        for record in read_samples(folders[i] / "samples.jsonl", folder):
             samples = [old for old in samples if old["step"] <= record["step"]]  # a resumed run repeats its last steps
             samples.append(record)
     metrics = {name: dict(sorted(series.items())) for name, series in sorted(metrics.items()) if series}
@@ -67,6 +80,11 @@ def read_run(folder: Path, argument: str) -> Run:
         files = ", ".join(str(path / "metrics.csv") for path in folders)
         raise ValueError(f"{argument}={str(folder)!r}: no numbers in {files} yet: wait for the first rollout to end.")
     return Run(folder.resolve().name, metrics, samples, kl_target(folders))
+
+
+def inside(path: Path, folder: Path) -> bool:
+    """Whether a path lies in a folder, after every link and `..` is followed."""
+    return path.resolve().is_relative_to(folder.resolve())
 
 
 def metric_folders(folder: Path, argument: str) -> list[Path]:
@@ -118,10 +136,10 @@ def restart(metrics: dict[str, Series], later: dict[str, Series]) -> None:
         metrics.setdefault(name, {}).update(series)
 
 
-def read_samples(path: Path) -> list[dict[str, Any]]:
+def read_samples(path: Path, folder: Path) -> list[dict[str, Any]]:
     """The records of one file, none if it is not there; a last line cut short is left out.
 
-    `thumbnail` becomes the `Path` of the picture, or goes where that is not there any more.
+    `thumbnail` becomes the `Path` of the picture, or goes where that is not there any more or not in `folder`.
     """
     if not path.is_file():
         return []
@@ -132,19 +150,32 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             record = json.loads(line)
-            picture = path.parent / record.pop("thumbnail", "")
-            records.append({**record, "thumbnail": picture} if picture.is_file() else record)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             if i < len(lines) - 1:
                 raise ValueError(f"{path}, line {i + 1}: not JSON: {error}") from error
+            continue
+        if not isinstance(record, dict) or not _RECORD.items() <= {k: type(v) for k, v in record.items()}.items():
+            raise ValueError(f"{path}, line {i + 1}: not a record of SampleLog: {line[:80]}")
+        picture = path.parent / str(record.pop("thumbnail", ""))
+        records.append({**record, "thumbnail": picture} if _is_picture(picture, folder) else record)
     return records
+
+
+def _is_picture(path: Path, folder: Path) -> bool:
+    try:
+        return inside(path, folder) and path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or with a NUL
+        return False
 
 
 def kl_target(folders: list[Path]) -> float | None:
     """Target of `AdaptiveKL` in the newest `config.yaml`, None without one."""
     for path in (folder / "config.yaml" for folder in reversed(folders)):
         if path.is_file():
-            config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            try:
+                config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
             for callback in (config.get("trainer") or {}).get("callbacks") or []:
                 if str(callback.get("class_path", "")).split(".")[-1] == "AdaptiveKL":
                     return float(callback.get("init_args", {}).get("target", math.nan))

@@ -13,7 +13,7 @@ from lightrl.rewards.rules import (
     RepetitionPenalty,
     SoftOverlong,
 )
-from lightrl.rewards.scorer import RewardScorer, ScoreHandle, Scores
+from lightrl.rewards.scorer import RewardScorer, ScoreHandle
 
 __all__ = [
     "CosineLength",
@@ -31,7 +31,6 @@ __all__ = [
     "RewardSpec",
     "RewardValues",
     "ScoreHandle",
-    "Scores",
     "SoftOverlong",
     "extract_boxed",
     "extract_gsm8k",

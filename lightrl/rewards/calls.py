@@ -8,15 +8,22 @@ import inspect
 import math
 import numbers
 import threading
+import traceback
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, Literal, TypeAlias
+
+import numpy as np
 
 from lightrl.rewards.base import RewardError, RewardFn
 from lightrl.rewards.media import MEDIA
 
-__all__ = ["CallFailed", "CallLog", "RewardFunction", "check_values"]
+__all__ = ["MAX_REWARD", "CallFailed", "CallLog", "RewardFunction", "check_values"]
+
+MAX_REWARD = 1e16
+"""Largest size of a reward: the squares of a batch of them, which a standard deviation sums, still fit in float32."""
 
 Outcome: TypeAlias = tuple[Literal["returned", "raised"], Any]
+_SHOWN_FRAMES = 8
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -28,7 +35,8 @@ class CallLog:
     """What one call logs. It belongs to that call alone, so a call that timed out cannot write into later ones."""
 
     def __init__(self, function: str, num_rows: int) -> None:
-        self.function, self.num_rows = function, num_rows
+        self.function = function
+        self.num_rows = num_rows
         self.metrics: dict[str, list[float]] = {}
         self.extra: dict[str, list[Any]] = {}
 
@@ -47,7 +55,8 @@ class RewardFunction:
     """A reward function with its name and what its signature takes."""
 
     def __init__(self, name: str, function: RewardFn) -> None:
-        self.name, self.function = name, function
+        self.name = name
+        self.function = function
         parameters = inspect.signature(function).parameters.values()
         self.takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         self.takes = {p.name for p in parameters if p.kind in _NAMED}
@@ -91,7 +100,9 @@ class RewardFunction:
         if isinstance(value, RewardError) and not isinstance(value, CallFailed):  # a mistake in the set-up
             raise RewardError(f"reward function {self.name!r}: {value}") from value
         if outcome == "raised":
-            raise CallFailed(f"reward function {self.name!r} raised {type(value).__name__}: {value}") from value
+            said = f"reward function {self.name!r} raised {type(value).__name__}: {value}"
+            lines = "" if isinstance(value, CallFailed) else users_lines(value)  # a function inside another has them
+            raise CallFailed(said + lines) from value
         return check_values(self.name, value, num_rows), log
 
     def _arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +113,7 @@ class RewardFunction:
                 f"nor offered by LightRL. There are: {', '.join(sorted(offered))}."
             )
         return {
-            name: value
+            name: value if name in MEDIA else copied(value)
             for name, value in offered.items()
             if name in self.takes or (self.takes_all and name not in MEDIA)
         }
@@ -151,7 +162,8 @@ def check_values(name: str, values: Any, num_rows: int) -> list[float]:
     Raises:
         RewardError: wrong length, or a value that is not a finite number or None; names function, index and value.
     """
-    if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Collection):
+    scalar = getattr(values, "shape", None) == ()  # an array or tensor without dimensions calls itself a collection
+    if scalar or isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Collection):
         raise RewardError(
             f"reward function {name!r}: returned {_short(values)} of type {type(values).__name__}, "
             f"not a list of {num_rows} values."
@@ -174,15 +186,54 @@ def _number(name: str, index: int, value: Any) -> float:
             f"reward function {name!r}: value {index} is {_short(value)} of type {type(value).__name__}. "
             "Return a number, or None where the function does not apply."
         )
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise RewardError(
-            f"reward function {name!r}: value {index} is {number}. Return a finite number, or None where the function "
-            "does not apply (that row is then left out)."
+            f"reward function {name!r}: value {index} is {_short(value)}. Return a finite number, or None where the "
+            "function does not apply (that row is then left out)."
+        )
+    if abs(number) > MAX_REWARD:
+        raise RewardError(
+            f"reward function {name!r}: value {index} is {number:g}. Rewards and their squares are summed in float32: "
+            f"scale them to at most {MAX_REWARD:g} in size."
         )
     return number
 
 
+def copied(value: Any) -> Any:
+    """A copy of lists, tuples, sets and dictionaries, nested ones too, and a read-only view of an array.
+
+    What a reward function changes in its arguments is then its own: the rollout, the logs and other functions keep
+    theirs. Other objects, such as pictures, are handed over as they are.
+    """
+    if type(value) in (list, tuple, set):
+        return type(value)(map(copied, value))
+    if type(value) is dict:
+        return {key: copied(inner) for key, inner in value.items()}
+    if isinstance(value, np.ndarray):
+        view = value.view()
+        view.flags.writeable = False
+        return view
+    return value
+
+
+def users_lines(error: BaseException) -> str:
+    """Where the user's code raised: file, line and code of each frame below our own, the innermost last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    while frames and frames[0].filename == __file__:
+        del frames[0]
+    if len(frames) > _SHOWN_FRAMES:
+        del frames[1 : len(frames) - _SHOWN_FRAMES + 1]  # the user's first frame stays, and the innermost ones
+    lines = "".join(traceback.format_list(frames)).rstrip()
+    return f"\n{lines}" if lines else ""
+
+
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception as error:  # an integer of thousands of digits, or an object whose repr is broken
+        return f"a {type(value).__name__} that cannot be shown ({error})"
     return text if len(text) <= 80 else text[:77] + "..."

@@ -68,8 +68,13 @@ class RetryingClient:
             raise ValueError(f"{owner}: token_env={token_env!r}, but that environment variable is not set.")
         if on_failure not in ("error", "none"):
             raise ValueError(f"{owner}: on_failure={on_failure!r}; must be 'error' or 'none'.")
-        self.url, self.token_env, self.on_failure = url, token_env, on_failure
-        self.timeout, self.retries, self.backoff, self.max_backoff = timeout, retries, backoff, max_backoff
+        self.url = url
+        self.token_env = token_env
+        self.on_failure = on_failure
+        self.timeout = timeout
+        self.retries = retries
+        self.backoff = backoff
+        self.max_backoff = max_backoff
         self.concurrency = concurrency
         self._client: httpx.AsyncClient | None = None
         self._slots: asyncio.Semaphore | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
+import math
 import string
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -11,6 +11,7 @@ from typing import Any, Literal
 from lightrl.rewards.base import Reward, RewardError
 from lightrl.rewards.client import RetryingClient
 from lightrl.rewards.media import encode_rows
+from lightrl.rewards.patterns import TimedPattern
 
 __all__ = ["GenerativeJudge"]
 
@@ -40,7 +41,8 @@ class GenerativeJudge(Reward):
         instruction: what the judge reads. `{prompt}`, `{completion}` and `{name}` of any data-set column are filled in.
         prompt_column: column that `{prompt}` stands for, the question before any chat template, whose markers would
             confuse another model. Of a conversation the texts of all turns are taken.
-        pattern: regular expression with one group, the number.
+        pattern: regular expression with one group, the number. It may take a second on one judgement; what takes longer
+            counts as without a number.
         low: x that gives reward 0.
         high: x that gives reward 1, above low.
         send_images: whether the judge sees the row's images.
@@ -83,7 +85,7 @@ class GenerativeJudge(Reward):
         token_env: str | None = None,
         on_failure: Literal["error", "none"] = "error",
     ) -> None:
-        self.pattern = re.compile(pattern)
+        self.pattern = TimedPattern("GenerativeJudge", pattern, timeout=1.0)
         if self.pattern.groups != 1:
             raise ValueError(f"GenerativeJudge: pattern={pattern!r} has {self.pattern.groups} groups; one is due.")
         if not low < high:
@@ -105,8 +107,12 @@ class GenerativeJudge(Reward):
             on_failure=on_failure,
         )
         self.fields = {name for _, name, _, _ in string.Formatter().parse(instruction) if name is not None}
-        self.instruction, self.prompt_column, self.low, self.high = instruction, prompt_column, low, high
-        self.send_images, self.video_frames = send_images, video_frames
+        self.instruction = instruction
+        self.prompt_column = prompt_column
+        self.low = low
+        self.high = high
+        self.send_images = send_images
+        self.video_frames = video_frames
         self.body = {"model": model, "max_tokens": max_tokens, "temperature": temperature, **(extra or {})}
 
     async def __call__(
@@ -126,7 +132,7 @@ class GenerativeJudge(Reward):
         finally:
             for task in tasks:  # one failed for good: the run ends, the others need no answer
                 task.cancel()
-        rewards = [self._read(judgement) for judgement in judgements]
+        rewards = [await asyncio.to_thread(self._read, judgement) for judgement in judgements]
         answered = [judgement is not None for judgement in judgements]
         unread = sum(there and reward is None for there, reward in zip(answered, rewards, strict=True))
         log_metric("unread", unread / max(1, len(completions)))
@@ -178,10 +184,10 @@ class GenerativeJudge(Reward):
             raise RewardError(f"{self.client.url} answered {str(answer)[:200]}, not a chat completion.") from error
 
     def _read(self, judgement: str | None) -> float | None:
-        numbers = self.pattern.findall(judgement or "")
         try:
-            x = float(numbers[-1])
-        except (IndexError, ValueError):
+            found = self.pattern.last(judgement or "")
+            x = math.nan if found is None else float(found)
+        except (TimeoutError, ValueError):
             return None
         return (x - self.low) / (self.high - self.low) if self.low <= x <= self.high else None
 

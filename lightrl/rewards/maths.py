@@ -30,13 +30,15 @@ class MathVerify(Reward):
     """1 where the completion's final answer equals the reference mathematically, else 0 (`1/2` = `0.5`).
 
     The answer is found by math-verify (the last box, LaTeX formula or number). A row is not applicable (None) where
-    the reference is None or is no formula. A comparison that exceeds `timeout` counts as wrong. Logged: `unparsable`,
-    the fraction of references that are no formula, and `timeouts`, the fraction of comparisons given up.
+    the reference is None or is no formula, or where the comparison exceeds `timeout`. Logged: `unparsable`, the
+    fraction of references that are no formula, and `timeouts`, the fraction of comparisons given up.
 
     Args:
         column: data-set column with the reference: LaTeX with or without dollar signs, or a number.
-        timeout: seconds for one comparison, above 0.
+        timeout: seconds for one comparison, above 0. The start of a process does not count: it has compared once
+            before its first comparison here.
         num_workers: processes that compare; each takes about 80 MB and starts when first needed.
+        timeout_value: reward of a comparison that was given up; None leaves the row unscored, 0 counts it as wrong.
 
     Raises:
         ValueError: math-verify is not installed, or a number is out of range.
@@ -44,14 +46,22 @@ class MathVerify(Reward):
     Source: https://github.com/huggingface/Math-Verify, its defaults.
     """
 
-    def __init__(self, column: str = "answer", timeout: float = 5.0, num_workers: int = 1) -> None:
+    def __init__(
+        self,
+        column: str = "answer",
+        timeout: float = 5.0,
+        num_workers: int = 1,
+        timeout_value: float | None = None,
+    ) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError("MathVerify needs the package math-verify: pip install 'lightrl[math]'.")
         if not timeout > 0:
             raise ValueError(f"MathVerify: timeout={timeout}; must be above 0 seconds.")
         if num_workers < 1:
             raise ValueError(f"MathVerify: num_workers={num_workers}; must be at least 1.")
-        self.column, self.timeout = column, timeout
+        self.column = column
+        self.timeout = timeout
+        self.timeout_value = timeout_value
         self.max_concurrency = num_workers
         self._workers = [_Worker() for _ in range(num_workers)]
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # last in, first out: few workers are ever started
@@ -74,7 +84,7 @@ class MathVerify(Reward):
         if log_metric is not None:
             log_metric("unparsable", verdicts.count("unparsable") / max(1, len(verdicts)))
             log_metric("timeouts", verdicts.count("timeout") / max(1, len(verdicts)))
-        values: dict[str, float | None] = {"equal": 1.0, "unequal": 0.0, "timeout": 0.0}
+        values: dict[str, float | None] = {"equal": 1.0, "unequal": 0.0, "timeout": self.timeout_value}
         return [values.get(verdict) for verdict in verdicts]
 
     def close(self) -> None:

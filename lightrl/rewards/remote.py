@@ -88,7 +88,9 @@ class RemoteReward(Reward):
         )
         self.columns = list(columns or [])
         self.fields = {"references": reference_column, "labels": label_column, "images": image_column}
-        self.send_media, self.send_completion_ids, self.batch_size = send_media, send_completion_ids, batch_size
+        self.send_media = send_media
+        self.send_completion_ids = send_completion_ids
+        self.batch_size = batch_size
 
     async def __call__(
         self,

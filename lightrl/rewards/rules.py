@@ -1,18 +1,18 @@
 """Rewards by rule. None of them reads the prompt: a format that the prompt shows must not count as an answer.
 
-Letters: y a completion, |y| its length in sampled tokens (the end-of-sequence token included).
+|y| is a completion's length in sampled tokens, the end-of-sequence token included.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from lightrl.rewards.base import Reward, RewardError, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
 from lightrl.rewards.extract import EXTRACTORS, Extract, to_number
+from lightrl.rewards.patterns import TimedPattern
 
 __all__ = ["CosineLength", "ExactAnswer", "LengthReward", "RegexFormat", "RepetitionPenalty", "SoftOverlong"]
 
@@ -32,9 +32,12 @@ class ExactAnswer(Reward):
         ignore_case: compare without regard to case.
         ignore_whitespace: a run of whitespace counts as one space, and none at the ends.
         numeric: two answers that are both numbers are compared by value: 42 = 42.0, 1,000 = 1000.
+        timeout: seconds that `pattern` may take on one completion, above 0. What takes longer is logged as
+            `timeouts`, a fraction of the rows.
+        timeout_value: reward of a completion on which `pattern` ran out of time; None leaves it unscored.
 
     Raises:
-        ValueError: `pattern` beside an `extract`, or an invalid pattern.
+        ValueError: `pattern` beside an `extract`, an invalid pattern, or a number out of range.
         RewardError: (when called) no such column, or a reference without an answer.
     """
 
@@ -47,21 +50,34 @@ class ExactAnswer(Reward):
         ignore_case: bool = False,
         ignore_whitespace: bool = True,
         numeric: bool = False,
+        timeout: float = 1.0,
+        timeout_value: float | None = None,
     ) -> None:
         if pattern is not None and extract != "text":
             raise ValueError(f"ExactAnswer: extract={extract!r} and pattern={pattern!r} exclude one another.")
         for name, value in (("extract", extract), ("reference_extract", reference_extract)):
             if value not in EXTRACTORS:
                 raise ValueError(f"ExactAnswer: {name}={value!r}; must be one of {', '.join(EXTRACTORS)}.")
-        self.column, self.extract, self.reference_extract = column, extract, reference_extract
-        self.pattern = None if pattern is None else _compile("ExactAnswer", pattern)
-        self.ignore_case, self.ignore_whitespace, self.numeric = ignore_case, ignore_whitespace, numeric
+        self.column = column
+        self.extract = extract
+        self.reference_extract = reference_extract
+        self.pattern = None if pattern is None else TimedPattern("ExactAnswer", pattern, timeout)
+        self.ignore_case = ignore_case
+        self.ignore_whitespace = ignore_whitespace
+        self.numeric = numeric
+        self.timeout_value = timeout_value
 
-    def __call__(self, completions: Sequence[str], **columns: Any) -> list[float | None]:
-        return [
-            None if reference is None else float(self._equal(completion, self._reference(reference)))
-            for completion, reference in zip(completions, _column(self, columns), strict=True)
-        ]
+    def __call__(
+        self, completions: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **columns: Any
+    ) -> list[float | None]:
+        column = _column(self.column, columns)
+        references = [None if reference is None else self._reference(reference) for reference in column]
+
+        def equal(row: int) -> float | None:
+            reference = references[row]
+            return None if reference is None else float(self._equal(completions[row], reference))
+
+        return _timed(equal, len(completions), self.timeout_value, log_metric)
 
     def _reference(self, reference: Any) -> str:
         found = EXTRACTORS[self.reference_extract](str(reference))
@@ -75,8 +91,7 @@ class ExactAnswer(Reward):
     def _equal(self, completion: str, reference: str) -> bool:
         answer = EXTRACTORS[self.extract](completion)
         if self.pattern is not None:
-            matches = list(self.pattern.finditer(completion))
-            answer = matches[-1].group(1 if self.pattern.groups else 0) if matches else None
+            answer = self.pattern.last(completion)
         if answer is None:
             return False
         if self.numeric:
@@ -97,19 +112,37 @@ class RegexFormat(Reward):
         pattern: Python regular expression; flags go inside, for example
             `(?s)<think>.*</think>\\s*<answer>.*</answer>` where `.` also matches line breaks.
         match: "full" (the whole completion, whitespace at its ends apart) or "search" (anywhere in it).
+        timeout: seconds that the pattern may take on one completion, above 0. What takes longer is logged as
+            `timeouts`, a fraction of the rows.
+        timeout_value: reward of a completion on which the pattern ran out of time; None leaves it unscored.
+
+    Raises:
+        ValueError: an invalid pattern, or an argument out of range.
 
     Source: the format reward of https://arxiv.org/abs/2501.12948.
     """
 
-    def __init__(self, pattern: str, match: Literal["full", "search"] = "full") -> None:
+    def __init__(
+        self,
+        pattern: str,
+        match: Literal["full", "search"] = "full",
+        timeout: float = 1.0,
+        timeout_value: float | None = None,
+    ) -> None:
         if match not in ("full", "search"):
             raise ValueError(f"RegexFormat: match={match!r}; must be 'full' or 'search'.")
-        regex = _compile("RegexFormat", pattern)
-        self.pattern, self.match = pattern, match
-        self._test = regex.fullmatch if match == "full" else regex.search
+        self.pattern = TimedPattern("RegexFormat", pattern, timeout)
+        self.match = match
+        self.timeout_value = timeout_value
 
-    def __call__(self, completions: Sequence[str]) -> list[float]:
-        return [float(self._test(text.strip() if self.match == "full" else text) is not None) for text in completions]
+    def __call__(
+        self, completions: Sequence[str], log_metric: Callable[[str, float], None] | None = None
+    ) -> list[float | None]:
+        def matches(row: int) -> float | None:
+            text = completions[row]
+            return float(self.pattern.fullmatch(text.strip()) if self.match == "full" else self.pattern.search(text))
+
+        return _timed(matches, len(completions), self.timeout_value, log_metric)
 
 
 class LengthReward(Reward):
@@ -129,10 +162,12 @@ class LengthReward(Reward):
             raise ValueError(f"LengthReward: target={target!r}, column={column!r}: give exactly one of the two.")
         if not alpha > 0:
             raise ValueError(f"LengthReward: alpha={alpha}; must be above 0.")
-        self.target, self.column, self.alpha = target, column, alpha
+        self.target = target
+        self.column = column
+        self.alpha = alpha
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float | None]:
-        targets = [self.target] * len(completion_ids) if self.column is None else _column(self, columns)
+        targets = [self.target] * len(completion_ids) if self.column is None else _column(self.column, columns)
         return [
             None if target is None else -self.alpha * abs(len(ids) - target)
             for ids, target in zip(completion_ids, targets, strict=True)
@@ -158,7 +193,9 @@ class RepetitionPenalty(Reward):
             raise ValueError(f"RepetitionPenalty: max_penalty={max_penalty}; must be above 0.")
         if unit not in ("words", "tokens"):
             raise ValueError(f"RepetitionPenalty: unit={unit!r}; must be 'words' or 'tokens'.")
-        self.n, self.max_penalty, self.unit = n, max_penalty, unit
+        self.n = n
+        self.max_penalty = max_penalty
+        self.unit = unit
 
     def __call__(self, completions: Sequence[str], completion_ids: Sequence[Sequence[int]]) -> list[float]:
         if self.unit == "tokens":
@@ -188,7 +225,8 @@ class SoftOverlong(Reward):
     def __init__(self, max_tokens: int, buffer_tokens: int) -> None:
         if not 1 <= buffer_tokens <= max_tokens:
             raise ValueError(f"SoftOverlong: buffer_tokens={buffer_tokens}; must be in [1, max_tokens={max_tokens}].")
-        self.max_tokens, self.buffer_tokens = max_tokens, buffer_tokens
+        self.max_tokens = max_tokens
+        self.buffer_tokens = buffer_tokens
 
     def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
         start = self.max_tokens - self.buffer_tokens
@@ -232,8 +270,10 @@ class CosineLength(Reward):
         function = load_reward(correct)
         self.correct = RewardFunction(f"CosineLength.correct={reward_name(function)}", function)
         self.max_concurrency = getattr(function, "max_concurrency", None)
-        self.max_tokens, self.exceed = max_tokens, exceed
-        self.right, self.wrong = (correct_at_zero, correct_at_max), (wrong_at_zero, wrong_at_max)
+        self.max_tokens = max_tokens
+        self.exceed = exceed
+        self.right = (correct_at_zero, correct_at_max)
+        self.wrong = (wrong_at_zero, wrong_at_max)
 
     async def __call__(self, completion_ids: Sequence[Sequence[int]], **rows: Any) -> list[float | None]:
         offered = {name: value for name, value in rows.items() if name not in ("log_metric", "log_extra")}
@@ -252,14 +292,27 @@ class CosineLength(Reward):
         return getattr(self.correct.function, "close", lambda: None)()
 
 
-def _column(rule: Any, columns: dict[str, Any]) -> Sequence[Any]:
-    if rule.column not in columns:
-        raise RewardError(f"column={rule.column!r} is not in the data set; it has: {', '.join(sorted(columns))}.")
-    return columns[rule.column]  # type: ignore[no-any-return]
+def _column(name: str, columns: dict[str, Any]) -> Sequence[Any]:
+    if name not in columns:
+        raise RewardError(f"column={name!r} is not in the data set; it has: {', '.join(sorted(columns))}.")
+    return columns[name]  # type: ignore[no-any-return]
 
 
-def _compile(owner: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{owner}: pattern={pattern!r} is not a regular expression: {error}.") from error
+def _timed(
+    score: Callable[[int], float | None],
+    num_rows: int,
+    timeout_value: float | None,
+    log_metric: Callable[[str, float], None] | None,
+) -> list[float | None]:
+    """`score(row)` of each row; `timeout_value` where it raises a TimeoutError. Logs their fraction as `timeouts`."""
+    values: list[float | None] = []
+    timeouts = 0
+    for row in range(num_rows):
+        try:
+            values.append(score(row))
+        except TimeoutError:
+            values.append(timeout_value)
+            timeouts += 1
+    if log_metric is not None:
+        log_metric("timeouts", timeouts / max(1, num_rows))
+    return values

@@ -1,8 +1,6 @@
 """Runs the reward functions of a run, all at once and beside generation, and adds up what they say.
 
-Letters: n rows of one submission (whole groups), F functions.
-
-    total[i] = sum over functions f that scored row i of weight_f * r_f[i]      NaN where none did
+total[i] = sum over functions f that scored row i of weight_f * r_f[i]      NaN where none did
 """
 
 from __future__ import annotations
@@ -13,16 +11,55 @@ import inspect
 import logging
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
-from lightrl.rewards.base import RewardSpec, load_reward, reward_name
-from lightrl.rewards.calls import CallFailed, CallLog, RewardFunction
-from lightrl.rewards.scores import ScoreHandle, Scores
+from lightrl.rewards.base import RewardError, RewardSpec, load_reward, reward_name
+from lightrl.rewards.calls import MAX_REWARD, CallFailed, CallLog, RewardFunction
+from lightrl.rewards.media import MEDIA
+from lightrl.types import Scores
 
-__all__ = ["RewardScorer", "ScoreHandle", "Scores"]
+__all__ = ["RewardScorer", "ScoreHandle"]
+
+OFFERED = ("prompts", "completions", "completion_ids", "group_ids", *MEDIA)
+"""What every function may name beside the data set's columns."""
 
 log = logging.getLogger(__name__)
+
+
+class ScoreHandle:
+    """The scores of one submission, there when the slowest function is done."""
+
+    def __init__(self, future: concurrent.futures.Future[Scores]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether `result` would return or raise at once."""
+        return self._future.done()
+
+    def when_done(self, function: Callable[[], None]) -> None:
+        """Calls the function once `done`, in whatever thread that happens; at once if it already is."""
+        self._future.add_done_callback(lambda _: function())
+
+    def result(self, timeout: float | None = None) -> Scores:
+        """Waits for the scores.
+
+        Args:
+            timeout: seconds to wait; None waits until they are there.
+
+        Raises:
+            RewardError: a function failed. TimeoutError: not there within `timeout`; it may be asked again.
+        """
+        try:
+            while timeout is None:  # in slices: a Ctrl-C that comes just before a wait does not end it
+                with suppress(concurrent.futures.TimeoutError):
+                    return self._future.result(0.5)
+                if self._future.done():
+                    break
+            return self._future.result(timeout)
+        except concurrent.futures.CancelledError as error:
+            raise RewardError("the RewardScorer was closed before these rows were scored.") from error
 
 
 class RewardScorer:
@@ -48,7 +85,8 @@ class RewardScorer:
             function raises itself.
 
     Attributes:
-        names: F names. weights: name -> weight, without the functions whose weight differs between labels.
+        names: one per function.
+        weights: name -> weight, without the functions whose weight differs between labels.
 
     Raises:
         ValueError: lengths that differ, equal names, a recipe of unknown functions, numbers out of range.
@@ -70,7 +108,9 @@ class RewardScorer:
         _check(loaded, self.names, weights, recipes, max_concurrency, timeout, on_error)
         self.recipes = None if recipes is None else {label: dict(parts) for label, parts in recipes.items()}
         self.weights = _weights(self.names, weights, self.recipes)
-        self.label_column, self.timeout, self.on_error = label_column, timeout, on_error
+        self.label_column = label_column
+        self.timeout = timeout
+        self.on_error = on_error
         self._functions = [RewardFunction(name, function) for name, function in zip(self.names, loaded, strict=True)]
         self._limits = [getattr(function, "max_concurrency", None) or max_concurrency for function in loaded]
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -107,13 +147,32 @@ class RewardScorer:
         weights = self._row_weights(rows, len(completions))
         return ScoreHandle(asyncio.run_coroutine_threadsafe(self._score(rows, weights), self._start()))
 
-    def close(self) -> None:
-        """Gives up what is being scored and ends the loop. Safe to call twice; `submit` starts it again."""
+    def require_columns(self, columns: Iterable[str]) -> None:
+        """Raises a `ValueError` where a function needs what neither these data-set columns nor LightRL offer."""
+        offered = {*columns, *OFFERED}
+        for function in self._functions:
+            missing = function.missing(offered)
+            if missing:
+                raise ValueError(
+                    f"reward function {function.name!r}: takes {', '.join(missing)}, which is neither a column of the "
+                    f"data set nor offered by LightRL. There are: {', '.join(sorted(offered))}."
+                )
+        if self.recipes is not None and self.label_column not in offered:
+            raise ValueError(
+                f"recipes need the data-set column label_column={self.label_column!r}; there are: "
+                f"{', '.join(sorted(offered))}."
+            )
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Gives up what is being scored and ends the loop, in about `timeout` seconds.
+
+        Safe to call twice; `submit` starts it again.
+        """
         loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is None or thread is None:
             return
         try:
-            asyncio.run_coroutine_threadsafe(self._shut_down(), loop).result(timeout=5)
+            asyncio.run_coroutine_threadsafe(self._shut_down(), loop).result(timeout)
         except concurrent.futures.TimeoutError:
             log.warning("a reward function blocks the event loop and was left behind.")
         finally:
@@ -176,8 +235,24 @@ class RewardScorer:
                 for name, weight in row_weights.items()
                 if weight != 0 and not math.isnan(scores.parts[name][row])
             ]
-            scores.total.append(math.fsum(scored) if scored else math.nan)
+            scores.total.append(self._sum(row, row_weights, scored, scores))
         return scores
+
+    @staticmethod
+    def _sum(row: int, weights: Mapping[str, float], scored: Sequence[float], scores: Scores) -> float:
+        if not scored:
+            return math.nan
+        try:
+            total = math.fsum(scored)
+        except OverflowError:
+            total = math.inf
+        if not abs(total) <= MAX_REWARD:
+            values = ", ".join(f"{weight:g} * {name}={scores.parts[name][row]:g}" for name, weight in weights.items())
+            raise RewardError(
+                f"row {row}: the weighted sum of the rewards ({values}) is {total:g}. Rewards and their squares are "
+                f"summed in float32: scale weights or rewards so that totals stay at most {MAX_REWARD:g} in size."
+            )
+        return total
 
     async def _part(
         self, index: int, rows: Mapping[str, Sequence[Any]], weights: list[dict[str, float]]

@@ -38,4 +38,4 @@ def test_what_is_kept(
     callback = RolloutCheckpoint(dirpath=str(tmp_path / "c"), **{"every_n_rollouts": 1, **arguments})
     rollouts = make_rollouts(["1+1="], [["2", "3"]], [[1.0, 0.0]])
     make_trainer(callback, enable_checkpointing=True).fit(Rewards(), Loader([rollouts] * 6))
-    assert sorted(p.stem for p in (tmp_path / "c").iterdir()) == sorted([*kept, "last"])
+    assert sorted(p.stem for p in (tmp_path / "c").glob("*.ckpt")) == sorted([*kept, "last"])

@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import seed_everything
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import HFExport, WeightSync
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.modules import PPOLightningModule
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 

@@ -1,4 +1,4 @@
-"""Schedules of `kl_coef`, against numbers worked by hand."""
+"""Schedules of the KL coefficient, against numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -6,15 +6,31 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightrl.callbacks import AdaptiveKL, LinearKL
+from lightrl.objectives.kl import KLInLoss
+
+
+class Module:
+    """Owns a KL penalty, as the real one does."""
+
+    def __init__(self, coef: float) -> None:
+        self.kl = KLInLoss(coef=coef)
+
+    def set_kl_coef(self, coef: float) -> None:
+        self.kl.coef = coef
+
+
+def batch(rows: int) -> Any:
+    return SimpleNamespace(trajectory_ids=torch.arange(rows))
 
 
 def after(callback: AdaptiveKL, kl: float, coef: float = 0.1, rows: int = 100, ranks: int = 1) -> float:
-    module: Any = SimpleNamespace(kl_coef=coef)
-    trainer: Any = SimpleNamespace(world_size=ranks)
-    callback.on_train_batch_end(trainer, module, {"kl/ref": kl}, [None] * rows, 0)
-    return float(module.kl_coef)
+    module, trainer = Module(coef), SimpleNamespace(world_size=ranks)
+    callback.on_train_start(trainer, module)  # type: ignore[arg-type]
+    callback.on_train_batch_end(trainer, module, {"kl/ref": kl}, batch(rows), 0)  # type: ignore[arg-type]
+    return module.kl.coef
 
 
 @pytest.mark.parametrize(
@@ -33,13 +49,38 @@ def test_one_rollout(kl: float, expected: float) -> None:
 
 
 def test_rows_of_all_ranks_count() -> None:
-    callback = AdaptiveKL(target=0.05, horizon=1000)
-    assert after(callback, 5.0, rows=25, ranks=4) == after(callback, 5.0, rows=100)
+    four, one = AdaptiveKL(target=0.05, horizon=1000), AdaptiveKL(target=0.05, horizon=1000)
+    assert after(four, 5.0, rows=25, ranks=4) == after(one, 5.0, rows=100)
+
+
+def test_rows_of_a_trajectory_count_once() -> None:
+    callback, module = AdaptiveKL(target=0.05, horizon=1000), Module(0.1)
+    callback.on_train_start(None, module)  # type: ignore[arg-type]
+    cut = SimpleNamespace(trajectory_ids=torch.arange(100).repeat_interleave(3))
+    callback.on_train_batch_end(SimpleNamespace(world_size=1), module, {"kl/ref": 5.0}, cut, 0)  # type: ignore[arg-type]
+    assert module.kl.coef == pytest.approx(0.1 * (1 + 0.2 * 0.1))
 
 
 def test_without_a_kl_term_it_is_refused() -> None:
-    with pytest.raises(ValueError, match="AdaptiveKL needs a KL term"):
-        AdaptiveKL().on_train_batch_end(SimpleNamespace(world_size=1), None, {}, [], 0)  # type: ignore[arg-type]
+    for callback in (AdaptiveKL(), LinearKL(0.1, 0.0, 2)):
+        with pytest.raises(ValueError, match=f"{type(callback).__name__} needs a KL term"):
+            callback.setup(None, SimpleNamespace(kl=None), "fit")  # type: ignore[arg-type]
+
+
+def test_a_rollout_of_which_nothing_is_trained_leaves_the_coefficient() -> None:
+    callback, module = AdaptiveKL(target=0.05, horizon=1000), Module(0.1)
+    callback.on_train_start(None, module)  # type: ignore[arg-type]
+    callback.on_train_batch_end(SimpleNamespace(world_size=1), module, {}, batch(8), 0)  # type: ignore[arg-type]
+    assert callback.coef == module.kl.coef == 0.1
+
+
+def test_the_callback_keeps_its_own_coefficient() -> None:
+    callback = AdaptiveKL(target=0.05, horizon=1000)
+    moved = after(callback, 5.0)
+    resumed, module = AdaptiveKL(target=0.05, horizon=1000), Module(0.1)
+    resumed.load_state_dict(callback.state_dict())
+    resumed.on_train_start(None, module)  # type: ignore[arg-type]
+    assert module.kl.coef == moved != 0.1
 
 
 @pytest.mark.parametrize("arguments", [{"target": 0.0}, {"horizon": -1.0}])
@@ -49,12 +90,12 @@ def test_bad_arguments(arguments: dict[str, float]) -> None:
 
 
 def test_linear_ramp() -> None:
-    callback, module = LinearKL(start=0.2, end=0.0, num_rollouts=4), SimpleNamespace(kl_coef=9.0)
+    callback, module = LinearKL(start=0.2, end=0.0, num_rollouts=4), Module(9.0)
     seen = []
     for done in range(6):
         trainer = SimpleNamespace(fit_loop=SimpleNamespace(total_batch_idx=done))
         callback.on_train_batch_start(trainer, module, None, 0)  # type: ignore[arg-type]
-        seen.append(module.kl_coef)
+        seen.append(module.kl.coef)
     assert seen == pytest.approx([0.2, 0.15, 0.1, 0.05, 0.0, 0.0])
 
 

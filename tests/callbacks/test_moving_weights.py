@@ -11,11 +11,12 @@ from lightning.pytorch import Callback, seed_everything
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
 from lightrl.callbacks import EMA, AdaptiveEntropy, HFExport, ReferenceSync, WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTSource
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.modules import GRPOLightningModule, PPOLightningModule
+from lightrl.objectives.kl import KLInLoss
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 
@@ -114,7 +115,7 @@ def test_export_of_a_missing_average_is_refused(model_path: str, tmp_path: Path)
 
 def test_the_reference_moves_every_n_rollouts(model_path: str) -> None:
     trace = Trace()
-    module = GRPOLightningModule(model_path, kl_coef=0.1, optimizer=sgd)
+    module = GRPOLightningModule(model_path, kl=KLInLoss(coef=0.1), optimizer=sgd)
     fit(module, [ReferenceSync(every_n_rollouts=2, alpha=0.25), trace], rollouts=4)
     r0, r1, r2, r3, r4 = trace.reference
     assert torch.equal(r0, r1) and torch.equal(r2, r3) and torch.equal(r0, trace.actor[0])

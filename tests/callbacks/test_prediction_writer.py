@@ -84,7 +84,9 @@ def test_shards_of_ranks_merge_in_the_order_of_the_prompts(tmp_path: Path) -> No
     for rank in (1, 0):
         for batch_idx, prompts in enumerate(shares[rank]):
             groups = torch.tensor([i for i in range(len(prompts)) for _ in range(2)])
-            batch = SimpleNamespace(group_ids=groups, filler=rank == 1 and batch_idx == 1)
+            rows = torch.tensor([0, 0, *range(1, len(groups))])  # the first attempt is two rows and one record
+            filler = rank == 1 and batch_idx == 1
+            batch = SimpleNamespace(group_ids=groups[rows], trajectory_ids=rows, filler=filler)
             records = [{"prompt": p, "completion": c} for p in prompts for c in "ab"]
             writers[rank].write_on_batch_end(trainers[rank], None, records, None, batch, batch_idx, 0)  # type: ignore[arg-type]
     writers[0].on_predict_end(trainers[0], None)  # type: ignore[arg-type]
@@ -111,7 +113,29 @@ def test_saved_rollouts_come_back(rollouts: Rollouts, make_trainer: Callable[...
     assert tensors["advantages"][0].tolist()[:6] == [0, 0, 0, 0, 4, 0]
     assert "values" not in tensors and tensors["policy_version"] == 3 and tensors["temperature"] == 1.0
     assert [float(x["pixels"][0]) for x in tensors["inputs"]] == [0.0, 1.0, 2.0, 3.0]
-    assert texts[2] == {"prompt": "[b]2+2=", "completion": "4\n", "columns": {"answer": "answer 1"}}
+    expected = {"prompt": "[b]2+2=", "completion": "4\n", "columns": {"answer": "answer 1"}, "group": 1, "rollout": 4}
+    assert expected.items() <= texts[2].items()
+
+
+def test_a_trajectory_of_two_rows_is_one_record(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    """Attempt 0 is rows 0 and 1, two turns; attempt 1 failed."""
+    rollouts = make_rollouts(["ab"], [["cd", "ef", "gh"]], [[1.0, 1.0, float("nan")]])
+    rollouts.trajectory_ids = torch.tensor([0, 0, 1])
+    rollouts.turn_ids = torch.tensor([[-1, -1, 0, 0], [-1, -1, 1, 1], [-1, -1, 0, 0]])
+    rollouts.turn_rewards = {"environment": torch.tensor([[0, 0, 0, 0.25], [0, 0, 0, 0.5], [0, 0, 0, 0]])}
+    rollouts.stop_reasons = ["turns", "turns", "failure"]
+    rollouts.messages = [[{"role": "user", "content": "ab"}]] * 3
+    rollouts.states = [["s", "t"], ["s", "t"], ["s"]]
+    make_trainer(SaveRollouts(every_n_rollouts=2)).fit(LoggingModule(), Loader([rollouts] * 2))
+    _, (first, second) = load_rollouts(tmp_path / "rollouts" / "rollout=000002")
+    assert first["stop_reason"] == "turns" and first["trained"] and first["reward"] == 1.0
+    assert [row["turns"] for row in first["rows"]] == [[-1, -1, 0, 0], [-1, -1, 1, 1]]
+    assert first["rows"][1]["policy_versions"] == [-1, -1, 3, 3]
+    assert first["rows"][0]["engine_logprobs"] == [0.0, 0.0, -0.5, -0.5]
+    assert [(turn["rewards"], turn["tokens"], turn["state"]) for turn in first["turns"]] == [
+        ({"environment": 0.25}, 2, "s"), ({"environment": 0.5}, 2, "t"),
+    ]  # fmt: skip
+    assert second["stop_reason"] == "failure" and second["reward"] is None and not second["trained"]
 
 
 def test_ranks_are_joined(tmp_path: Path) -> None:

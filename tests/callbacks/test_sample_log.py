@@ -21,8 +21,8 @@ from lightrl.callbacks.reward_normalization import RewardNormalization
 from lightrl.callbacks.sample_log import SampleLog, markdown_table, sample_records, samples_table, shorten
 from lightrl.report import report
 from lightrl.report.read import read_run
-from lightrl.types import Rollouts
-from tests.callbacks.toys import Loader, LoggingModule
+from lightrl.types import Experience, Rollouts
+from tests.callbacks.toys import Loader, LoggingModule, make_rollouts
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -168,3 +168,25 @@ def test_the_evaluation_before_training_is_logged_at_step_minus_one(
     assert [(r["step"], r["phase"], r["reward"]) for r in run.samples] == [(-1, "eval", 0.0), (1, "eval", 0.0)]
     page = report(tmp_path).read_text()
     assert "before training" in page and "after rollout 2" in page
+
+
+def test_a_trajectory_of_two_rows_is_one_sample(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    rollouts = make_rollouts(["ab"], [["cd", "efg", "h"]], [[1.0, 1.0, 0.0]])
+    rollouts.trajectory_ids = torch.tensor([0, 0, 1])
+    rollouts.turn_ids = torch.tensor([[-1, -1, 0, 0, -1], [-1, -1, 1, 1, 1], [-1, -1, 0, -1, -1]])
+    rollouts.stop_reasons = ["turns", "turns", "stop"]
+    rollouts.messages = [[{"role": "user", "content": "ab"}]] * 3
+    records = sample_records(rollouts, 5)
+    assert [(r["num_tokens"], r["turns"], r["stop_reason"]) for r in records] == [(5, 2, "turns"), (1, 1, "stop")]
+    log = SampleLog(1, terminal=False)
+    experience = Experience(
+        **{name: getattr(rollouts, name) for name in ("token_ids", "attention_mask", "response_mask", "group_ids")},
+        engine_logprobs=rollouts.engine_logprobs,
+        advantages=torch.tensor([[0, 0, 1, 1, 0], [0, 0, 3, 2, 3], [0, 0, 7, 0, 0]], dtype=torch.float),
+        rewards=rollouts.rewards,
+        valid=rollouts.rewards.isfinite(),
+        trajectory_ids=rollouts.trajectory_ids,
+    )
+    log.on_rollout_scored(None, None, rollouts)  # type: ignore[arg-type]
+    log.on_experience_made(None, None, experience)  # type: ignore[arg-type]
+    assert log._advantages is not None and log._advantages.tolist() == [2.0, 2.0, 7.0]

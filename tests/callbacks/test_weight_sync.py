@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, seed_everything
 
+from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines.base import StaleWeightsError
-from lightrl.engines.transformers import TransformersEngine
+from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
-from lightrl.modules import PPOLightningModule
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 
@@ -101,10 +101,15 @@ def test_number_and_length_of_the_canarys_sequences(model: str) -> None:
     assert engine.shapes == (5, 5, 5)
 
 
-def test_an_engine_never_synced_is_refused(model: str) -> None:
-    module = PPOLightningModule(model)
-    with pytest.raises(StaleWeightsError, match="add the WeightSync callback"):
-        quiet_trainer(callbacks=[]).fit(module, sums_data())
+def test_without_the_callback_the_data_module_pushes_the_weights_itself(model: str) -> None:
+    data, seen = sums_data(rollouts_per_epoch=2), list[int]()
+
+    class Versions(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            seen.append(data.engine.policy_version)
+
+    quiet_trainer(callbacks=[Versions()]).fit(PPOLightningModule(model), data)
+    assert len(seen) == 2 and 0 == seen[0] < seen[1]
 
 
 def test_bad_arguments_and_other_data_modules_are_refused(model: str) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from lightrl.types import Experience, Rollouts, pad_rows
+from lightrl.ops.padding import pad_rows
+from lightrl.types import Experience, Rollouts
 
 
 def make_rollouts(prompts: list[str], completions: list[list[str]], rewards: list[list[float]]) -> Rollouts:
@@ -86,6 +87,6 @@ class LoggingModule(LightningModule):
         self.log("eval/reward", rollouts.rewards.mean(), batch_size=len(rollouts))
 
     def predict_step(self, rollouts: Rollouts, batch_idx: int) -> list[dict[str, Any]]:
-        from lightrl.modules.evaluation import records
+        from lightrl.algorithms.evaluation import records
 
         return records(rollouts)

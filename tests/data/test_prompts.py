@@ -123,7 +123,7 @@ def test_a_missing_column_and_a_bad_row_are_named(tokenizer: Any, tmp_path: Path
         PromptSource(path=str(path)).load(tokenizer)
     with pytest.raises(ValueError, match="list, row 1, column 'prompt'.*must be a string"):
         PromptSource(rows=[{"prompt": "1"}, {"prompt": None}]).load(tokenizer, shuffle=False).batch(0, 2)
-    with pytest.raises(ValueError, match="row 0: the prompt '' has no tokens"):
+    with pytest.raises(ValueError, match="row 0, column 'prompt': the prompt is an empty string"):
         PromptSource(rows=[{"prompt": ""}]).load(tokenizer).batch(0, 1)
 
 
@@ -193,7 +193,7 @@ def test_a_stream_goes_on_for_ever_and_resumes(stream: PromptSource, tokenizer: 
 
 def test_a_stream_drops_long_rows_and_has_no_length(stream: PromptSource, tokenizer: Any) -> None:
     stream.max_prompt_tokens = 3
-    with pytest.raises(ValueError, match="every prompt is longer than max_prompt_tokens=3"):
+    with pytest.raises(ValueError, match="every prompt is bad or longer than max_prompt_tokens=3"):
         stream.load(tokenizer, shuffle=False).batch(0, 1)
     stream.max_prompt_tokens = 4
     prompts = stream.load(tokenizer, shuffle=False)

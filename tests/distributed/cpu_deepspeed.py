@@ -17,7 +17,7 @@ import deepspeed
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightrl.modules.sharded import ZeROStrategy
+from lightrl.distributed.fsdp2 import ZeROStrategy
 
 
 class CPUZeROStrategy(ZeROStrategy):

@@ -18,12 +18,12 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule
 from lightrl.callbacks import ReferenceSync, RolloutCheckpoint, WeightSync
+from lightrl.distributed import strategies as adapters
+from lightrl.distributed.fsdp2 import FSDP2Strategy
 from lightrl.engines import TransformersEngine, VLLMEngine
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.modules import GRPOLightningModule, PPOLightningModule
-from lightrl.modules import strategies as adapters
-from lightrl.modules.sharded import FSDP2Strategy
 from tests.toys import digits_reward, quiet_trainer, sums_data
 
 ROLLOUTS = 4
@@ -93,9 +93,17 @@ class Die(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Sharded(Callback):
+    """Each backward leaves this rank its shards of the gradients, and not whole ones that wait for the last."""
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        assert all(parameter.grad is not None for parameter in module.actor.parameters())
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "offload": {"options": {"cpu_offload": True}, "model": {"gradient_checkpointing": True}},
     "bf16": {"options": {"param_dtype": "bfloat16"}, "engine": TransformersEngine(dtype="bfloat16")},
+    "every": {"options": {"reduce_every_micro_batch": True}, "callbacks": [Sharded()]},
     "vllm": {"engine": VLLMEngine(max_model_len=24)},
     "vllm-lora": {"kind": "lora", "engine": VLLMEngine(max_model_len=24)},
     "kill0": {"callbacks": [Die(0)]},
@@ -108,7 +116,7 @@ def make_module(kind: str, path: str, **model: Any) -> Any:
     common: dict[str, Any] = {"optimizer": adam, "micro_batch_tokens": 60, "lr_scheduler": decay}
     if kind in ("ppo", "broken"):
         module = PPOLightningModule if kind == "ppo" else BrokenOnce
-        return module(ModelSpec(path, **model), critic_lr=5e-3, **common)
+        return module(ModelSpec(path, **model), CriticSpec(lr=5e-3), **common)
     spec = ModelSpec(path, lora=LoraSpec(r=4, alpha=8.0), **model)
     return GRPOLightningModule(spec, **common)
 

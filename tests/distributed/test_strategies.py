@@ -16,15 +16,15 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from lightrl.distributed.strategies import refuse_unsupported
 from lightrl.export import export
-from lightrl.modules.strategies import refuse_unsupported
 from tests.distributed.job import ROLLOUTS, train
 from tests.toys import quickstart_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MIDDLE, END = f"rollout={ROLLOUTS // 2:06d}.ckpt", f"rollout={ROLLOUTS:06d}.ckpt"
 STRATEGIES = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
-EXTRA = {"fsdp2": ["offload", "bf16", f"lora@one/lora/{MIDDLE}"]}
+EXTRA = {"fsdp2": ["offload", "bf16", "every", f"lora@one/lora/{MIDDLE}"]}
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -136,9 +136,9 @@ def test_exports_load_in_transformers(ranks: Any, one: dict[str, Any], place: Pa
 
 @pytest.mark.parametrize("ranks", ["fsdp2"], indirect=True)
 def test_fsdp2_options(ranks: Any, one: dict[str, Any]) -> None:
-    """Offload and recomputation change nothing; bfloat16 compute keeps float32 weights and learns about the same."""
+    """Offload, recomputation and early reduction change nothing; bfloat16 compute rounds, and keeps float32 weights."""
     _, steps = ranks
-    for rank in steps["offload"]:
+    for rank in (*steps["offload"], *steps["every"]):
         assert_same_weights(rank["weights"], one["ppo"]["weights"])
     first, rounded = (x["weights"]["model.embed_tokens.weight"] for x in (one["ppo"], steps["bf16"][0]))
     assert rounded.dtype == torch.float32 and not torch.equal(rounded, rounded.bfloat16().float())

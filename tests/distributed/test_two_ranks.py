@@ -12,22 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import seed_everything
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
+from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import EMA, ReferenceSync, WeightSync
 from lightrl.data.sft import SFTSource
 from lightrl.models.spec import ModelSpec
-from lightrl.modules import GRPOLightningModule, PPOLightningModule
-from lightrl.modules.advantages import GroupNorm
-from lightrl.modules.kl import KLInLoss
+from lightrl.objectives.advantages import GroupRelative
+from lightrl.objectives.kl import KLInLoss
 from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIMES = ("time/", "optim/lr")
 
 
-class Record(Callback):
+class Record(RLCallback):
     """Per rollout: advantages by sequence, gradients of every update, metrics, and the prompt cursor."""
 
     def __init__(self) -> None:
@@ -80,7 +81,7 @@ def run(kind: str, path: str, devices: int, strategy: str = "auto") -> Record:
         module = PPOLightningModule(spec, ppo_epochs=2, top_entropy_fraction=0.5, mask_truncated=True, **common)
         data = {"rewards": [digits_reward], **ptx}
     else:
-        module = GRPOLightningModule(spec, advantage=GroupNorm("batch"), kl=KLInLoss("k2"), **common)
+        module = GRPOLightningModule(spec, advantage=GroupRelative("batch"), kl=KLInLoss("k2"), **common)
         data = {"rewards": [some_flat], "max_refills": 8, **ptx}
     record = Record()
     callbacks = [WeightSync(), record, EMA(0.9), ReferenceSync(every_n_rollouts=1, alpha=0.5)]

@@ -8,10 +8,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from lightrl.types import Prompts, SamplingParams
 
 torch.set_num_threads(1)
 
@@ -82,14 +86,30 @@ def reference_logprobs(model: torch.nn.Module, ids: list[int], temperature: floa
     return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engine(tied_folder: Path) -> Iterator[object]:
-    """The session's engine: tied, float32, in this process. A test that needs certain weights pushes them itself."""
+    """A file's engine: tied, float32, in this process. A test that needs certain weights pushes them itself.
+
+    Not the session's: vLLM keeps state of its own per process, which another engine in it takes along when it closes.
+    """
     pytest.importorskip("vllm")
     from lightrl.engines import EngineContext, VLLMEngine
 
-    engine = VLLMEngine(fire_temperature=2.0, engine_args={"kv_cache_memory_bytes": 32 << 20, "block_size": 32})
-    engine.start(EngineContext(str(tied_folder), max_prompt_tokens=64, max_new_tokens=64))
-    engine.fire_temperature = None  # the processor is there; a test turns it on
+    engine = VLLMEngine(engine_args={"kv_cache_memory_bytes": 32 << 20, "block_size": 32})
+    engine.start(EngineContext(str(tied_folder), max_prompt_tokens=64, max_new_tokens=64, fire=True))
     yield engine
     engine.close()
+
+
+def ask(engine: Any, prompts: Prompts, sampling: SamplingParams, *, num_completions: int, seeds: Any) -> Any:
+    """Groups of all prompts, each with the number of its prompt, as they finish. Refusals come at the call."""
+    requests = [prompts.request(i, sampling, seed, num_completions) for i, seed in enumerate(seeds)]
+    numbers = {request: i for i, request in enumerate(requests)}
+    stream = engine.generate(requests)
+
+    def numbered() -> Any:
+        with closing(stream):
+            for group in stream:
+                yield numbers[group.request], group
+
+    return numbered()

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import HFExport, WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.modules import PPOLightningModule
 from tests.engines.conftest import load
 from tests.engines.test_vllm_sync import canary_gap
 from tests.toys import quiet_trainer, sums_data
@@ -27,7 +27,7 @@ def test_vllm_computes_the_same_from_the_exported_folder(
     engine: Any, tied_folder: Path, tmp_path: Path, lora: LoraSpec | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "close", lambda: None)
-    engine.policy_version = -1
+    engine.mark_stale()
     module = PPOLightningModule(
         ModelSpec(str(tied_folder), lora=lora), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2)
     )

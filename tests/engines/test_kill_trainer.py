@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 TRAINER = """
 import json, sys
-from tests.engines.conftest import load
+from tests.engines.conftest import ask, load
 from lightrl.engines import EngineContext, VLLMEngine
 from lightrl.types import Prompts, SamplingParams
 
@@ -30,7 +30,7 @@ if __name__ == "__main__":
     prompts = Prompts([[2, 5 + i % 40] for i in range(64)], [""] * 64)
     print(json.dumps(engine.process_ids), flush=True)
     while True:
-        for group in engine.generate(prompts, SamplingParams(max_new_tokens=200), num_completions=4, seeds=range(64)):
+        for group in ask(engine, prompts, SamplingParams(max_new_tokens=200), num_completions=4, seeds=range(64)):
             pass
 """
 

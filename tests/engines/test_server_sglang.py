@@ -19,12 +19,12 @@ pytest.importorskip("uvicorn")
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
+from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, EngineDiedError, ServerEngine, StaleWeightsError
-from lightrl.engines.base import GenerationCancelledError
-from lightrl.modules import GRPOLightningModule
+from lightrl.engines.base import GenerationCancelledError, RequestQueue
 from lightrl.types import Prompts, SamplingParams
-from tests.engines.conftest import build_model, change, load, reference_logprobs
+from tests.engines.conftest import ask, build_model, change, load, reference_logprobs
 from tests.engines.sglang_server import SGLangServer, serve
 from tests.toys import quiet_trainer, sums_data
 
@@ -60,10 +60,15 @@ def push(engine: ServerEngine, folder: Path, version: int = 0, seed: int = 1) ->
 
 
 def sample(engine: ServerEngine, seeds: tuple[int, ...] = (1, 2, 3, 4)) -> dict[int, list[list[int]]]:
-    groups = list(engine.generate(PROMPTS, SAMPLING, num_completions=3, seeds=seeds))
-    assert sorted(group.prompt_index for group in groups) == [0, 1, 2, 3]
-    assert {group.policy_version for group in groups} == {engine.policy_version}
-    return {group.prompt_index: [c.token_ids for c in group.completions] for group in groups}
+    groups = list(ask(engine, PROMPTS, SAMPLING, num_completions=3, seeds=seeds))
+    assert sorted(i for i, _ in groups) == [0, 1, 2, 3]
+    assert {group.policy_version for _, group in groups} == {engine.policy_version}
+    return tokens(groups)
+
+
+def tokens(groups: Any) -> dict[int, list[list[int]]]:
+    """Token ids of each prompt's completions."""
+    return {i: [c.token_ids for c in group.completions] for i, group in groups}
 
 
 def test_weights_arrive_and_logprobs_are_the_trainers(start: Start, tied_folder: Path, tmp_path: Path) -> None:
@@ -73,10 +78,10 @@ def test_weights_arrive_and_logprobs_are_the_trainers(start: Start, tied_folder:
         assert server.calls["/pause_generation"] == server.calls["/flush_cache"] == 1 and not server.paused
     sequence = [3, 9, 14, 20, 33, 8]
     assert torch.allclose(torch.tensor(engine.logprobs([sequence])[0]), reference_logprobs(model, sequence), atol=5e-5)
-    for group in engine.generate(PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4]):
+    for i, group in ask(engine, PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4]):
         assert group.policy_version == 3 and len(group.completions) == 3
         for completion in group.completions:
-            ids = PROMPTS.token_ids[group.prompt_index]
+            ids = PROMPTS.token_ids[i]
             expected = reference_logprobs(model, ids + completion.token_ids, 0.7)[len(ids) - 1 :]
             assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=5e-5)
             assert completion.finish_reason == ("stop" if completion.token_ids[-1] == 1 else "length")
@@ -92,8 +97,8 @@ def test_a_completion_depends_on_its_prompts_seed_alone(start: Start, tied_folde
     first = sample(engine)
     assert sample(engine) == first
     order = [2, 0, 3, 1]
-    shuffled = engine.generate(PROMPTS[order], SAMPLING, num_completions=3, seeds=[(1, 2, 3, 4)[i] for i in order])
-    assert {order[g.prompt_index]: [c.token_ids for c in g.completions] for g in shuffled} == first
+    shuffled = ask(engine, PROMPTS[order], SAMPLING, num_completions=3, seeds=[(1, 2, 3, 4)[i] for i in order])
+    assert {order[i]: ids for i, ids in tokens(shuffled).items()} == first
     assert sample(engine, (5, 2, 3, 4))[0] != first[0]
     assert len({tuple(tokens) for tokens in first[2]}) > 1  # members of a group differ
     assert all(len(server.requests) > 2 for server in servers)  # both had work
@@ -116,11 +121,11 @@ def test_sampling_settings_reach_the_server(start: Start, tied_folder: Path) -> 
     settings: dict[str, Any] = {"top_p": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5, "min_new_tokens": 1}
     settings |= {"stop": ["a"], "stop_token_ids": [7], "ignore_eos": True, "regex": "[0-9]+"}
     extra = SamplingParams(max_new_tokens=2, **settings, extra={"frequency_penalty": 0.25})
-    list(engine.generate(PROMPTS[[0]], extra, num_completions=2, seeds=[0]))
+    list(ask(engine, PROMPTS[[0]], extra, num_completions=2, seeds=[0]))
     sent = plain.requests[-1]["sampling_params"]
     assert {key: sent[0][key] for key in settings} == settings and sent[0]["frequency_penalty"] == 0.25
     assert sent[0]["sampling_seed"] != sent[1]["sampling_seed"] and sent[0]["no_stop_trim"]
-    list(engine.generate(PROMPTS[[0]], SamplingParams(max_new_tokens=2), num_completions=1, seeds=[0]))
+    list(ask(engine, PROMPTS[[0]], SamplingParams(max_new_tokens=2), num_completions=1, seeds=[0]))
     assert plain.requests[-1]["sampling_params"][0]["top_k"] == -1
 
 
@@ -129,11 +134,11 @@ def test_a_dead_server_is_left_out_and_all_dead_end_the_run(start: Start, tied_f
     push(engine, tied_folder)
     first = sample(engine)
     servers[0].delay = 0.3
-    stream = engine.generate(PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4])
+    stream = ask(engine, PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4])
     groups = [next(stream)]
     servers[0].stop()
     groups += list(stream)
-    assert {g.prompt_index: [c.token_ids for c in g.completions] for g in groups} == first
+    assert tokens(groups) == first
     asked = len(servers[1].requests)
     sample(engine)
     assert len(servers[1].requests) == asked + 4
@@ -152,13 +157,13 @@ def test_a_server_that_hangs_is_left_out(start: Start, tied_folder: Path) -> Non
     first = sample(engine)
     for server in servers:
         server.delay = 0.2
-    stream = engine.generate(PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4])
+    stream = ask(engine, PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4])
     groups: list[Any] = []
     reader = threading.Thread(target=lambda: groups.extend(stream))
     reader.start()
     servers[0].hung = True
     reader.join(20)
-    assert {g.prompt_index: [c.token_ids for c in g.completions] for g in groups} == first
+    assert tokens(groups) == first
     before = time.monotonic()
     assert sample(engine) == first and time.monotonic() - before < 3
     servers[0].hung = False
@@ -189,7 +194,7 @@ def test_a_key_is_sent(start: Start, tied_folder: Path, tmp_path: Path, monkeypa
         (None, None, {}, "is not in development mode.*VLLM_SERVER_DEV_MODE=1"),
         ("raw_logprobs", None, {}, "logprobs_mode=raw_logprobs.*--logprobs-mode processed_logprobs"),
         ("processed_logprobs", None, {"weights": "transfer"}, '--weight-transfer-config \'{"backend": "nccl"}\''),
-        ("processed_logprobs", None, {}, "--worker-extension-cls lightrl.engines.server_worker.ServerWorker"),
+        ("processed_logprobs", None, {}, "--worker-extension-cls lightrl.engines.server.worker.ServerWorker"),
     ],
 )
 def test_what_a_vllm_server_lacks_is_said(
@@ -249,24 +254,24 @@ def test_a_push_while_groups_are_out_samples_them_anew(start: Start, tied_folder
     push(engine, tied_folder)
     for server in servers:
         server.delay = 0.4
-    stream = engine.generate(PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4])
+    stream = ask(engine, PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4])
     groups: list[Any] = []
     reader = threading.Thread(target=lambda: groups.extend(stream))
     reader.start()
     time.sleep(0.1)
     push(engine, tied_folder, version=1, seed=2)
     reader.join(20)
-    assert len(groups) == 4 and {group.policy_version for group in groups} == {1}
+    assert len(groups) == 4 and {group.policy_version for _, group in groups} == {1}
     for server in servers:
         server.delay = 0.0
-    assert {g.prompt_index: [c.token_ids for c in g.completions] for g in groups} == sample(engine)
+    assert tokens(groups) == sample(engine)
 
 
 def test_cancelling_ends_a_generation_in_another_thread(start: Start, tied_folder: Path) -> None:
     engine, servers = start(1)
     push(engine, tied_folder)
     servers[0].delay = 0.5
-    stream = engine.generate(PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4])
+    stream = ask(engine, PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4])
     threading.Timer(0.1, engine.cancel).start()
     with pytest.raises(GenerationCancelledError):
         list(stream)
@@ -321,6 +326,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         ({"weights": "transfer", "kind": "sglang"}, "vLLM only"),
         ({"max_groups": 0}, "max_groups=0: must be at least 1"),
         ({"timeout": 0}, "timeout=0: must be above 0"),
+        ({"progress_timeout": 0}, "progress_timeout=0: must be above 0"),
     ]
     for arguments, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -331,8 +337,26 @@ def test_prompts_are_checked(start: Start, tied_folder: Path) -> None:
     engine, _ = start(1)
     push(engine, tied_folder)
     with pytest.raises(ValueError, match=r"Prompt 0 has 60 tokens.*max_model_len=64"):
-        engine.generate(Prompts([[3] * 60], [""]), SAMPLING, num_completions=1, seeds=[0])
+        ask(engine, Prompts([[3] * 60], [""]), SAMPLING, num_completions=1, seeds=[0])
     with pytest.raises(ValueError, match="serves text only"):
-        engine.generate(Prompts([[3]], [""], inputs=[{"image": 1}]), SAMPLING, num_completions=1, seeds=[0])
-    with pytest.raises(ValueError, match="1 given for 4 prompts"):
-        engine.generate(PROMPTS, SAMPLING, num_completions=1, seeds=[0])
+        ask(engine, Prompts([[3]], [""], inputs=[{"image": 1}]), SAMPLING, num_completions=1, seeds=[0])
+    with pytest.raises(ValueError, match=r"fire_temperature=10.*VLLMEngine"):
+        engine.generate([PROMPTS.request(0, SamplingParams(fire_temperature=10.0), 0, 1)])
+    with pytest.raises(ValueError, match="num_completions=0"):
+        engine.generate([PROMPTS.request(0, SAMPLING, 0, 0)])
+
+
+def test_requests_join_and_leave_a_queue(start: Start, tied_folder: Path) -> None:
+    engine, _ = start(2)
+    push(engine, tied_folder)
+    first, dropped, late = (PROMPTS.request(i, SAMPLING, i, 2) for i in range(3))
+    expected = {r: [c.token_ids for c in g.completions] for r in (first, late) for g in engine.generate([r])}
+    queue = RequestQueue([first, dropped])
+    queue.cancel(dropped)
+    threading.Timer(0.3, queue.put, [late]).start()
+    threading.Timer(0.6, queue.close).start()
+    got = {group.request: [c.token_ids for c in group.completions] for group in engine.generate(queue)}
+    assert got == expected
+    threading.Timer(0.2, engine.cancel).start()
+    with pytest.raises(GenerationCancelledError):
+        next(engine.generate(RequestQueue()))

@@ -21,11 +21,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 
+from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, ServerEngine
-from lightrl.modules import PPOLightningModule
 from lightrl.types import Prompts, SamplingParams
-from tests.engines.conftest import build_model, change, load, reference_logprobs
+from tests.engines.conftest import ask, build_model, change, load, reference_logprobs
 from tests.toys import quiet_trainer, sums_data
 
 pytest.importorskip("vllm")
@@ -107,9 +107,9 @@ def engine(servers: Servers, tied_folder: Path, tmp_path: Path) -> Iterator[Serv
 
 
 def sample(engine: ServerEngine, sampling: SamplingParams = SAMPLING) -> dict[int, list[list[int]]]:
-    groups = list(engine.generate(PROMPTS, sampling, num_completions=3, seeds=[1, 2, 3, 4]))
-    assert sorted(group.prompt_index for group in groups) == [0, 1, 2, 3]
-    return {group.prompt_index: [c.token_ids for c in group.completions] for group in groups}
+    groups = list(ask(engine, PROMPTS, sampling, num_completions=3, seeds=[1, 2, 3, 4]))
+    assert sorted(i for i, _ in groups) == [0, 1, 2, 3]
+    return {i: [c.token_ids for c in group.completions] for i, group in groups}
 
 
 def agrees_everywhere(engine: ServerEngine, model: torch.nn.Module) -> None:
@@ -119,10 +119,10 @@ def agrees_everywhere(engine: ServerEngine, model: torch.nn.Module) -> None:
         ours = reference_logprobs(model, sequence)
         theirs = engine._loop.run(engine.protocol.logprobs(server, sequence))
         assert torch.allclose(torch.tensor(theirs), ours, atol=5e-5)
-    for group in engine.generate(PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4]):
+    for i, group in ask(engine, PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4]):
         assert group.policy_version == engine.policy_version
         for completion in group.completions:
-            ids = PROMPTS.token_ids[group.prompt_index]
+            ids = PROMPTS.token_ids[i]
             expected = reference_logprobs(model, ids + completion.token_ids, 0.7)[len(ids) - 1 :]
             assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=5e-5)
 
@@ -140,8 +140,8 @@ def test_both_servers_get_the_weights_by_files(engine: ServerEngine, tied_folder
 
 
 def test_both_servers_get_the_weights_by_transfer(servers: Servers, tied_folder: Path, monkeypatch: Any) -> None:
-    from lightrl.engines import server as module
-    from lightrl.engines import server_weights
+    from lightrl.engines.server import engine as module
+    from lightrl.engines.server import weights as server_weights
     from tests.engines.transfer_backend import StoreTransport
 
     monkeypatch.setattr(module, "TransferTransport", StoreTransport)
@@ -164,19 +164,19 @@ def test_seeds_and_settings(engine: ServerEngine, tied_folder: Path) -> None:
     first = sample(engine)
     assert sample(engine) == first and len({tuple(tokens) for tokens in first[0]}) > 1
     order = [2, 0, 3, 1]
-    shuffled = engine.generate(PROMPTS[order], SAMPLING, num_completions=3, seeds=[order[i] + 1 for i in range(4)])
-    assert {order[g.prompt_index]: [c.token_ids for c in g.completions] for g in shuffled} == first
+    shuffled = ask(engine, PROMPTS[order], SAMPLING, num_completions=3, seeds=[order[i] + 1 for i in range(4)])
+    assert {order[i]: [c.token_ids for c in group.completions] for i, group in shuffled} == first
     greedy = sample(engine, SamplingParams(max_new_tokens=4, temperature=0))
     assert all(tokens == group[0] for group in greedy.values() for tokens in group)
     digits = SamplingParams(max_new_tokens=4, regex="[0-9]{3}")
-    for group in engine.generate(PROMPTS, digits, num_completions=2, seeds=[1, 2, 3, 4]):
+    for _, group in ask(engine, PROMPTS, digits, num_completions=2, seeds=[1, 2, 3, 4]):
         assert all(c.text[:3].isdigit() for c in group.completions)
     stopped = SamplingParams(max_new_tokens=30, stop=["a", "e", "1"], ignore_eos=True)
-    for group in engine.generate(PROMPTS, stopped, num_completions=2, seeds=[1, 2, 3, 4]):
+    for _, group in ask(engine, PROMPTS, stopped, num_completions=2, seeds=[1, 2, 3, 4]):
         assert all(c.text[-1] in "ae1" for c in group.completions if c.finish_reason == "stop")
     wrong = SamplingParams(max_new_tokens=4, extra={"temperature": -1.0})
     with pytest.raises(ValueError, match=r"answered 400.*temperature.*refuses prompt"):
-        list(engine.generate(PROMPTS, wrong, num_completions=2, seeds=[0] * 4))
+        list(ask(engine, PROMPTS, wrong, num_completions=2, seeds=[0] * 4))
 
 
 def test_what_a_server_lacks_is_said_before_models_load(servers: Servers, tied_folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lightrl.engines.base import EngineContext
-from lightrl.engines.decoders import CacheDecoder
-from lightrl.engines.lean import LeanDecoder
-from lightrl.engines.lean_model import copy_by_rows
-from lightrl.engines.sampling import completion_uniforms, distribution, sample
-from lightrl.engines.transformers import TransformersEngine
-from lightrl.types import CompletionGroup, Prompts, SamplingParams
+from lightrl.engines.base import GenerationCancelledError, RequestQueue
+from lightrl.engines.transformers.decoders import CacheDecoder
+from lightrl.engines.transformers.engine import TransformersEngine
+from lightrl.engines.transformers.sampling import completion_uniforms, distribution, sample
+from lightrl.kernels.cpu.decoder import CPUDecoder
+from lightrl.kernels.cpu.decoder_model import copy_by_rows
+from lightrl.types import CompletionGroup, EngineContext, GenerationRequest, Prompts, SamplingParams
+from tests.engines.conftest import ask
 
 CHARS = ["<pad>", "<eos>", "<bos>", *"0123456789+-*= ?abcdefghijklmnopqrstuvwxyz\n()"]
 SIZES: dict[str, Any] = {
@@ -94,7 +96,7 @@ def start(path: str, **arguments: Any) -> TransformersEngine:
 
 @pytest.fixture(scope="module")
 def engines(folders: dict[str, str]) -> dict[str, TransformersEngine]:
-    return {kind: start(path) for kind, path in folders.items()}
+    return {kind: start(path, cpu_kernels=True) for kind, path in folders.items()}
 
 
 def prompts_of(token_ids: list[list[int]]) -> Prompts:
@@ -105,8 +107,9 @@ def run(
     engine: TransformersEngine, token_ids: list[list[int]], sampling: SamplingParams, g: int = 3, seeds: Any = None
 ) -> list[CompletionGroup]:
     seeds = range(100, 100 + len(token_ids)) if seeds is None else seeds
-    groups = list(engine.generate(prompts_of(token_ids), sampling, num_completions=g, seeds=list(seeds)))
-    return sorted(groups, key=lambda group: group.prompt_index)
+    groups = dict(ask(engine, prompts_of(token_ids), sampling, num_completions=g, seeds=list(seeds)))
+    assert sorted(groups) == list(range(len(token_ids)))
+    return [groups[i] for i in sorted(groups)]
 
 
 def tokens_of(groups: list[CompletionGroup]) -> list[list[list[int]]]:
@@ -120,7 +123,6 @@ def test_logprobs_equal_a_plain_forward(folders: dict[str, str], kind: str, limi
     engine = start(folders[kind], **limits)
     model = AutoModelForCausalLM.from_pretrained(folders[kind])
     groups = run(engine, PROMPTS, SamplingParams(max_new_tokens=24, temperature=0.7, stop_token_ids=[30, 31, 32]))
-    assert [group.prompt_index for group in groups] == list(range(5))
     check_logprobs(model, PROMPTS, groups, 0.7, 2e-5)
     lengths = {len(c.token_ids) for group in groups for c in group.completions}
     assert len(lengths) > 3  # else this would not test compaction
@@ -144,7 +146,7 @@ def check_logprobs(
 def test_any_decoder_works(tmp_path: Path, kind: str) -> None:
     """Absolute positions, sliding and full attention mixed, recurrent layers: through transformers' own cache."""
     engine = start(save(kind, tmp_path))
-    assert engine._lean is None
+    assert engine._cpu_model is None
     groups = run(engine, PROMPTS, SamplingParams(max_new_tokens=16, stop_token_ids=[30, 31, 32]))
     check_logprobs(engine._model, PROMPTS, groups, 1.0, 2e-5)
 
@@ -156,7 +158,7 @@ def test_a_model_without_such_a_cache_is_refused(tmp_path: Path) -> None:
 
 
 def test_lean_decoder_serves_plain_models(engines: dict[str, TransformersEngine]) -> None:
-    assert {kind: engine._lean is not None for kind, engine in engines.items()} == {
+    assert {kind: engine._cpu_model is not None for kind, engine in engines.items()} == {
         "qwen2": True, "llama": True, "qwen3": True, "sliding": False
     }  # fmt: skip
 
@@ -180,8 +182,8 @@ def test_extra_inputs_reach_the_model_once_per_prompt(engines: dict[str, Transfo
 
     engine = engines["qwen2"]
     hook = engine._model.register_forward_pre_hook(take_picture, with_kwargs=True)
-    stream = engine.generate(prompts, SamplingParams(max_new_tokens=6), num_completions=3, seeds=[100, 101, 102])
-    groups = sorted(stream, key=lambda group: group.prompt_index)
+    stream = ask(engine, prompts, SamplingParams(max_new_tokens=6), num_completions=3, seeds=[100, 101, 102])
+    groups = [group for _, group in sorted(stream, key=lambda pair: pair[0])]
     hook.remove()
     assert sorted(seen) == [("one", [PROMPTS[1]]), ("two", [PROMPTS[2]])]
     assert tokens_of(groups) == tokens_of(run(engine, PROMPTS[:3], SamplingParams(max_new_tokens=6)))
@@ -259,11 +261,11 @@ def test_sample_inverts_the_cumulative_sum() -> None:
     """F = 0.5, 0.8, 0.95, 1: u = 0 and 0.49 give token 0, 0.5 token 1, 0.94 token 2, the largest u token 3."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(5, 4)
     u = torch.tensor([0.0, 0.49, 0.5001, 0.94, 1 - 2**-40], dtype=torch.float64)
-    tokens, logprobs = sample(logits, SamplingParams(), u)
+    tokens, logprobs, _ = sample(logits, SamplingParams(), u)
     assert tokens.tolist() == [0, 0, 1, 2, 3]
     assert torch.allclose(logprobs.exp(), torch.tensor([0.5, 0.5, 0.3, 0.15, 0.05]))
     # Renormalised over the nucleus {0, 1}: F = 0.625, 1.
-    tokens, logprobs = sample(logits, SamplingParams(top_p=0.75), u)
+    tokens, logprobs, _ = sample(logits, SamplingParams(top_p=0.75), u)
     assert tokens.tolist() == [0, 0, 0, 1, 1]
     assert torch.allclose(logprobs.exp(), torch.tensor([0.625, 0.625, 0.625, 0.375, 0.375]))
 
@@ -322,22 +324,22 @@ def test_ends(engines: dict[str, TransformersEngine]) -> None:
     assert any(1 in c.token_ids for group in free for c in group.completions)
 
 
-def test_stop_strings_cut_the_text_and_keep_the_tokens(engines: dict[str, TransformersEngine]) -> None:
+def test_text_and_tokens_end_with_the_stop_string(engines: dict[str, TransformersEngine]) -> None:
     sampling = SamplingParams(max_new_tokens=60, stop=["a", "7"])
     completions = [c for group in run(engines["qwen2"], PROMPTS, sampling, g=8) for c in group.completions]
     hit = [c for c in completions if CHARS[c.token_ids[-1]] in ("a", "7")]
     assert hit
     for c in hit:
         assert c.finish_reason == "stop"
-        assert c.text == "".join(CHARS[t] for t in c.token_ids[:-1] if t > 2)
+        assert c.text == "".join(CHARS[t] for t in c.token_ids if t > 2)
     for c in completions:
-        assert "a" not in c.text and "7" not in c.text
+        assert "a" not in c.text[:-1] and "7" not in c.text[:-1]
     late = run(engines["qwen2"], PROMPTS, SamplingParams(max_new_tokens=60, min_new_tokens=9, stop=["a", "7"]), g=8)
     for c in (c for group in late for c in group.completions):
         before = "".join(CHARS[t] for t in c.token_ids[:8] if t > 2)
         assert len(c.token_ids) >= 9
         assert c.text.startswith(before)
-        assert "a" not in c.text[len(before) :] and "7" not in c.text[len(before) :]
+        assert "a" not in c.text[len(before) : -1] and "7" not in c.text[len(before) : -1]
     assert any("a" in "".join(CHARS[t] for t in c.token_ids[:8]) for group in late for c in group.completions)
 
 
@@ -346,7 +348,7 @@ def test_stop_string_over_several_tokens(engines: dict[str, TransformersEngine])
     free = run(engines["qwen2"], [[5, 6]], SamplingParams(max_new_tokens=30, ignore_eos=True), g=1)[0].completions[0]
     pair = free.text[10:12]
     cut = run(engines["qwen2"], [[5, 6]], SamplingParams(max_new_tokens=30, ignore_eos=True, stop=[pair]), g=1)
-    assert cut[0].completions[0].text == free.text[: free.text.index(pair)]
+    assert cut[0].completions[0].text == free.text[: free.text.index(pair) + 2]
     count = len(cut[0].completions[0].token_ids)
     assert count < len(free.token_ids)
     # The same where the stop string is complete with the last token that is allowed.
@@ -357,7 +359,7 @@ def test_stop_string_over_several_tokens(engines: dict[str, TransformersEngine])
 def test_groups_stream_out(engines: dict[str, TransformersEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     """A group comes when its completions are done: here the others, which wait for room, have not been computed."""
     prefilled: list[int] = []
-    for decoder in (CacheDecoder, LeanDecoder):
+    for decoder in (CacheDecoder, CPUDecoder):
         plain = decoder.prefill
         monkeypatch.setattr(
             decoder, "prefill", lambda self, p, *a, plain=plain: prefilled.extend(p) or plain(self, p, *a)
@@ -365,9 +367,9 @@ def test_groups_stream_out(engines: dict[str, TransformersEngine], monkeypatch: 
     for kind in ("qwen2", "sliding"):
         monkeypatch.setattr(engines[kind], "max_sequences", 2)
         sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
-        stream = engines[kind].generate(prompts_of(PROMPTS), sampling, num_completions=2, seeds=[1] * 5)
+        stream = ask(engines[kind], prompts_of(PROMPTS), sampling, num_completions=2, seeds=[1] * 5)
         prefilled.clear()
-        assert next(stream).prompt_index == 3  # the longest goes first
+        assert next(stream)[0] == 3  # the longest goes first
         assert not torch.is_inference_mode_enabled()
         assert prefilled == [PROMPTS[3]]
         assert len(list(stream)) == 4
@@ -385,7 +387,7 @@ def test_short_prompts_are_copied(
         monkeypatch.setattr(engines[kind], "max_sequences", room)
         results = []
         for longest in (32, 0):
-            monkeypatch.setattr("lightrl.engines.transformers.SHORT_PROMPT", longest)
+            monkeypatch.setattr("lightrl.engines.transformers.engine.SHORT_PROMPT", longest)
             results.append(run(engines[kind], prompts, sampling))
         for one, other in zip(*results, strict=True):
             for a, b in zip(one.completions, other.completions, strict=True):
@@ -425,7 +427,7 @@ def test_load_weights(folders: dict[str, str], kind: str) -> None:
 def test_weights_are_views_of_joint_matrices(engines: dict[str, TransformersEngine]) -> None:
     """What is loaded into the modules in place is what the decoder multiplies by; no weight is held twice."""
     for kind in ("qwen2", "llama", "qwen3"):
-        model, lean = engines[kind]._model, engines[kind]._lean
+        model, lean = engines[kind]._model, engines[kind]._cpu_model
         assert lean is not None
         attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
         parts = {
@@ -501,7 +503,6 @@ def test_logprobs_equal_a_plain_forward_of_each_row(engines: dict[str, Transform
         ({"max_new_tokens": 126}, [[5, 6, 7]], {}, "max_new_tokens=126.*128.*Lower max_new_tokens to 125"),
         ({}, [[]], {}, "prompt 0 is empty"),
         ({"max_new_tokens": 3}, [[5]], {"num_completions": 0}, "num_completions=0"),
-        ({"max_new_tokens": 3}, [[5]], {"seeds": [1, 2]}, "seeds: 2 for 1"),
     ],
 )
 def test_refusals(
@@ -509,7 +510,7 @@ def test_refusals(
 ) -> None:
     arguments = {"num_completions": 1, "seeds": [0], **arguments}
     with pytest.raises(ValueError, match=message):
-        engines["qwen2"].generate(prompts_of(token_ids), SamplingParams(**sampling), **arguments)
+        ask(engines["qwen2"], prompts_of(token_ids), SamplingParams(**sampling), **arguments)
 
 
 def test_life(folders: dict[str, str]) -> None:
@@ -534,3 +535,170 @@ def test_bfloat16(folders: dict[str, str]) -> None:
         for completion in group.completions:
             expected = engine.logprobs([prompt + completion.token_ids])[0][len(prompt) - 1 :]
             assert torch.allclose(torch.tensor(completion.logprobs), torch.tensor(expected), atol=0.15)
+
+
+# ------------------------------------------------------------------------------------------------------------- queues
+
+
+def completions_of(engine: TransformersEngine, request: GenerationRequest) -> list[list[int]]:
+    (group,) = engine.generate([request])
+    assert group.request is request
+    return [c.token_ids for c in group.completions]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "sliding"])
+@pytest.mark.parametrize("room", [256, 5])
+def test_requests_of_different_settings_go_together(
+    engines: dict[str, TransformersEngine], kind: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths, limits, temperatures, cuts, penalties, stops, group sizes: each request gets what it would get alone."""
+    settings: list[dict[str, Any]] = [
+        {"max_new_tokens": 20},
+        {"max_new_tokens": 7, "temperature": 0.6, "repetition_penalty": 1.4},
+        {"max_new_tokens": 30, "stop": ["a", "7"]},
+        {"max_new_tokens": 12, "top_k": 3, "fire_temperature": 4.0, "ignore_eos": True},
+        {"max_new_tokens": 25, "min_new_tokens": 9, "stop_token_ids": [30, 31, 32]},
+    ]
+    prompts = prompts_of(PROMPTS)
+    requests = [prompts.request(i, SamplingParams(**s), 50 + i, 1 + i % 3) for i, s in enumerate(settings)]
+    monkeypatch.setattr(engines[kind], "max_sequences", room)
+    groups = {group.request: group for group in engines[kind].generate(requests)}
+    assert set(groups) == set(requests)
+    for request in requests:
+        assert [c.token_ids for c in groups[request].completions] == completions_of(engines[kind], request)
+    assert {len(c.token_ids) for c in groups[requests[3]].completions} == {12}
+    assert min(len(c.token_ids) for c in groups[requests[4]].completions) >= 9
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "sliding"])
+def test_requests_join_while_others_run(engines: dict[str, TransformersEngine], kind: str) -> None:
+    """Each answer asks for the next turn, of another length; all turns are what they would be alone."""
+    sampling = SamplingParams(max_new_tokens=6)
+    queue = RequestQueue(GenerationRequest(ids, sampling, seed=i) for i, ids in enumerate(PROMPTS))
+    turns: list[CompletionGroup] = []
+    for group in engines[kind].generate(queue):
+        turns.append(group)
+        if len(turns) <= 10:
+            longer = group.request.token_ids + group.completions[0].token_ids + [7]
+            queue.put(GenerationRequest(longer, sampling, seed=100 + len(turns)))
+        else:
+            queue.close()
+    assert len(turns) == 15
+    for group in turns:
+        assert [c.token_ids for c in group.completions] == completions_of(engines[kind], group.request)
+
+
+def test_late_requests_do_not_wait_for_running_ones(engines: dict[str, TransformersEngine]) -> None:
+    """The fast decoder admits a short request beside a long one; transformers' cache serves it after that."""
+    order = {}
+    for kind in ("qwen2", "sliding"):
+        long = GenerationRequest([5, 6], SamplingParams(max_new_tokens=60, ignore_eos=True), seed=1)
+        first = GenerationRequest([5, 6], SamplingParams(max_new_tokens=2, ignore_eos=True), seed=2)
+        late = GenerationRequest([9, 8, 7], SamplingParams(max_new_tokens=3, ignore_eos=True), seed=3)
+        queue, names = RequestQueue([long, first]), {long: "long", first: "first", late: "late"}
+        order[kind] = []
+        for group in engines[kind].generate(queue):
+            order[kind].append(names[group.request])
+            if group.request is first:
+                queue.put(late)
+                queue.close()
+    assert order == {"qwen2": ["first", "late", "long"], "sliding": ["first", "long", "late"]}
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "sliding"])
+def test_cancelled_requests_are_dropped(engines: dict[str, TransformersEngine], kind: str) -> None:
+    """Before they are taken, while they wait for room, and while they run; the others are as they would be alone."""
+    sampling = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    requests = [GenerationRequest(ids, sampling, seed=i, num_completions=2) for i, ids in enumerate(PROMPTS)]
+    short = GenerationRequest([5], SamplingParams(max_new_tokens=3), seed=9, num_completions=2)
+    queue = RequestQueue([*requests, short], closed=True)
+    queue.cancel(requests[0])
+    got = {}
+    for group in engines[kind].generate(queue):
+        got[group.request] = [c.token_ids for c in group.completions]
+        if group.request is short:
+            queue.cancel(requests[3])
+    assert set(got) == {requests[1], requests[2], requests[4], short}
+    for request, tokens in got.items():
+        assert tokens == completions_of(engines[kind], request)
+
+
+def test_cancel_ends_a_generation_and_a_wait(engines: dict[str, TransformersEngine]) -> None:
+    engine = engines["qwen2"]
+    stream = engine.generate(
+        prompts_of(PROMPTS).request(i, SamplingParams(max_new_tokens=5 + 9 * i), 0, 1) for i in range(5)
+    )
+    next(stream)
+    engine.cancel()
+    with pytest.raises(GenerationCancelledError):
+        list(stream)
+    threading.Timer(0.1, engine.cancel).start()
+    with pytest.raises(GenerationCancelledError):
+        next(engine.generate(RequestQueue()))
+
+
+def test_queues_by_hand() -> None:
+    a, b, c = (GenerationRequest([1], SamplingParams(), seed=0) for _ in range(3))
+    queue = RequestQueue([a])
+    queue.put(b)
+    queue.cancel(a)
+    assert queue.waiting() == [b] and queue.take(wait=True) == [b] and queue.take(wait=False) == []
+    threading.Timer(0.05, queue.put, [c]).start()
+    assert queue.take(wait=True) == [c]
+    queue.cancel(c)
+    assert queue.take_cancelled() == [c] and queue.take_cancelled() == []
+    threading.Timer(0.05, queue.close).start()
+    assert queue.take(wait=True) == [] and queue.closed
+    with pytest.raises(RuntimeError, match="after close"):
+        queue.put(a)
+    queue.stop()
+    with pytest.raises(GenerationCancelledError):
+        queue.take(wait=False)
+
+
+def test_a_bad_request_in_a_queue_is_refused_when_it_is_taken(engines: dict[str, TransformersEngine]) -> None:
+    queue = RequestQueue([GenerationRequest([5], SamplingParams(max_new_tokens=2), seed=0)])
+    stream = engines["qwen2"].generate(queue)
+    next(stream)
+    queue.put(GenerationRequest([5], SamplingParams(max_new_tokens=2, regex="a+"), seed=0))
+    with pytest.raises(ValueError, match=r"regex.*VLLMEngine"):
+        next(stream)
+
+
+def test_fire_heats_the_first_token_alone(engines: dict[str, TransformersEngine]) -> None:
+    """Log-probs are those of softmax(logits / 5) at token 1 and softmax(logits / 0.7) at token 2, top-k 8 in both."""
+    engine = engines["qwen2"]
+    sampling = SamplingParams(max_new_tokens=2, temperature=0.7, fire_temperature=5.0, top_k=8, ignore_eos=True)
+    (group,) = run(engine, [[5, 6]], sampling, g=200)
+    for c in group.completions:
+        with torch.no_grad():
+            logits = engine._model(torch.tensor([[5, 6, c.token_ids[0]]])).logits[0, 1:]
+        for t, temperature in enumerate((5.0, 0.7)):
+            best = logits[t].topk(8)
+            at = best.indices.tolist().index(c.token_ids[t])
+            expected = (best.values / temperature).log_softmax(-1)[at].item()
+            assert c.logprobs[t] == pytest.approx(expected, abs=5e-5)
+    assert len({c.token_ids[0] for c in group.completions}) == 8
+    cold = SamplingParams(max_new_tokens=1, temperature=0.0, fire_temperature=5.0)
+    assert tokens_of(run(engine, [[5, 6]], cold, g=1)) == [
+        [[engine._model(torch.tensor([[5, 6]])).logits[0, -1].argmax().item()]]
+    ]
+
+
+def test_fire_with_min_p_by_hand() -> None:
+    """Probabilities 0.6, 0.3, 0.1: min-p 0.2 drops the last, and at temperature 2 the others are as sqrt(2) to 1."""
+    logits = torch.tensor([[0.6, 0.3, 0.1]]).log()
+    sampling = SamplingParams(min_p=0.2, fire_temperature=2.0)
+    p = distribution(logits, sampling, first=True)[0]
+    assert (p / p.sum()).tolist() == pytest.approx([2**0.5 / (1 + 2**0.5), 1 / (1 + 2**0.5), 0])
+    assert distribution(logits, sampling)[0, :2].tolist() == pytest.approx([0.6, 0.3])
+
+
+def test_the_fast_decoder_has_a_switch(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off by argument or environment, and the samples are the same."""
+    fast, plain = start(folders["qwen2"], cpu_kernels=True), start(folders["qwen2"], cpu_kernels=False)
+    assert fast._cpu_model is not None and plain._cpu_model is None
+    monkeypatch.setenv("LIGHTRL_CPU_KERNELS", "0")
+    assert start(folders["qwen2"])._cpu_model is None
+    sampling = SamplingParams(max_new_tokens=12)
+    assert tokens_of(run(fast, PROMPTS, sampling)) == tokens_of(run(plain, PROMPTS, sampling))

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightrl.engines.vllm import completion_seed
+from lightrl.engines.vllm.engine import completion_seed
 from lightrl.types import CompletionGroup, Prompts, SamplingParams
-from tests.engines.conftest import EOS, load
+from tests.engines.conftest import EOS, ask, load
 
 pytestmark = pytest.mark.vllm
 
@@ -33,8 +33,7 @@ def weights(engine, tied_folder: Path) -> torch.nn.Module:
 
 def run(engine, prompts, sampling, num_completions=2, seeds=None) -> dict[int, CompletionGroup]:
     seeds = SEEDS[: len(prompts)] if seeds is None else seeds
-    stream = engine.generate(prompts, sampling, num_completions=num_completions, seeds=seeds)
-    return {group.prompt_index: group for group in stream}
+    return dict(ask(engine, prompts, sampling, num_completions=num_completions, seeds=seeds))
 
 
 def tokens(group: CompletionGroup) -> list[list[int]]:
@@ -71,21 +70,21 @@ def test_random_states_of_the_trainer_are_left_alone(engine) -> None:
 
 def test_groups_come_as_they_finish(engine) -> None:
     """Short completions come out before long ones, whatever their place among the prompts."""
-    long = engine.generate(PROMPTS[[0]], LONG, num_completions=2, seeds=[1])
+    long = ask(engine, PROMPTS[[0]], LONG, num_completions=2, seeds=[1])
     sampling = SamplingParams(max_new_tokens=60, stop_token_ids=[*range(3, 20)])
-    groups = list(engine.generate(PROMPTS, sampling, num_completions=1, seeds=SEEDS))
-    lengths = [len(group.completions[0].token_ids) for group in groups]
+    groups = list(ask(engine, PROMPTS, sampling, num_completions=1, seeds=SEEDS))
+    lengths = [len(group.completions[0].token_ids) for _, group in groups]
     assert lengths == sorted(lengths) and len(set(lengths)) > 1
-    assert len(next(iter(long)).completions) == 2
+    assert len(next(iter(long))[1].completions) == 2
 
 
 def test_an_abandoned_stream_leaves_nothing_running(engine) -> None:
-    stream = engine.generate(PROMPTS, LONG, num_completions=2, seeds=SEEDS)
+    stream = ask(engine, PROMPTS, LONG, num_completions=2, seeds=SEEDS)
     next(stream)
     stream.close()
     assert not engine._adapter.busy
     sampling = SamplingParams(max_new_tokens=9, stop_token_ids=[*range(20)])
-    half = engine.generate(PROMPTS, sampling, num_completions=1, seeds=SEEDS)
+    half = ask(engine, PROMPTS, sampling, num_completions=1, seeds=SEEDS)
     next(half)
     half.close()
     assert not engine._adapter.busy and not engine._finished
@@ -94,11 +93,11 @@ def test_an_abandoned_stream_leaves_nothing_running(engine) -> None:
 def test_two_streams_at_once_keep_their_own(engine) -> None:
     sampling = SamplingParams(max_new_tokens=12)
     expected = run(engine, PROMPTS, sampling)
-    one = engine.generate(PROMPTS[:3], sampling, num_completions=2, seeds=SEEDS[:3])
-    two = engine.generate(PROMPTS[3:], sampling, num_completions=2, seeds=SEEDS[3:])
+    one = ask(engine, PROMPTS[:3], sampling, num_completions=2, seeds=SEEDS[:3])
+    two = ask(engine, PROMPTS[3:], sampling, num_completions=2, seeds=SEEDS[3:])
     got: dict[int, CompletionGroup] = {}
-    for a, b in zip(one, two, strict=True):
-        got |= {a.prompt_index: a, b.prompt_index + 3: b}
+    for (i, a), (j, b) in zip(one, two, strict=True):
+        got |= {i: a, j + 3: b}
     assert {i: tokens(g) for i, g in got.items()} == {i: tokens(g) for i, g in expected.items()}
 
 
@@ -160,13 +159,10 @@ def test_top_k_top_p_min_p_and_greedy_log_probs_are_those_of_the_distribution(en
 def test_fire_heats_the_first_token_alone(engine, weights) -> None:
     """Log-probs are those of softmax(logits / 5) at token 1 and softmax(logits / 0.7) at token 2, top-k 8 in both."""
     prompt = PROMPTS.token_ids[0]
-    engine.fire_temperature = 5.0
-    try:
-        sampling = SamplingParams(max_new_tokens=2, temperature=0.7, top_k=8, ignore_eos=True)
-        groups = run(engine, PROMPTS[[0]], sampling, num_completions=400)
-        greedy = run(engine, PROMPTS[[0]], SamplingParams(max_new_tokens=1, temperature=0.0), num_completions=1)
-    finally:
-        engine.fire_temperature = None
+    sampling = SamplingParams(max_new_tokens=2, temperature=0.7, fire_temperature=5.0, top_k=8, ignore_eos=True)
+    groups = run(engine, PROMPTS[[0]], sampling, num_completions=400)
+    still = SamplingParams(max_new_tokens=1, temperature=0.0, fire_temperature=5.0)
+    greedy = run(engine, PROMPTS[[0]], still, num_completions=1)
     with torch.no_grad():
         first = weights(torch.tensor([prompt])).logits[0, -1].topk(8)
     expected = (first.values / 5.0).log_softmax(-1)
@@ -189,12 +185,11 @@ def test_fire_heats_the_first_token_alone(engine, weights) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda e: e.generate(PROMPTS, SamplingParams(max_new_tokens=125), num_completions=1, seeds=SEEDS),
+        (lambda e: ask(e, PROMPTS, SamplingParams(max_new_tokens=125), num_completions=1, seeds=SEEDS),
          r"data-set row 100.*max_new_tokens=125.*max_model_len=128"),
-        (lambda e: e.generate(Prompts([[5] * 300], [""]), SHORT, num_completions=1, seeds=[0]), "300 tokens"),
-        (lambda e: e.generate(PROMPTS, SHORT, num_completions=0, seeds=SEEDS), "num_completions=0"),
-        (lambda e: e.generate(PROMPTS, SHORT, num_completions=1, seeds=[1]), "seeds: 1 given"),
-        (lambda e: e.generate(PROMPTS, SamplingParams(temperature=0.001), num_completions=1, seeds=SEEDS), "=0.001"),
+        (lambda e: ask(e, Prompts([[5] * 300], [""]), SHORT, num_completions=1, seeds=[0]), "300 tokens"),
+        (lambda e: ask(e, PROMPTS, SHORT, num_completions=0, seeds=SEEDS), "num_completions=0"),
+        (lambda e: ask(e, PROMPTS, SamplingParams(temperature=0.001), num_completions=1, seeds=SEEDS), "=0.001"),
         (lambda e: e.logprobs([[2]]), "sequence 0 has 1 tokens"),
         (lambda e: e.logprobs([[2] * 128]), "sequence 0 has 128 tokens"),
     ],

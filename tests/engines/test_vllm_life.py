@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightrl.engines import EngineContext, VLLMEngine
-from lightrl.engines._vllm_setup import engine_arguments
 from lightrl.types import Prompts, SamplingParams
+from tests.engines.conftest import ask
 
 pytestmark = pytest.mark.vllm
 
@@ -78,7 +79,7 @@ def test_cycles_in_one_process(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_loads_no_engine() -> None:
-    code = "import sys, lightrl.engines, lightrl.engines.vllm; assert 'vllm' not in sys.modules"
+    code = "import sys, lightrl.engines, lightrl.engines.vllm.engine; assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
@@ -88,7 +89,7 @@ def test_close_before_start_and_use_before_start() -> None:
     engine.close()
     assert not engine.started
     with pytest.raises(RuntimeError, match="not started"):
-        engine.generate(Prompts([[1]], [""]), SamplingParams(), num_completions=1, seeds=[0])
+        ask(engine, Prompts([[1]], [""]), SamplingParams(), num_completions=1, seeds=[0])
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_close_before_start_and_use_before_start() -> None:
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"restart_engine": True}, "restart_engine=True"),
-        ({"fire_temperature": 0.0}, "fire_temperature=0.0"),
+        ({"progress_timeout": 0.0}, "progress_timeout=0.0"),
         ({"engine_args": {"worker_extension_cls": "x.Y"}}, "worker_extension_cls"),
     ],
 )
@@ -105,21 +106,25 @@ def test_contradictions_are_refused(arguments: dict, message: str) -> None:
         VLLMEngine(**arguments)
 
 
-def test_engine_arguments_win_and_flags_arrive(tied_folder: Path) -> None:
+def test_engine_arguments_win_and_flags_arrive(tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = EngineContext(str(tied_folder), dtype="bfloat16", max_prompt_tokens=10, max_new_tokens=20, seed=2**40)
-    plain = engine_arguments(VLLMEngine(), context, cuda=False)
+    plain = VLLMEngine().arguments(context, cuda=False)
     assert plain["model"] == str(tied_folder) and plain["dtype"] == "bfloat16" and plain["max_model_len"] == 30
     assert plain["enforce_eager"] and "kv_cache_memory_bytes" in plain and "load_format" not in plain
     engine = VLLMEngine(
-        model="other", dtype="float32", max_model_len=99, gpu_memory_utilization=0.3, fire_temperature=3.0,
+        model="other", dtype="float32", max_model_len=99, gpu_memory_utilization=0.3,
         sleep_level=1, engine_args={"enforce_eager": False, "max_num_seqs": 4},
     )  # fmt: skip
-    chosen = engine_arguments(engine, context, cuda=True)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):  # the second runner takes no processors
+        engine.arguments(replace(context, fire=True), cuda=True)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    chosen = engine.arguments(replace(context, fire=True), cuda=True)
     assert (chosen["model"], chosen["dtype"], chosen["max_model_len"]) == ("other", "float32", 99)
     assert chosen["gpu_memory_utilization"] == 0.3 and "kv_cache_memory_bytes" not in chosen
     assert chosen["enable_sleep_mode"] and chosen["logits_processors"] and chosen["max_num_seqs"] == 4
     assert chosen["enforce_eager"] is False
-    dummy = engine_arguments(VLLMEngine(), EngineContext(str(tied_folder), random_init=True), cuda=False)
+    dummy = VLLMEngine().arguments(EngineContext(str(tied_folder), random_init=True), cuda=False)
     assert dummy["load_format"] == "dummy" and dummy["max_model_len"] is None
 
 

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, VLLMEngine
-from lightrl.engines._vllm_setup import engine_arguments
 from lightrl.models.lora import adapter_config, add_lora, named_adapter_weights
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.modules import GRPOLightningModule
 from lightrl.types import Prompts, SamplingParams
-from tests.engines.conftest import load, reference_logprobs
+from tests.engines.conftest import ask, load, reference_logprobs
 from tests.toys import quiet_trainer, sums_data
 
 pytest.importorskip("vllm")
@@ -74,8 +73,8 @@ def test_prompts_that_would_be_cut_in_two_keep_their_seeds(engine: VLLMEngine, t
     sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
 
     def sample(pick: list[int]) -> dict[int, Any]:
-        groups = engine.generate(prompts[pick], sampling, num_completions=2, seeds=pick)
-        return {pick[g.prompt_index]: [c.token_ids for c in g.completions] for g in groups}
+        groups = ask(engine, prompts[pick], sampling, num_completions=2, seeds=pick)
+        return {pick[i]: [c.token_ids for c in group.completions] for i, group in groups}
 
     together = sample(list(range(8)))
     assert together == {**sample([0, 3, 4, 5]), **sample([7, 6, 2, 1])}
@@ -83,7 +82,7 @@ def test_prompts_that_would_be_cut_in_two_keep_their_seeds(engine: VLLMEngine, t
 
 def test_a_run_pushes_the_adapter_only(engine: VLLMEngine, tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "close", lambda: None)
-    engine.policy_version = -1
+    engine.mark_stale()
     sent: list[int] = []
     push = engine.load_adapter
 
@@ -108,11 +107,11 @@ def test_a_run_pushes_the_adapter_only(engine: VLLMEngine, tied_folder: Path, mo
 
 def test_merged_where_asked_and_refusals(tied_folder: Path) -> None:
     context = EngineContext(str(tied_folder), lora_rank=SPEC.r)
-    arguments = engine_arguments(VLLMEngine(), context, cuda=False)
+    arguments = VLLMEngine().arguments(context, cuda=False)
     assert (arguments["enable_lora"], arguments["max_lora_rank"]) == (True, 8)
-    assert "enable_lora" not in engine_arguments(VLLMEngine(lora_sync="merged"), context, cuda=False)
-    assert "enable_lora" not in engine_arguments(VLLMEngine(), EngineContext(str(tied_folder)), cuda=False)
+    assert "enable_lora" not in VLLMEngine(lora_sync="merged").arguments(context, cuda=False)
+    assert "enable_lora" not in VLLMEngine().arguments(EngineContext(str(tied_folder)), cuda=False)
     with pytest.raises(ValueError, match=r'sleep_level=2 with lora_sync="adapter"'):
-        engine_arguments(VLLMEngine(sleep_level=2), context, cuda=False)
+        VLLMEngine(sleep_level=2).arguments(context, cuda=False)
     with pytest.raises(ValueError, match=r"lora\.r=600.*lora_sync=merged"):
-        engine_arguments(VLLMEngine(), EngineContext(str(tied_folder), lora_rank=600), cuda=False)
+        VLLMEngine().arguments(EngineContext(str(tied_folder), lora_rank=600), cuda=False)

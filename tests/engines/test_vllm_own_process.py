@@ -15,12 +15,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
+from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, EngineDiedError, EngineRestartedError, VLLMEngine
-from lightrl.modules import PPOLightningModule
-from lightrl.modules.advantages import GroupNorm
+from lightrl.objectives.advantages import GroupRelative
 from lightrl.types import Prompts, SamplingParams
-from tests.engines.conftest import change, load
+from tests.engines.conftest import ask, change, load
 from tests.engines.test_vllm_sync import canary_gap, sampled_gap
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
@@ -62,7 +62,7 @@ def test_gap_through_shared_memory(which: str, request: pytest.FixtureRequest, m
     for temperature in (1.0, 0.7):
         assert sampled_gap(engine, model, temperature) <= 5e-5
     # Buckets far smaller than the model: tensors go through both by turns, the largest (64 KiB) through grown ones.
-    monkeypatch.setattr("lightrl.engines._vllm_weights._BUCKET_BYTES", 20_000)
+    monkeypatch.setattr("lightrl.engines.vllm.weights._BUCKET_BYTES", 20_000)
     engine._sender.buckets[0].memory = engine._sender.buckets[1].memory = torch.empty(0, dtype=torch.uint8)
     for seed in (2, 3):
         engine.load_weights(change(model, seed).named_parameters(), policy_version=seed)
@@ -94,7 +94,7 @@ def kill_mid_rollout(engine: VLLMEngine, victim: int) -> float:
 
     960 sequences are more than run at once (256), so the rollout is far from done then.
     """
-    stream = engine.generate(PROMPTS, LONG, num_completions=60, seeds=range(16))
+    stream = ask(engine, PROMPTS, LONG, num_completions=60, seeds=range(16))
     next(stream)
     os.kill(victim, signal.SIGKILL)
     began = time.monotonic()
@@ -119,11 +119,11 @@ def test_restart_with_weights_pushed_again(tied: VLLMEngine, tied_folder: Path, 
         assert kill_mid_rollout(tied, commands(before)["worker"]) < 5
         assert not any(psutil.pid_exists(pid) for pid in before)
         with pytest.raises(EngineDiedError, match="died earlier"):
-            list(tied.generate(PROMPTS, LONG, num_completions=1, seeds=range(16)))
+            list(ask(tied, PROMPTS, LONG, num_completions=1, seeds=range(16)))
         tied.restart_engine = True
         tied.start(EngineContext(str(tied_folder), max_prompt_tokens=64, max_new_tokens=120))
     else:
-        stream = tied.generate(PROMPTS, LONG, num_completions=60, seeds=range(16))
+        stream = ask(tied, PROMPTS, LONG, num_completions=60, seeds=range(16))
         next(stream)
         os.kill(commands(before)["core"], signal.SIGKILL)
         with pytest.raises(EngineRestartedError, match="push them"):
@@ -213,7 +213,7 @@ def test_a_rollout_survives_its_engine_and_is_the_same(tmp_path: Path) -> None:
     module = PPOLightningModule(
         quickstart_model(tmp_path, max_position_embeddings=128),
         critic=None,
-        advantage=GroupNorm(),
+        advantage=GroupRelative(),
         whiten_advantages=False,
     )
     with pytest.raises(EngineDiedError, match="engine process is gone"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightrl.types import Prompts, SamplingParams
-from tests.engines.conftest import change, load, reference_logprobs
+from tests.engines.conftest import ask, change, load, reference_logprobs
 
 pytestmark = pytest.mark.vllm
 
@@ -28,8 +28,8 @@ def sampled_gap(engine, model, temperature: float) -> float:
     """The same over sampled tokens, against the trainer's log-probs of logits / temperature."""
     sampling = SamplingParams(max_new_tokens=24, temperature=temperature)
     worst = 0.0
-    for group in engine.generate(PROMPTS, sampling, num_completions=3, seeds=[1, 2, 3, 4]):
-        prompt = PROMPTS.token_ids[group.prompt_index]
+    for i, group in ask(engine, PROMPTS, sampling, num_completions=3, seeds=[1, 2, 3, 4]):
+        prompt = PROMPTS.token_ids[i]
         for completion in group.completions:
             expected = reference_logprobs(model, prompt + completion.token_ids, temperature)[len(prompt) - 1 :]
             worst = max(worst, float((expected - torch.tensor(completion.logprobs)).abs().max()))
@@ -55,7 +55,7 @@ def test_prefix_cache_of_old_weights_is_dropped(engine, tied_folder: Path) -> No
     model = load(tied_folder)
     for seed in (1, 2):
         engine.load_weights(change(model, seed).named_parameters(), policy_version=seed)
-        (group,) = engine.generate(prompts, sampling, num_completions=1, seeds=[7])
+        ((_, group),) = ask(engine, prompts, sampling, num_completions=1, seeds=[7])
         ids = prompt + group.completions[0].token_ids
         gap = reference_logprobs(model, ids)[len(prompt) - 1 :] - torch.tensor(group.completions[0].logprobs)
         assert float(gap.abs().max()) <= 5e-5

@@ -10,9 +10,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 
+from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines.base import StaleWeightsError
-from lightrl.modules import PPOLightningModule
+from lightrl.rollout.sync import EngineSync
 from lightrl.types import SamplingParams
 from tests.toys import quiet_trainer, sums_data
 
@@ -34,7 +35,7 @@ class Gaps(Callback):
 def lent(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The session's engine, which a run must not close; as if never synced."""
     monkeypatch.setattr(engine, "close", lambda: None)
-    engine.policy_version = -1
+    engine.mark_stale()
     return engine
 
 
@@ -100,6 +101,11 @@ def test_a_skipped_sync_is_caught(lent: Any, tied_folder: Path, monkeypatch: pyt
         quiet_trainer().fit(ppo(tied_folder), sums_data(engine=lent))
 
 
+class Idle(EngineSync):
+    def ensure_synced(self, module: Any, engine: Any) -> None:
+        pass
+
+
 def test_an_engine_never_synced_is_refused(lent: Any, tied_folder: Path) -> None:
-    with pytest.raises(StaleWeightsError, match=r"version -1 \(-1: never synced\).*add the WeightSync callback"):
-        quiet_trainer(callbacks=[]).fit(ppo(tied_folder), sums_data(engine=lent))
+    with pytest.raises(StaleWeightsError, match=r"version -1 \(-1: never synced\).*Idle did not push the weights"):
+        quiet_trainer(callbacks=[Idle()]).fit(ppo(tied_folder), sums_data(engine=lent))

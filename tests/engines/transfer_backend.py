@@ -13,7 +13,7 @@ from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from lightrl.engines.server_weights import TransferTransport
+from lightrl.engines.server.weights import TransferTransport
 
 
 @dataclass

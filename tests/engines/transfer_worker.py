@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 import tests.engines.transfer_backend  # noqa: F401
-from lightrl.engines.server_worker import ServerWorker
+from lightrl.engines.server.worker import ServerWorker
 
 __all__ = ["ServerWorker"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.models.batching import micro_batches
+from lightrl.models.packing.micro_batches import micro_batches
 from tests.models.conftest import Batch, make_batch
 
 
@@ -88,3 +88,30 @@ def test_what_a_layout_computes_counts(layout: str) -> None:
     assert len(micro_batches(*batch[1:], 1000, layout=layout)) == 1
     with pytest.raises(ValueError, match="num_bins=1: these rows need"):
         micro_batches(*batch[1:], 36, num_bins=1, layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["shared_prefix", "packed", "padded"])
+def test_rows_of_a_unit_stay_in_one_micro_batch(layout: str) -> None:
+    """Eight rows of 20 tokens, trajectories 7 (rows 0, 5), 8 (1, 2, 3) and single rows: 40, 60 and 20 each in full."""
+    batch = make_batch([(10, [10] * 8)], pad=0)
+    units = torch.tensor([7, 8, 8, 8, 1, 7, 2, 3])
+    bins = micro_batches(*batch[1:], 40, layout=layout, units=units)
+    assert sorted(torch.cat(bins).tolist()) == list(range(8))
+    holders = [{i for i, rows in enumerate(bins) if (units[rows] == unit).any()} for unit in units.unique()]
+    assert all(len(found) == 1 for found in holders)
+    # with the prompt once: 10 + 2 x 10, 10 + 3 x 10 and 10 + 3 x 10 tokens; else 40, 60 (alone) and 20 + 20, 20
+    assert sorted(map(len, bins)) == ([2, 3, 3] if layout == "shared_prefix" else [1, 2, 2, 3])
+    alone = micro_batches(*batch[1:], 1, layout=layout, units=units)
+    assert sorted(rows.tolist() for rows in alone) == [[0, 5], [1, 2, 3], [4], [6], [7]]
+    exactly = micro_batches(*batch[1:], 1000, num_bins=7, layout=layout, units=units)
+    assert sum(len(rows) > 0 for rows in exactly) <= 5
+    assert sorted(torch.cat(exactly).tolist()) == list(range(8))
+
+
+def test_prompts_of_unequal_lengths_in_a_group_are_all_counted() -> None:
+    """Rows of 4 + 6 and 7 + 3 tokens after a history was rewritten: 20 tokens, not 7 + 9."""
+    short, long = make_batch([(4, [6])], pad=0), make_batch([(7, [3])], pad=0)
+    masks = [torch.cat([a, b]) for a, b in zip(short[1:3], long[1:3], strict=True)]
+    groups = torch.zeros(2, dtype=torch.long)
+    assert len(micro_batches(*masks, groups, 20)) == 1
+    assert len(micro_batches(*masks, groups, 19)) == 2

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightrl.models import logprobs
 from lightrl.models.logprobs import LogitMap, TokenHead, chunked_logprobs, install_head
 from lightrl.models.policy import PolicyModel
-from lightrl.ops.logprobs import entropy_from_logits, logprobs_from_logits
 from tests.models.conftest import Batch, build
+from tests.models.plain_logprobs import entropy_from_logits, logprobs_from_logits
 
 
 def inputs(m: int = 7, d: int = 5, v: int = 11, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
@@ -202,3 +202,38 @@ def test_changed_logits_are_found_out(batch: Batch) -> None:
     lm.forward = scaled
     with pytest.raises(ValueError, match="changes logits in a way"):
         PolicyModel(lm)(*batch[:3])
+
+
+def test_products_that_come_out_in_float32_are_as_exact_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of CUDA, with the two operations that only CUDA has written out: bfloat16 factors, float32 results."""
+    calls = []
+
+    def wide(name: str, own: Any) -> Any:
+        def product(*args: Any, out_dtype: Any = None, out: Any = None) -> Any:
+            if out_dtype is None:
+                return own(*args, out=out)
+            calls.append(name)
+            before = args[0].clone() if name == "addmm" else 0.0
+            return out.copy_(before + args[-2].float() @ args[-1].float())
+
+        return product
+
+    monkeypatch.setattr(logprobs, "_has_wide_products", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(torch, "mm", wide("mm", torch.mm))
+    monkeypatch.setattr(torch, "addmm", wide("addmm", torch.addmm))
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(20, 8, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(11, 8, generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(11, (20,), generator=generator)
+    exact = torch.log_softmax(hidden.double() @ weight.double().T, -1)
+    picked, entropy = chunked_logprobs(hidden, weight, None, targets, entropy=True, chunk_elements=88)
+    assert picked.dtype == torch.float32
+    torch.testing.assert_close(picked.double(), exact.gather(1, targets[:, None])[:, 0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(1), atol=1e-5, rtol=1e-5)
+    wanted = torch.autograd.grad(
+        exact.gather(1, targets[:, None]).sum() - (exact.exp() * exact).sum(), (hidden, weight)
+    )
+    got = torch.autograd.grad(picked.sum() + entropy.sum(), (hidden, weight))
+    for ours, expected in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, expected, atol=2e-2, rtol=1e-2)  # bfloat16 logit gradients
+    assert {"mm", "addmm"} == set(calls)

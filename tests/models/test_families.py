@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from lightrl.models.loading import put_out_router_logits
+from lightrl.models.loading import return_router_logits
 from lightrl.models.policy import PolicyModel
 from tests.models.conftest import VOCAB, Batch, plain_scores
 
@@ -125,8 +125,8 @@ def test_experts_report_their_balance(layout: Any, batch: Batch) -> None:
 
 def test_experts_without_a_balancing_loss_are_refused() -> None:
     with pytest.raises(ValueError, match="deepseek_v3 defines no load-balancing loss"):
-        put_out_router_logits(build("DeepseekV3", PACKED["DeepseekV3"]))
-    put_out_router_logits(build("Mixtral", PACKED["Mixtral"]))
+        return_router_logits(build("DeepseekV3", PACKED["DeepseekV3"]))
+    return_router_logits(build("Mixtral", PACKED["Mixtral"]))
 
 
 def test_attention_that_depends_on_the_batch_is_refused(batch: Batch) -> None:

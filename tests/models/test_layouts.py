@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.models import attention, cpu_attention
-from lightrl.models.layouts import make_plan
+from lightrl.compat import torch as compat
+from lightrl.kernels.cpu import attention as cpu_attention
+from lightrl.models.packing import attention
+from lightrl.models.packing.layouts import TokenStream, make_stream
 from lightrl.models.policy import PolicyModel, ValueModel
 from tests.models.conftest import Batch, build, make_batch, plain_scores
 
@@ -102,12 +104,12 @@ def test_prompts_that_differ_within_a_group_are_not_shared(layout: str) -> None:
 def test_only_needed_tokens_go_through(batch: Batch) -> None:
     # last response tokens are never read: group 0: 7 + 4 + 0 + 8 (the empty response needs nothing), group 1: 12 + 3,
     # group 2: 3 + 7 + 1, group 3: 1 + 5 + 5 + 11
-    plan = make_plan(*batch[:3], batch.group_ids)
-    assert plan.num_tokens == 19 + 15 + 11 + 22
+    stream = make_stream(*batch[:3], batch.group_ids)
+    assert stream.num_tokens == 19 + 15 + 11 + 22
     # without sharing: 11 + 7 + 15, 15, 10 + 4, 6 + 6 + 12
-    assert make_plan(*batch[:3], batch.group_ids, share=False).num_tokens == 33 + 15 + 14 + 24
-    assert plan.max_length == 15
-    torch.testing.assert_close(plan.position_ids[:12], torch.tensor([*range(7), 7, 8, 9, 10, 7]))
+    assert make_stream(*batch[:3], batch.group_ids, share=False).num_tokens == 33 + 15 + 14 + 24
+    assert stream.max_length == 15
+    torch.testing.assert_close(stream.position_ids[:12], torch.tensor([*range(7), 7, 8, 9, 10, 7]))
 
 
 def test_gaps_in_the_response_mask(batch: Batch) -> None:
@@ -125,7 +127,7 @@ def test_gaps_in_the_response_mask(batch: Batch) -> None:
 
 def test_left_padding_is_refused(batch: Batch) -> None:
     with pytest.raises(ValueError, match="right-padded"):
-        make_plan(batch.token_ids, batch.attention_mask.flip(1), batch.response_mask)
+        make_stream(batch.token_ids, batch.attention_mask.flip(1), batch.response_mask)
 
 
 def test_bfloat16_layouts_agree(batch: Batch) -> None:
@@ -166,20 +168,20 @@ def test_attention_paths_agree(path: str, stream: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(cpu_attention, "CACHE_ELEMENTS", 1)
         monkeypatch.setattr(cpu_attention, "FLASH_ELEMENTS", 1)
     batch = make_batch(STREAMS[stream])
-    plan = make_plan(*batch[:3], batch.group_ids)
+    stream = make_stream(*batch[:3], batch.group_ids)
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(plan.num_tokens, h, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2))
-    mask = attention._block_mask(plan, window, q.device).mask_mod
-    index = torch.arange(plan.num_tokens)
+    q, k, v = (torch.randn(stream.num_tokens, h, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2))
+    mask = attention._block_mask(stream, window, q.device).mask_mod
+    index = torch.arange(stream.num_tokens)
     dense = mask(torch.tensor(0), torch.tensor(0), index[:, None], index[None, :])
     heads = [x.transpose(0, 1).repeat_interleave(4 // x.shape[1], 0) for x in (q, k, v)]
     expected = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=dense, scale=0.3).transpose(0, 1)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    masked = attention._masked_sdpa(*leaves, plan, 0.3, window)
+    masked = attention._masked_sdpa(*leaves, stream, 0.3, window)
     torch.testing.assert_close(masked, expected)
     if window is None:
         others = [x.clone().requires_grad_() for x in (q, k, v)]
-        merged = attention.stream_attention(*others, plan, 0.3)
+        merged = attention.stream_attention(*others, stream, 0.3)
         torch.testing.assert_close(merged, expected)
         out = torch.randn(merged.shape, dtype=torch.float64, generator=generator)
         (merged * out).sum().backward()
@@ -196,16 +198,115 @@ def test_flex_attention_agrees(window: int | None, stream: str, monkeypatch: pyt
 
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     batch = make_batch(STREAMS[stream])
-    plan = make_plan(*batch[:3], batch.group_ids)
+    stream = make_stream(*batch[:3], batch.group_ids)
     generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(plan.num_tokens, h, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2, 4)]
+    leaves = [torch.randn(stream.num_tokens, h, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2, 4)]
     weights, results = leaves.pop(), []
     for path in (attention._flex, attention._masked_sdpa):
         inputs = [x.clone().requires_grad_() for x in leaves]
-        out = path(*inputs, plan, 0.3, window)
+        out = path(*inputs, stream, 0.3, window)
         results.append((out, *torch.autograd.grad((out * weights).sum(), inputs)))
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected)
+
+
+def long_stream(share: bool) -> TokenStream:
+    """Streams of several blocks of 128: two groups with prompts of 300 and 5 tokens, responses of 10 to 200."""
+    prompts, responses = [300, 300, 300, 5, 5], [200, 170, 10, 130, 140]
+    width = max(p + r for p, r in zip(prompts, responses, strict=True))
+    columns = torch.arange(width)
+    first, length = torch.tensor(prompts)[:, None], torch.tensor(prompts)[:, None] + torch.tensor(responses)[:, None]
+    ids = torch.where(columns < first, 1, 2 + torch.arange(5)[:, None])
+    groups = torch.tensor([0, 0, 0, 1, 1])
+    return make_stream(ids, columns < length, (columns >= first) & (columns < length), groups, share=share)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("window", [None, 100, 129, 300])
+def test_blocks_from_segments_hide_nothing_that_is_seen(share: bool, window: int | None) -> None:
+    """Against the mask itself: a block that is left out has no visible pair, one that is called full has only such."""
+    stream = long_stream(share)
+    mask = attention._block_mask(stream, window, torch.device("cpu"))
+    size = mask.seq_lengths[0]
+    index = torch.arange(size)
+    dense = mask.mask_mod(torch.tensor(0), torch.tensor(0), index[:, None], index[None, :])
+    blocks = dense.view(size // 128, 128, size // 128, 128).transpose(1, 2).flatten(2)
+    full = torch.zeros(size // 128, size // 128, dtype=torch.bool)
+    for row, (number, columns) in enumerate(
+        zip(mask.full_kv_num_blocks[0, 0], mask.full_kv_indices[0, 0], strict=True)
+    ):
+        full[row, columns[:number].long()] = True
+    assert not (blocks.any(-1) & ~mask.to_dense()[0, 0].bool()).any()
+    assert not (full & ~blocks.all(-1)).any()
+    assert full.any() == blocks.all(-1).any()
+    assert mask.to_dense().sum() < (size // 128) * (size // 128 + 1) // 2, "blocks between unrelated rows are left out"
+
+
+def test_flex_attention_compiles_few_graphs_and_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams of all lengths, windows and layouts share a graph; another number of heads or dtype makes a new one."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    flex = compat.flex_attention(compiled=True, backend=counter)
+    monkeypatch.setattr(attention, "flex_attention", lambda compiled: flex)
+    torch._dynamo.reset()
+    graphs = []
+
+    def run(stream: TokenStream, heads: int, dtype: torch.dtype, window: int | None) -> None:
+        q, k, v = (torch.randn(stream.num_tokens, h, 16, dtype=dtype) for h in (heads, 2, 2))
+        out = attention._flex(q, k, v, stream, 0.3, window)
+        torch.testing.assert_close(out, attention._masked_sdpa(q, k, v, stream, 0.3, window), atol=1e-2, rtol=1e-2)
+        graphs.append(counter.frame_count)
+
+    for batch in (make_batch(STREAMS[name]) for name in STREAMS):
+        run(make_stream(*batch[:3], batch.group_ids), 4, torch.float32, None)
+    for share, window in ((True, None), (False, None), (True, 100), (False, 50)):
+        run(long_stream(share), 4, torch.float32, window)
+    assert graphs[-1] <= 2, "a number of blocks that equals one of heads, here 2, is compiled for itself"
+    run(long_stream(True), 2, torch.float32, None)
+    run(long_stream(True), 4, torch.bfloat16, None)
+    assert graphs[-1] <= 4
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_the_variable_length_kernel_gets_each_row_as_a_sequence(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel itself needs a GPU; here it is written out after its documentation."""
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **more: Any) -> Any:
+        assert cu_q.dtype == torch.int32 and max_q == max_k == int(cu_q.diff().max())
+        left, right = more["window_size"]
+        assert right == 0, "causal"
+        parts = []
+        for start, end in zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True):
+            index = torch.arange(end - start)
+            distance = index[:, None] - index
+            seen = (distance >= 0) & ((distance <= left) if left >= 0 else True)
+            own = (x[start:end].transpose(0, 1) for x in (q, k, v))
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *own, attn_mask=seen, scale=more["scale"], enable_gqa=more["enable_gqa"]
+            )
+            parts.append(out.transpose(0, 1))
+        return torch.cat(parts)
+
+    monkeypatch.setattr(attention, "varlen_attention", lambda: kernel)
+    stream = long_stream(share=False)
+    q, k, v = (torch.randn(stream.num_tokens, h, 16) for h in (4, 2, 2))
+    ours = attention._varlen(q, k, v, stream, 0.3, window)
+    torch.testing.assert_close(ours, attention._masked_sdpa(q, k, v, stream, 0.3, window))
+
+
+def test_the_variable_length_kernel_is_chosen_where_it_can_do_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    half, single = torch.zeros(4, 2, 16, dtype=torch.bfloat16), torch.zeros(4, 2, 16)
+    packed, shared = long_stream(share=False), long_stream(share=True)
+    assert attention._varlen_fits(half, half, packed)
+    assert not attention._varlen_fits(half, half, shared), "prompts are seen by several segments"
+    assert not attention._varlen_fits(single, single, packed), "flash kernels are for half precision"
+    assert not attention._varlen_fits(half[..., :10], half[..., :10], packed), "head size 10"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert not attention._varlen_fits(half, half, packed)
 
 
 def test_buckets_keep_padding_small() -> None:
@@ -245,12 +346,12 @@ def test_unsupported_models_fall_back_once(batch: Batch) -> None:
         PolicyModel(gemma(), layout="packed")
 
 
-def test_attention_that_ignores_the_plan_is_found_out(batch: Batch) -> None:
+def test_attention_that_ignores_the_stream_is_found_out(batch: Batch) -> None:
     """A model whose layers drop the extra arguments must not run packed."""
     lm = build("qwen2")
     layer = lm.model.layers[1]
     original = layer.forward
-    layer.forward = lambda *args, plan=None, **kwargs: original(*args, **kwargs)
+    layer.forward = lambda *args, stream=None, **kwargs: original(*args, **kwargs)
     with pytest.raises(ValueError, match="1 of its 2 layers"):
         PolicyModel(lm, layout="packed")(*batch[:3])
     expected, _ = plain_scores(build("qwen2"), batch)

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import seed_everything
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
+from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import OffloadOptimizer, WeightSync
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.reward import RewardModelSpec
 from lightrl.models.spec import ModelSpec
-from lightrl.modules import GRPOLightningModule
-from lightrl.modules.kl import KLInReward
-from tests.toys import QUICKSTART_MODEL, quickstart_model, quiet_trainer, sums_data
+from lightrl.objectives.kl import KLInReward
+from tests.toys import QUICKSTART_MODEL, Keep, quickstart_model, quiet_trainer, sums_data
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +34,6 @@ def reward_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     Qwen2ForSequenceClassification(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(QUICKSTART_MODEL).save_pretrained(folder)
     return str(folder)
-
-
-class Keep(Callback):
-    def __init__(self) -> None:
-        self.seen: Any = None
-        self.rollouts: Any = None
-
-    def on_rollout_scored(self, trainer: Any, module: Any, rollouts: Any) -> None:
-        self.rollouts = rollouts
-
-    def on_experience_made(self, trainer: Any, module: Any, experience: Any) -> None:
-        self.seen = experience
 
 
 def fit(path: str, *callbacks: Any, **arguments: Any) -> tuple[Any, Keep]:
@@ -65,8 +53,9 @@ def test_a_bfloat16_reference_takes_half_and_says_the_same(path: str) -> None:
     narrow, ours = fit(path, reference=ModelSpec(path, dtype="bfloat16"))
     assert nbytes(narrow.reference) * 2 == nbytes(wide.reference) == nbytes(narrow.actor)
     assert {p.dtype for p in narrow.actor.parameters()} == {torch.float32}
-    gap = (ours.seen.ref_logprobs - reference.seen.ref_logprobs)[ours.seen.response_mask].abs()
-    assert ours.seen.ref_logprobs.dtype == torch.float32
+    seen, expected = ours.experiences[-1], reference.experiences[-1]
+    gap = (seen.ref_logprobs - expected.ref_logprobs)[seen.response_mask].abs()
+    assert seen.ref_logprobs.dtype == torch.float32
     assert 0 < gap.mean() < 0.02 and gap.max() < 0.2
 
 
@@ -75,7 +64,7 @@ def test_a_bfloat16_reward_model_takes_half_and_says_the_same(path: str, reward_
     for dtype in (None, "bfloat16"):
         spec = RewardModelSpec("rm", reward_path, dtype=dtype)
         module, keep = fit(path, reward_models=[spec])
-        results.append((nbytes(module.reward_models["rm"]), keep.rollouts.reward_parts["rm"]))
+        results.append((nbytes(module.reward_models["rm"]), keep.rollouts[-1].reward_parts["rm"]))
     (wide, expected), (narrow, scores) = results
     assert narrow * 2 == wide and scores.dtype == torch.float32
     assert 0 < (scores - expected).abs().max() < 0.05 * expected.std() + 0.02

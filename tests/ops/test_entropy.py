@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from lightrl.ops.entropy import adaptive_entropy_coef, kth_largest, top_entropy_mask
-from lightrl.ops.shaping import overlong_penalty
 
 
 def test_top_fraction_by_hand() -> None:
@@ -77,14 +74,3 @@ def test_adaptive_coefficient_by_hand() -> None:
     assert adaptive_entropy_coef(0.5, 0.1, 0.2, step=1.0, maximum=0.7) == 0.7
     with pytest.raises(ValueError, match="step"):
         adaptive_entropy_coef(0.1, 0.1, 0.1, step=0.0)
-
-
-def test_overlong_penalty_by_hand() -> None:
-    # limit 100, buffer 20: free to 80, then linear; 90 -> -0.5, 100 -> -1, beyond the limit -1
-    out = overlong_penalty(torch.tensor([10, 80, 85, 90, 100, 120]), 100, 20)
-    assert out.tolist() == pytest.approx([0, 0, -0.25, -0.5, -1, -1])
-    assert overlong_penalty(torch.tensor([90]), 100, 20, factor=0.4).item() == pytest.approx(-0.2)
-    assert math.copysign(1, overlong_penalty(torch.tensor([90]), 100, 50).item()) == -1
-    for kwargs in ({"buffer": 0}, {"buffer": 101}, {"buffer": 10, "factor": -1.0}):
-        with pytest.raises(ValueError, match="buffer|factor"):
-            overlong_penalty(torch.tensor([1]), 100, **kwargs)

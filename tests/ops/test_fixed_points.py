@@ -17,19 +17,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.modules.advantages import (
+from lightrl.objectives.advantages import (
     GAE,
     OPO,
     RLOO,
     AdvantageEstimator,
-    GroupNorm,
+    GroupRelative,
     Reinforce,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
 )
-from lightrl.modules.kl import KLInLoss, KLInReward, KLPenalty
-from lightrl.modules.losses import CISPO, CPG, GMPO, GSPO, SAPO, PolicyLoss, PPOClip, RLOOSequence
-from lightrl.modules.off_policy import VESPO
+from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
+from lightrl.objectives.losses import CISPO, CPG, GMPO, GSPO, SAPO, PolicyLoss, PPOClip, RLOOSequence
+from lightrl.objectives.off_policy import VESPO
 
 G = 3
 BETA = 0.2
@@ -134,7 +134,7 @@ def group_std_optimum() -> Tensor:
 
 
 UNBIASED: dict[str, AdvantageEstimator] = {"GAE": GAE(), "Reinforce": Reinforce(), "RLOO": RLOO()}
-MEAN_BASELINE: dict[str, AdvantageEstimator] = {"GroupNorm none": GroupNorm("none"), "OPO": OPO()}
+MEAN_BASELINE: dict[str, AdvantageEstimator] = {"GroupRelative none": GroupRelative("none"), "OPO": OPO()}
 REVERSE = {
     "k2 in loss": KLInLoss("k2"),
     "k3 in loss, ratio": KLInLoss("k3", ratio_correction=True),
@@ -155,10 +155,10 @@ def test_the_optima_are_apart() -> None:
     assert forward_kl_optimum(BETA).sum().item() == pytest.approx(1)
 
 
-@pytest.mark.parametrize("name", [*UNBIASED, *MEAN_BASELINE, "GroupNorm group"])
+@pytest.mark.parametrize("name", [*UNBIASED, *MEAN_BASELINE, "GroupRelative group"])
 def test_k1_in_the_reward_leads_to_the_reverse_kl_optimum(name: str) -> None:
     """With any baseline and any scale: at the optimum r - beta * k1 is the same for every action, and A is 0."""
-    estimator = (UNBIASED | MEAN_BASELINE | {"GroupNorm group": GroupNorm("group")})[name]
+    estimator = (UNBIASED | MEAN_BASELINE | {"GroupRelative group": GroupRelative("group")})[name]
     assert tv(ascend(estimator, KLInReward()), tempered(BETA)) < 0.01
 
 
@@ -181,27 +181,27 @@ def test_plain_k3_in_the_loss_leads_to_the_forward_kl_optimum(name: str) -> None
 
 
 def test_plain_k3_with_a_group_mean() -> None:
-    assert tv(ascend(GroupNorm("none"), KLInLoss("k3")), forward_kl_optimum(BETA * G / (G - 1))) < 0.01
+    assert tv(ascend(GroupRelative("none"), KLInLoss("k3")), forward_kl_optimum(BETA * G / (G - 1))) < 0.01
 
 
 @pytest.mark.parametrize("placement", REVERSE)
 def test_group_std_moves_the_optimum(placement: str) -> None:
     """To pi ~ pi_ref * exp(h(a) / beta), h(a) the expected normalised advantage of a under that pi."""
     point = group_std_optimum()
-    assert tv(ascend(GroupNorm("group"), REVERSE[placement]), point) < 0.01
+    assert tv(ascend(GroupRelative("group"), REVERSE[placement]), point) < 0.01
     assert tv(point, tempered(BETA)) > 0.1
 
 
 def test_group_std_with_plain_k3() -> None:
     """GRPO as published: pi = beta * pi_ref / (lambda - h(a)), h under that very pi."""
-    point = ascend(GroupNorm("group"), KLInLoss("k3"))
+    point = ascend(GroupRelative("group"), KLInLoss("k3"))
     assert tv(point, forward_kl_optimum(BETA, group_std_advantage(point))) < 0.01
     assert tv(point, forward_kl_optimum(BETA)) > 0.1
 
 
 LARGE_BATCH: dict[str, AdvantageEstimator] = {
-    "GroupNorm group": GroupNorm("group"),
-    "GroupNorm batch": GroupNorm("batch"),
+    "GroupRelative group": GroupRelative("group"),
+    "GroupRelative batch": GroupRelative("batch"),
     "RLOO normalized": RLOO(normalize=True),
     "REINFORCE++": ReinforcePlusPlus(),
     "REINFORCE++ baseline": ReinforcePlusPlusBaseline(),

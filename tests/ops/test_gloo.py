@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrl.modules.advantages import GDPO, RLOO, GroupNorm, ReinforcePlusPlus, ReinforcePlusPlusBaseline
-from lightrl.modules.aggregation import ConstantLength, SequenceMean, SequenceSum, TokenMean
-from lightrl.modules.losses import GSPO, PPOClip
+from lightrl.objectives.advantages import GDPO, RLOO, GroupRelative, ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from lightrl.objectives.aggregation import ConstantLength, SequenceMean, SequenceSum, TokenMean
+from lightrl.objectives.losses import GSPO, PPOClip
 from lightrl.ops.entropy import top_entropy_mask
 from lightrl.ops.masking import AllSum, identity, masked_whiten
 
@@ -30,7 +30,7 @@ def everything(rows: slice, all_sum: AllSum) -> list[Tensor]:
     logprobs, old, entropy = -torch.rand(3, 24, 7, generator=gen)
     mask, rewards, groups, old = mask[rows], rewards[rows], groups[rows], old[rows]
     out = [masked_whiten(rewards, mask, all_sum=all_sum), top_entropy_mask(-entropy[rows], mask, 0.2, all_sum=all_sum)]
-    estimators = (GroupNorm("batch"), RLOO(True), GDPO(), ReinforcePlusPlus(), ReinforcePlusPlusBaseline())
+    estimators = (GroupRelative("batch"), RLOO(True), GDPO(), ReinforcePlusPlus(), ReinforcePlusPlusBaseline())
     for estimator in estimators:
         advantages, _ = estimator(
             rewards, mask, groups, reward_parts=parts, part_weights={"a": 1.0, "b": 2.0}, all_sum=all_sum

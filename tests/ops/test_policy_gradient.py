@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.modules.advantages import GAE, OPO, RLOO, AdvantageEstimator, GroupNorm, MaxRL, Reinforce
-from lightrl.modules.aggregation import SequenceMean, SequenceSum
-from lightrl.modules.kl import KLInReward
-from lightrl.modules.losses import CISPO, CPG, SAPO, PolicyLoss, PPOClip, RLOOSequence
-from lightrl.modules.off_policy import VESPO
+from lightrl.objectives.advantages import GAE, OPO, RLOO, AdvantageEstimator, GroupRelative, MaxRL, Reinforce
+from lightrl.objectives.aggregation import SequenceMean, SequenceSum
+from lightrl.objectives.kl import KLInReward
+from lightrl.objectives.losses import CISPO, CPG, DPPO, DRO, SAPO, PolicyLoss, PPOClip, RLOOSequence
+from lightrl.objectives.off_policy import VESPO
 
 K, G, BETA = 3, 4, 0.3
 SEQUENCES = torch.tensor(list(itertools.product(range(K), range(K))))
@@ -96,7 +96,7 @@ CASES = {
     "RLOO": (RLOO(), None, 1.0),
     "REINFORCE": (Reinforce(), None, 1.0),
     # the group mean holds the row's own score: E[A grad log pi] is (1 - 1 / G) of the gradient
-    "GroupNorm, not scaled": (GroupNorm("none"), None, 1 - 1 / G),
+    "GroupRelative, not scaled": (GroupRelative("none"), None, 1 - 1 / G),
     "OPO": (OPO(), None, 1 - 1 / G),
 }
 
@@ -108,14 +108,16 @@ def test_estimator_is_unbiased(name: str) -> None:
     assert_unbiased(samples, factor * exact_gradient(REWARDS, 0.0))
 
 
-@pytest.mark.parametrize("name", ["RLOO", "REINFORCE", "GroupNorm, not scaled", "GAE, no critic's help"])
+@pytest.mark.parametrize("name", ["RLOO", "REINFORCE", "GroupRelative, not scaled", "GAE, no critic's help"])
 def test_kl_in_the_reward_has_the_gradient_of_the_sequence_kl(name: str) -> None:
     estimator, values, factor = CASES[name]
     samples = sampled_gradients(estimator, PPOClip(), REWARDS, BETA, values, 250)
     assert_unbiased(samples, factor * exact_gradient(REWARDS, BETA))
 
 
-@pytest.mark.parametrize("loss", [RLOOSequence(), CISPO(), SAPO(), CPG(), VESPO()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "loss", [RLOOSequence(), CISPO(), SAPO(), CPG(), VESPO(), DPPO(), DRO()], ids=lambda x: type(x).__name__
+)
 def test_losses_agree_on_policy(loss: PolicyLoss) -> None:
     """On-policy every loss has the gradient of -A log pi (GSPO and GMPO up to the sequence's length)."""
     samples = sampled_gradients(RLOO(), loss, REWARDS, 0.0, None, 150)

@@ -13,7 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-START = "import sys, json; from lightrl.rewards.server import serve_reward; serve_reward(**json.loads(sys.argv[1]))"
+START = (
+    "import sys, json; from lightrl.rewards.server.serve import serve_reward; serve_reward(**json.loads(sys.argv[1]))"
+)
 
 
 class Server:

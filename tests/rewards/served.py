@@ -20,6 +20,11 @@ def slow(completions):
     return [0.0] * len(completions)
 
 
+def pause(completions):
+    time.sleep(1.5)
+    return length(completions)
+
+
 def kill_once(completions):
     """Ends the server in the middle of a request that says so."""
     if "kill" in completions:

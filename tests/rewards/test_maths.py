@@ -39,12 +39,32 @@ def test_equality(reward, reference, completion, value):
     assert reward([completion], answer=[reference]) == [value]
 
 
-def test_endless_comparisons_count_as_wrong_and_the_rest_goes_on(reward):
+TOWER = "$9^{9^{9^{9}}}$"
+
+
+def test_endless_comparisons_are_unscored_and_the_rest_goes_on(reward):
     logged = {}
-    tower = "$9^{9^{9^{9}}}$"
-    values = reward(["1", "1", "1", "x"], logged.__setitem__, answer=["1", tower, "1", None])
-    assert values == [1.0, 0.0, 1.0, None]
+    values = reward(["1", "1", "1", "x"], logged.__setitem__, answer=["1", TOWER, "1", None])
+    assert values == [1.0, None, 1.0, None]
     assert logged == {"unparsable": 0.0, "timeouts": 0.25}
+
+
+def test_timeout_value_is_what_an_endless_comparison_scores():
+    made = MathVerify(timeout=0.5, timeout_value=0.0)
+    try:
+        assert made(["1", "1"], answer=[TOWER, "1"]) == [0.0, 1.0]
+    finally:
+        made.close()
+
+
+def test_the_first_answer_of_a_cold_worker_has_the_whole_time():
+    # A comparison takes milliseconds, loading math-verify's parsers took over a tenth of a second of its first one.
+    for _ in range(3):
+        made = MathVerify(timeout=0.1)
+        try:
+            assert made([r"\boxed{\frac{2}{4}}"], answer=[r"\frac{1}{2}"]) == [1.0]
+        finally:
+            made.close()
 
 
 def test_an_unreadable_reference_is_not_applicable(reward):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -156,6 +160,8 @@ def test_soft_overlong():
     assert SoftOverlong(10, 4)(ids(0, 6, 7, 9, 10, 12)) == [0.0, 0.0, -0.25, -0.75, -1.0, -1.0]
     # DAPO's own numbers: 16384 tokens are free, 18432 is half way, 20480 is the end
     assert SoftOverlong(20480, 4096)(ids(16384, 18432, 20480)) == [0.0, -0.5, -1.0]
+    assert SoftOverlong(100, 20)(ids(10, 80, 85, 90, 100, 120)) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    assert SoftOverlong(100, 50)(ids(90)) == [-0.8]
     for buffer in (0, 11):
         with pytest.raises(ValueError, match="buffer_tokens"):
             SoftOverlong(10, buffer)
@@ -208,3 +214,41 @@ def test_cosine_length_in_a_scorer_passes_columns_to_its_judge():
     total = handle.result(10).total
     assert total[:2] == [1.0, -1.0] and math.isnan(total[2])
     scorer.close()
+
+
+# Exponential: before it can fail, the x are shared out over the two loops in every way.
+ENDLESS = "(a|aa)+$"
+LONG = "a" * 4000 + "b"
+
+
+def test_a_backtracking_pattern_ends_within_its_time_and_is_unscored():
+    logged = {}
+    start = time.monotonic()
+    values = RegexFormat(ENDLESS, timeout=0.2)([LONG, "aaa"], logged.__setitem__)
+    assert values == [None, 1.0] and logged == {"timeouts": 0.5}
+    assert RegexFormat(ENDLESS, match="search", timeout=0.2, timeout_value=0.0)([LONG]) == [0.0]
+    exact = ExactAnswer(pattern=ENDLESS, timeout=0.2)
+    assert exact([LONG, "aa", LONG], logged.__setitem__, answer=["a", "a", None]) == [None, 1.0, None]
+    assert logged == {"timeouts": pytest.approx(1 / 3)}
+    assert RegexFormat(r"(\w+\s?)*\.")(["many words " * 500]) == [0.0]
+    assert time.monotonic() - start < 10
+
+
+def test_ctrl_c_ends_a_run_whose_pattern_does_not_end():
+    code = f"""
+import threading, time
+from lightrl.rewards import RegexFormat, RewardScorer
+scorer = RewardScorer([RegexFormat({ENDLESS!r}, timeout=100.0)])
+row = {{"prompts": ["p"], "completions": [{LONG!r}], "completion_ids": [[1]], "group_ids": [0]}}
+handle = scorer.submit(columns={{}}, **row)
+time.sleep(0.5)
+print("matching", flush=True)
+handle.result()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        assert process.stdout.readline() == b"matching\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) != 0
+    finally:
+        process.kill()

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
-from lightrl.rewards import Reward, RewardError, RewardScorer, Scores
+from lightrl.rewards import Reward, RewardError, RewardScorer
+from lightrl.types import Scores
 
 NAN = math.nan
 
@@ -89,7 +92,14 @@ def test_functions_get_what_their_signature_names(scorers):
 
 
 @pytest.mark.parametrize(
-    "values", [np.array([1.0, 2.0]), torch.tensor([1.0, 2.0]), (True, 2), [np.float32(1), torch.tensor(2)]]
+    "values",
+    [
+        np.array([1.0, 2.0]),
+        torch.tensor([1.0, 2.0]),
+        (True, 2),
+        [np.float32(1), torch.tensor(2)],
+        [np.bool_(True), Fraction(2)],
+    ],
 )
 def test_arrays_tensors_and_bools_are_rewards(scorers, values):
     def fn(completions):
@@ -109,6 +119,14 @@ def test_arrays_tensors_and_bools_are_rewards(scorers, values):
         ({"a": 1, "b": 2}, ["'fn'", "dict"]),
         (1.0, ["'fn'", "float"]),
         (None, ["'fn'", "NoneType"]),
+        ([10**400, 1.0], ["'fn'", "value 0", "10000", "finite number"]),
+        ([10**5000, 1.0], ["'fn'", "value 0", "a int that cannot be shown"]),
+        ([1.0, 1e308], ["'fn'", "value 1 is 1e+308", "float32", "at most 1e+16"]),
+        ([Decimal(1), 1.0], ["'fn'", "value 0", "Decimal"]),
+        ([1 + 2j, 1.0], ["'fn'", "value 0", "complex"]),
+        (np.array(1.0), ["'fn'", "ndarray", "list of 2"]),
+        (torch.tensor(1.0), ["'fn'", "Tensor", "list of 2"]),
+        (np.ones((2, 2)), ["'fn'", "value 0", "ndarray"]),
     ],
 )
 def test_what_is_no_reward_is_an_error_whatever_on_error_says(scorers, values, words):
@@ -118,6 +136,65 @@ def test_what_is_no_reward_is_an_error_whatever_on_error_says(scorers, values, w
     with pytest.raises(RewardError) as info:
         submit(scorers([fn], on_error="none")).result(10)
     assert all(word in str(info.value) for word in words), info.value
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [1e300, 1.0], [1e300, 1e300]])
+def test_a_sum_beyond_float32_names_the_functions(scorers, weights):
+    def large(completions):
+        return [1.0, 9e15]
+
+    def other(completions):
+        return [1.0, 9e15]
+
+    with pytest.raises(RewardError, match=r"row \d: the weighted sum .* large=.* other=.*at most 1e\+16"):
+        submit(scorers([large, other], weights=weights)).result(10)
+
+
+def test_a_function_cannot_change_the_rollout_or_what_others_get(scorers):
+    ids, answers, boxes = [[1, 2], [3]], [{"steps": [1]}, {"steps": [2]}], [np.zeros(2), np.zeros(2)]
+
+    def vandal(completions, completion_ids, answer, box):
+        completion_ids[0].append(9)
+        completion_ids[1] = []
+        answer[0]["steps"].clear()
+        with pytest.raises(ValueError, match="read-only"):
+            box[0][0] = 1
+        return [0.0, 0.0]
+
+    rows = {"prompts": ["p"] * 2, "completions": ["a", "b"], "group_ids": [0, 0]}
+    columns = {"answer": answers, "box": boxes}
+    scorers([vandal]).submit(completion_ids=ids, columns=columns, **rows).result(10)
+    assert ids == [[1, 2], [3]] and answers == [{"steps": [1]}, {"steps": [2]}] and boxes[0][0] == 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_users_own_lines_are_in_the_message(scorers, is_async):
+    def helper(value):
+        return 1 / value  # the line to look at
+
+    def plain(completions):
+        return [helper(0)]
+
+    async def coroutine(completions):
+        return [helper(0)]
+
+    with pytest.raises(RewardError) as info:
+        submit(scorers([coroutine if is_async else plain])).result(10)
+    first, *lines = str(info.value).splitlines()
+    assert first.endswith("raised ZeroDivisionError: division by zero")
+    assert "return [helper(0)]" in lines[1] and "return 1 / value  # the line to look at" in "".join(lines)
+    assert all("test_scorer.py" in line for line in lines if "File" in line)  # our own frames are left out
+
+
+def test_missing_columns_are_named_before_anything_is_scored(scorers):
+    def fn(completions, solution):
+        return [0.0]
+
+    scorers([fn]).require_columns(["solution", "prompt"])
+    with pytest.raises(ValueError, match="'fn': takes solution.*There are: answer"):
+        scorers([fn]).require_columns(["answer"])
+    with pytest.raises(ValueError, match="label_column='kind'"):
+        scorers([fn], recipes={"a": [("fn", 1.0)]}, label_column="kind").require_columns(["solution"])
 
 
 def test_a_missing_column_is_named(scorers):

@@ -13,7 +13,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 from lightrl.rewards import RemoteReward, RewardError, RewardScorer
-from lightrl.rewards.server import serve_reward
+from lightrl.rewards.server.serve import serve_reward
 
 
 def score(reward, completions, group_ids=None, media=None, **columns):
@@ -172,6 +172,9 @@ def test_what_serve_reward_refuses(monkeypatch):
         ({"reward": "a:b", "host": "::"}, "can be reached from other machines"),
         ({"reward": "a:b", "max_rows": 0}, "max_rows=0"),
         ({"reward": "a:b", "timeout": 0}, "timeout=0"),
+        ({"reward": "a:b", "read_timeout": 0}, "read_timeout=0"),
+        ({"reward": "a:b", "max_connections": 0}, "max_connections=0"),
+        ({"reward": "a:b", "max_connections": 10**9}, "max_connections=1000000000: this process may have .*ulimit"),
         ({"reward": "no_such_module:b"}, "no module"),
     ]:
         with pytest.raises(ValueError, match=message):

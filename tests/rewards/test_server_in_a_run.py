@@ -11,33 +11,29 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import RolloutCheckpoint, WeightSync
-from lightrl.modules import GRPOLightningModule
 from lightrl.rewards import RemoteReward, RewardError
-from lightrl.types import Rollouts
 from tests.rewards.conftest import Server
-from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
+from tests.toys import Keep, digits_reward, quickstart_model, quiet_trainer, sums_data
 
 ONCE = {"retries": 1, "backoff": 0.01}
 PATIENT = {"retries": 500, "backoff": 0.05, "max_backoff": 0.1}
 
 
-class Watch(Callback):
+class Watch(Keep):
     """Keeps what the hooks saw, and calls `then` after the first rollout."""
 
     def __init__(self, then: Callable[[], object] = lambda: None) -> None:
-        self.then, self.rollouts, self.metrics = then, list[Rollouts](), list[dict[str, float]]()
-
-    def on_rollout_scored(self, trainer: Any, module: Any, rollouts: Rollouts) -> None:
-        self.rollouts.append(rollouts)
+        super().__init__()
+        self.then = then
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.metrics.append(outputs)
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
         if batch_idx == 0:
             self.then()
 

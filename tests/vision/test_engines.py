@@ -8,22 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from lightrl.data.sampled import build_rollouts
-from lightrl.engines.base import EngineContext
-from lightrl.engines.transformers import TransformersEngine
+from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.lora import named_hf_weights
 from lightrl.models.spec import LoraSpec
-from lightrl.types import Prompts, Rollouts, SamplingParams
+from lightrl.rollout.collation import ScoredGroup, collate
+from lightrl.rollout.episodes import one_turn
+from lightrl.types import EngineContext, Prompts, Rollouts, SamplingParams
+from tests.engines.conftest import ask
 from tests.vision.conftest import mixed_rows, picture
 from tests.vision.models import FAMILIES, QWEN
 
 
 def sample(engine: Any, prompts: Prompts, copies: int = 3) -> Rollouts:
-    stream = engine.generate(
-        prompts, SamplingParams(max_new_tokens=10), num_completions=copies, seeds=list(range(len(prompts)))
-    )
-    groups = sorted(stream, key=lambda group: group.prompt_index)
-    return build_rollouts(prompts, groups, None, 0, 1.0)
+    seeds = range(len(prompts))
+    groups = dict(ask(engine, prompts, SamplingParams(max_new_tokens=10), num_completions=copies, seeds=seeds))
+    return collate([ScoredGroup(prompts[[i]], one_turn(groups[i]), None) for i in seeds], 0, 1.0)
 
 
 def gap(policy: Any, rollouts: Rollouts) -> float:

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from lightrl.data.media import MediaError, MediaSource, decode
-from lightrl.data.places import shown
+from lightrl.data.processing import shown
 from lightrl.data.prompts import PromptSource
 from tests.vision.conftest import film, mixed_rows, picture
 
@@ -149,15 +149,18 @@ def test_a_broken_file_stops_the_run_or_is_dropped_and_counted(folder_of: Any, t
     names = ["missing.png", picture(16, 16), "broken.png"]
     rows = [{"prompt": "a", "image": None}, *({"prompt": "it?", "image": name} for name in names)]
     common = {"rows": rows, "media_folder": str(tmp_path)}
-    for row, reason in ((1, "no file"), (3, "image 1")):
-        prompts = PromptSource(**common).load(folder.tokenizer, processor=folder.processor, shuffle=False)
-        with pytest.raises(MediaError, match=f"row {row}: .*{reason}"):
-            prompts.rows([row])
+    with pytest.raises(MediaError, match="row 1: image 1: there is no file"):  # before anything is drawn
+        PromptSource(**common).load(folder.tokenizer, processor=folder.processor, shuffle=False)
+    del rows[1]
+    prompts = PromptSource(**common).load(folder.tokenizer, processor=folder.processor, shuffle=False)
+    with pytest.raises(MediaError, match="row 2: .*image 1"):  # its bytes are only read with the row
+        prompts.rows([2])
+    rows.insert(1, {"prompt": "it?", "image": "missing.png"})
     prompts = PromptSource(**common, on_media_error="drop").load(
         folder.tokenizer, processor=folder.processor, shuffle=False
     )
     for _ in range(2):
-        assert prompts.batch(0, 4).indices == [0, 2, 2, 0] and prompts.counts["dropped"] == 2
+        assert prompts.batch(0, 4).indices == [0, 2, 0, 0] and prompts.counts["dropped"] == 2
 
 
 def test_over_long_prompts_are_never_cut_through_an_image(folder_of: Any) -> None:
@@ -194,12 +197,15 @@ def test_options_are_checked() -> None:
 
 
 def test_inputs_stay_on_the_host_and_are_shared_by_a_group(folder_of: Any) -> None:
-    from lightrl.data.sampled import build_rollouts
-    from lightrl.types import Completion, CompletionGroup
+    from lightrl.rollout.collation import ScoredGroup, collate
+    from lightrl.rollout.episodes import one_turn
+    from lightrl.types import Completion, CompletionGroup, SamplingParams
 
     prompts = folder_of("idefics3").prompts([{"prompt": "it?", "image": picture(16, 16)}])
-    group = CompletionGroup(0, [Completion([5], [-1.0], "a", "stop") for _ in range(3)], 0)
-    rollouts = build_rollouts(prompts, [group], None, 0, 1.0).to("meta")
+    group = CompletionGroup(
+        prompts.request(0, SamplingParams(), 0, 3), [Completion([5], [-1.0], "a", "stop") for _ in range(3)], 0
+    )
+    rollouts = collate([ScoredGroup(prompts, one_turn(group), None)], 0, 1.0).to("meta")
     assert rollouts.token_ids.device.type == "meta"
     assert all(row is prompts.inputs[0] for row in rollouts.inputs) and all(
         m is prompts.media[0] for m in rollouts.media

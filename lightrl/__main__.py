@@ -1,0 +1,5 @@
+"""`python -m lightrl` is the `lightrl` command."""
+
+from lightrl.cli import main
+
+main()

@@ -1,0 +1,34 @@
+"""LightningModules: PPO and its variants, supervised fine-tuning, reward models."""
+
+from lightrl.algorithms.distill import DistillLightningModule
+from lightrl.algorithms.hooks import RLCallback
+from lightrl.algorithms.ppo import CriticSpec, PPOLightningModule
+from lightrl.algorithms.reward import RewardLightningModule
+from lightrl.algorithms.schedule import LRSchedule
+from lightrl.algorithms.sft import SFTLightningModule
+from lightrl.algorithms.variants import (
+    CPGDLightningModule,
+    DAPOLightningModule,
+    DrGRPOLightningModule,
+    GRPOLightningModule,
+    GSPOLightningModule,
+    ReinforcePlusPlusLightningModule,
+    RLOOLightningModule,
+)
+
+__all__ = [
+    "CPGDLightningModule",
+    "CriticSpec",
+    "DAPOLightningModule",
+    "DistillLightningModule",
+    "DrGRPOLightningModule",
+    "GRPOLightningModule",
+    "GSPOLightningModule",
+    "LRSchedule",
+    "PPOLightningModule",
+    "RLCallback",
+    "RLOOLightningModule",
+    "ReinforcePlusPlusLightningModule",
+    "RewardLightningModule",
+    "SFTLightningModule",
+]

@@ -1,0 +1,335 @@
+"""Tensor work between scored rollouts and losses: forwards in micro-batches, token rewards, cutting, joining."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightrl.models.packing.micro_batches import micro_batches
+from lightrl.models.policy import PolicyModel, ValueModel
+from lightrl.models.spec import Layout
+from lightrl.objectives.trajectories import TrajectoryLayout, first_rows
+from lightrl.ops.masking import masked_whiten
+from lightrl.types import Experience, Piece, Rollouts, SupervisedBatch
+
+__all__ = [
+    "batched_forward",
+    "cut_micro_batches",
+    "cut_minibatches",
+    "join_pieces",
+    "policy_forward",
+    "shape_rewards",
+    "shuffled_groups",
+    "start_experience",
+    "turn_anchors",
+    "value_forward",
+    "whiten_and_clip",
+    "widest_layout",
+]
+
+AllReduce = Callable[[Tensor], Tensor]
+Rows = TypeVar("Rows", Experience, SupervisedBatch)
+
+
+# ---- forwards ----------------------------------------------------------------------------------------------------
+
+
+def widest_layout(*models: PolicyModel | ValueModel | None) -> Layout:
+    """Of the layouts in which the models run, the one that computes most tokens."""
+    used = {model.layout for model in models if model is not None}
+    return "padded" if "padded" in used else "packed" if "packed" in used else "auto"
+
+
+def policy_forward(model: PolicyModel, rows: Any, **wanted: bool) -> dict[str, Tensor]:
+    """What the policy says about some rows: `logprobs` and, where `wanted`, `entropy` and `values`, each (b, t)."""
+    output = model(
+        rows.token_ids,
+        rows.attention_mask,
+        rows.response_mask,
+        group_ids=rows.group_ids,
+        host=rows.host_rows(),
+        temperature=rows.temperature,
+        inputs=rows.inputs,
+        supports=rows.supports,
+        **wanted,
+    )
+    return {name: value for name, value in output._asdict().items() if value is not None}
+
+
+def value_forward(critic: ValueModel, rows: Any) -> Tensor:
+    """The critic's (b, t) values of some rows."""
+    values: Tensor = critic(
+        rows.token_ids,
+        rows.attention_mask,
+        rows.response_mask,
+        group_ids=rows.group_ids,
+        host=rows.host_rows(),
+        inputs=rows.inputs,
+    )
+    return values
+
+
+def batched_forward(
+    forward: Callable[[Any], dict[str, Tensor]],
+    rows: Rollouts | Experience,
+    budget: int,
+    all_max: AllReduce,
+    layout: Layout = "auto",
+) -> dict[str, Tensor]:
+    """Runs `forward` over micro-batches and puts its (b, t) results back into (B, T) tensors.
+
+    Args:
+        forward: gets some rows, cropped to their longest, gives named (b, t) tensors.
+        rows: all B rows.
+        budget: most tokens per micro-batch.
+        all_max: maximum over ranks; every rank calls `forward` equally often, as sharded models need.
+        layout: of the model that `forward` runs.
+    """
+    out: dict[str, Tensor] = {}
+    for index in _micro_batch_rows(rows, budget, all_max, layout):
+        part = rows.select(index if len(index) else torch.zeros(1, dtype=torch.long)).crop()
+        index = index.to(rows.token_ids.device)
+        for name, value in forward(part).items():
+            full = out.setdefault(name, value.new_zeros(rows.token_ids.shape))
+            if len(index):
+                full[index, : value.shape[1]] = value
+    return out
+
+
+def _micro_batch_rows(
+    rows: Rollouts | Experience | SupervisedBatch,
+    budget: int,
+    all_max: AllReduce,
+    layout: Layout,
+    units: Tensor | None = None,
+) -> list[Tensor]:
+    """Row indices of micro-batches of at most `budget` tokens, the same number on every rank (some may be empty)."""
+    masks = rows.on_host("attention_mask"), rows.on_host("response_mask"), rows.on_host("group_ids")
+    bins = micro_batches(*masks, budget, layout=layout, units=units)
+    most = int(all_max(torch.tensor(float(len(bins)))))
+    if most > len(bins):
+        bins = micro_batches(*masks, budget, num_bins=most, layout=layout, units=units)
+    return bins
+
+
+# ---- rewards and advantages --------------------------------------------------------------------------------------
+
+
+def start_experience(rollouts: Rollouts) -> Experience:
+    """The rows of a rollout as experience, with nothing computed yet."""
+    names = (
+        *("token_ids", "attention_mask", "response_mask", "group_ids"),
+        *("engine_logprobs", "temperature", "supports", "inputs"),
+    )
+    return Experience(
+        **{name: getattr(rollouts, name) for name in names},
+        trajectory_ids=rollouts.trajectory_ids,
+        turn_ids=rollouts.turn_ids,
+        advantages=torch.zeros_like(rollouts.engine_logprobs),
+        rewards=rollouts.rewards,
+        valid=rollouts.rewards.isfinite(),
+        supervised=rollouts.supervised,
+    ).with_host_of(rollouts)
+
+
+def shape_rewards(
+    experience: Experience, turn_rewards: dict[str, Tensor], penalty: Tensor | None, coef: float = 0.0
+) -> Tensor:
+    """Per-token rewards: each turn's on its last token, the rest of the trajectory's on its last, less the KL penalty.
+
+    Args:
+        experience: rows whose `rewards` are the totals of their trajectories, turn rewards included.
+        turn_rewards: name -> (B, T), as in `Rollouts`.
+        penalty: (B, T) KL estimate per token; None without one. coef: its weight.
+
+    Returns:
+        (B, T) float32, 0 off the mask and 0 in rows that no reward function scored.
+    """
+    layout = TrajectoryLayout(experience.trajectory_ids, experience.response_mask)
+    positions = torch.arange(layout.mask.shape[1], device=layout.mask.device)
+    last = torch.where(layout.mask, positions, -1).max(1).values
+    has_response = last >= 0
+    totals = layout.join(experience.rewards)
+    rewards = torch.zeros(layout.mask.shape, device=totals.device)
+    for of_turns in turn_rewards.values():
+        rewards = rewards + layout.join(of_turns) * layout.mask
+    rewards[has_response, last[has_response]] += (totals - rewards.sum(1))[has_response]
+    rewards = layout.split(rewards)
+    if penalty is not None:
+        rewards = rewards - coef * penalty * experience.response_mask
+    return rewards * experience.valid.unsqueeze(1)
+
+
+def turn_anchors(rollouts: Rollouts) -> Tensor | None:
+    """(B, T) int64 number of the state in which each sampled token's turn began, 0 elsewhere; None without states."""
+    if not rollouts.states:
+        return None
+    numbers: dict[str, int] = {}
+    count = max(len(states) for states in rollouts.states)
+    rows = [[numbers.setdefault(state, len(numbers)) for state in states] for states in rollouts.states]
+    table = torch.tensor([row + [0] * (count - len(row)) for row in rows], device=rollouts.token_ids.device)
+    mask = rollouts.response_mask
+    turns = torch.zeros_like(mask, dtype=torch.long) if rollouts.turn_ids is None else rollouts.turn_ids
+    return torch.where(mask, table.gather(1, torch.where(mask, turns, 0)), 0)
+
+
+def whiten_and_clip(
+    advantages: Tensor, experience: Experience, *, whiten: bool, clip: float | None, all_sum: AllReduce
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The one stage at which advantages are scaled and bounded.
+
+    Returns:
+        advantages (B, T), 0 off the mask; metrics with the true fraction of clipped tokens.
+    """
+    mask = experience.response_mask & experience.valid.unsqueeze(1)
+    if whiten:
+        advantages = masked_whiten(advantages, mask, all_sum=all_sum)
+    metrics = {"advantage/abs": advantages.abs()}
+    if clip is not None:
+        metrics["advantage/clip_fraction"] = (advantages.abs() > clip).float()
+        advantages = advantages.clamp(-clip, clip)
+    return advantages * mask, metrics
+
+
+# ---- cutting -----------------------------------------------------------------------------------------------------
+
+
+def shuffled_groups(group_ids: Tensor, *, seed: int) -> Tensor:
+    """(B,) row order in which groups are shuffled but stay together; the same for the same seed."""
+    groups = group_ids.unique()
+    place = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).to(group_ids.device)
+    return place[torch.searchsorted(groups, group_ids)].argsort(stable=True)
+
+
+def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Experience]:
+    """Cuts a rollout into `count` mini-batches of equally many trajectories, groups in an order given by the seed.
+
+    Groups stay whole where the mini-batch of a rank holds a multiple of the group size; rows of a trajectory always do.
+    Supervised rows are dealt out in their own order, as evenly as they go.
+
+    Raises:
+        ValueError: there are fewer supervised rows than mini-batches.
+    """
+    if count == 1:
+        return [experience]
+    ids = experience.trajectory_ids
+    firsts = first_rows(ids)
+    order = firsts[shuffled_groups(experience.group_ids[firsts], seed=seed)]
+    if len(firsts) == len(ids):
+        shares = order.tensor_split(count)
+    else:
+        shares = tuple((ids[part][:, None] == ids).nonzero()[:, 1] for part in order.tensor_split(count))
+    parts = [experience.select(rows) for rows in shares]
+    extra = experience.supervised
+    if extra is None:
+        return parts
+    if len(extra) < count:
+        raise ValueError(
+            f"ptx_batch_size={len(extra)} on each rank is less than the {count} mini-batches of a rollout: take at "
+            f"least {count}, or a larger minibatch_size."
+        )
+    dealt = torch.arange(len(extra)).tensor_split(count)
+    return [replace(part, supervised=extra.select(rows)) for part, rows in zip(parts, dealt, strict=True)]
+
+
+def cut_micro_batches(
+    minibatch: Rows,
+    budget: int,
+    all_max: AllReduce,
+    *,
+    skip_zero: bool = False,
+    whole_trajectories: bool = False,
+    layout: Layout = "auto",
+) -> list[Rows]:
+    """Cuts a mini-batch, or supervised rows, into micro-batches, equally many on every rank.
+
+    Args:
+        minibatch: rows of one optimizer step, normalisers set: rows left out here still count in them.
+        budget: most tokens per micro-batch.
+        all_max: maximum over ranks.
+        skip_zero: (experience only) leave out trajectories whose advantages are all 0: their loss has no gradient.
+        whole_trajectories: (experience only) keep the rows of a trajectory together, even above the budget.
+        layout: of the models that run them, see `widest_layout`.
+
+    Returns:
+        at least one micro-batch; a rank without rows gets one row with an empty response mask.
+    """
+    units = None
+    if isinstance(minibatch, Experience):
+        if skip_zero:
+            rows = _rows_with_advantage(minibatch)
+            minibatch = minibatch.select(rows if len(rows) else torch.zeros(1, dtype=torch.long))
+        trajectory_ids = minibatch.on_host("trajectory_ids")
+        if whole_trajectories and len(trajectory_ids.unique()) < len(minibatch):
+            units = trajectory_ids
+    pieces = []
+    for index in _micro_batch_rows(minibatch, budget, all_max, layout, units):
+        if len(index):
+            pieces.append(minibatch.select(index).crop())
+        else:
+            pieces.append(_without_response(minibatch))
+    return pieces
+
+
+def _rows_with_advantage(minibatch: Experience) -> Tensor:
+    """Rows of the trajectories that have an advantage on any token."""
+    index = minibatch.trajectory_ids.unique(return_inverse=True)[1]
+    trained = (minibatch.advantages != 0).any(1)
+    return trained.new_zeros(len(index)).index_put_((index[trained],), trained.new_ones(()))[index].nonzero().squeeze(1)
+
+
+def _without_response(rows: Rows) -> Rows:
+    """One row that takes part in forward, backward and collectives and adds nothing."""
+    row = rows.select(torch.zeros(1, dtype=torch.long)).crop()
+    row.response_mask = torch.zeros_like(row.response_mask)
+    if isinstance(row, Experience):
+        row.advantages = torch.zeros_like(row.advantages)
+        if row.loss_weights is not None:
+            row.loss_weights = torch.zeros_like(row.loss_weights)
+    return row
+
+
+# ---- joining -----------------------------------------------------------------------------------------------------
+
+
+def join_pieces(rollouts: Rollouts, done: list[tuple[Piece, Experience]]) -> Experience:
+    """The pieces' experience in the rows and columns of the whole rollout, which gets the pieces' rewards.
+
+    What is no tensor or list of rows is the first piece's.
+    """
+    total, width = rollouts.token_ids.shape
+    first_piece, first = done[0][0].rollouts, done[0][1]
+    rollouts.reward_weights = first_piece.reward_weights
+    rollouts.rewards = _gathered([(piece.rows, piece.rollouts.rewards) for piece, _ in done], total, 0)
+    rollouts.reward_parts = {
+        name: _gathered([(piece.rows, piece.rollouts.reward_parts[name]) for piece, _ in done], total, 0)
+        for name in first_piece.reward_parts
+    }
+    joined: dict[str, Any] = {}
+    for field in fields(first):
+        value = getattr(first, field.name)
+        parts = [(piece.rows, getattr(experience, field.name)) for piece, experience in done]
+        if isinstance(value, Tensor) and value.ndim:
+            joined[field.name] = _gathered(parts, total, width)
+        elif isinstance(value, list) and value:
+            merged = {row: item for rows, items in parts for row, item in zip(rows.tolist(), items, strict=True)}
+            joined[field.name] = [merged[row] for row in range(total)]
+    joined["token_ids"] = rollouts.token_ids  # padded as the rollout is, not with zeros
+    return replace(first, **joined)
+
+
+def _gathered(parts: list[tuple[Tensor, Tensor]], total: int, width: int) -> Tensor:
+    """(total,) or (total, width) from parts of their rows, narrower ones filled up with zeros on the right."""
+    like = parts[0][1]
+    out = like.new_zeros((total, width) if like.ndim == 2 else (total, *like.shape[1:]))
+    for rows, values in parts:
+        rows = rows.to(out.device)
+        if like.ndim == 2:
+            out[rows, : values.shape[1]] = values
+        else:
+            out[rows] = values
+    return out

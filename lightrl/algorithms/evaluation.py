@@ -1,0 +1,165 @@
+"""Metrics of rollouts, for training (`reward/`, `kl/`, `rollout/`) and evaluation (`eval/`), and prediction records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrl.objectives.trajectories import first_rows, trajectory_lengths
+from lightrl.ops.losses import explained_variance
+from lightrl.ops.masking import AllSum
+from lightrl.types import Experience, Rollouts
+
+__all__ = ["add_std", "critic_metrics", "eval_metrics", "pass_at_k", "records", "rollout_metrics"]
+
+
+def rollout_metrics(rollouts: Rollouts, experience: Experience, raw_rewards: Tensor) -> dict[str, Tensor]:
+    """Values of a rollout per trajectory and per token; the caller averages them over both and over ranks.
+
+    Args:
+        rollouts: the rows. experience: their log-probs and values.
+        raw_rewards: (B,) rewards before normalisation and clipping, NaN where no function scored.
+    """
+    mask, rows = rollouts.response_mask, first_rows(rollouts.trajectory_ids)
+    lengths = trajectory_lengths(mask, rollouts.trajectory_ids)[rows].float()
+    rewards = raw_rewards[rows]
+    scored = rewards.isfinite()
+    rewards = rewards[scored]
+    before = torch.where(mask.any(1), mask.int().argmax(1), rollouts.attention_mask.sum(1))
+    metrics: dict[str, Tensor] = {
+        "reward/mean": rewards,
+        "reward/second_moment": rewards.square(),
+        "reward/scored_fraction": scored.float(),
+        "reward/zero_advantage_fraction": _without_spread(rollouts)[rows].float(),
+        "rollout/response_length": lengths,
+        "rollout/response_length_max": lengths,
+        "rollout/response_length_min": lengths,
+        "rollout/truncated_fraction": rollouts.truncated[rows].float(),
+        "rollout/prompt_length": before[rows].float(),
+    }
+    finished = lengths[~rollouts.truncated[rows]]
+    if len(finished):
+        metrics["rollout/finished_length"] = finished
+        metrics["rollout/finished_length_min"] = finished
+        metrics["rollout/finished_length_max"] = finished
+    for name, part in rollouts.reward_parts.items():
+        given = part[rows]
+        metrics[f"reward/{name}"] = given[given.isfinite()]
+        metrics[f"reward/{name}/second_moment"] = given[given.isfinite()].square()
+    if experience.old_logprobs is not None:
+        gap = (rollouts.engine_logprobs - experience.old_logprobs)[mask]
+        if experience.old_logprobs is not rollouts.engine_logprobs:
+            metrics |= {"kl/engine": gap, "kl/engine_gap_max": gap.abs()}
+        if experience.ref_logprobs is not None:
+            metrics["kl/ref"] = (experience.old_logprobs - experience.ref_logprobs)[mask]
+    if experience.values is not None:
+        metrics["value/mean"] = experience.values[mask]
+    return metrics
+
+
+def critic_metrics(experience: Experience, all_sum: AllSum) -> dict[str, float]:
+    """How good the critic was before the update, over all ranks; nothing without one."""
+    if experience.values is None or experience.returns is None:
+        return {}
+    explained = explained_variance(experience.values, experience.returns, experience.response_mask, all_sum)
+    return {"value/explained_variance": float(explained)}
+
+
+def add_std(metrics: dict[str, float]) -> dict[str, float]:
+    """Replaces second moments of rewards by standard deviations, `sqrt(E[r^2] - E[r]^2)`: of the sum and of parts."""
+    for name in [name for name in metrics if name.endswith("/second_moment")]:
+        owner = name.removesuffix("/second_moment")
+        mean = metrics["reward/mean" if owner == "reward" else owner]
+        metrics[f"{owner}/std"] = max(metrics.pop(name) - mean**2, 0.0) ** 0.5
+    return metrics
+
+
+def _without_spread(rollouts: Rollouts) -> Tensor:
+    """(B,) bool: all of the group that have a reward have the same, so group estimators learn nothing from it."""
+    groups, index = rollouts.group_ids.unique(return_inverse=True)
+    scored = rollouts.rewards.isfinite()
+    rewards, owners = rollouts.rewards[scored], index[scored]
+    high = rewards.new_full((len(groups),), -float("inf")).scatter_reduce(0, owners, rewards, "amax")
+    low = rewards.new_full((len(groups),), float("inf")).scatter_reduce(0, owners, rewards, "amin")
+    return (high <= low)[index]
+
+
+def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]:
+    """Values of one evaluation batch, per trajectory or per group; the caller averages them over the whole evaluation.
+
+    Returns:
+        `eval/reward`, `eval/<function>` (rows that were scored), `eval/response_length`, `eval/truncated_fraction`, and
+        with several completions per prompt `eval/pass@k` (k = 1, 2, 4, ... G) and `eval/majority@G`; of one of several
+        sets of prompts `eval/<set>/...`.
+    """
+    within = f"eval/{rollouts.eval_set}/" if rollouts.eval_set else "eval/"
+    lengths = trajectory_lengths(rollouts.response_mask, rollouts.trajectory_ids)
+    firsts = first_rows(rollouts.trajectory_ids)
+    if len(firsts) < len(rollouts):
+        rollouts, lengths = rollouts.select(firsts), lengths[firsts]
+    metrics = {
+        "eval/reward": rollouts.rewards[rollouts.rewards.isfinite()],
+        "eval/response_length": lengths.float(),
+        "eval/truncated_fraction": rollouts.truncated.float(),
+    }
+    for name, part in rollouts.reward_parts.items():
+        metrics[f"eval/{name}"] = part[part.isfinite()]
+    groups = [(rollouts.group_ids == g).nonzero().squeeze(1) for g in rollouts.group_ids.unique()]
+    size = max(len(rows) for rows in groups)
+    success = (rollouts.rewards >= success_reward).float()
+    if size > 1:
+        k = 1
+        while k <= size:
+            rates = [pass_at_k(len(rows), int(success[rows].sum()), min(k, len(rows))) for rows in groups]
+            metrics[f"eval/pass@{k}"] = torch.tensor(rates)
+            k *= 2
+        metrics[f"eval/majority@{size}"] = torch.tensor([_majority(rollouts, rows, success) for rows in groups])
+    return {key.replace("eval/", within, 1): value for key, value in metrics.items()}
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k samples is right, from n samples.
+
+    `1 - C(n - c, k) / C(n, k)`, computed as a product (Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1).
+    """
+    wrong = n - correct
+    if wrong < k:
+        return 1.0
+    miss = 1.0
+    for i in range(k):
+        miss *= (wrong - i) / (n - i)
+    return 1.0 - miss
+
+
+def _majority(rollouts: Rollouts, rows: Tensor, success: Tensor) -> float:
+    """Success of the commonest answer text of a group; among equally common ones the first sampled."""
+    texts = [rollouts.completions[i].strip() for i in rows.tolist()]
+    winner = Counter(texts).most_common(1)[0][0]
+    return float(success[rows[texts.index(winner)]])
+
+
+def records(rollouts: Rollouts) -> list[dict[str, Any]]:
+    """One plain dictionary per trajectory, as `lightrl predict` writes them; with its conversation where it has one."""
+    lengths = trajectory_lengths(rollouts.response_mask, rollouts.trajectory_ids)
+
+    def number(value: Tensor) -> float | None:
+        return float(value) if bool(value.isfinite()) else None
+
+    out = []
+    for i in first_rows(rollouts.trajectory_ids).tolist():
+        record: dict[str, Any] = {name: values[i] for name, values in rollouts.columns.items()}
+        record |= {
+            "prompt": rollouts.prompts[i],
+            "completion": rollouts.completions[i],
+            "reward": number(rollouts.rewards[i]),
+            "num_tokens": int(lengths[i]),
+            "truncated": bool(rollouts.truncated[i]),
+        }
+        record |= {f"reward/{name}": number(part[i]) for name, part in rollouts.reward_parts.items()}
+        if rollouts.messages:
+            record |= {"messages": rollouts.messages[i], "stop_reason": rollouts.stop_reasons[i]}
+        out.append(record)
+    return out

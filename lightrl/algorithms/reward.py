@@ -1,0 +1,151 @@
+"""Training of reward models on preferences: the middle of RLHF."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+from torchmetrics import MeanMetric
+from torchmetrics.classification import BinaryAccuracy
+
+from lightrl.algorithms import checkpoints
+from lightrl.distributed import strategies
+from lightrl.models.loading import require_model_folder
+from lightrl.models.lora import named_hf_weights
+from lightrl.models.reward import RewardModel
+from lightrl.models.spec import ModelSpec
+from lightrl.ops.preference import bradley_terry_loss
+
+__all__ = ["RewardLightningModule"]
+
+
+class RewardLightningModule(LightningModule):
+    """Fits a reward model to preferences by the Bradley-Terry likelihood.
+
+        loss = mean over pairs of  -log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
+
+    The mean is over the pairs of the batch on all ranks. r is the output of a sequence-classification model with one
+    label, read at the last token; the tokens that two completions of a pair share are computed once where the layout
+    allows it. `HFExport` writes a folder that `RewardModelSpec` loads into PPO. Formula, sources: `bradley_terry_loss`.
+
+    Logged: `loss/preference`, `reward/accuracy` (share of pairs with r_chosen > r_rejected), `reward/margin` (mean of
+    r_chosen - r_rejected), `reward/mean`, and of the validation pairs `eval/loss`, `eval/accuracy`, `eval/margin`.
+
+    Args:
+        model: what to start from: a causal language model (an SFT export), whose backbone gets a new head, or a
+            sequence-classification model. With LoRA the head is trained too.
+        optimizer: called with the parameter groups `backbone` and `head`.
+        head_lr: learning rate of the head's group; None takes the optimizer's.
+        lr_scheduler: called with the optimizer; stepped after every update. None keeps the rate constant.
+        centering_coef: c, at least 0. Above 0 keeps scores near 0 on average, which preferences alone leave open.
+
+    Raises:
+        ValueError: a value is out of range, or the model's folder does not exist.
+    """
+
+    reward_model: RewardModel
+
+    def __init__(
+        self,
+        model: str | ModelSpec,
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.0),
+        head_lr: float | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        centering_coef: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if centering_coef < 0:
+            raise ValueError(f"centering_coef={centering_coef!r}: must be at least 0; 0 turns it off.")
+        self.model_spec = ModelSpec(model) if isinstance(model, str) else model
+        self.optimizer_factory = optimizer
+        self.head_lr = head_lr
+        self.lr_scheduler_factory = lr_scheduler
+        self.centering_coef = centering_coef
+        self.eval_loss = MeanMetric()
+        self.eval_margin = MeanMetric()
+        self.eval_accuracy = BinaryAccuracy()
+
+    def setup(self, stage: str) -> None:
+        """Refuses what cannot work, before the model is loaded."""
+        strategies.refuse_unsupported(self.trainer.strategy)
+        require_model_folder(self.model_spec.path)
+
+    def configure_model(self) -> None:
+        """Builds and shards the model; every rank together, once."""
+        if "reward_model" in dict(self.named_children()):
+            return
+        _zero3_config = strategies.keep_zero3_config(self.trainer.strategy)
+        self.reward_model = RewardModel.for_training(self.model_spec)
+        strategies.shard_model(self.reward_model, self.reward_model.blocks(), self)
+
+    def configure_optimizers(self) -> Any:
+        """One optimizer with the named parameter groups `backbone` and `head`; the schedule counts updates."""
+        head = self.reward_model.head_parameters()
+        in_head = {id(p) for p in head}
+        trained = [p for p in self.reward_model.parameters() if p.requires_grad and id(p) not in in_head]
+        lr = {} if self.head_lr is None else {"lr": self.head_lr}
+        groups: list[dict[str, Any]] = [{"params": trained, "name": "backbone"}, {"params": head, "name": "head", **lr}]
+        optimizer = self.optimizer_factory([group for group in groups if group["params"]])
+        if self.lr_scheduler_factory is None:
+            return optimizer
+        scheduler = {"scheduler": self.lr_scheduler_factory(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Loss of one batch of pairs, as `PreferenceDataModule` lays them out."""
+        chosen, rejected, losses = self.score_pairs(batch)
+        total = strategies.all_sum(self.trainer.strategy, torch.tensor(float(len(losses)))).to(losses.device)
+        scale = self.trainer.world_size / total  # ranks may hold different numbers of pairs; their mean is then exact
+        difference = (chosen - rejected).detach()
+        metrics = {
+            "loss/preference": losses.detach(),
+            "reward/accuracy": (difference > 0).float(),
+            "reward/margin": difference,
+            "reward/mean": (chosen + rejected).detach() / 2,
+        }
+        metrics = {name: value.sum() * scale for name, value in metrics.items()}
+        self.log_dict(metrics, batch_size=len(losses), sync_dist=True)
+        return losses.sum() * scale
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Adds the batch's pairs to `eval/*`; ranks may hold different numbers of them."""
+        chosen, rejected, losses = (x[batch["valid"]] for x in self.score_pairs(batch))
+        if len(losses):
+            right = (chosen > rejected).int()
+            self.eval_accuracy.update(right, torch.ones_like(right))
+            self.eval_loss.update(losses)
+            self.eval_margin.update(chosen - rejected)
+        metrics = {"eval/loss": self.eval_loss, "eval/accuracy": self.eval_accuracy, "eval/margin": self.eval_margin}
+        self.log_dict(metrics, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(losses))
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """As `validation_step`, for `lightrl test`."""
+        self.validation_step(batch, batch_idx)
+
+    def score_pairs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores and losses of the pairs.
+
+        Args:
+            batch: `token_ids`, `attention_mask`, `response_mask` (B, T), `group_ids` (B,) and `margin` (P,).
+
+        Returns:
+            (P,) scores of the chosen, of the rejected, and losses; float32.
+        """
+        scores = self.reward_model(
+            batch["token_ids"], batch["attention_mask"], batch["response_mask"], group_ids=batch["group_ids"]
+        )
+        chosen, rejected = scores[0::2], scores[1::2]
+        losses = bradley_terry_loss(chosen, rejected, batch["margin"], centering_coef=self.centering_coef)
+        return chosen, rejected, losses
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what `lightrl export` builds the model from."""
+        checkpoint["lightrl"] = checkpoints.description(type(self).__name__, {"reward_model": self.model_spec})
+
+    def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every parameter, LoRA merged; collective under sharding strategies."""
+        return named_hf_weights(self.reward_model, strategies.gather_parameter(self.trainer.strategy))

@@ -1,0 +1,60 @@
+"""A learning-rate schedule by name, over as many updates as the run will make."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+__all__ = ["LRSchedule"]
+
+
+@dataclass
+class LRSchedule:
+    """A factor on the learning rate of update u = 0, 1, ... U - 1, with W updates of warm-up.
+
+        u < W:     (u + 1) / W
+        constant:  1
+        linear:    floor + (1 - floor) (1 - p),                p = (u - W) / (U - W)
+        cosine:    floor + (1 - floor) (1 + cos(pi p)) / 2
+
+    Source: transformers' schedules of these names; they begin the warm-up at 0, so that the first update does nothing.
+
+    Args:
+        name: "constant", "linear" or "cosine".
+        warmup: updates of warm-up: a count from 1 on, below 1 a fraction of all updates; 0 is none.
+        floor: factor that a decay ends at, in [0, 1].
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    name: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup: float = 0.0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.name not in ("constant", "linear", "cosine"):
+            raise ValueError(f"LRSchedule.name={self.name!r}: must be constant, linear or cosine.")
+        if self.warmup < 0 or (self.warmup > 1 and self.warmup != int(self.warmup)):
+            raise ValueError(f"LRSchedule.warmup={self.warmup}: a whole number of updates, or a fraction below 1.")
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"LRSchedule.floor={self.floor}: must be in [0, 1].")
+
+    def factor(self, update: int, total: int) -> float:
+        """The factor of update number `update` of `total`."""
+        warmup = int(self.warmup) if self.warmup >= 1 else math.ceil(self.warmup * total)
+        if update < warmup:
+            return (update + 1) / warmup
+        if self.name == "constant":
+            return 1.0
+        progress = min((update - warmup) / max(total - warmup, 1), 1.0)
+        shape = 1 - progress if self.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.floor + (1 - self.floor) * shape
+
+    def scheduler(self, optimizer: Optimizer, total: int) -> LambdaLR:
+        """The schedule of a run of `total` updates."""
+        return LambdaLR(optimizer, lambda update: self.factor(update, total))

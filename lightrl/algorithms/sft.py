@@ -1,0 +1,103 @@
+"""Supervised fine-tuning: the warm start of RL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lightrl.algorithms import checkpoints
+from lightrl.distributed import strategies
+from lightrl.models.loading import load_causal_lm, require_model_folder
+from lightrl.models.lora import named_hf_weights
+from lightrl.models.policy import PolicyModel
+from lightrl.models.spec import ModelSpec
+
+__all__ = ["SFTLightningModule"]
+
+
+class SFTLightningModule(LightningModule):
+    """Maximises the log-probability of given completions.
+
+    The loss is the negative log-probability summed over completion tokens and divided by their number in the whole
+    batch over all ranks. Packed layout and chunked log-probs are those of the RL modules.
+
+    Args:
+        actor: the model: a folder or hub name, or a `ModelSpec`.
+        optimizer: called with the trained parameters.
+        lr_scheduler: called with the optimizer; stepped after every update. None keeps the rate constant.
+    """
+
+    actor: PolicyModel
+
+    def __init__(
+        self,
+        actor: str | ModelSpec,
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.0),
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__()
+        self.actor_spec = ModelSpec(actor) if isinstance(actor, str) else actor
+        self.optimizer_factory = optimizer
+        self.lr_scheduler_factory = lr_scheduler
+        self.eval_loss = MeanMetric()
+
+    def setup(self, stage: str) -> None:
+        """Refuses what cannot work, before the model is loaded."""
+        strategies.refuse_unsupported(self.trainer.strategy)
+        require_model_folder(self.actor_spec.path)
+
+    def configure_model(self) -> None:
+        """Builds and shards the model; every rank together, once."""
+        if "actor" in dict(self.named_children()):
+            return
+        _zero3_config = strategies.keep_zero3_config(self.trainer.strategy)
+        spec = self.actor_spec
+        lm = load_causal_lm(spec, trainable=True)
+        self.actor = PolicyModel(lm, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
+        strategies.shard_model(self.actor, self.actor.blocks(), self)
+
+    def configure_optimizers(self) -> Any:
+        """One optimizer; the schedule counts updates."""
+        optimizer = self.optimizer_factory([p for p in self.actor.parameters() if p.requires_grad])
+        if self.lr_scheduler_factory is None:
+            return optimizer
+        scheduler = {"scheduler": self.lr_scheduler_factory(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Loss of one batch of {token_ids, attention_mask, response_mask}, each (B, T), and `inputs` with images."""
+        total, count = self._nll(batch)
+        ranks = self.trainer.world_size
+        loss = total * ranks / strategies.all_sum(self.trainer.strategy, count).clamp(min=1)
+        self.log("loss/sft", loss.detach(), prog_bar=True, batch_size=len(batch["token_ids"]), sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Logs the mean negative log-probability per completion token of all batches and ranks."""
+        total, count = self._nll(batch)
+        self.eval_loss.update(total / count.clamp(min=1), weight=count)
+        self.log("eval/loss", self.eval_loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=1)
+
+    def _nll(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        mask = batch["response_mask"]
+        logprobs = self.actor(batch["token_ids"], batch["attention_mask"], mask, inputs=batch.get("inputs")).logprobs
+        return -logprobs.sum(), mask.sum()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what `lightrl export` builds the model from."""
+        checkpoint["lightrl"] = checkpoints.description(type(self).__name__, {"actor": self.actor_spec})
+
+    def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every parameter, LoRA merged; collective under sharding strategies."""
+        return named_hf_weights(self.actor, strategies.gather_parameter(self.trainer.strategy))
+
+    @property
+    def policy_version(self) -> int:
+        """Number of optimizer steps behind the weights."""
+        return int(self.trainer.global_step)

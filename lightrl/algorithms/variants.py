@@ -1,0 +1,215 @@
+"""Named algorithms: PPO with other settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jsonargparse import lazy_instance
+
+from lightrl.algorithms.ppo import PPOLightningModule
+from lightrl.models.spec import ModelSpec
+from lightrl.objectives.advantages import RLOO, AdvantageEstimator, GroupRelative, ReinforcePlusPlus
+from lightrl.objectives.aggregation import Aggregation, ConstantLength, SequenceMean, SequenceSum, TokenMean
+from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
+from lightrl.objectives.losses import CPG, GSPO, PolicyLoss, PPOClip
+
+__all__ = [
+    "CPGDLightningModule",
+    "CriticFreeLightningModule",
+    "DAPOLightningModule",
+    "DrGRPOLightningModule",
+    "GRPOLightningModule",
+    "GSPOLightningModule",
+    "RLOOLightningModule",
+    "ReinforcePlusPlusLightningModule",
+]
+
+
+class CriticFreeLightningModule(PPOLightningModule):
+    """What the algorithms below share: no critic, no whitening, one pass over each rollout.
+
+    Args:
+        kwargs: the other arguments of `PPOLightningModule`, but for `critic`.
+
+    Raises:
+        ValueError: a critic is given.
+    """
+
+    default_group_size = 8
+
+    def __init__(
+        self,
+        actor: str | ModelSpec,
+        *,
+        advantage: AdvantageEstimator = lazy_instance(RLOO),  # noqa: B008
+        whiten_advantages: bool = False,
+        ppo_epochs: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        if "critic" in kwargs:
+            raise ValueError(f"critic={kwargs['critic']!r} with {type(self).__name__}: it has none. Drop the argument.")
+        super().__init__(
+            actor,
+            advantage=advantage,
+            critic=None,
+            whiten_advantages=whiten_advantages,
+            ppo_epochs=ppo_epochs,
+            **kwargs,
+        )
+
+
+class GRPOLightningModule(CriticFreeLightningModule):
+    """Group relative policy optimisation (Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1).
+
+    `PPOLightningModule` with the paper's settings: no critic, `A = (r - mean_group) / std_group`, k3 in the loss with
+    coefficient 0.04, the mean over sequences of the mean over tokens, one update per rollout.
+
+    Args:
+        kwargs: the other arguments of `PPOLightningModule`, but for `critic`.
+    """
+
+    def __init__(
+        self,
+        actor: str | ModelSpec,
+        *,
+        advantage: AdvantageEstimator = lazy_instance(GroupRelative),  # noqa: B008
+        aggregation: Aggregation = lazy_instance(SequenceMean),  # noqa: B008
+        kl: KLPenalty | None = lazy_instance(KLInLoss, coef=0.04),  # noqa: B008
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(actor, advantage=advantage, aggregation=aggregation, kl=kl, **kwargs)
+
+
+class DrGRPOLightningModule(GRPOLightningModule):
+    """GRPO done right (Liu et al. 2025, https://arxiv.org/abs/2503.20783, section 3.2).
+
+    `GRPOLightningModule` with the paper's settings: `A = r - mean_group`, the sum over tokens divided by a constant
+    (the paper's generation budget, 3000 tokens; take your `max_new_tokens`), no KL.
+
+    Args:
+        kwargs: the other arguments of `GRPOLightningModule`.
+    """
+
+    def __init__(
+        self,
+        actor: str | ModelSpec,
+        *,
+        advantage: AdvantageEstimator = lazy_instance(GroupRelative, scale="none"),  # noqa: B008
+        aggregation: Aggregation = lazy_instance(ConstantLength, length=3000),  # noqa: B008
+        kl: KLPenalty | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(actor, advantage=advantage, aggregation=aggregation, kl=kl, **kwargs)
+
+
+class DAPOLightningModule(GRPOLightningModule):
+    """Decoupled clip and dynamic sampling policy optimisation (Yu et al. 2025, https://arxiv.org/abs/2503.14476).
+
+    `GRPOLightningModule` with the paper's settings: the ratio clipped to [0.8, 1.28], the mean over all tokens of the
+    optimizer's batch, no KL (the paper makes 16 updates per rollout: set `minibatch_size`). Two of its parts belong to
+    the data module and are set there: dynamic sampling (`RolloutDataModule(max_refills=...)`) and the soft over-long
+    punishment (the reward `SoftOverlong`).
+
+    Args:
+        kwargs: the other arguments of `GRPOLightningModule`.
+    """
+
+    def __init__(
+        self,
+        actor: str | ModelSpec,
+        *,
+        loss: PolicyLoss = lazy_instance(PPOClip, eps_high=0.28),  # noqa: B008
+        aggregation: Aggregation = lazy_instance(TokenMean),  # noqa: B008
+        kl: KLPenalty | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(actor, loss=loss, aggregation=aggregation, kl=kl, **kwargs)
+
+
+class GSPOLightningModule(GRPOLightningModule):
+    """Group sequence policy optimisation (Zheng et al. 2025, https://arxiv.org/abs/2507.18071, section 4.1 and 5.1).
+
+    `GRPOLightningModule` with the paper's settings: the length-normalised ratio of the sequence clipped to
+    [1 - 3e-4, 1 + 4e-4], no KL. With one update per rollout the ratio is 1 and nothing is clipped: set `minibatch_size`
+    (the paper makes 4).
+
+    Args:
+        kwargs: the other arguments of `GRPOLightningModule`.
+    """
+
+    def __init__(
+        self,
+        actor: str | ModelSpec,
+        *,
+        loss: PolicyLoss = lazy_instance(GSPO),  # noqa: B008
+        kl: KLPenalty | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(actor, loss=loss, kl=kl, **kwargs)
+
+
+class CPGDLightningModule(GRPOLightningModule):
+    """Clipped policy gradient with drift (Liu et al. 2025, https://arxiv.org/abs/2505.12504).
+
+    `GRPOLightningModule` with the settings of the paper and its code: the log-ratio clipped to [log 0.8, log 1.2], the
+    drift penalty with coefficient 0.01 and its ratio bounded at 3, no KL to a reference. A rollout's first update
+    is REINFORCE's; clip and drift act from the second on: set `minibatch_size` (its code makes 8) or `ppo_epochs`.
+
+    Args:
+        kwargs: the other arguments of `GRPOLightningModule`.
+    """
+
+    def __init__(
+        self,
+        actor: str | ModelSpec,
+        *,
+        loss: PolicyLoss = lazy_instance(CPG, drift_coef=0.01),  # noqa: B008
+        kl: KLPenalty | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(actor, loss=loss, kl=kl, **kwargs)
+
+
+class RLOOLightningModule(CriticFreeLightningModule):
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, section 3.2).
+
+    `PPOLightningModule` with the paper's settings: no critic, `A = r - mean of the others`, k1 in the reward, summed
+    over the sequence, one on-policy update per rollout, where the clipped loss has the gradient of REINFORCE.
+
+    Args:
+        kwargs: the other arguments of `PPOLightningModule`, but for `critic`.
+    """
+
+    def __init__(
+        self,
+        actor: str | ModelSpec,
+        *,
+        aggregation: Aggregation = lazy_instance(SequenceSum),  # noqa: B008
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(actor, aggregation=aggregation, **kwargs)
+
+
+class ReinforcePlusPlusLightningModule(CriticFreeLightningModule):
+    """REINFORCE++ (Hu et al. 2025, https://arxiv.org/abs/2501.03262, section 3).
+
+    `PPOLightningModule` with the paper's settings: no critic, `A_t` the return from token t on, normalised over all
+    tokens of the rollout, k1 in the reward with coefficient 0.01, PPO's clip at 0.2, the mean over tokens, one pass
+    over each rollout. One completion per prompt is enough. Its form for groups is `ReinforcePlusPlusBaseline` as the
+    advantage with `KLInLoss("k2")` as the KL.
+
+    Args:
+        kwargs: the other arguments of `PPOLightningModule`, but for `critic`.
+    """
+
+    default_group_size = 1
+
+    def __init__(
+        self,
+        actor: str | ModelSpec,
+        *,
+        advantage: AdvantageEstimator = lazy_instance(ReinforcePlusPlus),  # noqa: B008
+        kl: KLPenalty | None = lazy_instance(KLInReward, coef=0.01),  # noqa: B008
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(actor, advantage=advantage, kl=kl, **kwargs)

@@ -1,0 +1,137 @@
+"""Whether the engine scores what it sampled as the trainer does, on the very rows that are trained."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightrl.algorithms.hooks import RLCallback
+from lightrl.types import Experience, Rollouts
+
+__all__ = ["FidelityGate"]
+
+log = logging.getLogger(__name__)
+
+BOUNDS = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}
+POSITIONS = (0, 1, 16, 128, 1024)
+TURNS, LAGS = 8, 4  # the last of each takes all that come after it
+
+
+class FidelityGate(RLCallback):
+    """Measures the gap between the engine's log-probs and the trainer's; above a bound it warns or stops the run.
+
+        gap = mean |log pi_engine - log pi_old| over the trained tokens that the current weights sampled
+
+    The bound holds for all of them, for each range of token positions within a row and for each turn, since what is
+    wrong with a cache, with position ids or with a later turn's tokens hides in the mean of all. Tokens sampled by
+    older weights differ for another reason: they are measured by how many updates ago that was, and not bounded.
+    Numbers are those of all ranks. Metrics: `kl/engine_gap` and `kl/engine_gap_<cell>`. The trainer's log-probs before
+    the update are computed for it where nothing else needs them: one more forward of the policy per rollout.
+
+    Args:
+        bound: largest mean gap in nats per token, above 0; None takes that of the coarser of engine's and trainer's
+            dtype: 0.001 in float32, 0.02 in float16, 0.05 in bfloat16.
+        action: "warn" logs a warning per rollout; "stop" ends the run before the update.
+        min_tokens: cells of fewer tokens are measured but not bounded, at least 1.
+
+    Raises:
+        ValueError: an argument is out of range; in `setup`, the loss takes the engine's log-probs for the trainer's.
+        RuntimeError: with "stop", on all ranks alike, a cell is above the bound.
+    """
+
+    reads_old_logprobs = True
+
+    def __init__(
+        self, bound: float | None = None, action: Literal["warn", "stop"] = "warn", min_tokens: int = 16
+    ) -> None:
+        if bound is not None and not bound > 0:
+            raise ValueError(f"FidelityGate.bound={bound}: must be above 0, or None (null) for the dtype's.")
+        if action not in ("warn", "stop"):
+            raise ValueError(f"FidelityGate.action={action!r}: must be 'warn' or 'stop'.")
+        if min_tokens < 1:
+            raise ValueError(f"FidelityGate.min_tokens={min_tokens}: must be at least 1.")
+        self.bound = bound
+        self.action = action
+        self.min_tokens = min_tokens
+        self._rollouts: Rollouts | None = None
+        self._measured: dict[str, float] = {}
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Refuses a loss under which the trainer has no log-probs of its own to compare."""
+        if stage == "fit" and pl_module.loss.replaces_old_logprobs:
+            raise ValueError(
+                f"FidelityGate with loss={type(pl_module.loss).__name__}: the engine's log-probs stand for the "
+                "trainer's there, so there is no gap to measure. Drop one of them."
+            )
+
+    def on_rollout_scored(self, trainer: Trainer, pl_module: Any, rollouts: Rollouts) -> None:
+        """Keeps the rollout, for the versions that sampled it."""
+        self._rollouts = rollouts
+
+    def on_experience_made(self, trainer: Trainer, pl_module: Any, experience: Experience) -> None:
+        """Measures, and warns or stops."""
+        rollouts, self._rollouts = self._rollouts, None
+        assert rollouts is not None and experience.old_logprobs is not None, "declared by reads_old_logprobs"
+        cells = _cells(rollouts, experience, pl_module.policy_version)
+        gap = (experience.engine_logprobs - experience.old_logprobs).abs().double()
+        sums = torch.stack([torch.where(mask, gap, 0.0).sum() for mask in cells.values()])
+        counts = torch.stack([mask.sum().double() for mask in cells.values()])
+        totals, tokens = pl_module.all_sum(torch.stack([sums, counts])).tolist()
+        means = {n: s / c for n, s, c in zip(cells, totals, tokens, strict=True) if c}
+        several_turns = any(f"turn_{turn}" in means for turn in range(1, TURNS))
+        shown = {n: x for n, x in means.items() if n not in ("all", "lag_0") and (several_turns or n != "turn_0")}
+        self._measured = {f"kl/engine_gap_{name}": value for name, value in shown.items()}
+        if "all" in means:
+            self._measured["kl/engine_gap"] = means["all"]
+        bound = self.bound or self._dtype_bound(trainer)
+        enough = {name for name, count in zip(cells, tokens, strict=True) if count >= self.min_tokens}
+        bounded = {n: x for n, x in means.items() if not n.startswith("lag_") and n in enough}
+        above = {name: value for name, value in bounded.items() if not value <= bound}  # NaN is above
+        if above:
+            self._act(trainer, pl_module, bound, above)
+
+    def on_policy_updated(self, trainer: Trainer, pl_module: Any, metrics: dict[str, float]) -> None:
+        """Adds the measurements to the rollout's metrics."""
+        metrics.update(self._measured)
+
+    def _dtype_bound(self, trainer: Trainer) -> float:
+        """The bound of the coarser of the engine's dtype and the trainer's."""
+        engine = getattr(trainer.datamodule, "engine", None)  # type: ignore[attr-defined]
+        precision = str(trainer.precision)
+        own = "bfloat16" if precision.startswith("bf16") else "float16" if precision.startswith("16") else "float32"
+        return max(BOUNDS[own], BOUNDS.get(getattr(engine, "dtype", None) or "float32", BOUNDS["bfloat16"]))
+
+    def _act(self, trainer: Trainer, pl_module: Any, bound: float, above: dict[str, float]) -> None:
+        engine = getattr(trainer.datamodule, "engine", None)  # type: ignore[attr-defined]
+        listed = ", ".join(f"{name} {value:.3g}" for name, value in above.items())
+        message = (
+            f"The log-probs of {type(engine).__name__} differ from the trainer's (layout {pl_module.actor.layout}) by "
+            f"more than {bound:g} nats per token on average: {listed}. Look at dtypes, at WeightSync's canary and at "
+            "sampling settings that change the distribution; correct it (OffPolicyCorrection) or raise "
+            "FidelityGate.bound."
+        )
+        if self.action == "stop":
+            raise RuntimeError(message)
+        log.warning("%s", message)
+
+
+def _cells(rollouts: Rollouts, experience: Experience, version: int) -> dict[str, Tensor]:
+    """Name -> (B, T) bool of the trained tokens that belong to it; the same names on every rank."""
+    mask = experience.response_mask
+    if rollouts.policy_versions is None:
+        versions = torch.full_like(rollouts.token_ids, rollouts.policy_version)
+    else:
+        versions = rollouts.policy_versions
+    lag = (version - versions).clamp(0, LAGS - 1)
+    current = mask & (lag == 0)
+    position = rollouts.response_mask.cumsum(1) - 1
+    turn = torch.zeros_like(position) if rollouts.turn_ids is None else rollouts.turn_ids
+    cells = {"all": current}
+    for start, end in zip(POSITIONS, [*POSITIONS[1:], mask.shape[1] + 1], strict=True):
+        cells[f"position_{start}"] = current & (position >= start) & (position < end)
+    cells |= {f"turn_{n}": current & (turn.clamp(max=TURNS - 1) == n) for n in range(TURNS)}
+    return cells | {f"lag_{n}": mask & (lag == n) for n in range(LAGS)}

@@ -1,0 +1,83 @@
+"""Proves at run time that what is trained is what was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightrl.engines.base import Engine
+from lightrl.environments.canary import check_trajectories
+from lightrl.rollout.sync import TrajectoryCheck
+from lightrl.types import SamplingParams, Trajectory
+
+__all__ = ["LedgerCanary", "LedgerMismatchError"]
+
+
+class LedgerMismatchError(RuntimeError):
+    """A row that would be trained on is not what the engine sampled."""
+
+
+class LedgerCanary(TrajectoryCheck):
+    """Asks the engine for the log-probs of some finished rows, and stops the run where they are not those of sampling.
+
+    It compares `log pi(token | row up to it)` of the row with what the engine reported for the token when it sampled
+    it, before the weights change. A row whose history differs from what was sampled, by tokenising again, a template
+    that rewrites, or a splice in the wrong place, gives other log-probs. Failed trajectories are left out.
+
+    Args:
+        every_n_rollouts: how often, at least 1.
+        num_trajectories: how many per rollout and rank, at least 1; evenly spread over the rollout.
+        tolerance: largest difference in log-prob. 1e-5 suits engines that compute in float32; bfloat16 needs about 0.1,
+            as prefill and decoding round differently.
+
+    Raises:
+        ValueError: a count below 1, a tolerance not above 0, or training samples of another temperature than 1 or cut
+            by top-p and the like, whose log-probs are not those that the engine is asked for.
+        LedgerMismatchError: with trajectory, row, turn and both texts.
+    """
+
+    def __init__(self, every_n_rollouts: int = 1, num_trajectories: int = 4, tolerance: float = 1e-5) -> None:
+        for name, count in (("every_n_rollouts", every_n_rollouts), ("num_trajectories", num_trajectories)):
+            if count < 1:
+                raise ValueError(f"LedgerCanary.{name}={count}: must be at least 1.")
+        if not tolerance > 0:
+            raise ValueError(f"LedgerCanary.tolerance={tolerance}: must be above 0.")
+        self.every_n_rollouts = every_n_rollouts
+        self.num_trajectories = num_trajectories
+        self.tolerance = tolerance
+        self._rollouts = 0
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """See `TrajectoryCheck.check_sampling`."""
+        plain = SamplingParams()
+        names: tuple[str, ...] = (
+            "temperature",
+            "fire_temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "min_new_tokens",
+        )
+        names = (*names, "regex", "json_schema")
+        other = [f"sampling.{n}={getattr(sampling, n)!r}" for n in names if getattr(sampling, n) != getattr(plain, n)]
+        if other:
+            raise ValueError(
+                f"LedgerCanary with {', '.join(other)}: the engine gives log-probs of finished rows at temperature 1 "
+                "and uncut, which those of sampling then are not. Sample so, or leave the callback out."
+            )
+
+    def check_trajectories(self, engine: Engine, trajectories: Sequence[Trajectory], tokenizer: Any) -> None:
+        """See `TrajectoryCheck.check_trajectories`."""
+        self._rollouts += 1
+        sound = [trajectory for trajectory in trajectories if trajectory.stop_reason != "failure"]
+        if (self._rollouts - 1) % self.every_n_rollouts or not sound:
+            return
+        count = min(self.num_trajectories, len(sound))
+        sample = [sound[i * len(sound) // count] for i in range(count)]
+        found = check_trajectories(engine, sample, tokenizer.decode, tolerance=self.tolerance)
+        if found:
+            raise LedgerMismatchError(
+                f"{len(found)} turns of {count} trajectories have other log-probs in the rows to be trained than when "
+                f"they were sampled (tolerance {self.tolerance:g}). The first: {found[0]}"
+            )

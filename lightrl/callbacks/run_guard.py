@@ -1,0 +1,194 @@
+"""Keeps a run's folder to one run, its checkpoints whole, and a resumed run to the settings it began with."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightrl.data.prompts import PromptMixture, PromptSource
+from lightrl.distributed.checkpoint_io import CheckedCheckpointIO
+from lightrl.rollout.datamodule import RolloutDataModule
+from lightrl.storage import FolderLock, clean_leftovers
+
+__all__ = ["RunGuard", "data_fingerprint"]
+
+RECORD = "lightrl_run"
+EDGE = 1 << 16
+
+
+class RunGuard(Callback):
+    """Holds the folders a run writes to, writes its checkpoints whole, and compares a checkpoint with the run.
+
+    The command line adds it to every run, `RolloutCheckpoint` does elsewhere. While a run trains:
+
+    - another run in the same folder of the logger or of checkpoints is refused, naming this one, and what a run that
+      died left half written is removed;
+    - checkpoint files are written by `CheckedCheckpointIO`, also those of Lightning's `ModelCheckpoint`, unless the
+      Trainer was given another plugin for it;
+    - a resumed run is refused another optimizer, and warned, once, of other prompts, another group size, number of
+      prompts or seed than the checkpoint's.
+    """
+
+    def __init__(self) -> None:
+        self._locks: dict[Path, FolderLock] = {}
+        self._settings: dict[str, Any] = {}
+        self._saved_optimizers: list[tuple[str | None, set[str]]] = []
+
+    def hold(self, folder: str | Path) -> None:
+        """Locks a folder until the run ends, and removes leftovers of runs that died there.
+
+        Raises:
+            ValueError: another run holds it; the message names its process.
+        """
+        path = Path(folder).absolute()
+        if path in self._locks:
+            return
+        self._locks[path] = FolderLock(path)
+        cleaned = clean_leftovers(path)
+        if cleaned:
+            rank_zero_info(f"Removed what a run that died left half written: {', '.join(map(str, cleaned))}")
+
+    def release(self) -> None:
+        """Lets go of all folders."""
+        while self._locks:
+            self._locks.popitem()[1].release()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Puts the plugin in and, for training, holds the logger's folder."""
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = CheckedCheckpointIO()
+        if stage != "fit":
+            return
+        self._settings = run_settings(trainer)  # before a checkpoint's seed takes the place of the given one
+        folder = trainer.log_dir  # every rank asks, because Lightning answers with rank 0's
+        if trainer.loggers and folder is not None:
+            self._hold_for(trainer, folder)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Holds the checkpoints' folders; the optimizers are there, and not yet filled from a checkpoint."""
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+                self._hold_for(trainer, callback.dirpath)
+        self._refuse_another_optimizer(trainer)
+
+    def _hold_for(self, trainer: Trainer, folder: str | Path) -> None:
+        if trainer.is_global_zero and not trainer.fast_dev_run and "://" not in str(folder):  # type: ignore[attr-defined]
+            self.hold(folder)
+
+    # ---- what a resumed run was --------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Adds the names of the optimizers and the settings that a resumed run is compared with."""
+        names = [_optimizer_name(optimizer) for optimizer in trainer.optimizers]
+        checkpoint[RECORD] = {"optimizers": names, "settings": self._settings}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Compares the checkpoint with this run.
+
+        Raises:
+            ValueError: it was written with another optimizer.
+        """
+        if trainer.state.fn != "fit":
+            return
+        record = checkpoint.get(RECORD, {})
+        states = checkpoint.get("optimizer_states", [])
+        names = record.get("optimizers", [None] * len(states))
+        self._saved_optimizers = [(name, _settings_of(state)) for name, state in zip(names, states, strict=False)]
+        self._refuse_another_optimizer(trainer)  # sharded strategies have theirs before the checkpoint
+        saved = record.get("settings", {})
+        changed = [
+            f"{name}={self._settings[name]} (the checkpoint's: {saved[name]})"
+            for name in self._settings
+            if name in saved and saved[name] != self._settings[name]
+        ]
+        if changed:
+            rank_zero_warn(
+                f"This run goes on with other settings than its checkpoint was written with: {', '.join(changed)}. The "
+                "checkpoint's seed and place in the prompts count; the rest is as given now, so the run is no longer "
+                "the one that began."
+            )
+
+    def _refuse_another_optimizer(self, trainer: Trainer) -> None:
+        for optimizer, (name, settings) in zip(trainer.optimizers, self._saved_optimizers, strict=False):
+            own = _optimizer_name(optimizer)
+            missing = sorted(getattr(optimizer, "defaults", {}).keys() - settings) if settings else []
+            if (name is not None and name != own) or (name is None and missing):
+                was = name or f"another one, without {', '.join(missing)}"
+                raise ValueError(
+                    f"optimizer={own}: the checkpoint's is {was}, whose state {own} cannot go on from. "
+                    "Resume with the checkpoint's optimizer, or start anew from its weights (lightrl export)."
+                )
+
+    # ---- the end; after an error the locks go with the process, since others may still save --------------------------
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Lets go of the folders."""
+        self.release()
+
+
+def _optimizer_name(optimizer: Any) -> str:
+    """Of the optimizer itself, inside what Lightning and DeepSpeed wrap around it."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return type(optimizer).__name__
+
+
+def _settings_of(state: Any) -> set[str]:
+    groups = state.get("param_groups", []) if isinstance(state, Mapping) else []
+    return set(groups[0]) if groups else set()
+
+
+def run_settings(trainer: Trainer) -> dict[str, Any]:
+    """What must be the same for a resumed run to be the run that began."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    if not isinstance(data, RolloutDataModule):
+        return {}
+    numbers = {name: getattr(data, name) for name in ("group_size", "prompts_per_rollout", "seed")}
+    return {**numbers, "prompts": data_fingerprint(data.prompts)}
+
+
+def data_fingerprint(source: PromptSource | PromptMixture) -> str:
+    """Twelve characters that change when the prompts do: the number of rows, the first or last of them, or the source.
+
+    Of a local file its size and its first and last 64 KiB count, not its name; of a folder the names and sizes of its
+    files; of a hub data set its name; of a list the number of rows, the first and the last.
+    """
+    digest = hashlib.sha256(json.dumps(_described(source), sort_keys=True, default=_class_name).encode())
+    return digest.hexdigest()[:12]
+
+
+def _described(source: Any) -> Any:
+    if isinstance(source, PromptMixture):
+        return [[_described(each) for each in source.sources], source.weights]
+    return [_rows_described(source), source.name, source.split, source.limit, source.prompt_column]
+
+
+def _rows_described(source: PromptSource) -> Any:
+    rows = source.rows
+    if isinstance(rows, list):
+        return [len(rows), rows[:1], rows[-1:]]
+    if rows is not None:
+        return rows.__qualname__ if inspect.isfunction(rows) else [_class_name(rows), vars(rows)]
+    path = Path(str(source.path))
+    if path.is_dir():
+        return sorted([str(file.relative_to(path)), file.stat().st_size] for file in path.rglob("*") if file.is_file())
+    if not path.is_file():
+        return str(path)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(EDGE)
+        file.seek(max(size - EDGE, 0))
+        return [size, hashlib.sha256(start + file.read(EDGE)).hexdigest()]
+
+
+def _class_name(value: Any) -> str:
+    return type(value).__qualname__

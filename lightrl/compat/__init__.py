@@ -1,0 +1,1 @@
+"""Every use of a dependency's private parts, one file per dependency."""

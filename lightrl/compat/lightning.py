@@ -1,0 +1,131 @@
+"""Private parts of Lightning 2.6 that LightRL relies on; tests/compat/test_lightning.py fails when they change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+__all__ = [
+    "SavingCheckpoint",
+    "cli_without_checkpoint_settings",
+    "flush_step_metrics",
+    "is_compiled",
+    "load_distributed_checkpoint",
+    "load_module_state",
+    "run_seed",
+    "set_data_parallel_size",
+    "set_logged_step",
+    "tensor_parallel_size",
+    "writes_parts",
+]
+
+
+def run_seed() -> int:
+    """What `seed_everything` was given; 0 where it was not called."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def cli_without_checkpoint_settings() -> type[Any]:
+    """`LightningCLI`, but on resume a checkpoint's hyperparameters do not override what YAML says."""
+    from lightning.pytorch.cli import LightningCLI
+
+    class YamlCLI(LightningCLI):
+        def _parse_ckpt_path(self) -> None:
+            """Lightning would merge the checkpoint's hyperparameters over the given YAML; here YAML is what counts."""
+
+        def record_hyperparameters(self) -> None:
+            """Takes `config` as what checkpoints and loggers call hyperparameters."""
+            self._dump_config()
+
+    return YamlCLI
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether the trainer was given `torch.compile(module)`, which it has taken apart by now."""
+    return module._compiler_ctx is not None
+
+
+class SavingCheckpoint(ModelCheckpoint):
+    """`ModelCheckpoint` whose saving can be asked for, and whose names and choice of the last can be changed."""
+
+    def extra_metrics(self, trainer: Trainer) -> dict[str, Any]:
+        """Further names for `filename` and `monitor`; override it."""
+        return {}
+
+    def last_checkpoints(self, trainer: Trainer) -> set[str]:
+        """Files that `--ckpt_path last` takes the newest of; override it."""
+        return super()._find_last_checkpoints(trainer)
+
+    def save_newest(self, trainer: Trainer) -> None:
+        """Saves `last.ckpt`."""
+        self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    def save_all(self, trainer: Trainer, *, may_wait: bool) -> None:
+        """Saves the newest or best K, and `last.ckpt`.
+
+        Args:
+            trainer: what to save.
+            may_wait: leave it to `on_validation_end` where `monitor` has not been logged yet.
+        """
+        candidates = self._monitor_candidates(trainer)
+        if may_wait and self.monitor is not None and self.monitor not in candidates:
+            self._defer_save_until_validation = True
+            return
+        self._save_topk_checkpoint(trainer, candidates)
+        self._save_last_checkpoint(trainer, candidates)
+
+    @property
+    def saved_step(self) -> int:
+        """`trainer.global_step` of the last save."""
+        return self._last_global_step_saved
+
+    def _monitor_candidates(self, trainer: Trainer) -> dict[str, Any]:
+        return {**super()._monitor_candidates(trainer), **self.extra_metrics(trainer)}
+
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        return self.last_checkpoints(trainer)
+
+
+def tensor_parallel_size(strategy: ModelParallelStrategy) -> int | str:
+    """Ranks over which layers are split, or "auto"."""
+    return strategy._tensor_parallel_size
+
+
+def set_data_parallel_size(strategy: ModelParallelStrategy, ranks: int) -> None:
+    """The size that the constructor takes, set once the number of ranks is known."""
+    strategy._data_parallel_size = ranks
+
+
+def writes_parts(strategy: ModelParallelStrategy) -> bool:
+    """Whether each rank writes its own part of a checkpoint."""
+    return strategy._save_distributed_checkpoint
+
+
+def load_module_state(state: Mapping[str, Any], module: Any) -> None:
+    """Loads whole tensors into a module that FSDP2 has sharded; names that it lacks are passed over."""
+    from lightning.fabric.strategies.model_parallel import _load_raw_module_state
+
+    _load_raw_module_state(dict(state), module, strict=False)
+
+
+def load_distributed_checkpoint(folder: Path) -> dict[str, Any]:
+    """The whole tensors of a folder that FSDP2 ranks wrote, without a process group."""
+    from lightning.fabric.utilities.load import _load_distributed_checkpoint
+
+    return _load_distributed_checkpoint(folder)
+
+
+def set_logged_step(trainer: Any, step: int) -> None:
+    """The step under which loggers get the next metrics: Lightning counts one too many when a run goes on."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = step
+
+
+def flush_step_metrics(trainer: Any) -> None:
+    """Hands this step's metrics to the loggers now; Lightning does so only after `on_train_batch_end`."""
+    trainer._logger_connector.update_train_step_metrics()

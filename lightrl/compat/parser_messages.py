@@ -1,0 +1,151 @@
+"""One line for what jsonargparse 4.53 says in many; it offers its findings only as text.
+
+Where the text is of another form, it is shown as it is, so a change in jsonargparse makes messages longer, not wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import re
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+__all__ = ["null_arguments", "parameters", "short_message"]
+
+BOILERPLATE = re.compile(
+    r"^(Subtypes: |Errors:$|Given value|Does not validate against any|Not a valid subclass of |Subclass types"
+    r"|a class path \(str\)|a dict with|Expected a <class 'NoneType'>$|Expected a path but|$)"
+)
+WHERE = re.compile(r'^Parser key "([^"]+)":?')
+CLASS = re.compile(r"^Problem with given class_path '([^']+)'")
+TYPE = re.compile(r"^Expected an? (.+?)\.?(?: Got value: (.*))?$")
+
+
+def short_message(text: str, known: Iterable[str] = ()) -> str:
+    """The argument, the value and what was expected, in one line.
+
+    Args:
+        text: of a `jsonargparse.ArgumentError`, or of the `ValueError` that a class's constructor ends in.
+        known: names that a misspelt argument or class is compared with.
+    """
+    where: list[str] = []
+    classes: list[str] = []
+    types: list[str] = []
+    given = None
+    findings: list[str] = []
+    for line in (re.sub(r"^(?:- )+", "", line.strip()) for line in text.splitlines()):
+        if found := WHERE.match(line):
+            if not findings:
+                where.append(found[1])
+            line = line[found.end() :].strip()
+        if found := CLASS.match(line):
+            if not findings:
+                classes.append(found[1])
+        elif line.startswith("Given value: ") and given is None:
+            given = line.removeprefix("Given value: ")
+        elif BOILERPLATE.match(line):
+            if "NoneType" in line and types and given is None:
+                types.append("null")
+        elif found := TYPE.match(line):
+            types.append(re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.", lambda m: m[1] or "", found[1]))
+            given = found[2] if found[2] is not None and given is None else given
+        else:
+            findings.append(line)
+    place = f"{'.'.join(where)}: " if where else ""
+    if not findings:
+        if not (where and types):
+            return text
+        names = [name for name in types if not name.startswith("dot import path")]
+        if names != types:
+            name = next(name for name in types if name not in names).rpartition(": ")[2]
+            return f"{place}'{name}' is no known class and no import path.{_suggestion(name, known)}"
+        return f"{'.'.join(where)}={given!r}: expected {' or '.join(dict.fromkeys(names))}."
+    first = findings[0]
+    if found := re.match(r"Option '([^']+)' is not accepted", first):
+        return f"{place}{first.rstrip('.')} by {_short(classes)}.{_suggestion(found[1], parameters(classes[-1:]))}"
+    if found := re.match(r"Group '([^']+)' does not accept option '([^']+)'", first):
+        return f"{place}{first.rstrip('.')}.{_suggestion(found[2], parameters(classes[-1:], found[1]))}"
+    if found := re.match(r"Subcommand '\w+' does not accept option '([^']+)'", first):
+        return f"'{found[1]}' is not accepted.{_suggestion(found[1], known)}"
+    return " ".join([place + first, *findings[1:3]]) if len(findings) < 4 else text
+
+
+def _short(classes: list[str]) -> str:
+    return classes[-1].rpartition(".")[2] if classes else "it"
+
+
+def _suggestion(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, [each for each in names if each != name], n=1, cutoff=0.6)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def parameters(classes: Iterable[str], group: str | None = None) -> list[str]:
+    """Names of the constructors' arguments, those of parent classes included; of the dataclass argument `group`."""
+    names: list[str] = []
+    for path in classes:
+        hints = _hints(_imported(path))
+        if group is not None:
+            hints = {k: v for each in _members(hints.get(group)) for k, v in _hints(each).items()}
+        names += hints
+    return names
+
+
+def _hints(cls: Any) -> dict[str, Any]:
+    """Argument -> type, of a constructor and, where it passes keyword arguments on, its parents'."""
+    hints: dict[str, Any] = {}
+    for each in inspect.getmro(cls) if inspect.isclass(cls) else ():
+        own = each.__dict__.get("__init__")
+        if not inspect.isfunction(own):
+            continue
+        try:
+            types = typing.get_type_hints(own)
+        except (NameError, TypeError):  # names that are imported for types only
+            types = {}
+        given = inspect.signature(own).parameters.values()
+        hints = {p.name: types.get(p.name) for p in given if p.name != "self" and p.kind not in (2, 4)} | hints
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in given):
+            break
+    return hints
+
+
+def _members(hint: Any) -> list[Any]:
+    return [hint] if inspect.isclass(hint) else [each for each in typing.get_args(hint) if inspect.isclass(each)]
+
+
+def null_arguments(value: Any, hint: Any = None, path: str = "") -> Iterator[tuple[str, str]]:
+    """Arguments of classes that are null and must be a number, a string or true/false: (dotted path, type).
+
+    jsonargparse lets null through, and the constructor fails at its first comparison.
+
+    Args:
+        value: a parsed configuration as plain data. hint: the type of what it is for. path: where it stands.
+    """
+    if isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from null_arguments(each, None, f"{path}.{number}")
+    if not isinstance(value, Mapping):
+        return
+    if isinstance(value.get("class_path"), str):
+        hints = _hints(_imported(value["class_path"]))
+        arguments, path = value.get("init_args") or {}, f"{path}.init_args"
+    else:
+        spec = next((each for each in _members(hint) if dataclasses.is_dataclass(each)), None)
+        hints, arguments = _hints(spec), value
+    for name, inner in arguments.items():
+        where = f"{path}.{name}" if path else str(name)
+        if inner is None and hints.get(name) in (int, float, bool, str):
+            yield where, hints[name].__name__
+        else:
+            yield from null_arguments(inner, hints.get(name), where)

@@ -1,0 +1,54 @@
+"""Parts of peft 0.21 that LightRL relies on beyond its documented interface; see tests/compat/test_peft.py.
+
+peft's wrapper class would change a model's type and its parameters' names, so adapters are injected into the model and
+its layers are read directly. Importing this file does not import peft.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+__all__ = ["ADAPTER", "LoraParts", "adapter_layers", "dequantized", "lora_parts"]
+
+ADAPTER = "default"
+"""Name of the one adapter."""
+
+
+class LoraParts(NamedTuple):
+    """The adapter of one layer: `scaling * B A` is added to its weight.
+
+    Attributes:
+        a: parameter (r, in). b: parameter (out, r).
+        scaling: alpha / r.
+        transposed: the layer's weight is (in, out).
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    transposed: bool
+
+
+def adapter_layers(model: nn.Module) -> dict[str, Any]:
+    """Layers with an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
+
+
+def lora_parts(layer: Any) -> LoraParts | None:
+    """The adapter of a layer; None if it is not one of two matrices, as that of an embedding."""
+    if ADAPTER not in getattr(layer, "lora_A", ()):
+        return None
+    transposed = bool(getattr(layer, "fan_in_fan_out", False))
+    return LoraParts(layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER], transposed)
+
+
+def dequantized(layer: Any, weight: Tensor) -> Tensor:
+    """A weight as it is; one that bitsandbytes packed into bytes, unpacked."""
+    if not hasattr(weight, "quant_state"):
+        return weight
+    from peft.utils.integrations import dequantize_bnb_weight
+
+    unpacked: Tensor = dequantize_bnb_weight(weight, state=getattr(layer.get_base_layer(), "state", None))
+    return unpacked

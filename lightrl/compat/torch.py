@@ -1,0 +1,142 @@
+"""Private parts of torch 2.13 that LightRL relies on; tests/compat/test_torch.py fails when they change."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "FLEX_BLOCK",
+    "MOST_GRAPHS",
+    "fake_tensors",
+    "flash_attention",
+    "flash_attention_backward",
+    "flex_attention",
+    "flex_block_mask",
+    "has_triton",
+    "persistent_buffers",
+    "softmax_backward",
+    "storage_key",
+    "varlen_attention",
+]
+
+FLEX_BLOCK = 128  # tokens of FlexAttention's blocks
+MOST_GRAPHS = 64  # of FlexAttention: by dtype, heads, head size, gradient, autocast
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The kernel behind `scaled_dot_product_attention` on a CPU, which alone also returns the log-sum-exp.
+
+    Args:
+        q: (B, H, L, D). k, v: (B, H, S, D).
+        causal: token i sees keys up to i.
+        scale: of the dot products.
+
+    Returns:
+        (B, H, L, D) and the (B, H, L) log-sum-exp of the scaled scores.
+    """
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = op(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def flash_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v of `flash_attention`; `out` and `lse` may be those of a larger softmax."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    return dq, dk, dv
+
+
+def softmax_backward(grad: Tensor, probs: Tensor) -> Tensor:
+    """The gradient before a softmax over the last dimension, from that after it, in one pass."""
+    return torch._softmax_backward_data(grad, probs, -1, probs.dtype)
+
+
+def has_triton() -> bool:
+    """Whether FlexAttention's compiled kernel can be built; torch has no public question for it."""
+    from torch.utils._triton import has_triton as known
+
+    return bool(known())
+
+
+@cache
+def flex_attention(*, compiled: bool, backend: Any = "inductor") -> Any:
+    """torch's `flex_attention`, compiled for all lengths.
+
+    As one graph, so that it raises where it would otherwise fall back to a dense kernel without a word, and with a
+    limit of its own on the number of graphs: torch's, 8, is for the whole process, and other libraries change it.
+
+    Args:
+        compiled: False gives torch's own call, which holds the whole matrix of scores.
+        backend: of `torch.compile`.
+    """
+    from torch.nn.attention import flex_attention as module
+
+    if not compiled:
+        return module.flex_attention
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        settings: Any = {"recompile_limit": MOST_GRAPHS}
+        return torch.compile(module.flex_attention, dynamic=True, fullgraph=True, backend=backend, **settings)
+    function = torch.compile(module.flex_attention, dynamic=True, fullgraph=True, backend=backend)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):  # type: ignore[attr-defined]
+            return function(*args, **kwargs)
+
+    return call
+
+
+def flex_block_mask(visible: Any, some: Tensor, full: Tensor, device: torch.device) -> Any:
+    """A block mask of FlexAttention, from what the host knows: `create_block_mask` would ask for every pair of tokens.
+
+    Args:
+        visible: (batch, head, query, key) -> bool, with tensors on `device`.
+        some: (n, n) bool on the host, blocks of 128 x 128 pairs in which any are visible, or may be.
+        full: (n, n) bool, blocks in which all are, for which `visible` is not asked.
+        device: of the mask.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+        return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+    mask = BlockMask.from_kv_blocks(*listed(some & ~full), *listed(full), BLOCK_SIZE=FLEX_BLOCK, mask_mod=visible)
+    return mask.to(device)
+
+
+def varlen_attention() -> Any:
+    """torch's variable-length flash attention; None in a version that does not have it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Within it operations work out shapes and dtypes, and compute and hold nothing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number that two tensors share if and only if they share their memory, fake tensors included."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def persistent_buffers(module: nn.Module) -> set[str]:
+    """Names of the buffers that a checkpoint holds; `state_dict` would gather sharded parameters to tell."""
+    names = set()
+    for prefix, part in module.named_modules():
+        kept = set(part._buffers) - part._non_persistent_buffers_set
+        names |= {f"{prefix}.{name}" if prefix else name for name in kept}
+    return names

@@ -1,0 +1,91 @@
+"""uvicorn's HTTP protocol with a time limit on reading.
+
+Relies on: `H11Protocol` of `uvicorn.protocols.http.h11_impl`, its `transport` and its `cycle` with `response_complete`
+and `more_body` (seen in 0.30 to 0.54). uvicorn bounds how long a kept connection idles and how long a shutdown takes,
+but not how long a client may take to send a request, so half-sent requests hold connections for ever.
+`tests/rewards/test_server_limits.py` fails where a release changes this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+__all__ = ["bounded_protocol"]
+
+HEAD_SECONDS = 10.0
+"""Time for a request's line and headers, where the limit on the whole request is not shorter."""
+
+
+def bounded_protocol(read_timeout: float, max_connections: int) -> type[asyncio.Protocol]:
+    """A protocol class for `uvicorn.Config(http=...)` that bounds connections and the time to read a request.
+
+    A request whose headers are not there after 10 seconds, or which is not there as a whole after `read_timeout`
+    seconds, is cut off. Where a connection too many comes, the oldest one that is still sending its request is cut off
+    for it; where all others are being answered, the new one is.
+
+    Args:
+        read_timeout: seconds, above 0.
+        max_connections: at least 1.
+    """
+    connections: dict[int, Any] = {}  # in the order in which they came
+
+    class BoundedProtocol(H11Protocol):  # type: ignore[misc, unused-ignore]
+        """One connection."""
+
+        timer: asyncio.TimerHandle | None = None
+        began = 0.0
+
+        @property
+        def reading(self) -> bool:
+            """Whether a request is still to come, in part or as a whole."""
+            return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+
+        @property
+        def head_read(self) -> bool:
+            """Whether the headers of the request that is being read are there."""
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(connections) >= max_connections:
+                oldest = next((other for other in connections.values() if other.reading), self)
+                oldest.transport.abort()
+                connections.pop(id(oldest), None)
+                if oldest is self:
+                    return
+            connections[id(self)] = self
+            self.watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self.watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            connections.pop(id(self), None)
+            self.stop()
+            super().connection_lost(exc)
+
+        def watch(self) -> None:
+            """Starts the clock with a request's first byte, and stops it with its last."""
+            if not self.reading:
+                self.stop()
+            elif self.timer is None:
+                self.began = self.loop.time()
+                self.timer = self.loop.call_later(min(HEAD_SECONDS, read_timeout), self.expire)
+
+        def stop(self) -> None:
+            if self.timer is not None:
+                self.timer.cancel()
+                self.timer = None
+
+        def expire(self) -> None:
+            left = self.began + read_timeout - self.loop.time()
+            if self.head_read and left > 0:  # the body may take as long as it all may
+                self.timer = self.loop.call_later(left, self.expire)
+            elif self.reading:
+                self.transport.abort()
+
+    return BoundedProtocol

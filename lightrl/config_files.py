@@ -1,0 +1,98 @@
+"""Configuration files: those that come with LightRL, and files that build on others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+__all__ = ["SHIPPED", "expand_configs", "shipped_configs"]
+
+PREFIX = "lightrl:"
+_PACKAGE = Path(__file__).parent
+SHIPPED = next(folder for folder in (_PACKAGE / "_configs", _PACKAGE.parent / "configs") if folder.is_dir())
+"""The folder of the configurations that come with LightRL: inside the wheel, or `configs/` of a clone."""
+
+
+def shipped_configs() -> dict[str, str]:
+    """Name -> first comment line of every configuration that can be named as `lightrl:NAME`."""
+    found = {}
+    for path in sorted(SHIPPED.rglob("*.yaml")):
+        name = path.relative_to(SHIPPED).with_suffix("").as_posix()
+        lines = path.read_text().splitlines()
+        found[name] = lines[0].removeprefix("#").strip() if lines and lines[0].startswith("#") else ""
+    return found
+
+
+def expand_configs(args: Sequence[str]) -> list[str]:
+    """Command-line arguments in which every `--config` names an existing file, those it builds on before it.
+
+    A file may name others that it builds on: `base: ../tasks/sums.yaml`, or a list, relative to itself or as
+    `lightrl:NAME`. They are read first, so that its own values win. `lightrl:NAME` is a file that comes with LightRL.
+
+    Args:
+        args: arguments of a `lightrl` command.
+
+    Raises:
+        ValueError: a file that is not there, is no YAML mapping, or builds on itself.
+    """
+    out: list[str] = []
+    rest = iter(args)
+    for argument in rest:
+        if argument in ("-c", "--config"):
+            value = next(rest, None)
+            if value is None:
+                out.append(argument)
+                continue
+        elif argument.startswith("--config="):
+            value = argument.removeprefix("--config=")
+        else:
+            out.append(argument)
+            continue
+        out += [f"--config={path}" for path in _chain(_located(value, Path.cwd(), "--config"), ())]
+    return out
+
+
+def _located(name: str, folder: Path, asked_by: str) -> Path:
+    """The file that a name stands for.
+
+    Args:
+        name: a path, or `lightrl:NAME`.
+        folder: what relative paths start from.
+        asked_by: who named it, for the message.
+    """
+    if name.startswith(PREFIX):
+        path = SHIPPED / f"{name.removeprefix(PREFIX).removesuffix('.yaml')}.yaml"
+        if SHIPPED.resolve() not in path.resolve().parents or not path.is_file():
+            raise ValueError(
+                f"{asked_by}={name}: no such configuration comes with LightRL; `lightrl recipes` lists them."
+            )
+        return path
+    path = folder / Path(name).expanduser()
+    if not path.is_file():
+        where = "" if Path(name).is_absolute() else f" (looked in {folder})"
+        raise ValueError(
+            f"{asked_by}={name} does not exist{where}. `lightrl recipes` lists those that come with LightRL."
+        )
+    return path
+
+
+def _chain(path: Path, above: tuple[Path, ...]) -> list[Path]:
+    """A file after those that it builds on."""
+    if path.resolve() in above:
+        raise ValueError(f"{path}: base: the file builds on itself, by way of {' -> '.join(map(str, above))}.")
+    try:
+        content: Any = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return [path]  # the parser says what is wrong with it, with the line
+    bases = content.get("base") if isinstance(content, dict) else None
+    if bases is None:
+        return [path]
+    names = [bases] if isinstance(bases, str) else bases
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: base={bases!r}: must be a path, or a list of paths.")
+    above = (*above, path.resolve())
+    before = [p for name in names for p in _chain(_located(name, path.parent, f"{path}: base"), above)]
+    return [*before, path]

@@ -1,0 +1,114 @@
+"""The values of a parsed configuration: what cannot be meant is refused, what is secret is kept out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightrl.storage import plain_secrets, redact, redact_messages, remember_secret, resolve_environment
+
+__all__ = ["from_environment", "redacted", "refuse_senseless"]
+
+
+def refuse_senseless(parsed: Any) -> None:
+    """Refuses values of the right type that would train nothing, or do nothing, without a word.
+
+    Args:
+        parsed: the configuration as the parser made it.
+
+    Raises:
+        ValueError: the message names the argument, its value and the way out.
+    """
+    from lightrl.compat.parser_messages import null_arguments
+
+    config = _plain(parsed)
+    config = config.get(config.get("subcommand") or "", config)
+    seed = config.get("seed_everything")
+    if isinstance(seed, int) and not 0 <= seed < 2**32:
+        raise ValueError(f"seed_everything={seed}: must be from 0 to {2**32 - 1}, or true for a random one.")
+    nulls = list(null_arguments({key: config.get(key) for key in ("trainer", "model", "data")}))
+    for callback in (config.get("trainer") or {}).get("callbacks") or []:
+        nulls += null_arguments(callback, path="trainer.callbacks")
+    for path, expected in nulls:
+        raise ValueError(f"{path}=null: expected {expected}; leave it out for the default.")
+    for path, name, value in _numbers(config):
+        parent = path.split(".")[-2] if "." in path else ""
+        of_critic = name.startswith("critic_") or parent == "critic" or ".critic." in path
+        if of_critic and name in ("critic_lr", "lr") and value == 0:
+            raise ValueError(f"{path}={value}: the critic would never learn; take a rate above 0, or critic: null.")
+        if name == "max_grad_norm" and value > 1e6:
+            raise ValueError(f"{path}={value:g}: would never clip; null turns clipping off.")
+        if name == "horizon" and value > 1e8:
+            raise ValueError(f"{path}={value:g}: the coefficient would never move; leave the callback out.")
+        if of_critic and name in ("critic_warmup_rollouts", "warmup_rollouts"):
+            total = _rollouts(config)
+            if total is not None and value >= total:
+                raise ValueError(f"{path}={value:g}: the policy would never be trained in this run's {total} rollouts.")
+
+
+def redacted(config: Any) -> Any:
+    """A copy for what is written, secrets as `***`; says where they stand and remembers them for messages."""
+    redact_messages()  # Lightning, which has a format of warnings, is imported by now
+    found = list(plain_secrets(_plain(config)))
+    for _, secret in found:
+        remember_secret(secret)
+    if found:
+        places = ", ".join(dict.fromkeys(path for path, _ in found))
+        print(
+            f"warning: {places}: a secret stands in the configuration; give it as ${{env:NAME}}. It is written to the "
+            "run's folder as ***.",
+            file=sys.stderr,
+        )
+    return _mapped(config, lambda text, name, path: str(redact(text, name)))
+
+
+def from_environment(config: Any) -> Any:
+    """A copy in which each `${env:NAME}` is what the environment says."""
+    return _mapped(config, lambda text, name, path: resolve_environment(text, path.strip(".")))
+
+
+def _numbers(value: Any, path: str = "", name: str = "") -> Iterator[tuple[str, str, float]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{path}.{key}" if path else str(key), str(key))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _numbers(inner, f"{path}.{number}", name)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path, name, value
+
+
+def _rollouts(config: dict[str, Any]) -> int | None:
+    """How many rollouts the run is to have; None where something else ends it."""
+    epochs = (config.get("trainer") or {}).get("max_epochs")
+    arguments = (config.get("data") or {}).get("init_args") or {}
+    each = arguments.get("rollouts_per_epoch")
+    return epochs * each if isinstance(epochs, int) and epochs > 0 and isinstance(each, int) else None
+
+
+def _mapped(config: Any, text: Callable[[str, str, str], str], path: str = "", name: str = "") -> Any:
+    """A copy of a parsed configuration with each string replaced by text(string, name, dotted path)."""
+    from jsonargparse import Namespace
+
+    if isinstance(config, str):
+        return text(config, name, path)
+    if isinstance(config, Namespace):
+        items = {key: _mapped(value, text, f"{path}.{key}", key) for key, value in vars(config).items()}
+        return Namespace(**items)
+    if isinstance(config, dict):
+        return {key: _mapped(value, text, f"{path}.{key}", str(key)) for key, value in config.items()}
+    if isinstance(config, list):
+        return [_mapped(value, text, f"{path}.{i}", name) for i, value in enumerate(config)]
+    return config
+
+
+def _plain(config: Any) -> Any:
+    """A parsed configuration as dictionaries and lists."""
+    from jsonargparse import Namespace
+
+    if isinstance(config, Namespace):
+        config = vars(config)
+    if isinstance(config, dict):
+        return {key: _plain(value) for key, value in config.items()}
+    return [_plain(value) for value in config] if isinstance(config, list) else config

@@ -1,0 +1,248 @@
+"""Looks through a data file and says where it is broken: which file, which line, what stands there, what to do.
+
+The readers of `datasets` tell neither the line nor the column, and let some damage pass: bytes that are no text become
+question marks, of two equal headers one is renamed, and a line of CSV that is too short gets empty cells.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+
+__all__ = ["BUILDERS", "nth_line", "one_line", "require_readable"]
+
+BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+"""Suffix of a file -> how `datasets` calls its kind."""
+
+PROGRESS_SECONDS = 10.0
+_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_OTHER_KINDS = {b"PK\x03\x04": "a ZIP archive", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstandard"}
+
+
+def require_readable(path: Path) -> None:
+    """Raises a `ValueError` where a JSON, JSONL, CSV or Parquet file is broken or holds no rows.
+
+    Lines are looked at one by one, at some hundred thousand a second; a file compressed by gzip is unpacked on the way.
+    """
+    with path.open("rb") as file:
+        start = file.read(6)
+    kind = BUILDERS[path.suffix.lower()]
+    if not start:
+        raise ValueError(f"{path} is empty: there are no rows in it.")
+    if kind == "parquet":
+        return _check_parquet(path, start)
+    if start.startswith(_PARQUET):
+        raise ValueError(f"{path} is a Parquet file: name it {path.with_suffix('.parquet').name}.")
+    for magic, name in _OTHER_KINDS.items():
+        if start.startswith(magic):
+            raise ValueError(f"{path} is compressed ({name}), not {path.suffix}: unpack it first.")
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ValueError(f"{path} is UTF-16 text: convert it, for example by `iconv -f UTF-16 -t UTF-8`.")
+    if kind == "csv":
+        return _check_csv(path)
+    return _check_json(path)
+
+
+def one_line(error: BaseException) -> str:
+    """What a library's error comes down to: its innermost cause, on one line, at most 300 characters."""
+    while error.__cause__ is not None or error.__context__ is not None:
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def nth_line(path: Path, row: int) -> int | None:
+    """Number (from 1) of the line of a JSONL file that holds a row (from 0); None where lines are no rows."""
+    if path.suffix.lower() != ".jsonl":
+        return None
+    try:
+        for found, (number, _) in enumerate(_lines(path)):
+            if found == row:
+                return number
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _open(path: Path) -> Any:
+    with path.open("rb") as file:
+        packed = file.read(2) == _GZIP
+    return gzip.open(path, "rb") if packed else path.open("rb")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, text) of each line that is not blank."""
+    said = time.monotonic()
+    with _open(path) as file:
+        number = 0
+        while True:
+            try:
+                raw = file.readline()
+            except (OSError, EOFError) as error:  # a gzip file cut short
+                raise ValueError(f"{path}, after line {number}: {one_line(error)}.") from error
+            if not raw:
+                return
+            number += 1
+            if number % 10_000 == 0 and time.monotonic() - said > PROGRESS_SECONDS:
+                said = time.monotonic()
+                rank_zero_info(f"{path}: looked at {number:,} lines.")
+            if raw.isspace():
+                continue
+            try:
+                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path}, line {number}: byte {error.start + 1} is {raw[error.start : error.start + 1]!r}, which "
+                    "is no UTF-8. Write the file as UTF-8 (`iconv -f LATIN1 -t UTF-8`), or drop the line."
+                ) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise _DuplicateKeyError(twice)
+    return found
+
+
+class _DuplicateKeyError(ValueError):
+    pass
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+
+
+def _decoded(path: Path, where: str, text: str) -> Any:
+    """The JSON in a text.
+
+    Raises:
+        json.JSONDecodeError: it is none. ValueError: it is JSON that no data set can hold.
+    """
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError:
+        raise
+    except _DuplicateKeyError as error:
+        raise ValueError(f"{path}{where}: the key {str(error)!r} stands twice in one object; keep one.") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}{where}: nested too deeply to be read.") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise ValueError(f"{path}{where}: {one_line(error)}.") from error
+    if "\\ud" in text or "\\uD" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{path}{where}: {error.object[error.start]!r} is half of a surrogate pair, which is no text. It comes "
+                "of cutting a string in the middle of an emoji; drop the row or that character."
+            ) from error
+    return value
+
+
+def _check_rows(path: Path, where: str, rows: list[Any]) -> None:
+    for number, row in enumerate(rows, 1):
+        place = where if len(rows) == 1 else f"{where}, element {number}"
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"{path}{place}: {json.dumps(row)[:80]} is no row. Each must be an object with the columns as keys, "
+                'such as {"prompt": "..."}.'
+            )
+        if not row:
+            raise ValueError(f"{path}{place}: {{}} has no columns; drop it.")
+
+
+def _check_json(path: Path) -> None:
+    """One object a line; or, in a `.json` file, also one array of objects or one object."""
+    if path.suffix.lower() == ".json":
+        lines = list(_lines(path))
+        text = "\n".join(line.rstrip("\r\n") for _, line in lines)
+        try:
+            whole = _decoded(path, "", text) if lines else []
+        except json.JSONDecodeError as error:
+            if not _is_json(lines[0][1]):
+                number, start = lines[text.count("\n", 0, error.pos)][0], text.rfind("\n", 0, error.pos) + 1
+                raise ValueError(
+                    f"{path}, line {number}: {text[max(start, error.pos - 20) : error.pos + 40]!r} is not JSON "
+                    f"({error.msg} at column {error.pos - start + 1}). The file must hold an array of objects, or one "
+                    "object a line."
+                ) from error
+        else:
+            _check_rows(path, "", whole if isinstance(whole, list) else [whole])
+            if not whole:
+                raise ValueError(f"{path} holds no rows.")
+            return
+    number = 0
+    for number, line in _lines(path):
+        try:
+            row = _decoded(path, f", line {number}", line)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}, line {number}: {line[max(0, error.pos - 20) : error.pos + 40]!r} is not JSON ({error.msg} at "
+                f"column {error.colno}). A line must hold one whole object; mend it or drop it."
+            ) from error
+        if type(row) is not dict or not row:
+            _check_rows(path, f", line {number}", row if isinstance(row, list) and row else [row])
+    if not number:
+        raise ValueError(f"{path} holds blank lines alone: there are no rows in it.")
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _check_csv(path: Path) -> None:
+    """Every row has as many cells as the header, whose names differ."""
+
+    line = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal line
+        for line, text in _lines(path):
+            if "\0" in text:
+                raise ValueError(f"{path}, line {line}: a NUL byte: the file is cut short, or no CSV.")
+            yield text
+
+    rows = csv.reader(texts(), strict=True)
+    try:
+        header = next(rows, None)
+        if header is None:
+            raise ValueError(f"{path} holds blank lines alone: there are no rows in it.")
+        twice = sorted({name for name in header if header.count(name) > 1})
+        if twice:
+            raise ValueError(f"{path}, line {line}: two columns are called {', '.join(map(repr, twice))}.")
+        count = 0
+        for row in rows:
+            count += 1
+            if len(row) != len(header):
+                raise ValueError(
+                    f"{path}, line {line}: {len(row)} cells, the header has {len(header)} ({','.join(row)[:80]!r}). "
+                    "Quote cells that hold commas, or set load_kwargs (sep) where the file uses another separator."
+                )
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {line}: {error}. A quoted cell may have been left open.") from error
+    if not count:
+        raise ValueError(f"{path} holds a header alone: there are no rows in it.")
+
+
+def _check_parquet(path: Path, start: bytes) -> None:
+    import pyarrow.parquet
+
+    if not start.startswith(_PARQUET):
+        raise ValueError(f"{path} is no Parquet file: it begins with {start!r}. Is it JSON or CSV under a wrong name?")
+    try:
+        metadata = pyarrow.parquet.ParquetFile(path).metadata
+    except Exception as error:
+        raise ValueError(f"{path} is a broken Parquet file: {one_line(error)} Write or copy it again.") from error
+    if not metadata.num_rows:
+        raise ValueError(f"{path} holds no rows.")

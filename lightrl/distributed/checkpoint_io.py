@@ -1,0 +1,85 @@
+"""How one process writes and reads a checkpoint file: whole, with a checksum, finite, and without secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from torch import Tensor
+
+from lightrl.distributed.consolidate import checkpoint_kind, unreadable
+from lightrl.storage import atomic_write, redact, remove, verify
+
+__all__ = ["CheckedCheckpointIO", "first_nonfinite"]
+
+
+class CheckedCheckpointIO(TorchCheckpointIO):
+    """Lightning's plugin for checkpoint files, safe against a crash, a full disk and flipped bits.
+
+    A file is written beside its target and renamed, with its SHA-256 in `FILE.ckpt.sha256`, which is compared before
+    anything is read. `RolloutCheckpoint` and the command line put it in; elsewhere give it to
+    `Trainer(plugins=[CheckedCheckpointIO()])`. Paths that are no local files are left to Lightning.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Writes the file.
+
+        Raises:
+            ValueError: weights are not finite: going on from them would be of no use.
+            StorageError: the disk is full, or the like; what stood there before stays.
+        """
+        if "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        bad = first_nonfinite(checkpoint.get("state_dict", {}))
+        if bad is not None:
+            raise ValueError(
+                f"The weights are not finite ({bad}), so {str(path)!r} is not written: what it held before is the "
+                "newest state to go on from. Lower the learning rate, or bound max_grad_norm."
+            )
+        hidden = {key: redact(dict(value)) for key, value in checkpoint.items() if _holds_settings(key, value)}
+        with atomic_write(path, checksum=True) as file:
+            torch.save({**checkpoint, **hidden}, file)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads the file.
+
+        Raises:
+            ValueError: there is none, or not what was written.
+        """
+        if "://" in str(path):
+            return super().load_checkpoint(path, map_location or (lambda storage, loc: storage), weights_only)
+        kind = checkpoint_kind(path)
+        if kind != "plain":
+            raise ValueError(
+                f"checkpoint={str(path)!r} was written under {kind}: go on with the same strategy, or make it plain "
+                f"first: lightrl export --checkpoint {path} --what checkpoint --output plain.ckpt"
+            )
+        with unreadable(path, "plain"):
+            verify(path)
+            loaded: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=weights_only)
+        return loaded
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Removes the file and its checksum."""
+        if "://" in str(path):
+            super().remove_checkpoint(path)
+        else:
+            remove(Path(path))
+
+
+def first_nonfinite(tensors: Mapping[str, Any]) -> str | None:
+    """Name of the first tensor with an infinite or NaN entry; of a sharded one this rank's part is looked at."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            if local.numel() and not bool(torch.isfinite(local).all()):
+                return name
+    return None
+
+
+def _holds_settings(key: str, value: Any) -> bool:
+    return isinstance(value, Mapping) and (key.endswith("hyper_parameters") or key == "lightrl")

@@ -1,0 +1,268 @@
+"""Lightning's sharding strategies, with what a run of several models needs beyond them.
+
+Both are optional: `ModelParallelStrategy` and `DeepSpeedStrategy` themselves work as well. These two also go on from a
+plain checkpoint (of one process, of DDP, or made by `lightrl export --what checkpoint`), on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, ParallelStrategy
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+
+from lightrl.compat.deepspeed import flat_groups, flat_part, gathered, is_partitioned
+from lightrl.compat.lightning import load_module_state, set_data_parallel_size, writes_parts
+from lightrl.distributed.consolidate import by_name, checkpoint_kind, read_checkpoint, unreadable
+from lightrl.storage import DamagedError, finish_folder, partial_folder, remove, verify
+
+__all__ = ["FSDP2Strategy", "ZeROStrategy"]
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """Shards every model over all ranks with `fully_shard`, each transformer block a unit of its own.
+
+    Args:
+        param_dtype: "bfloat16" gathers and computes with weights rounded to it, and keeps float32 ones for the
+            optimizer: half the traffic and half the memory of what is gathered, with the Trainer's precision left at
+            32-true. Give the engine `dtype: bfloat16` then, too. None leaves precision to the Trainer (bf16-mixed
+            computes in bfloat16 and gathers float32).
+        reduce_dtype: in which gradients are summed over ranks where `param_dtype` is given.
+        cpu_offload: keep weights, gradients and optimizer states in the host's memory and bring a block to the device
+            when it is computed. Needs gloo beside NCCL, which is set up.
+        reduce_every_micro_batch: sum gradients over ranks after each micro-batch, so that a rank holds its shards of
+            them alone, and not once per update, when every rank holds them whole (4 bytes per parameter). The sums
+            differ in their order only. None: where a model has more than 3 billion parameters.
+        save_distributed_checkpoint: every rank writes its shards to a folder; False gathers a single file on rank 0.
+        timeout: a collective that takes longer ends the run. It must exceed the longest rollout of the slowest rank.
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    """
+
+    def __init__(
+        self,
+        param_dtype: Literal["bfloat16", "float16"] | None = None,
+        reduce_dtype: Literal["float32", "bfloat16"] = "float32",
+        cpu_offload: bool = False,
+        reduce_every_micro_batch: bool | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        if cpu_offload and process_group_backend is None and torch.cuda.is_available():
+            process_group_backend = "cpu:gloo,cuda:nccl"  # norms and gathers of offloaded tensors run on the host
+        super().__init__("auto", 1, save_distributed_checkpoint, process_group_backend, timeout)
+        self.param_dtype = param_dtype
+        self.reduce_dtype = reduce_dtype
+        self.cpu_offload = cpu_offload
+        self.reduce_every_micro_batch = reduce_every_micro_batch
+
+    @property
+    def shard_options(self) -> dict[str, Any]:
+        """Further arguments of `fully_shard`."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+        options: dict[str, Any] = {}
+        if self.param_dtype is not None:
+            param, reduce = getattr(torch, self.param_dtype), getattr(torch, self.reduce_dtype)
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+        if self.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        return options
+
+    def setup_environment(self) -> None:
+        """All ranks are data-parallel; Lightning's own default would split every layer over them."""
+        set_data_parallel_size(self, self.num_nodes * self.num_processes)
+        super().setup_environment()
+
+    def model_to_device(self) -> None:
+        """Moves what was not sharded; offloaded parameters stay where they are."""
+        if not self.cpu_offload:
+            super().model_to_device()
+            return
+        assert self.model is not None
+        for module in self.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.root_device))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Every rank writes its part of a folder that appears when it is whole; or rank 0 a file."""
+        if not writes_parts(self):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        with _published(self, filepath) as folder:
+            super().save_checkpoint(checkpoint, folder, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes the folder, or the file, and its checksums."""
+        if self.is_global_zero:
+            remove(filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads a folder on any number of ranks, or a plain file.
+
+        Raises:
+            ValueError: there is none, or not what was written.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        if checkpoint_kind(path) != "plain":
+            _verify_together(self, path, "fsdp2")
+            return super().load_checkpoint(path, weights_only)
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+        assert self.model is not None
+        checkpoint = read_checkpoint(path)
+        load_module_state(checkpoint["state_dict"], self.model)
+        options = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True)
+        for optimizer, states in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            # Lightning numbers all parameters here, frozen ones included, and an optimizer only its own
+            named = by_name(states, _group_names(self.model, optimizer))
+            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=named, options=options)
+        return checkpoint
+
+
+class ZeROStrategy(DeepSpeedStrategy):
+    """`DeepSpeedStrategy` that keeps in a checkpoint what the module wants kept, and loads plain ones.
+
+    Frozen parameters (of reference and reward models, of a LoRA base) are left out of checkpoints unless the module's
+    `state_dict` has them: a reference that moves, or weights that were drawn at random.
+
+    Args:
+        kwargs: those of `lightning.pytorch.strategies.DeepSpeedStrategy`, such as `stage`, `offload_optimizer`,
+            `offload_parameters` and `config`.
+    """
+
+    def __init__(self, stage: int = 2, **kwargs: Any) -> None:
+        super().__init__(stage=stage, **kwargs)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Every rank writes its part."""
+        module: Any = self.lightning_module
+        frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        self.exclude_frozen_parameters = frozen.isdisjoint(checkpoint["state_dict"])
+        with _published(self, filepath) as folder:
+            super().save_checkpoint(checkpoint, folder, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes the folder, or a file, and its checksums."""
+        if self.is_global_zero:
+            remove(filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads a folder, on as many ranks as wrote it, or a plain file on any number.
+
+        Raises:
+            ValueError: a folder that another number of ranks wrote, or that is damaged.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        if checkpoint_kind(path) == "plain":
+            checkpoint = read_checkpoint(path)
+            self._load_plain(checkpoint)
+            return checkpoint
+        ranks = len(list((path / "checkpoint").glob("*_optim_states.pt")))
+        if ranks != self.world_size:
+            raise ValueError(
+                f"ckpt_path={str(path)!r} was written by {ranks} ranks, and DeepSpeed cannot load it on "
+                f"{self.world_size}. Make a plain checkpoint of it and go on from that: "
+                f"lightrl export --checkpoint {path} --what checkpoint --output plain.ckpt"
+            )
+        _verify_together(self, path, "zero")
+        return super().load_checkpoint(path, weights_only)
+
+    def _load_plain(self, checkpoint: Mapping[str, Any]) -> None:
+        module: Any = self.lightning_module
+        state = checkpoint["state_dict"]
+        for name, buffer in module.named_buffers():
+            if name in state:
+                buffer.copy_(state[name])
+        names = {}
+        for name, parameter in module.named_parameters():
+            if name in state:
+                names[parameter] = name
+                _write(parameter, state[name])
+        complete = all(p in names for p in module.parameters() if p.requires_grad)  # else the module refuses it
+        if module.trainer.training and complete:
+            self._load_optimizer(checkpoint["optimizer_states"][0], state, names)
+
+    def _load_optimizer(self, states: dict[str, Any], weights: Mapping[str, Tensor], names: Mapping[Any, str]) -> None:
+        """Fills the flat float32 vectors of weights and optimizer states (which may not exist before a step)."""
+        zero: Any = self.deepspeed_engine.optimizer
+        saved = iter([states["state"][number] for group in states["param_groups"] for number in group["params"]])
+        for group, flat in flat_groups(zero, self._stage()):
+            own: dict[str, Any] = {}
+            zero.optimizer.state[flat] = own
+            for parameter in group:
+                part = self._part(parameter)
+                part(weights[names[parameter]], flat.detach())
+                for key, value in next(saved).items():
+                    if isinstance(value, Tensor) and value.dim():
+                        part(value, own.setdefault(key, torch.zeros_like(flat)))
+                    else:
+                        own[key] = value.clone() if isinstance(value, Tensor) else value
+        for group, loaded in zip(zero.optimizer.param_groups, states["param_groups"], strict=True):
+            group.update({key: value for key, value in loaded.items() if key != "params"})
+
+    def _stage(self) -> int:
+        return 3 if self.zero_stage_3 else 2
+
+    def _part(self, parameter: Any) -> Callable[[Tensor, Tensor], None]:
+        """Writes this rank's part of a whole tensor to where the parameter lies in its group's flat vector."""
+        part = flat_part(self.deepspeed_engine.optimizer, self._stage(), parameter, self.global_rank)
+
+        def write(whole: Tensor, flat: Tensor) -> None:
+            if part is not None:
+                values = whole.flatten()[part.start : part.start + part.length]
+                flat[part.offset : part.offset + len(values)].copy_(values)
+
+        return write
+
+
+@torch.no_grad()
+def _write(parameter: Any, value: Tensor) -> None:
+    """Sets a parameter that may be partitioned."""
+    if is_partitioned(parameter):
+        with gathered(parameter, write=True):
+            parameter.data.copy_(value)
+    else:
+        parameter.data.copy_(value)
+
+
+@contextmanager
+def _published(strategy: ParallelStrategy, filepath: Any) -> Iterator[Path]:
+    """The folder that all ranks write to; once they have, rank 0 gives it its name."""
+    path = Path(strategy.broadcast(filepath))
+    folder = partial_folder(path)
+    if strategy.is_global_zero:
+        remove(folder)
+    strategy.barrier("checkpoint_begun")
+    yield folder
+    strategy.barrier("checkpoint_written")
+    if strategy.is_global_zero:
+        finish_folder(folder, path)
+    strategy.barrier("checkpoint_named")
+
+
+def _verify_together(strategy: ParallelStrategy, path: Path, kind: str) -> None:
+    """Rank 0 reads a folder through once, and every rank raises what it finds."""
+    damage = None
+    if strategy.is_global_zero:
+        try:
+            verify(path)
+        except DamagedError as error:
+            damage = str(error)
+    damage = strategy.broadcast(damage)
+    if damage is not None:
+        with unreadable(path, kind):
+            raise DamagedError(damage)
+
+
+def _group_names(model: Any, optimizer: Any) -> list[list[str]]:
+    """Names of an optimizer's parameters, group by group."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]

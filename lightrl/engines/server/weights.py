@@ -1,0 +1,244 @@
+"""How the trainer's weights get to the servers: through a shared folder, or over NCCL."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import time
+import urllib.parse
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrl.compat.vllm import transfer_group
+from lightrl.engines.base import EngineDiedError
+from lightrl.engines.server.http import LoopThread, Server, ServerError, ServerLostError
+from lightrl.engines.server.protocols import ServerProtocol
+from lightrl.engines.vllm.setup import free_port
+
+__all__ = ["FolderTransport", "TransferTransport", "Transport"]
+
+_BUCKET_BYTES = 1 << 30
+
+Named = tuple[str, Tensor]
+
+
+class Transport(ABC):
+    """Brings weights into servers.
+
+    Args:
+        loop: where the servers are talked to.
+        protocol: their kind.
+        dtype: of matrices on the servers; vectors keep their own precision.
+    """
+
+    def __init__(self, loop: LoopThread, protocol: ServerProtocol, dtype: torch.dtype | None) -> None:
+        self.loop = loop
+        self.protocol = protocol
+        self.dtype = dtype
+
+    @abstractmethod
+    def push(self, servers: Sequence[Server], tensors: Iterable[Named], token: str) -> None:
+        """Loads the tensors into every server that lives; those that got them have `loaded == token` afterwards.
+
+        Raises:
+            ValueError: the weights do not fit a server's model.
+        """
+
+    def close(self) -> None:  # noqa: B027 - not every transport keeps something
+        """Frees what is kept between pushes."""
+
+    async def _each(self, servers: Iterable[Server], work: Callable[[Server], Awaitable[Any]]) -> None:
+        """Runs `work` on all servers at once. One that is lost on the way drops out; other errors are raised."""
+        chosen = [server for server in servers if server.lost is None]
+        results = await asyncio.gather(*(work(server) for server in chosen), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, ServerLostError):
+                raise result
+
+    async def _pause(self, server: Server, token: str) -> None:
+        server.loaded = None
+        await self.protocol.pause(server, f"loading {token}")
+
+    async def _resume(self, server: Server, token: str) -> None:
+        await self.protocol.resume(server, token)
+        server.loaded = token
+
+    def _converted(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        for name, tensor in tensors:
+            matrix = self.dtype is not None and tensor.is_floating_point() and tensor.ndim > 1
+            yield name, tensor.detach().to(self.dtype if matrix else tensor.dtype)
+
+    def _buckets(self, tensors: Iterable[Named]) -> Iterator[list[Named]]:
+        """Copies of the tensors, as many at a time as fit into a bucket."""
+        bucket: list[Named] = []
+        size = 0
+        for name, tensor in self._converted(tensors):
+            if bucket and size + tensor.nbytes > _BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append((name, tensor.clone().contiguous()))  # ours may be overwritten when the next is asked for
+            size += tensor.nbytes
+        if bucket:
+            yield bucket
+
+
+class FolderTransport(Transport):
+    """The trainer writes safetensors files into a folder that trainer and servers share; the servers load them.
+
+    The folder holds one copy of the model, two while the new one is loaded.
+
+    Args:
+        folder: the shared folder.
+        config: saved beside the weights, so that the folder is a Hugging Face checkpoint.
+    """
+
+    def __init__(
+        self, loop: LoopThread, protocol: ServerProtocol, dtype: torch.dtype | None, folder: Path, config: Any
+    ) -> None:
+        super().__init__(loop, protocol, dtype)
+        self.folder = folder
+        self.config = config
+        self._current: Path | None = None
+
+    def push(self, servers: Sequence[Server], tensors: Iterable[Named], token: str) -> None:
+        target = self.folder / f"weights-{token}"
+        try:
+            files = self._write(target, tensors)
+            self.loop.run(self._each(servers, lambda server: self._load(server, target, files, token)))
+        except BaseException:
+            shutil.rmtree(target, ignore_errors=True)
+            raise
+        self.close()
+        self._current = target
+
+    def _write(self, target: Path, tensors: Iterable[Named]) -> list[str]:
+        from safetensors.torch import save_file
+
+        target.mkdir(parents=True)
+        self.config.save_pretrained(target)
+        index: dict[str, str] = {}
+        total = 0
+        for number, bucket in enumerate(self._buckets(tensors), start=1):
+            file = f"model-{number:05d}.safetensors"
+            save_file({name: tensor.cpu() for name, tensor in bucket}, target / file, metadata={"format": "pt"})
+            index |= {name: file for name, _ in bucket}
+            total += sum(tensor.nbytes for _, tensor in bucket)
+        table = {"metadata": {"total_size": total}, "weight_map": index}
+        (target / "model.safetensors.index.json").write_text(json.dumps(table))
+        return sorted(set(index.values()))
+
+    async def _load(self, server: Server, folder: Path, files: list[str], token: str) -> None:
+        await self._pause(server, token)
+        await self.protocol.load_files(server, str(folder), files, token)
+        await self._resume(server, token)
+
+    def close(self) -> None:
+        """Deletes the weights."""
+        if self._current is not None:
+            shutil.rmtree(self._current, ignore_errors=True)
+            self._current = None
+
+
+class TransferTransport(Transport):
+    """vLLM's weight transfer: the trainer broadcasts each tensor to a server's workers over NCCL.
+
+    One communicator per server, so that a server can die or come back without the others. Written to vLLM 0.32. NCCL
+    itself was not run yet; the calls around it were, with a communicator for CPU in its place.
+
+    Args:
+        address: name or address under which the servers reach the trainer; None takes that of the interface through
+            which the trainer reaches them.
+        patience: seconds a broadcast may take once the server has died.
+    """
+
+    def __init__(
+        self,
+        loop: LoopThread,
+        protocol: ServerProtocol,
+        dtype: torch.dtype | None,
+        address: str | None,
+        patience: float,
+    ) -> None:
+        super().__init__(loop, protocol, dtype)
+        self.address = address
+        self.patience = patience
+        self._groups: dict[tuple[str, int], Any] = {}  # a server that came back is another member
+
+    def push(self, servers: Sequence[Server], tensors: Iterable[Named], token: str) -> None:
+        self.loop.run(self._each(servers, lambda server: self._pause(server, token)))
+        for server in servers:
+            if server.lost is None:
+                self._connect(server)
+        self.loop.run(self._each(servers, lambda server: server.post("/start_weight_update")))
+        for bucket in self._buckets(tensors):
+            update = {
+                "names": [name for name, _ in bucket],
+                "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                "shapes": [list(tensor.shape) for _, tensor in bucket],
+            }
+            for server in servers:
+                if server.lost is None:
+                    self._send(server, update, [tensor for _, tensor in bucket])
+        self.loop.run(self._each(servers, lambda server: self._finish(server, token)))
+
+    def _connect(self, server: Server) -> None:
+        if server.life in self._groups:
+            return
+        size = 1 + int(self.loop.run(server.get("/get_world_size"))["world_size"])
+        host, port = self.address or _own_address(server.url), free_port("")
+        group = {"master_address": host, "master_port": port, "world_size": size}
+        body = {"init_info": group | {"rank_offset": 1, "packed": False}}
+        request = asyncio.run_coroutine_threadsafe(server.post("/init_weight_transfer_engine", body), self.loop.loop)
+        self._groups[server.life] = self._open(host, port, size)
+        request.result()
+
+    def _open(self, host: str, port: int, size: int) -> Any:
+        """Rank 0 of a group with a server's workers; anything with `broadcast(tensor, src)`."""
+        return transfer_group(host, port, size)
+
+    def _send(self, server: Server, update: dict[str, Any], tensors: Iterable[Tensor]) -> None:
+        request = asyncio.run_coroutine_threadsafe(
+            server.post("/update_weights", {"update_info": update}), self.loop.loop
+        )
+        for tensor in tensors:
+            self._groups[server.life].broadcast(tensor, src=0)
+        self._drain(request)
+        try:
+            with contextlib.suppress(ServerLostError):
+                request.result()
+        except ServerError as error:
+            raise ValueError(f"{server.url} could not take the weights: {error.text[:500]}") from error
+
+    def _drain(self, request: Any) -> None:
+        """Waits for the broadcasts. NCCL would wait for a dead server for ever."""
+        if not torch.cuda.is_available():
+            return
+        event = torch.cuda.Event()
+        event.record()
+        deadline = None
+        while not event.query():
+            if deadline is None and request.done() and request.exception() is not None:
+                deadline = time.monotonic() + self.patience
+            if deadline is not None and time.monotonic() > deadline:
+                raise EngineDiedError(f"A server failed while weights were broadcast to it: {request.exception()}")
+            time.sleep(0.001)
+
+    async def _finish(self, server: Server, token: str) -> None:
+        await server.post("/finish_weight_update")
+        await self._resume(server, token)
+
+
+def _own_address(url: str) -> str:
+    """The address of the interface through which `url` is reached."""
+    parts = urllib.parse.urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname or "localhost", parts.port or 80))
+        return str(probe.getsockname()[0])

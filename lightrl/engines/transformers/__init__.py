@@ -1,0 +1,5 @@
+"""`TransformersEngine`: plain PyTorch, the numerical reference."""
+
+from lightrl.engines.transformers.engine import TransformersEngine
+
+__all__ = ["TransformersEngine"]

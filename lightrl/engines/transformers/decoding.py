@@ -1,0 +1,403 @@
+"""The decoding loop of the transformers engine: admits requests, samples a token per row, hands out finished groups.
+
+Shapes: R live rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrl.engines.base import RequestQueue
+from lightrl.engines.transformers.decoders import Decoder
+from lightrl.engines.transformers.sampling import completion_uniforms, cuts, forbidden_tokens, sample
+from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams, Support
+
+__all__ = ["Generation"]
+
+
+class _Settings:
+    """Sampling settings that rows share; their limits on the length may differ."""
+
+    def __init__(self, sampling: SamplingParams, eos_ids: set[int]) -> None:
+        self.sampling = sampling
+        self.end_ids = set(sampling.stop_token_ids or []) | (set() if sampling.ignore_eos else eos_ids)
+        self.stops = list(sampling.stop or [])
+        # A token that can be seen has at least one byte, so this many tokens reach back over a stop string.
+        self.stop_window = max((len(stop.encode()) for stop in self.stops), default=0) + 8
+
+
+class _Job:
+    """One request under way. `start` is the place of its first uniform; completion g's begin `g * limit` later."""
+
+    def __init__(self, request: GenerationRequest, settings: _Settings, start: int, version: int) -> None:
+        self.request = request
+        self.settings = settings
+        self.start = start
+        self.version = version
+        self.copies = request.num_completions
+        self.limit = request.sampling.max_new_tokens
+        self.finished: list[Completion | None] = [None] * self.copies
+        self.unfinished = self.copies
+        self.cost = 0
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.request.token_ids
+
+
+class _Row:
+    """One completion under way. `tokens` and `logprobs` lack what is in `Generation.pending`."""
+
+    __slots__ = ("completion", "job", "kept", "logprobs", "text", "tokens", "visible")
+
+    def __init__(self, job: _Job, completion: int) -> None:
+        self.job = job
+        self.completion = completion
+        self.tokens: list[int] = []
+        self.visible: list[int] = []  # tokens that may be part of a stop string; empty where there are none
+        self.logprobs: list[float] = []
+        self.kept: list[Tensor] = []  # ids that each token was drawn from; empty where nothing is cut
+        self.text: str | None = None  # set when a stop string ends it
+
+
+class Generation:
+    """One call of `generate`.
+
+    Args:
+        make_decoder: (requests that wait, whether no more will come) makes an empty decoder that admits the first.
+        queue: where requests come from.
+        check: raises where a request cannot be served.
+        version: gives the policy version of the weights that sample.
+        tokenizer: for texts and stop strings.
+        eos_ids: end-of-sequence tokens, heeded unless `sampling.ignore_eos`.
+        device: of the logits.
+        max_sequences: most rows at a time.
+        max_tokens: most tokens held at a time.
+    """
+
+    def __init__(
+        self,
+        make_decoder: Callable[[Sequence[GenerationRequest], bool], Decoder],
+        queue: RequestQueue,
+        *,
+        check: Callable[[GenerationRequest], None],
+        version: Callable[[], int],
+        tokenizer: Any,
+        eos_ids: set[int],
+        device: torch.device,
+        max_sequences: int,
+        max_tokens: int,
+    ) -> None:
+        self.make_decoder = make_decoder
+        self.queue = queue
+        self.check = check
+        self.version = version
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.device = device
+        self.max_sequences = max_sequences
+        self.max_tokens = max_tokens
+        self.special = set(tokenizer.all_special_ids)
+        self.decoder: Decoder | None = None
+        self.settings: list[_Settings] = []
+        self.waiting: deque[_Job] = deque()
+        self.jobs: dict[GenerationRequest, _Job] = {}  # waiting or running
+        self.rows: list[_Row] = []
+        self.uniforms = torch.empty(0, dtype=torch.float64, device=device)  # of all jobs, one after another
+        self.last = torch.empty(0, dtype=torch.long, device=device)
+        self.cursors = torch.empty(0, dtype=torch.long, device=device)  # per row, the place of its next uniform
+        self.kinds: list[tuple[_Settings, Tensor | None]] = []  # of the rows, and which have them; None for all
+        # Tokens, log-probs, and per row the ids they were drawn from, of steps that no row ended with.
+        self.pending: list[tuple[Tensor, Tensor, list[Tensor] | None]] = []
+        self.seen: Tensor | None = None
+        self.held = 0
+        self.room = 0  # tokens until a row meets its limit, as of what is written down
+
+    def groups(self) -> Iterator[CompletionGroup]:
+        """The groups, each as soon as its last completion is done."""
+        while True:
+            self._take()
+            if not self.jobs:
+                return
+            admitted = self._admit()
+            # Not a `with` around the loop: a generator would leave inference mode on in its caller.
+            ended = self._prefill(admitted) if admitted else self._step()
+            yield from self._retire(ended)
+
+    # ------------------------------------------------------------------------------------------------ admission
+
+    def _take(self) -> None:
+        """New requests, and cancelled ones; waits only where there is nothing to do."""
+        while True:
+            requests = self.queue.take(wait=not self.jobs)
+            for request in self.queue.take_cancelled():
+                if request in self.jobs:
+                    self._drop(self.jobs[request])
+                elif request in requests:
+                    requests.remove(request)
+            if requests:
+                self._enqueue(requests)
+            if self.jobs or (self.queue.closed and not self.queue.waiting()):
+                return
+
+    @torch.inference_mode()
+    def _enqueue(self, requests: list[GenerationRequest]) -> None:
+        start, parts, jobs = len(self.uniforms), [self.uniforms], []
+        live = sum(job.copies * job.limit for job in self.jobs.values())
+        if start > 2 * live:
+            start, parts = live, [self._live_uniforms()]
+        for request in requests:
+            self.check(request)
+            job = _Job(request, self._settings(request.sampling), start, self.version())
+            parts += [completion_uniforms(request.seed, g, job.limit) for g in range(job.copies)]
+            start += job.copies * job.limit
+            jobs.append(job)
+            self.jobs[request] = job
+        self.uniforms = torch.cat([part.to(self.device) for part in parts])
+        # Longest first: neighbours are of about the same length, so little of a batch of prompts is padding.
+        self.waiting += sorted(jobs, key=lambda job: -len(job.prompt))
+
+    def _settings(self, sampling: SamplingParams) -> _Settings:
+        shared = replace(sampling, max_new_tokens=max(1, sampling.min_new_tokens))
+        for settings in self.settings:
+            if settings.sampling == shared:
+                return settings
+        self.settings.append(_Settings(shared, self.eos_ids))
+        return self.settings[-1]
+
+    def _live_uniforms(self) -> Tensor:
+        """Uniforms of the jobs that are not done, whose places and cursors follow."""
+        parts, start, moves = [], 0, dict[_Job, int]()
+        for job in self.jobs.values():
+            size = job.copies * job.limit
+            parts.append(self.uniforms[job.start : job.start + size])
+            moves[job] = start - job.start
+            job.start, start = start, start + size
+        if self.rows:
+            self.cursors += torch.tensor([moves[row.job] for row in self.rows], device=self.device)
+        return torch.cat(parts) if parts else self.uniforms[:0]
+
+    def _admit(self) -> list[_Job]:
+        """The jobs to start now: as many as there is room for, at least one where nothing is live."""
+        if not self.waiting or (self.rows and not (self.decoder and self.decoder.refills)):
+            return []
+        if self.decoder is None or (not self.rows and not self._admits(self.waiting[0])):
+            self.decoder = self.make_decoder([job.request for job in self.waiting], self.queue.closed)
+        taken: list[_Job] = []
+        tokens = 0
+        while self.waiting and self._admits(self.waiting[0]):
+            job = self.waiting[0]
+            tokens += len(job.prompt)
+            cost = self.decoder.tokens_held(len(job.prompt), job.copies, job.limit)
+            sequences = len(self.rows) + sum(other.copies for other in taken) + job.copies
+            fits = sequences <= self.max_sequences and self.held + cost <= self.max_tokens
+            if not fits and (self.rows or taken):
+                break
+            if taken and (tokens > self.decoder.prefill_tokens or not self._batches(taken[0], job)):
+                break
+            taken.append(self.waiting.popleft())
+            job.cost = cost
+            self.held += cost
+            if job.request.inputs:  # extra inputs belong to one prompt: it goes through the model alone
+                break
+        return taken
+
+    def _admits(self, job: _Job) -> bool:
+        return self.decoder is not None and self.decoder.admits(job.prompt, job.request.inputs)
+
+    def _batches(self, first: _Job, other: _Job) -> bool:
+        assert self.decoder is not None
+        alike = first.copies == other.copies and not other.request.inputs
+        return alike and self.decoder.batches(first.prompt, other.prompt)
+
+    # ------------------------------------------------------------------------------------------------- sampling
+
+    @torch.inference_mode()
+    def _prefill(self, admitted: list[_Job]) -> list[int]:
+        """Computes prompts and samples the first token of their completions; positions of rows that ended."""
+        assert self.decoder is not None
+        if self.pending:
+            self._write_down(0)  # what is pending belongs to the rows of before
+        first, copies = len(self.rows), admitted[0].copies
+        self.rows += [_Row(job, g) for job in admitted for g in range(copies)]
+        longest = max(len(job.prompt) + job.limit for job in admitted)
+        self.decoder.reserve(longest, max(job.limit for job in admitted))
+        logits = self.decoder.prefill([job.prompt for job in admitted], copies, admitted[0].request.inputs)
+        logits = logits.repeat_interleave(copies, 0)
+        slots = [job.start + g * job.limit for job in admitted for g in range(copies)]
+        self.cursors = torch.cat([self.cursors, torch.tensor(slots, device=self.device)])
+        self._note_seen(admitted, first, logits.shape[-1])
+        kinds = self._kinds(first)
+        self.last = torch.cat([self.last, self._sample(logits, kinds, first)])
+        self.kinds = kinds if first == 0 else self._kinds(0)
+        return self._write_down(first)
+
+    def _note_seen(self, admitted: list[_Job], first: int, vocabulary: int) -> None:
+        """Adds the tokens of prompts to what the repetition penalty applies to, where a row has one."""
+        if self.seen is None:
+            if all(job.settings.sampling.repetition_penalty == 1.0 for job in admitted):
+                return
+            self.seen = torch.zeros(first, vocabulary, dtype=torch.bool, device=self.device)  # rows without one
+        seen = torch.zeros(len(admitted), vocabulary, dtype=torch.bool, device=self.device)
+        for i, job in enumerate(admitted):
+            seen[i, list(job.prompt)] = True
+        self.seen = torch.cat([self.seen, seen.repeat_interleave(admitted[0].copies, 0)])
+
+    def _kinds(self, first: int) -> list[tuple[_Settings, Tensor | None]]:
+        """The settings of the rows from `first` on, and the numbers of those that have them; None where all do."""
+        numbers: dict[_Settings, list[int]] = {}
+        for i, row in enumerate(self.rows[first:]):
+            numbers.setdefault(row.job.settings, []).append(i)
+        if len(numbers) == 1:
+            return [(settings, None) for settings in numbers]
+        return [(settings, torch.tensor(rows, device=self.device)) for settings, rows in numbers.items()]
+
+    @torch.inference_mode()
+    def _step(self) -> list[int]:
+        """Samples one more token for every row; positions of rows that ended."""
+        assert self.decoder is not None
+        self.last = tokens = self._sample(self.decoder.step(self.last), self.kinds, 0)
+        # The lists of the rows are made only where a row may have ended: that takes as long as the sampling.
+        if len(self.pending) < self.room and not any(settings.stops for settings, _ in self.kinds):
+            ends = set().union(*(settings.end_ids for settings, _ in self.kinds))
+            if ends.isdisjoint(tokens.tolist() if ends else ()):
+                return []
+        return self._write_down(0)
+
+    def _sample(self, logits: Tensor, kinds: list[tuple[_Settings, Tensor | None]], first: int) -> Tensor:
+        """Samples for the rows from `first` on, and leaves tokens and log-probs in `pending`; the tokens."""
+        parts = []
+        for settings, rows in kinds:
+            own = logits if rows is None else logits[rows]
+            parts.append(self._sample_kind(own, settings, rows, first))
+        tokens, logprobs, kept = parts[0]
+        if len(kinds) > 1:
+            order = torch.cat([rows for _, rows in kinds if rows is not None]).argsort()
+            tokens = torch.cat([part[0] for part in parts])[order]
+            logprobs = torch.cat([part[1] for part in parts])[order]
+            if any(part[2] is not None for part in parts):
+                nothing = torch.empty(0, dtype=torch.int32)
+                joined = [ids for part in parts for ids in (part[2] or [nothing] * len(part[0]))]
+                kept = [joined[i] for i in order.tolist()]
+        if self.seen is not None:
+            self.seen[first:].scatter_(1, tokens[:, None], True)
+        self.cursors[first:] += 1
+        self.pending.append((tokens, logprobs, kept))
+        return tokens
+
+    def _sample_kind(
+        self, logits: Tensor, settings: _Settings, rows: Tensor | None, first: int
+    ) -> tuple[Tensor, Tensor, list[Tensor] | None]:
+        """What `sample` gives for the rows with these settings; `rows` count from `first`."""
+        cursors = self.cursors[first:] if rows is None else self.cursors[first:][rows]
+        seen = forbidden = None
+        sampling = settings.sampling
+        if sampling.min_new_tokens and settings.end_ids:
+            members = self.rows[first:] if rows is None else [self.rows[first + i] for i in rows.tolist()]
+            lengths = [len(row.tokens) + len(self.pending) for row in members]
+            if min(lengths) < sampling.min_new_tokens:
+                young = torch.tensor(lengths, device=self.device) < sampling.min_new_tokens
+                forbidden = forbidden_tokens(young, sorted(settings.end_ids), logits.shape[-1])
+        if self.seen is not None:
+            seen = self.seen[first:] if rows is None else self.seen[first:][rows]
+        fresh = not self.pending and not self.rows[-1].tokens  # rows that come together have their first token together
+        return sample(logits, sampling, self.uniforms.take(cursors), seen=seen, forbidden=forbidden, first=fresh)
+
+    def _write_down(self, first: int) -> list[int]:
+        """Gives what is pending to the rows from `first` on, which it belongs to; positions of those that ended."""
+        tokens = torch.stack([step[0] for step in self.pending], 1).tolist()
+        logprobs = torch.stack([step[1] for step in self.pending], 1).tolist()
+        supports = [kept for _, _, kept in self.pending if kept is not None]  # in all steps or in none
+        self.pending.clear()
+        ended = []
+        for i, row in enumerate(self.rows[first:]):
+            row.tokens += tokens[i]
+            row.logprobs += logprobs[i]
+            row.kept += [kept[i] for kept in supports]
+            last, settings = row.tokens[-1], row.job.settings
+            stopped = bool(settings.stops) and self._stopped(row, last)  # also of the last token: its text may be cut
+            if stopped or last in settings.end_ids or len(row.tokens) == row.job.limit:
+                ended.append(first + i)
+        return ended
+
+    def _stopped(self, row: _Row, token: int) -> bool:
+        """Whether a stop string is complete; cuts the row's text behind it."""
+        settings = row.job.settings
+        least = settings.sampling.min_new_tokens
+        if len(row.tokens) < least:
+            return False
+        if token not in self.special:
+            row.visible.append(token)
+        tail = self._decode(row.visible[-settings.stop_window :])
+        if not any(stop in tail for stop in settings.stops):
+            return False
+        text = self._decode(row.tokens)
+        # A stop string among the tokens before min_new_tokens does not count.
+        start = len(text) - len(self._decode(row.visible)) if least else 0
+        found = [(at, at + len(stop)) for stop in settings.stops if (at := text.find(stop, max(start, 0))) >= 0]
+        if found:
+            row.text = text[: min(found)[1]]
+        return bool(found)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    # ------------------------------------------------------------------------------------------------ retirement
+
+    def _retire(self, ended: list[int]) -> list[CompletionGroup]:
+        """Forgets rows that ended and returns the groups that are complete with them."""
+        groups = []
+        for i in ended:
+            row = self.rows[i]
+            job = row.job
+            job.finished[row.completion] = self._completion(row)
+            job.unfinished -= 1
+            if not job.unfinished:
+                self.held -= job.cost
+                del self.jobs[job.request]
+                completions = [c for c in job.finished if c is not None]
+                groups.append(CompletionGroup(job.request, completions, job.version))
+        if ended:
+            self._compact(set(ended))
+        if not self.pending:
+            self.room = min((row.job.limit - len(row.tokens) for row in self.rows), default=0)
+        return groups
+
+    def _completion(self, row: _Row) -> Completion:
+        stopped = row.text is not None or row.tokens[-1] in row.job.settings.end_ids
+        text = row.text if row.text is not None else self._decode(row.tokens)
+        support = Support.of(row.kept) if cuts(row.job.settings.sampling) else None
+        return Completion(row.tokens, row.logprobs, text, "stop" if stopped else "length", support)
+
+    def _drop(self, job: _Job) -> None:
+        """Forgets a job that was cancelled."""
+        del self.jobs[job.request]
+        if job in self.waiting:
+            self.waiting.remove(job)
+            return
+        self.held -= job.cost
+        if self.pending:
+            self._write_down(0)  # before the rows move
+        self._compact({i for i, row in enumerate(self.rows) if row.job is job})
+        self.room = min((row.job.limit - len(row.tokens) for row in self.rows), default=0)
+
+    @torch.inference_mode()
+    def _compact(self, ended: set[int]) -> None:
+        """Moves the last live rows into the places of those that ended: the rest need not be copied."""
+        assert self.decoder is not None
+        count = len(self.rows) - len(ended)
+        tail = iter(i for i in range(count, len(self.rows)) if i not in ended)
+        keep = [next(tail) if i in ended else i for i in range(count)]
+        index = torch.tensor(keep, dtype=torch.long, device=self.device)
+        self.rows = [self.rows[i] for i in keep]
+        self.last, self.cursors = self.last[index], self.cursors[index]
+        if self.seen is not None:
+            self.seen = self.seen[index] if keep else None
+        self.kinds = self._kinds(0) if len(self.kinds) > 1 else self.kinds
+        self.decoder.keep(keep)

@@ -1,0 +1,244 @@
+"""The engine for machines without vLLM, and the numerical reference for the others: plain PyTorch, no compilation.
+
+Each distinct prompt is computed once, whatever the number of its completions; a finished completion stops costing
+anything at that step; every completion has its own random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
+
+from lightrl.engines.base import Engine, RequestQueue
+from lightrl.engines.transformers.decoders import CacheDecoder, Decoder
+from lightrl.engines.transformers.decoding import Generation
+from lightrl.kernels import cpu
+from lightrl.kernels.cpu.decoder import SHORT_PROMPT, CPUDecoder
+from lightrl.kernels.cpu.decoder_model import CPUModel, copy_by_rows
+from lightrl.models.loading import CONFIG_KEYS, causal_class
+from lightrl.models.packing.attention import keep_attention_caps
+from lightrl.types import CompletionGroup, EngineContext, GenerationRequest
+
+__all__ = ["TransformersEngine"]
+
+_LOGPROB_TOKENS = 4096  # tokens (with padding) of one forward of `logprobs`
+
+
+class TransformersEngine(Engine):
+    """Samples with transformers models in the trainer's process.
+
+    Results depend neither on the order nor on the number of prompts beyond the rounding of the model's matrix
+    products, and are repeated bit for bit by the same call. The global random generators are not touched.
+
+    Args:
+        max_sequences: most completions sampled at a time; prompts wait until there is room. A group is never split:
+            with `num_completions` above this, one group runs at a time.
+        max_batch_tokens: most tokens whose keys and values are held at a time, in the same way.
+        max_model_len: most tokens of prompt and completion; None takes the model's `max_position_embeddings`.
+        dtype: "float32", "bfloat16" or "float16"; None takes the trainer's.
+        device: None takes the trainer's.
+        cpu_kernels: decode plain Llama-shaped models on a CPU by `lightrl.kernels.cpu`, several times faster than by
+            the model's own code; None does so unless the environment has LIGHTRL_CPU_KERNELS=0.
+        model_kwargs: further arguments of `from_pretrained` (trust_remote_code, revision, attn_implementation, ...).
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    records_support = True
+
+    def __init__(
+        self,
+        max_sequences: int = 256,
+        max_batch_tokens: int = 1 << 17,
+        max_model_len: int | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+        cpu_kernels: bool | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        for name, value in (("max_sequences", max_sequences), ("max_batch_tokens", max_batch_tokens)):
+            if value < 1:
+                raise ValueError(f"TransformersEngine: {name}={value} must be at least 1.")
+        super().__init__()
+        self.max_sequences = max_sequences
+        self.max_batch_tokens = max_batch_tokens
+        self._max_model_len = max_model_len
+        self.cpu_kernels = cpu_kernels
+        self._dtype = dtype
+        self._device = device
+        self._model_kwargs = dict(model_kwargs or {})
+        self._model: Any = None
+        self._tokenizer: Any = None
+        self._cpu_model: CPUModel | None = None
+        self._eos_ids: set[int] = set()
+
+    def start(self, context: EngineContext) -> None:
+        """See `Engine.start`."""
+        if self.started:
+            return
+        self.dtype = self._dtype or context.dtype
+        dtype = getattr(torch, self.dtype)
+        path, kwargs = context.model_path, self._model_kwargs
+        # Making a module draws random numbers, which the trainer would miss.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(context.seed)  # torch.manual_seed would reach the accelerators' too
+            config = AutoConfig.from_pretrained(path, **{k: v for k, v in kwargs.items() if k in CONFIG_KEYS})
+            auto_class = causal_class(config)
+            if context.random_init:
+                model = auto_class.from_config(config, dtype=dtype)
+            else:
+                model = auto_class.from_pretrained(path, dtype=dtype, **kwargs)
+        model = model.to(self._device or context.device).eval().requires_grad_(False)
+        keep_attention_caps(model)
+        self._tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
+        self._eos_ids = _end_ids(model, self._tokenizer)
+        fast = model.device.type == "cpu" and cpu.enabled(self.cpu_kernels) and CPUModel.fits(model)
+        self._cpu_model = CPUModel(model) if fast else None
+        self._model = model
+
+    @property
+    def started(self) -> bool:
+        """See `Engine.started`."""
+        return self._model is not None
+
+    @property
+    def max_model_len(self) -> int:
+        """See `Engine.max_model_len`."""
+        self._require_started()
+        own = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        limits = [limit for limit in (own, self._max_model_len) if limit is not None]
+        return min(limits) if limits else 1 << 30
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._model = self._tokenizer = self._cpu_model = None
+        self.policy_version = -1
+
+    def _require_started(self) -> None:
+        if not self.started:
+            raise RuntimeError("TransformersEngine: call start(context) first.")
+
+    # ------------------------------------------------------------------------------------------------- sampling
+
+    def generate(self, requests: Iterable[GenerationRequest] | RequestQueue) -> Iterator[CompletionGroup]:
+        """See `Engine.generate`. A request that the decoder in use cannot hold beside others waits until they end."""
+        self._require_started()
+        return self._groups(self._checked_queue(requests))
+
+    def _groups(self, queue: RequestQueue) -> Iterator[CompletionGroup]:
+        generation = Generation(
+            self._decoder,
+            queue,
+            check=self.check_request,
+            version=lambda: self.policy_version,
+            tokenizer=self._tokenizer,
+            eos_ids=self._eos_ids,
+            device=self._model.device,
+            max_sequences=self.max_sequences,
+            max_tokens=self.max_batch_tokens,
+        )
+        self._queues.add(queue)
+        try:
+            yield from generation.groups()
+        finally:
+            self._queues.discard(queue)
+
+    def _decoder(self, requests: Sequence[GenerationRequest], complete: bool) -> Decoder:
+        """An empty decoder for requests that wait; `complete` where no more will come."""
+        if self._cpu_model is None or any(request.inputs for request in requests):
+            return CacheDecoder(self._model)
+        lengths = {len(request.token_ids) for request in requests}
+        new_tokens = max(request.sampling.max_new_tokens for request in requests)
+        copied = max(lengths) if complete and len(lengths) == 1 and max(lengths) <= SHORT_PROMPT else 0
+        return CPUDecoder(self._cpu_model, max(lengths) + new_tokens, new_tokens, copied)
+
+    def check_request(self, request: GenerationRequest) -> None:
+        """See `Engine.check_request`."""
+        sampling, length = request.sampling, len(request.token_ids)
+        for name in ("regex", "json_schema", "extra"):
+            if getattr(sampling, name):
+                raise ValueError(
+                    f"SamplingParams.{name}={getattr(sampling, name)!r}: TransformersEngine has no such thing; "
+                    "use VLLMEngine, or leave it out."
+                )
+        if request.num_completions < 1:
+            raise ValueError(f"num_completions={request.num_completions} must be at least 1.")
+        if not length:
+            raise ValueError(f"token_ids=[]: {request.name} is empty; give it at least one token.")
+        if length + sampling.max_new_tokens > self.max_model_len:
+            raise ValueError(
+                f"max_new_tokens={sampling.max_new_tokens}: with the {length} tokens of {request.name} that is "
+                f"more than the model's {self.max_model_len}. Lower max_new_tokens to "
+                f"{max(self.max_model_len - length, 0)} or shorten the prompt."
+            )
+
+    # -------------------------------------------------------------------------------------------------- weights
+
+    @torch.inference_mode()
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See `Engine.logprobs`."""
+        self._require_started()
+        answers: list[list[float]] = [[] for _ in sequences]
+        order = sorted((i for i, s in enumerate(sequences) if len(s) > 1), key=lambda i: len(sequences[i]))
+        while order:
+            width = len(sequences[order[-1]])
+            chunk = [order.pop() for _ in range(min(len(order), max(1, _LOGPROB_TOKENS // width)))]
+            rows = [list(sequences[i]) for i in chunk]
+            ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self._model.device)
+            mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=ids.device)
+            logits = self._model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
+            picked = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].tolist()
+            for i, row in zip(chunk, picked, strict=True):
+                answers[i] = row[: len(sequences[i]) - 1]
+        return answers
+
+    takes_parts = True
+
+    def load_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False
+    ) -> None:
+        """See `Engine.load_weights`.
+
+        Raises:
+            ValueError: names that the model does not have, names that did not come, or wrong shapes; all are listed.
+        """
+        self._require_started()
+        self.policy_version = -1
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        buffers = dict(self._model.named_buffers())
+        missing = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        unknown, misshapen = [], []
+        with torch.no_grad():
+            for name, tensor in named_tensors:
+                target = own.get(name, buffers.get(name))
+                if target is None:
+                    unknown.append(name)
+                elif target.shape != tensor.shape:
+                    misshapen.append(f"{name} {tuple(tensor.shape)} instead of {tuple(target.shape)}")
+                else:
+                    (copy_by_rows if target.ndim == 2 else Tensor.copy_)(target, tensor)
+                    missing.pop(id(target), None)
+        if partial:
+            missing.clear()
+        faults = {"missing": list(missing.values()), "unknown": unknown, "of the wrong shape": misshapen}
+        if any(faults.values()):
+            listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in faults.items() if names)
+            raise ValueError(
+                f"named_tensors do not fit the engine's model. {listed}. Send each parameter once, by name."
+            )
+        self.policy_version = policy_version
+
+
+def _end_ids(model: Any, tokenizer: Any) -> set[int]:
+    """End-of-sequence tokens of the generation config, the model's config and the tokenizer; there may be several."""
+    ids: set[int] = set()
+    for source in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        values = value if isinstance(value, list | tuple) else [value]
+        ids |= {int(v) for v in values if v is not None}
+    return ids

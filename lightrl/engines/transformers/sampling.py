@@ -1,0 +1,152 @@
+"""One token per row from a matrix of logits, by inverse CDF from random numbers that belong to the completion.
+
+Shapes: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightrl.types import SamplingParams
+
+__all__ = ["completion_uniforms", "cuts", "distribution", "sample"]
+
+_LARGEST_UNIFORM = 1 - 2.0**-40  # below 1 even after a multiplication by the total probability
+_NUCLEUS_WIDTH = 1024  # a nucleus is looked for among this many likeliest tokens before the vocabulary is sorted
+_MASK64 = 2**64 - 1
+
+
+def _mix(x: int) -> int:
+    """SplitMix64's finaliser: neighbouring integers become unrelated ones."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def completion_uniforms(seed: int, completion: int, count: int) -> Tensor:
+    """The random numbers of one completion, from (seed, completion) alone; the global generator is not touched.
+
+    Args:
+        seed: of the prompt.
+        completion: position g of the completion in its group.
+        count: how many, one per token that may be sampled.
+
+    Returns:
+        (count,) float64 in [0, 1), on the CPU. The first n do not depend on `count` being larger than n.
+    """
+    mixed = _mix(_mix(seed & _MASK64) ^ completion)
+    generator = torch.Generator().manual_seed(mixed >> 1)  # torch takes 63 bits without a sign
+    return torch.rand(count, dtype=torch.float64, generator=generator).clamp_(max=_LARGEST_UNIFORM)
+
+
+def cuts(sampling: SamplingParams) -> bool:
+    """Whether top-p, top-k or min-p cut the vocabulary."""
+    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
+
+
+def distribution(
+    logits: Tensor,
+    sampling: SamplingParams,
+    *,
+    seen: Tensor | None = None,
+    forbidden: Tensor | None = None,
+    first: bool = False,
+) -> Tensor:
+    """Unnormalised probabilities that tokens are sampled from: 0 where a token is cut off.
+
+    Order, as vLLM has it: repetition penalty, forbidden tokens, temperature, min-p, FIRE, top-k, top-p. Top-p is taken
+    of what min-p and top-k have left. Tokens that tie with the last one kept by top-k or top-p are kept too, so the
+    result does not depend on the order of a sort.
+
+    Args:
+        logits: (R, V), any floating type; computed in float32.
+        sampling: the settings. Temperature 0 is treated as 1 here.
+        seen: (R, V) bool, tokens that the repetition penalty applies to; needed where it is on.
+        forbidden: (R, V) bool, tokens that must not come.
+        first: these are the first tokens of completions, which `fire_temperature` is for.
+
+    Returns:
+        (R, V) float32, non-negative, rows not renormalised after top-k and top-p.
+    """
+    logits = logits.float()
+    if sampling.repetition_penalty != 1.0 and seen is not None:
+        penalty = sampling.repetition_penalty
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if forbidden is not None:
+        logits = logits.masked_fill(forbidden, -torch.inf)
+    if sampling.temperature not in (0.0, 1.0):
+        logits = logits / sampling.temperature
+    probs = torch.softmax(logits, -1)
+    if sampling.min_p > 0:
+        probs = probs.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0.0)
+    if first and sampling.fire_temperature is not None and sampling.temperature > 0:
+        heated = logits * (sampling.temperature / sampling.fire_temperature)
+        probs = heated.masked_fill(probs == 0, -torch.inf).softmax(-1) if sampling.min_p > 0 else heated.softmax(-1)
+    if 0 < sampling.top_k < probs.shape[-1]:
+        least = probs.topk(sampling.top_k, -1).values[:, -1:]
+        probs = probs.masked_fill(probs < least, 0.0)
+    if sampling.top_p < 1:
+        probs = probs.masked_fill(probs < _nucleus_threshold(probs, sampling), 0.0)
+    return probs
+
+
+def _nucleus_threshold(probs: Tensor, sampling: SamplingParams) -> Tensor:
+    """(R, 1): probability of the least likely token of each row's nucleus."""
+    vocabulary = probs.shape[-1]
+    mass = sampling.top_p * probs.sum(-1, keepdim=True, dtype=torch.float64)
+    for width in (min(_NUCLEUS_WIDTH, vocabulary), vocabulary):
+        top = probs.topk(width, -1).values
+        cumulative = top.cumsum(-1, dtype=torch.float64)
+        if width == vocabulary or bool((cumulative[:, -1:] >= mass).all()):
+            break
+    before = cumulative - top
+    return top.masked_fill(before >= mass, torch.inf).amin(-1, keepdim=True)
+
+
+def sample(
+    logits: Tensor,
+    sampling: SamplingParams,
+    uniforms: Tensor,
+    *,
+    seen: Tensor | None = None,
+    forbidden: Tensor | None = None,
+    first: bool = False,
+) -> tuple[Tensor, Tensor, list[Tensor] | None]:
+    """Draws one token per row and says how likely it was, and out of what.
+
+    token = min {i : F(i) > u F(V)}, F the cumulative sum (float64) of `distribution`; temperature 0 takes the
+    likeliest token, and its log-prob is that at temperature 1, as vLLM reports it.
+
+    Args:
+        logits: (R, V). uniforms: (R,) float64 in [0, 1).
+        sampling, seen, forbidden, first: as for `distribution`.
+
+    Returns:
+        tokens (R,) int64, log-probs (R,) float32 of the renormalised distribution, and for each of the R rows the ids
+        that were left to it, int32 on the CPU; None where nothing is cut.
+    """
+    probs = distribution(logits, sampling, seen=seen, forbidden=forbidden, first=first)
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    if sampling.temperature == 0:
+        tokens = probs.argmax(-1, keepdim=True)
+    else:
+        tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
+    logprobs = (probs.gather(-1, tokens) / total).log_().float()  # in float64, as the total is
+    kept = None
+    if cuts(sampling):
+        rows, ids = probs.nonzero(as_tuple=True)
+        counts = rows.bincount(minlength=len(probs)).tolist()
+        kept = list(ids.to("cpu", torch.int32).split(counts))
+    return tokens[:, 0], logprobs[:, 0], kept
+
+
+def forbidden_tokens(rows: Tensor, ids: Sequence[int], vocabulary: int) -> Tensor:
+    """(R, V) bool: True for the tokens `ids` in the rows where `rows` (R,) is True."""
+    mask = torch.zeros(rows.shape[0], vocabulary, dtype=torch.bool, device=rows.device)
+    mask[:, list(ids)] = rows[:, None]
+    return mask

@@ -1,0 +1,5 @@
+"""`VLLMEngine`: vLLM embedded in the run."""
+
+from lightrl.engines.vllm.engine import VLLMEngine
+
+__all__ = ["VLLMEngine"]

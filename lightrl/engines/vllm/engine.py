@@ -1,0 +1,557 @@
+"""`VLLMEngine`: vLLM embedded in the run, in the trainer's process or beside it.
+
+What touches vLLM's internals is in `lightrl.compat.vllm` (trainer's side) and `vllm_worker` (workers' side); `weights`
+is the transport between them, `requests` translates requests and answers. vLLM is imported by `start`, not before.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from lightrl.engines.base import (
+    Engine,
+    EngineDiedError,
+    EngineRestartedError,
+    RequestQueue,
+)
+from lightrl.engines.vllm.lora import AdapterFolder, lora_arguments
+from lightrl.engines.vllm.requests import (
+    check_lengths,
+    check_prompt,
+    completion,
+    completion_seed,
+    engine_prompt,
+    sampling_params,
+    scoring_params,
+)
+from lightrl.engines.vllm.setup import (
+    chosen_gpus,
+    free_cached_memory,
+    free_port,
+    lacks_weights,
+    threads_per_engine,
+)
+from lightrl.types import Completion, CompletionGroup, EngineContext, GenerationRequest
+
+if TYPE_CHECKING:
+    from lightrl.compat.vllm import VLLMAdapter
+    from lightrl.engines.vllm.weights import WeightSender
+
+__all__ = ["VLLMEngine", "completion_seed"]
+
+_CPU_KV_BYTES = 256 << 20
+
+
+def _gpu_number(context: EngineContext) -> int:
+    """Number of the trainer's GPU among the visible ones."""
+    return int(context.device.partition(":")[2] or 0)
+
+
+def _refuse_fire_on_v2() -> None:
+    """vLLM's second model runner, which it takes on GPUs, refuses logits processors, and so FIRE.
+
+    Raises:
+        ValueError: the user did not choose the first one.
+    """
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0":
+        raise ValueError(
+            "SamplingParams.fire_temperature on a GPU: vLLM's second model runner takes no logits processors. Set the "
+            "environment variable VLLM_USE_V2_MODEL_RUNNER=0 to have the first one, or leave fire_temperature out."
+        )
+
+
+class _Group:
+    """A request under way."""
+
+    def __init__(self, request: GenerationRequest, version: int) -> None:
+        self.request = request
+        self.version = version
+        self.keys: list[str] = []
+        self.done: dict[int, Completion] = {}
+
+
+class VLLMEngine(Engine):
+    """Samples with an embedded `vllm.LLM`.
+
+    Side effects of vLLM on its host process are undone: random states, environment variables, `torch.set_num_threads`,
+    and the default process group survives `close`. What stays on CPU: vLLM's placeholders for some `torch.cuda`
+    functions that do nothing without CUDA anyway. Log-probs are those of the distribution that was sampled from:
+    temperature, penalties, FIRE, min-p, top-k and top-p are in them.
+
+    Speed of a sync on CPU: vLLM's packing of linear weights is switched off, so new weights arrive at the speed of
+    memcpy, for 10-15 % slower matrix products at 64 sequences (up to 2 x at 8 and fewer).
+
+    Args:
+        model: folder or hub name; the run's model where None.
+        dtype: "float32", "bfloat16" or "float16" for weights and KV cache; the trainer's where None. vLLM's "auto",
+            which serves float32 models in bfloat16, is only taken where it is asked for.
+        in_process: the engine lives in the trainer's process: fastest start and sync. False: in processes of its own,
+            which can generate while the trainer updates and whose death the trainer survives.
+        max_model_len: most tokens of prompt and completion together; where None, what the run's longest prompt and
+            completion need, and the model's own limit where the run does not know its prompts' length.
+        gpu_memory_utilization: fraction of the device's memory for weights and KV cache, in (0, 1]. None: 0.4 on a GPU
+            that a trainer uses too, 0.9 on GPUs of its own (`devices`); on CPU a KV cache of 256 MiB instead.
+        tensor_parallel_size: number of devices the model is split over; more than 1 needs `in_process=False`.
+        devices: numbers of the visible GPUs on which this machine's engines run, `tensor_parallel_size` for each rank
+            in the order of the ranks; needs `in_process=False`. None: rank r's engine starts at its trainer's GPU.
+        restart_engine: an engine that died is started again before the error is raised; the error is then
+            `EngineRestartedError` and `policy_version` is -1, so a caller syncs and asks again.
+        sleep_level: what `sleep` frees on a GPU: 0 nothing, 1 KV cache, with weights moved to the host, 2 KV cache and
+            weights, which must be pushed again. On CPU memory stays, but the caches are dropped and level 2 still asks
+            for a new push, so that a run behaves alike on both.
+        lora_sync: of a policy with a LoRA adapter. "adapter": the engine keeps the base weights of the model's folder,
+            and a push brings the adapter alone. "merged": a push brings all weights, the adapter merged; sampling is
+            then as fast as without one. Quantised bases (QLoRA) are always merged.
+        progress_timeout: seconds for which the trainer waits for any sign of life from engine processes (one step of
+            the engine, one part of a weight push); then they count as lost, are ended, and `EngineDiedError` is raised.
+            None waits for ever.
+        engine_args: any further arguments of `vllm.LLM`, passed on untouched; they win over all of the above.
+
+    Raises:
+        ValueError: arguments that contradict each other.
+
+    Source: https://docs.vllm.ai (0.32).
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        dtype: str | None = None,
+        in_process: bool = True,
+        max_model_len: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        tensor_parallel_size: int = 1,
+        devices: list[int] | None = None,
+        restart_engine: bool = False,
+        sleep_level: Literal[0, 1, 2] = 0,
+        lora_sync: Literal["adapter", "merged"] = "adapter",
+        progress_timeout: float | None = 300.0,
+        engine_args: dict[str, Any] | None = None,
+    ) -> None:
+        if tensor_parallel_size > 1 and in_process:
+            raise ValueError(
+                f"VLLMEngine.tensor_parallel_size={tensor_parallel_size} needs engine processes of its own: "
+                "set in_process=False."
+            )
+        if devices is not None and in_process:
+            raise ValueError(
+                f"VLLMEngine.devices={devices}: an engine in the trainer's process runs on the trainer's GPU. Set "
+                "in_process=False, or leave devices out."
+            )
+        if devices is not None and (not devices or len({*devices}) < len(devices) or min(devices) < 0):
+            raise ValueError(f"VLLMEngine.devices={devices}: must be different numbers of GPUs, from 0 on.")
+        if progress_timeout is not None and progress_timeout <= 0:
+            raise ValueError(f"VLLMEngine.progress_timeout={progress_timeout}: must be above 0, or None for no limit.")
+        if restart_engine and in_process:
+            raise ValueError(
+                "VLLMEngine.restart_engine=True: an engine in the trainer's process cannot die alone; "
+                "set in_process=False or leave restart_engine off."
+            )
+        if "worker_extension_cls" in (engine_args or {}):
+            raise ValueError("VLLMEngine.engine_args: leave out worker_extension_cls, LightRL pushes weights by it.")
+        super().__init__()
+        self.model = model
+        self.requested_dtype = dtype
+        self.in_process = in_process
+        self.requested_model_len = max_model_len
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.tensor_parallel_size = tensor_parallel_size
+        self.devices = devices
+        self.restart_engine = restart_engine
+        self.sleep_level = sleep_level
+        self.lora_sync = lora_sync
+        self.progress_timeout = progress_timeout
+        self.engine_args = dict(engine_args or {})
+        self._context: EngineContext | None = None
+        self._adapter: VLLMAdapter | None = None
+        self._sender: WeightSender | None = None
+        self._adapter_folder: AdapterFolder | None = None
+        self._finished: dict[str, Any] = {}
+        self._num_requests = 0
+        self._asleep: Literal[0, 1, 2] = 0
+        self._cache_asleep = False
+        self._died = False
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def start(self, context: EngineContext) -> None:
+        if self._adapter is not None:
+            return
+        from lightrl.compat.vllm import VLLMAdapter
+        from lightrl.engines.vllm.weights import WeightSender
+
+        self._context = context
+        cuda = context.device.startswith("cuda")
+        forced, defaults = self.environment(context, cuda=cuda)
+        arguments = self.arguments(context, cuda=cuda)
+        self.dtype = str(arguments["dtype"]).removeprefix("torch.")
+        try:
+            self._adapter = VLLMAdapter(
+                arguments,
+                in_process=self.in_process,
+                forced=forced,
+                defaults=defaults,
+                progress_timeout=self.progress_timeout,
+            )
+        except ValueError as error:
+            if "max_model_len" not in str(error):
+                raise
+            raise ValueError(
+                f"The model cannot hold max_model_len={arguments.get('max_model_len')} tokens (longest prompt "
+                f"{context.max_prompt_tokens} and max_new_tokens={context.max_new_tokens}): lower max_new_tokens or "
+                f"the prompts' length. vLLM says: {error}"
+            ) from error
+        self._finished = {}
+        self._asleep = 0
+        self._cache_asleep = False
+        self._died = False
+        self._heats = "logits_processors" in arguments
+        self.policy_version = -1
+        self._lock = threading.RLock()
+        try:
+            self._sender = WeightSender(self._adapter)
+        except BaseException:
+            self.close()
+            raise
+
+    def environment(self, context: EngineContext, *, cuda: bool) -> tuple[dict[str, str], dict[str, str]]:
+        """Environment variables that must hold while the engine starts, and those that yield to the user's."""
+        if cuda and self.in_process:
+            # vLLM takes the GPU of that number: the trainer's own, whatever its rank.
+            forced = {"RANK": str(context.rank), "LOCAL_RANK": str(_gpu_number(context))}
+            forced["WORLD_SIZE"] = str(context.world_size)
+            # Only read where no process group exists yet, that is by a run of one process.
+            return forced, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        if cuda:
+            return {"CUDA_VISIBLE_DEVICES": self._own_gpus(context)}, {}
+        if self.in_process:
+            return {}, {}
+        # vLLM would bind every engine to core 0, and with as many spinning threads as cores trainer and engine slow
+        # one another down tenfold.
+        threads = threads_per_engine(context.world_size * self.tensor_parallel_size)
+        return {}, {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+
+    def arguments(self, context: EngineContext, *, cuda: bool) -> dict[str, Any]:
+        """Arguments of `vllm.LLM`."""
+        length = self.requested_model_len
+        if length is None and context.max_prompt_tokens is not None:
+            length = context.max_prompt_tokens + context.max_new_tokens
+        arguments: dict[str, Any] = {
+            "model": self.model or context.model_path,
+            "dtype": self.requested_dtype or context.dtype,
+            "seed": context.seed % 2**31,
+            "max_model_len": length,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "logprobs_mode": "processed_logprobs",
+            "use_tqdm_on_load": False,
+            "worker_extension_cls": "lightrl.compat.vllm_worker.WorkerExtension",
+        }
+        if not cuda:
+            arguments["enforce_eager"] = True  # compiling takes 25 s here and gains nothing
+            # After half a prompt vLLM takes a seeded request's random state back, which CPU generators refuse.
+            arguments["enable_chunked_prefill"] = False
+            own_binding = "VLLM_CPU_OMP_THREADS_BIND" in os.environ
+            if not self.in_process and self.tensor_parallel_size == 1 and not own_binding:
+                # The core is its own worker. vLLM would start a second process, to bind its threads to cores, and the
+                # core would spin on a core of its own while that one works. Its name alone ("uni") is overruled.
+                arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+        if self.gpu_memory_utilization is not None:
+            arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
+        elif cuda:
+            arguments["gpu_memory_utilization"] = 0.4 if self.devices is None else 0.9
+        else:
+            arguments["kv_cache_memory_bytes"] = _CPU_KV_BYTES
+        if cuda and self.in_process:
+            arguments["distributed_executor_backend"] = "external_launcher"
+        if cuda and self.sleep_level:
+            arguments["enable_sleep_mode"] = True
+        if context.random_init or lacks_weights(arguments["model"]):
+            arguments["load_format"] = "dummy"
+        if self._adapter_rank(context):
+            arguments |= lora_arguments(context.lora_rank)
+        if context.fire:
+            if cuda:
+                _refuse_fire_on_v2()
+            arguments["logits_processors"] = ["lightrl.compat.vllm_worker:FireProcessor"]
+        return arguments | self.engine_args
+
+    def _own_gpus(self, context: EngineContext) -> str:
+        """CUDA_VISIBLE_DEVICES of this rank's engine."""
+        size = self.tensor_parallel_size
+        if self.devices is None:
+            return chosen_gpus(_gpu_number(context) * size, size)
+        own = self.devices[context.local_rank * size : (context.local_rank + 1) * size]
+        if len(own) < size:
+            raise ValueError(
+                f"VLLMEngine.devices={self.devices}: rank {context.local_rank} of this machine needs "
+                f"{(context.local_rank + 1) * size} of them (tensor_parallel_size={size} for each rank): add GPUs, "
+                "lower tensor_parallel_size or use fewer ranks."
+            )
+        return ",".join(chosen_gpus(number, 1) for number in own)
+
+    def _adapter_rank(self, context: EngineContext) -> int:
+        """Rank of the adapters that this engine will be given; 0 where merged weights are pushed."""
+        if not context.lora_rank or self.lora_sync == "merged":
+            return 0
+        if self.sleep_level == 2:
+            raise ValueError(
+                'VLLMEngine.sleep_level=2 with lora_sync="adapter": sleep would drop the base weights, which an '
+                'adapter does not bring back. Set sleep_level to 1, or lora_sync="merged".'
+            )
+        return context.lora_rank
+
+    @property
+    def started(self) -> bool:
+        return self._adapter is not None
+
+    @property
+    def concurrent(self) -> bool:
+        return not self.in_process
+
+    @property
+    def sleeps(self) -> bool:
+        return self.sleep_level > 0
+
+    @property
+    def max_model_len(self) -> int:
+        return self._running().max_model_len
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Engine core and workers; empty for an engine in the trainer's process."""
+        return list(self._running().pids)
+
+    def close(self) -> None:
+        self._release(dead=False)
+
+    def _release(self, *, dead: bool) -> None:
+        adapter, self._adapter, self._sender = self._adapter, None, None
+        folder, self._adapter_folder = self._adapter_folder, None
+        self.policy_version, self._finished = -1, {}
+        try:
+            if adapter is not None:
+                adapter.close(dead=dead)
+        finally:
+            if folder is not None:
+                folder.remove()
+
+    def _running(self) -> VLLMAdapter:
+        if self._adapter is None:
+            if self._died:
+                raise EngineDiedError("The vLLM engine died earlier and was not started again (restart_engine=False).")
+            raise RuntimeError("VLLMEngine is not started: call start(context) first.")
+        return self._adapter
+
+    @contextmanager
+    def _serving(self) -> Iterator[VLLMAdapter]:
+        """The adapter, for one call at a time; ends a lost engine, and restarts it with `restart_engine`."""
+        from lightrl.compat.vllm import LostEngineError
+
+        adapter = self._running()
+        with self._lock:
+            try:
+                yield adapter
+            except LostEngineError as error:
+                self._release(dead=True)
+                self._died = True
+                if not self.restart_engine:
+                    raise EngineDiedError(str(error)) from error
+                assert self._context is not None
+                self.start(self._context)
+                raise EngineRestartedError(
+                    f"A vLLM engine process was lost and started again, without the policy's weights: push them and "
+                    f"repeat the rollout. {error}"
+                ) from error
+
+    # -- sampling --------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Iterable[GenerationRequest] | RequestQueue) -> Iterator[CompletionGroup]:
+        self._running()
+        return self._stream(self._checked_queue(requests))
+
+    def check_request(self, request: GenerationRequest) -> None:
+        sampling, limit = request.sampling, self.max_model_len
+        if 0 < sampling.temperature < 0.01:
+            raise ValueError(
+                f"SamplingParams.temperature={sampling.temperature}: vLLM serves 0 (greedy) and 0.01 or more."
+            )
+        if sampling.fire_temperature is not None and not self._heats:
+            raise ValueError(
+                f"SamplingParams.fire_temperature={sampling.fire_temperature}: this engine was started without it, "
+                "start it with EngineContext(fire=True), which a run does whose own settings have one."
+            )
+        check_lengths(request, limit=("engine's", limit), way_out="raise VLLMEngine.max_model_len")
+
+    def _stream(self, queue: RequestQueue) -> Iterator[CompletionGroup]:
+        running: dict[str, tuple[_Group, int]] = {}
+        groups: dict[GenerationRequest, _Group] = {}
+        self._queues.add(queue)
+        try:
+            while True:
+                for request in queue.take(wait=not running):
+                    self.check_request(request)
+                    groups[request] = group = _Group(request, self.policy_version)
+                    self._add(group, running)
+                for request in queue.take_cancelled():
+                    if request in groups:
+                        self._abort([key for key in groups.pop(request).keys if running.pop(key, None)])
+                if not running:
+                    if queue.closed and not queue.waiting():
+                        return
+                    continue
+                for key, output in self._step(running, lambda: queue.stopped):
+                    group, place = running.pop(key)
+                    check_prompt(output, group.request)
+                    group.done[place] = completion(output.outputs[0], group.request)
+                    if len(group.done) == group.request.num_completions:
+                        del groups[group.request]
+                        yield CompletionGroup(
+                            group.request, [group.done[i] for i in range(len(group.done))], group.version
+                        )
+        finally:
+            self._queues.discard(queue)
+            if running and self._adapter is not None:
+                self._abort(list(running))
+
+    def _add(self, group: _Group, running: dict[str, tuple[_Group, int]]) -> None:
+        """Has vLLM sample a group, each of its completions as a request of its own."""
+        params = sampling_params(group.request.sampling)
+        for place in range(group.request.num_completions):
+            own = params.clone()
+            own.seed = completion_seed(group.request.seed, place)
+            key = self._new_key()
+            running[key] = (group, place)
+            group.keys.append(key)
+            with self._serving() as adapter:
+                adapter.add(key, engine_prompt(group.request), own)
+
+    def _new_key(self) -> str:
+        self._num_requests += 1
+        return f"lightrl-{self._num_requests}"
+
+    def _step(self, owner: Mapping[str, Any], give_up: Callable[[], bool] = lambda: False) -> list[tuple[str, Any]]:
+        """Finished requests of this stream; those of others that finish meanwhile wait for their own."""
+        with self._serving() as adapter:  # looked up inside: another thread's step may just have brought them
+            mine = [key for key in self._finished if key in owner]
+            if not mine:
+                self._wake_cache()
+                self._finished.update({output.request_id: output for output in adapter.step(give_up)})
+                mine = [key for key in self._finished if key in owner]
+        return [(key, self._finished.pop(key)) for key in mine]
+
+    def _abort(self, keys: list[str]) -> None:
+        for key in keys:
+            self._finished.pop(key, None)
+        with self._serving() as adapter:
+            adapter.abort(keys)
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        limit = self.max_model_len
+        for position, ids in enumerate(sequences):
+            if not 2 <= len(ids) < limit:
+                raise ValueError(
+                    f"logprobs: sequence {position} has {len(ids)} tokens; vLLM takes 2 to {limit - 1} "
+                    "(max_model_len - 1)."
+                )
+        params = scoring_params()
+        owner: dict[str, int] = {}
+        result: list[list[float]] = [[] for _ in sequences]
+        try:
+            for position, ids in enumerate(sequences):
+                key = self._new_key()
+                owner[key] = position
+                with self._serving() as adapter:
+                    adapter.add(key, {"prompt_token_ids": list(ids)}, params)
+            while owner:
+                for key, output in self._step(owner):
+                    position = owner.pop(key)
+                    pairs = zip(sequences[position][1:], output.prompt_logprobs[1:], strict=True)
+                    result[position] = [float(entry[token].logprob) for token, entry in pairs]
+        finally:
+            if owner and self._adapter is not None:
+                self._abort(list(owner))
+        return result
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    takes_parts = True
+
+    def load_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False
+    ) -> None:
+        """See `Engine.load_weights`. Requests in flight go on with the new weights, their prefix computed again.
+
+        Raises:
+            ValueError: unknown names, or parameters of the engine that did not come; the message lists them.
+            EngineDiedError: an engine process is gone.
+        """
+        self.policy_version = -1
+        if self._asleep == 2:
+            self.wake()
+        with self._serving() as adapter:
+            assert self._sender is not None
+            self._sender.push(named_tensors, partial=partial)
+            self._wake_cache()
+            adapter.reset_caches()
+        self.policy_version = policy_version
+
+    @property
+    def takes_adapter(self) -> bool:
+        return self._context is not None and self._adapter_rank(self._context) > 0
+
+    def load_adapter(
+        self, named_tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any], *, policy_version: int
+    ) -> None:
+        """See `Engine.load_adapter`. Requests in flight go on with the new adapter, their prefix computed again."""
+        self.policy_version = -1
+        with self._serving() as adapter:
+            self._wake_cache()
+            self._adapter_folder = self._adapter_folder or AdapterFolder()
+            self._adapter_folder.write(named_tensors, config)
+            adapter.load_lora(self._adapter_folder.path)
+            adapter.reset_caches()
+        self.policy_version = policy_version
+
+    def sleep(self) -> None:
+        if self._asleep or not self.sleep_level:
+            return
+        with self._serving() as adapter:
+            if self._on_cuda:
+                adapter.sleep(self.sleep_level)
+            else:
+                adapter.reset_caches()
+            self._asleep = self.sleep_level
+        if self.sleep_level == 2:
+            self.policy_version = -1
+            assert self._sender is not None
+            self._sender.forget()
+
+    def wake(self) -> None:
+        if not self._asleep:
+            return
+        with self._serving() as adapter:
+            if self._on_cuda:
+                free_cached_memory()  # the trainer's own blocks, which no other process or allocator can take
+                # After level 2 the KV cache comes back with the weights: until then the trainer may need the memory.
+                adapter.wake(["weights"] if self._asleep == 2 else None)
+        self._cache_asleep = self._asleep == 2
+        self._asleep = 0
+
+    def _wake_cache(self) -> None:
+        if self._asleep:
+            self.wake()
+        if self._cache_asleep:
+            self._cache_asleep = False
+            if self._on_cuda:
+                free_cached_memory()
+                self._running().wake(["kv_cache"])
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._context is not None and self._context.device.startswith("cuda")

@@ -1,0 +1,161 @@
+"""Requests in vLLM's terms, and vLLM's answers in ours. vLLM is imported inside the functions."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from lightrl.models.video import video_timing
+from lightrl.types import Completion, GenerationRequest, SamplingParams
+
+__all__ = [
+    "check_lengths",
+    "check_prompt",
+    "completion",
+    "completion_seed",
+    "engine_prompt",
+    "plain_sampling",
+    "sampling_params",
+    "scoring_params",
+]
+
+
+def completion_seed(prompt_seed: int, completion: int) -> int:
+    """The seed of one completion: 63 bits of a hash of (seed of its prompt, its place in the group).
+
+    vLLM's own `n=G` uses seed, seed + 1, ..., so that prompts with neighbouring seeds would share random numbers.
+    """
+    digest = hashlib.blake2b(f"{prompt_seed}:{completion}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def sampling_params(sampling: SamplingParams) -> Any:
+    """vLLM's sampling parameters, without a seed; `sampling.extra` wins over everything."""
+    from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    structured = None
+    if sampling.regex is not None:
+        structured = StructuredOutputsParams(regex=sampling.regex)
+    elif sampling.json_schema is not None:
+        structured = StructuredOutputsParams(json=sampling.json_schema)
+    extra = dict(sampling.extra or {})
+    if sampling.fire_temperature is not None:
+        extra["extra_args"] = {"fire_temperature": sampling.fire_temperature} | (extra.get("extra_args") or {})
+    arguments: dict[str, Any] = {
+        **plain_sampling(sampling),
+        "structured_outputs": structured,
+        "logprobs": 0,  # the sampled token's alone
+        "flat_logprobs": True,
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+    }
+    return VLLMSamplingParams(**(arguments | extra))
+
+
+def plain_sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """What vLLM's sampling parameters and its server's requests have in common, under vLLM's names."""
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "min_tokens": sampling.min_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop": sampling.stop or [],
+        "stop_token_ids": sampling.stop_token_ids or [],
+        "ignore_eos": sampling.ignore_eos,
+        "include_stop_str_in_output": True,
+    }
+
+
+def scoring_params() -> Any:
+    """Asks for the log-probs of the prompt's tokens, at temperature 1; one token must be generated with them."""
+    from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VLLMSamplingParams(
+        max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+
+def _opening(request: GenerationRequest) -> str:
+    """The prompt's name at the beginning of a sentence."""
+    return request.name[:1].upper() + request.name[1:]
+
+
+def check_lengths(request: GenerationRequest, *, limit: tuple[str, int], way_out: str) -> None:
+    """Refuses counts that make no sense, and prompts that do not fit.
+
+    Args:
+        request: to be served.
+        limit: whose max_model_len it is, and how much.
+        way_out: what raises it.
+    """
+    length, new_tokens = len(request.token_ids), request.sampling.max_new_tokens
+    if request.num_completions < 1:
+        raise ValueError(f"num_completions={request.num_completions}: must be at least 1.")
+    if not length:
+        raise ValueError(f"token_ids=[]: {request.name} is empty; give it at least one token.")
+    if length + new_tokens > limit[1]:
+        raise ValueError(
+            f"{_opening(request)} has {length} tokens; with max_new_tokens={new_tokens} that is more than the "
+            f"{limit[0]} max_model_len={limit[1]}. Lower max_new_tokens, {way_out}, or drop or truncate prompts of "
+            "this length."
+        )
+
+
+def engine_prompt(request: GenerationRequest) -> dict[str, Any]:
+    """A prompt as vLLM takes it: token ids; with media, one placeholder for each, and the media under their names.
+
+    vLLM's processor puts the features' tokens in itself, once for all completions of a prompt: the names are its cache.
+    """
+    media = request.media
+    if not media:
+        return {"prompt_token_ids": request.token_ids}
+    data: dict[str, list[Any]] = {}
+    if media.images:
+        data["image"] = list(media.images)
+    if media.videos:
+        pairs = zip(media.videos, media.video_times, strict=True)
+        data["video"] = [(frames, video_timing(times)) for frames, times in pairs]
+    if media.audios:
+        data["audio"] = list(zip(media.audios, media.sampling_rates, strict=True))
+    names = {kind: [f"{media.key}-{kind}-{i}" for i in range(len(items))] for kind, items in data.items()}
+    return {"prompt_token_ids": media.token_ids, "multi_modal_data": data, "multi_modal_uuids": names}
+
+
+def check_prompt(output: Any, request: GenerationRequest) -> None:
+    """Compares the prompt that vLLM computed with the trainer's.
+
+    Raises:
+        ValueError: their processors made different placeholders of the media.
+    """
+    if not request.media:
+        return
+    theirs, ours = list(output.prompt_token_ids), request.token_ids
+    if theirs != ours:
+        raise ValueError(
+            f"{_opening(request)}: vLLM made {len(theirs)} tokens of it, the model's processor {len(ours)}, "
+            "and they differ: engine and trainer would not see the same. Leave engine_args' mm_processor_kwargs out, "
+            "and check that media, inputs and tokens of the prompt belong together."
+        )
+
+
+def completion(output: Any, request: GenerationRequest) -> Completion:
+    """vLLM's `CompletionOutput` as ours."""
+    limit = request.sampling.max_new_tokens
+    tokens = [int(token) for token in output.token_ids]
+    flat = getattr(output.logprobs, "logprobs", None)
+    if flat is not None and len(flat) == len(tokens):
+        logprobs = [float(value) for value in flat]
+    else:  # more than one per token: `extra` asked for it
+        logprobs = [float(entry[token].logprob) for token, entry in zip(tokens, output.logprobs, strict=True)]
+    if output.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a completion of {request.name} with finish_reason={output.finish_reason!r}.")
+    if output.finish_reason == "length" and len(tokens) < limit:
+        raise ValueError(
+            f"vLLM cut a completion of {request.name} after {len(tokens)} tokens, before max_new_tokens={limit}: "
+            "the prompt grew beyond max_model_len, as images do. Raise VLLMEngine.max_model_len or lower it."
+        )
+    return Completion(tokens, logprobs, output.text, output.finish_reason)

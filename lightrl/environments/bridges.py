@@ -1,0 +1,481 @@
+"""Whether the next request extends the tokens of the last one, and with what: proven, or not done."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightrl.environments.base import Message
+
+__all__ = ["Bridge", "RendererBridge", "TemplateBridge", "make_renderer"]
+
+MARK = "\U000f0e4c"
+"""Stands inside literal special-token text while it is rendered, so that it is not read as the token. Private use."""
+SHORT, LONG = "Qa1", "Zb2 Zb3 " * 7 + "Zb4"
+"""Two contents that stand for what was sampled, of different lengths."""
+
+
+class Bridge(ABC):
+    """Turns conversations into tokens for one chat template."""
+
+    def __init__(self) -> None:
+        self._parallel: dict[bool, bool] = {}  # by whether there are tools
+
+    @abstractmethod
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        """The whole conversation, up to where the assistant's next turn begins.
+
+        Raises:
+            ValueError: the template refuses the conversation.
+        """
+
+    def takes_parallel_calls(self, tools: Sequence[dict[str, Any]]) -> bool:
+        """Whether a message may hold two tool calls. Templates that raise on a second or drop it exist."""
+        if bool(tools) not in self._parallel:
+            self._parallel[bool(tools)] = self._renders_parallel_calls(tools)
+        return self._parallel[bool(tools)]
+
+    def _renders_parallel_calls(self, tools: Sequence[dict[str, Any]]) -> bool:
+        renderings = []
+        for names in (("Qt7", "Qt8"), ("Qt7", "Qt9")):
+            calls = [
+                {"type": "function", "id": f"call0000{i}", "function": {"name": name, "arguments": {"x": SHORT}}}
+                for i, name in enumerate(names)
+            ]
+            said: list[Message] = [
+                {"role": "user", "content": "Qu9"},
+                {"role": "assistant", "content": "", "tool_calls": calls},
+            ]
+            said += [
+                {"role": "tool", "name": name, "tool_call_id": f"call0000{i}", "content": "Qr8"}
+                for i, name in enumerate(names)
+            ]
+            try:
+                renderings.append(self.render(said, tools))
+            except ValueError:
+                return False
+        return renderings[0] != renderings[1]
+
+    @abstractmethod
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        history: Sequence[Message],
+        reply: Message,
+        new: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+    ) -> list[int] | None:
+        """The tokens to append to prompt and completion so that the assistant's next turn begins.
+
+        Args:
+            prompt_ids: what the engine was asked. completion_ids: what it sampled.
+            history: the conversation before `reply`. reply: the completion as a message.
+            new: the messages after it.
+            tools: JSON schemas.
+
+        Returns:
+            the tokens, or None where the template is not proven to extend these.
+        """
+
+
+class RendererBridge(Bridge):
+    """The proof that the package `renderers` has for the family of a model.
+
+    Args:
+        renderer: from `make_renderer`.
+        tokenizer: of the policy.
+
+    Source: https://github.com/PrimeIntellect-ai/renderers
+    """
+
+    def __init__(self, renderer: Any, tokenizer: Any) -> None:
+        super().__init__()
+        self.renderer = renderer
+        self._special = special_texts(tokenizer)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        refuse_media(messages)
+        said = guard(messages, self._special)
+        try:
+            ids = self.renderer.render_ids(said, tools=list(tools) or None, add_generation_prompt=True)
+        except Exception as error:
+            raise ValueError(f"The renderer refuses the conversation: {error}") from error
+        return list(ids)
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        history: Sequence[Message],
+        reply: Message,
+        new: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+    ) -> list[int] | None:
+        refuse_media(new)
+        before = [*prompt_ids, *completion_ids]
+        extended = self.renderer.bridge_to_next_turn(
+            list(prompt_ids), list(completion_ids), guard(new, self._special), tools=list(tools) or None
+        )
+        if extended is None or list(extended.token_ids[: len(before)]) != before:
+            return None
+        return list(extended.token_ids[len(before) :])
+
+
+class TemplateBridge(Bridge):
+    """Proves by rendering, for any chat template.
+
+    What a template writes after the assistant's turn is found by rendering conversations in which text that nobody
+    writes stands for what was sampled: two texts of different lengths, after two histories of different lengths.
+    Appending is proven where in all of them
+
+    - the conversation begins with what the engine was asked (no earlier turn is rewritten, no thought dropped),
+    - content, thoughts and every tool call of the reply are still there,
+    - the turn ends with the token that the policy ended it with,
+    - and what follows is the same text in all of them, so that it depends on nothing before it.
+
+    The text follows a special token, so it can be tokenised without what is before. A reply that was cut off, or ended
+    by a stop string, is ended with the template's own token, as context. The cost does not grow with the conversation,
+    unless histories matter to the template (DeepSeek's tool results): then the real one is rendered.
+
+    Args:
+        tokenizer: with a chat template.
+        template_kwargs: further variables of the template, such as `enable_thinking`.
+
+    Raises:
+        ValueError: there is no chat template.
+    """
+
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("environment: a conversation needs a tokenizer with a chat template; this one has none.")
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
+        self._special = special_texts(tokenizer)
+        self._form: _Form | None = None
+        self._ender: str | None = None
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], form: _Form | None = None) -> str:
+        form = form or self._form or _Form()
+        return str(
+            self.tokenizer.apply_chat_template(
+                [form.message(message) for message in messages],
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self.template_kwargs,
+            )
+        )
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        refuse_media(messages)
+        self._learn_form(messages[:1], tools)
+        try:
+            text = self._text(guard(messages, self._special), tools)
+        except Exception as error:
+            raise ValueError(
+                f"The chat template refuses the conversation: {error}. Where it has no tool messages, use "
+                "`result_role: user`; where it takes one tool call at a time, name it in `on_parse_error`."
+            ) from error
+        return encode_marked(self.tokenizer, text)
+
+    def _learn_form(self, first: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
+        """Finds how this template wants a message with tool calls: some want JSON text, some no content."""
+        if self._form is not None:
+            return
+        call = {"type": "function", "id": "call00000", "function": {"name": "Qt7", "arguments": {"x": SHORT}}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "name": "Qt7", "tool_call_id": "call00000", "content": "Qr8"}
+        user = {"role": "user", "content": "Qu9"}
+        for form in (_Form(), _Form(none=True), _Form(text=True), _Form(none=True, text=True)):
+            text = _or_none(lambda form=form: self._text([user, said, result], tools, form))  # type: ignore[misc]
+            if text is not None and "Qt7" in text and SHORT in text:
+                self._form = form
+                return
+        self._form = _Form()
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        history: Sequence[Message],
+        reply: Message,
+        new: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+    ) -> list[int] | None:
+        refuse_media(new)
+        self._learn_form(history[:1], tools)
+        new = guard(new, self._special)
+        ended = self._end_of_turn(completion_ids, history, tools)
+        if ended is None:
+            return None
+        end, sampled = ended
+        suffix = self._common_suffix(self._histories(history), reply, new, tools, end)
+        if suffix is None:  # the real history then, at a cost that grows with it
+            suffix = self._common_suffix([guard(history, self._special)], reply, new, tools, end)
+        if suffix is None:
+            return None
+        ids = encode_marked(self.tokenizer, end + suffix)
+        if not ids or ids[0] != self.tokenizer.convert_tokens_to_ids(end):
+            return None
+        return ids[1:] if sampled else ids
+
+    def _end_of_turn(
+        self, completion_ids: Sequence[int], history: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> tuple[str, bool] | None:
+        """The token that ends this turn, and whether it was sampled."""
+        if completion_ids and (token := self._special.get(completion_ids[-1])) is not None:
+            return token, True
+        if self._ender is None:
+            said = [("user", "Qu8"), ("assistant", SHORT), ("user", "Qu9")]
+            text = _or_none(lambda: self._text([{"role": role, "content": content} for role, content in said], tools))
+            tail = text[text.rfind(SHORT) :] if text else ""
+            self._ender = first_of(tail, self._special.values())
+        return (self._ender, False) if self._ender else None
+
+    def _histories(self, history: Sequence[Message]) -> list[list[Message]]:
+        """The prompt, and the prompt with further turns of the kinds that there were."""
+        turns = next((i for i, message in enumerate(history) if message["role"] == "assistant"), len(history))
+        prompt = guard(history[:turns], self._special)
+        said = [message for message in history if message["role"] == "assistant"]
+        longer = list(prompt)
+        for number in range(2):
+            assistant: Message = {"role": "assistant", "content": f"Qh{number}"}
+            if any(message.get("reasoning_content") for message in said):
+                assistant["reasoning_content"] = f"Qi{number}"
+            calls = next((message["tool_calls"] for message in said if message.get("tool_calls")), None)
+            if calls and any(message["role"] == "tool" for message in history):
+                call = {**calls[0], "function": {"name": calls[0]["function"]["name"], "arguments": {"x": "Qj"}}}
+                assistant["tool_calls"] = [call]
+                answer = {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": "Qk"}
+            else:
+                answer = {"role": "user", "content": "Ql" * (number + 2)}
+            longer += [assistant, answer]
+        return [prompt, longer]
+
+    def _common_suffix(
+        self,
+        histories: Sequence[Sequence[Message]],
+        reply: Message,
+        new: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        end: str,
+    ) -> str | None:
+        """What follows `end`, the same after all histories and replies; None where it is not."""
+        found: set[str] = set()
+        for history in histories:
+            start = _or_none(lambda history=history: self._text(history, tools))  # type: ignore[misc]
+            if start is None:
+                return None
+            for content in (SHORT, LONG):
+                stand_in, marks = _stand_in(reply, content)
+                full = _or_none(lambda h=history, s=stand_in: self._text([*h, s, *new], tools))  # type: ignore[misc]
+                if full is None or not full.startswith(start):
+                    return None
+                body = full[len(start) :]
+                places = [body.find(mark) for mark in marks]
+                if -1 in places:
+                    return None
+                last = max(place + len(mark) for place, mark in zip(places, marks, strict=True))
+                enders = {end, self.tokenizer.eos_token, self._ender} - {None}
+                if first_of(body[last:], enders) != end:
+                    return None
+                found.add(body[body.index(end, last) + len(end) :])
+            if len(found) != 1:
+                return None
+        (suffix,) = found
+        return suffix if self._survives(histories[0], reply, new, tools, end + suffix) else None
+
+    def _survives(
+        self,
+        history: Sequence[Message],
+        reply: Message,
+        new: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        tail: str,
+    ) -> bool:
+        """Whether the reply as it is, thoughts written into its content included, stays in the conversation."""
+        (real,) = guard([reply], self._special)
+        start = self._text(history, tools)
+        full = _or_none(lambda: self._text([*history, real, *new], tools))
+        if full is None or not full.startswith(start) or not full.endswith(tail):
+            return False
+        body = full[len(start) : len(full) - len(tail)]
+        thoughts = str(real.get("reasoning_content") or "").strip()
+        return str(real.get("content") or "").strip() in body and thoughts in body
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a template wants a message with tool calls: arguments as JSON text, empty content as None."""
+
+    none: bool = False
+    text: bool = False
+
+    def message(self, message: Message) -> Message:
+        if not message.get("tool_calls"):
+            return message
+        message = dict(message)
+        if self.none and not message["content"]:
+            message["content"] = None
+        if self.text:
+            message["tool_calls"] = [
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                    },
+                }
+                for call in message["tool_calls"]
+            ]
+        return message
+
+
+def _stand_in(reply: Message, content: str) -> tuple[Message, list[str]]:
+    """The reply with every sampled text replaced, and the replacements."""
+    message: Message = {**reply, "content": ""}
+    marks = []
+    if reply.get("content") or not reply.get("tool_calls"):
+        message["content"] = content
+        marks.append(content)
+    if reply.get("reasoning_content"):
+        message["reasoning_content"] = f"Qr {content} rQ"
+        marks.append(message["reasoning_content"])
+    if reply.get("tool_calls"):
+        message["tool_calls"] = []
+        for number, call in enumerate(reply["tool_calls"]):
+            value = f"Qc{number} {content} cQ{number}"
+            marks.append(value)
+            function = {"name": call["function"]["name"], "arguments": {"x": value}}
+            message["tool_calls"].append({**call, "function": function})
+    return message, marks
+
+
+def _or_none(render: Callable[[], str]) -> str | None:
+    """The text, or None where the template refuses: it may raise anything."""
+    try:
+        return render()
+    except Exception:
+        return None
+
+
+def first_of(text: str, tokens: Any) -> str | None:
+    """The one of the tokens that comes first in the text; None without any."""
+    found = [(place, -len(token), token) for token in tokens if token and (place := text.find(token)) >= 0]
+    return min(found)[2] if found else None
+
+
+def special_texts(tokenizer: Any) -> dict[int, str]:
+    """Token id -> text of the special tokens."""
+    return {
+        number: token.content
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special or token.content in tokenizer.all_special_tokens
+    }
+
+
+def guard(messages: Sequence[Message], special: Mapping[int, str]) -> list[Message]:
+    """The messages with a mark inside each special token's text, wherever it stands in them."""
+    tokens = [token for token in special.values() if len(token) > 1]
+
+    def marked(value: Any) -> Any:
+        if isinstance(value, str):
+            for token in tokens:
+                if token in value:
+                    value = value.replace(token, token[0] + MARK + token[1:])
+            return value
+        if isinstance(value, Mapping):
+            return {key: marked(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [marked(item) for item in value]
+        return value
+
+    return [{key: value if key == "role" else marked(value) for key, value in message.items()} for message in messages]
+
+
+def encode_marked(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a rendered text; special-token text with a mark inside becomes ordinary tokens."""
+    return [number for part in text.split(MARK) if part for number in tokenizer.encode(part, add_special_tokens=False)]
+
+
+def refuse_media(messages: Sequence[Message]) -> None:
+    """Images and the like need a processor, which nothing here has.
+
+    Raises:
+        ValueError: a content block is not text.
+    """
+    for message in messages:
+        if isinstance(message.get("content"), list):
+            for part in message["content"]:
+                if part.get("type") != "text":
+                    raise ValueError(
+                        f"environment: a {message['role']} message holds a content block of type {part.get('type')!r}; "
+                        "environments are text only so far. Describe it in words, or leave it out."
+                    )
+
+
+class _MarkedTokenizer:
+    """What `renderers` asks of a tokenizer, with literal special-token text encoded as ordinary tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.special = special_texts(tokenizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, text: str, **kwargs: Any) -> dict[str, list[Any]]:
+        """Ids and, where asked for, the place in the text that each stands for."""
+        ids: list[int] = []
+        places: list[tuple[int, int]] = []
+        at = 0
+        for part in text.split(MARK):
+            encoded = self.tokenizer(part, **kwargs)
+            ids += encoded["input_ids"]
+            places += [(at + start, at + end) for start, end in encoded.get("offset_mapping", ())]
+            at += len(part) + len(MARK)
+        return {"input_ids": ids, "offset_mapping": places}
+
+    def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
+        return [i for part in text.split(MARK) if part for i in self.tokenizer.encode(part, *args, **kwargs)]
+
+
+def make_renderer(tokenizer: Any, name: str | None, options: Mapping[str, Any] | None = None) -> Any | None:
+    """The renderer of a model's family, of the package `renderers`.
+
+    Args:
+        tokenizer: of the policy.
+        name: the package's name of the family, such as "qwen3"; None takes the one that it knows under the model's
+            exact hub name; "template" takes none.
+        options: variables of the chat template, such as `enable_thinking`.
+
+    Returns:
+        the renderer, or None: the chat template is used.
+
+    Raises:
+        ValueError: the package is asked for and not installed, or has no such renderer.
+    """
+    if name == "template":
+        return None
+    try:
+        import renderers
+        from renderers.base import MODEL_RENDERER_MAP
+    except ImportError as error:
+        if name is None:
+            return None
+        raise ValueError(f"renderer: {name!r} needs the package `renderers`: install lightrl[agents].") from error
+    known = sorted(set(MODEL_RENDERER_MAP.values()))
+    name = name or MODEL_RENDERER_MAP.get(getattr(tokenizer, "name_or_path", ""))
+    if name is None:
+        return None
+    if name not in known:
+        raise ValueError(f'renderer: there is none {name!r}; use "template", or one of {", ".join(known)}.')
+    wrapped = _MarkedTokenizer(tokenizer)
+    return renderers.create_renderer(
+        wrapped, renderers.config_from_name(name), chat_template_kwargs=dict(options or {})
+    )

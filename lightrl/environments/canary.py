@@ -1,0 +1,77 @@
+"""Whether what is trained is what was sampled: the engine is asked for the log-probs of finished rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightrl.engines.base import Engine
+from lightrl.types import Trajectory
+
+__all__ = ["LedgerMismatch", "check_trajectories"]
+
+
+@dataclass
+class LedgerMismatch:
+    """A sampled token whose log-prob is not what the engine gives it in its row.
+
+    Attributes:
+        trajectory, row, turn, token: numbers of the trajectory, its row, the turn, and the token in the row.
+        sampled: log-prob when it was sampled. recomputed: in the row.
+        before: text of the row up to the token. text: of the turn.
+    """
+
+    trajectory: int
+    row: int
+    turn: int
+    token: int
+    sampled: float
+    recomputed: float
+    before: str
+    text: str
+
+    def __str__(self) -> str:
+        return (
+            f"trajectory {self.trajectory}, row {self.row}, turn {self.turn}, token {self.token}: sampled with "
+            f"log-prob {self.sampled:.6f}, but {self.recomputed:.6f} in the row that is trained.\nThe row before it: "
+            f"{self.before!r}\nThe turn: {self.text!r}"
+        )
+
+
+def check_trajectories(
+    engine: Engine,
+    trajectories: Sequence[Trajectory],
+    decode: Callable[[list[int]], Any],
+    *,
+    tolerance: float = 1e-5,
+) -> list[LedgerMismatch]:
+    """Compares the log-probs of sampled tokens with the engine's of the finished rows.
+
+    The engine must hold the weights that sampled them, and have sampled at temperature 1 without top-p and the like.
+
+    Args:
+        engine: started.
+        trajectories: finished ones.
+        decode: from token ids to text.
+        tolerance: largest difference; 1e-5 suits float32.
+
+    Returns:
+        the first mismatch of each turn that has one.
+    """
+    rows = [(t, r, row) for t, trajectory in enumerate(trajectories) for r, row in enumerate(trajectory.rows)]
+    rows = [entry for entry in rows if any(turn >= 0 for turn in entry[2].turn_ids)]
+    found: list[LedgerMismatch] = []
+    if not rows:
+        return found
+    for (t, r, row), recomputed in zip(rows, engine.logprobs([row.token_ids for *_, row in rows]), strict=True):
+        bad: set[int] = set()
+        for i, turn in enumerate(row.turn_ids):
+            if turn < 0 or turn in bad:
+                continue
+            if not abs(recomputed[i - 1] - row.logprobs[i]) <= tolerance:  # NaN is a mismatch too
+                bad.add(turn)
+                ids = [token for token, of in zip(row.token_ids, row.turn_ids, strict=True) if of == turn]
+                before, text = str(decode(row.token_ids[:i])), str(decode(ids))
+                found.append(LedgerMismatch(t, r, turn, i, row.logprobs[i], recomputed[i - 1], before, text))
+    return found

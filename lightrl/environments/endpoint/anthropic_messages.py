@@ -1,0 +1,201 @@
+"""Anthropic's messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from lightrl.environments.base import Message
+from lightrl.environments.endpoint.api import (
+    Api,
+    call_message,
+    event,
+    function_tool,
+    new_id,
+    of_type,
+    pieces,
+    refuse,
+    text_of,
+    whole,
+)
+from lightrl.environments.endpoint.session import Answered, Asked, RefusedError
+
+__all__ = ["Messages"]
+
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+class Messages(Api):
+    """`POST /messages`.
+
+    Source: https://docs.claude.com/en/api/messages
+    """
+
+    path = "/messages"
+    read_names = frozenset(
+        [
+            *("messages", "model", "system", "tools", "tool_choice", "stream", "max_tokens", "stop_sequences"),
+            *("metadata", "service_tier"),
+        ]
+    )
+
+    def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]) -> Asked:
+        """See `Api.read`."""
+        choice = body.get("tool_choice")
+        kind = None if choice is None else of_type(choice, dict, "tool_choice", "an object").get("type")
+        refuse({"tool_choice": kind}, {"tool_choice": ("auto", "none")})
+        refuse(body, {"stop_sequences": ([],), "mcp_servers": ([],), "container": (), "output_format": ()})
+        said = of_type(body.get("messages"), list, "messages", "a list")
+        if not said:
+            raise RefusedError(400, "messages must not be empty.", "messages")
+        limit = whole(body.get("max_tokens"), "max_tokens")
+        if limit is None:
+            raise RefusedError(400, "max_tokens: this member is required.", "max_tokens")
+        messages: list[Message] = []
+        if body.get("system"):
+            messages.append({"role": "system", "content": text_of(body["system"], "system")})
+        for i, message in enumerate(said):
+            messages += _messages(message, f"messages[{i}]")
+        given = body.get("tools")
+        tools = [] if given is None else of_type(given, list, "tools", "a list")
+        return Asked(
+            messages=messages,
+            tools=[] if kind == "none" else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
+            max_new_tokens=limit,
+            model=str(body.get("model") or ""),
+            stream=bool(body.get("stream")),
+            ignored=self._ignored(body),
+        )
+
+    def write(self, asked: Asked, answered: Answered) -> dict[str, Any]:
+        """See `Api.write`."""
+        return {
+            "id": new_id("msg_"),
+            "type": "message",
+            "role": "assistant",
+            "model": asked.model,
+            "content": _blocks(answered),
+            "stop_reason": _stop(answered),
+            "stop_sequence": None,
+            "usage": {"input_tokens": answered.prompt_tokens, "output_tokens": answered.completion_tokens},
+        }
+
+    def events(self, asked: Asked, answered: Answered, written: Mapping[str, Any]) -> Iterator[bytes]:
+        """See `Api.events`."""
+        usage = {"input_tokens": answered.prompt_tokens, "output_tokens": 0}
+        start = {**written, "content": [], "stop_reason": None, "usage": usage}
+        yield _event("message_start", message=start)
+        for i, block in enumerate(written["content"]):
+            if block["type"] == "tool_use":
+                empty: dict[str, Any] = {**block, "input": {}}
+                parts = [
+                    {"type": "input_json_delta", "partial_json": piece}
+                    for piece in pieces(json.dumps(block["input"], ensure_ascii=False))
+                ]
+            elif block["type"] == "thinking":
+                empty = {**block, "thinking": "", "signature": ""}
+                parts = [{"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])]
+                parts.append({"type": "signature_delta", "signature": block["signature"]})
+            else:
+                empty = {"type": "text", "text": ""}
+                parts = [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
+            yield _event("content_block_start", index=i, content_block=empty)
+            for part in parts:
+                yield _event("content_block_delta", index=i, delta=part)
+            yield _event("content_block_stop", index=i)
+        delta = {"stop_reason": written["stop_reason"], "stop_sequence": None}
+        yield _event("message_delta", delta=delta, usage={"output_tokens": answered.completion_tokens})
+        yield _event("message_stop")
+
+    def error(self, refused: RefusedError) -> dict[str, Any]:
+        """See `Api.error`; Anthropic's shape."""
+        kind = _ERRORS.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": refused.message}}
+
+
+def _event(kind: str, **members: Any) -> bytes:
+    return event({"type": kind, **members}, kind)
+
+
+def _stop(answered: Answered) -> str:
+    if answered.reply.truncated:
+        return "max_tokens"
+    return "tool_use" if answered.reply.tool_calls else "end_turn"
+
+
+def _blocks(answered: Answered) -> list[dict[str, Any]]:
+    reply = answered.reply
+    blocks: list[dict[str, Any]] = []
+    if reply.reasoning:
+        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": "none"})
+    if reply.content or not reply.tool_calls:
+        blocks.append({"type": "text", "text": reply.content})
+    blocks += [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in reply.tool_calls
+    ]
+    return blocks
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    kind = of_type(tool, dict, where, "an object").get("type")
+    if kind not in (None, "custom"):
+        raise RefusedError(400, f"{where}: tools of type {kind!r} are not offered here, only the program's own.", where)
+    return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), where)
+
+
+def _messages(message: Any, where: str) -> list[Message]:
+    """A message as chat templates take it: results of tools are messages of their own."""
+    role = of_type(message, dict, where, "an object").get("role")
+    content = message.get("content")
+    where = f"{where}.content"
+    if role == "system":
+        return [{"role": "system", "content": text_of(content, where)}]
+    if role not in ("user", "assistant"):
+        raise RefusedError(400, f"{where}: the role must be user or assistant, not {role!r}.", where)
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    blocks = [
+        of_type(block, dict, where, "a list of objects") for block in of_type(content, list, where, "text or a list")
+    ]
+    if role == "assistant":
+        return [_assistant(blocks, where)]
+    results = [block for block in blocks if block.get("type") == "tool_result"]
+    rest = [block for block in blocks if block.get("type") != "tool_result"]
+    said: list[Message] = [
+        {
+            "role": "tool",
+            "tool_call_id": of_type(block.get("tool_use_id"), str, f"{where}.tool_use_id", "a string"),
+            "content": text_of(block.get("content"), f"{where}.tool_result"),
+        }
+        for block in results
+    ]
+    if rest or not results:
+        said.append({"role": "user", "content": text_of(rest, where)})
+    return said
+
+
+def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
+    said: Message = {"role": "assistant", "content": ""}
+    thoughts, texts, calls = [], [], []
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "thinking":
+            thoughts.append(of_type(block.get("thinking"), str, f"{where}.thinking", "a string"))
+        elif kind == "tool_use":
+            given = of_type(block.get("input"), dict, f"{where}.input", "an object")
+            calls.append(call_message(block.get("id"), block.get("name"), given, where))
+        elif kind != "redacted_thinking":
+            texts.append(block)
+    said["content"] = text_of(texts, where)
+    if "".join(thoughts):
+        said["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        said["tool_calls"] = calls
+    return said

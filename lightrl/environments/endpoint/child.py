@@ -1,0 +1,68 @@
+"""Runs a program's function in a process of its own: `python child.py PROGRAM RESULT`, the call as a line of JSON on
+standard input, which stays open for as long as the run lives. It is run by its path, so it imports nothing of ours.
+"""
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import IO, Any
+
+sys.path.pop(0)  # the folder of this file
+
+
+def _end_with(stream: IO[bytes]) -> None:
+    """Ends this process and its children when the run that started them is no more."""
+    stream.read()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _load(run: str) -> Any:
+    place, _, name = run.rpartition(":")
+    if not place.endswith(".py"):
+        sys.path.insert(0, os.getcwd())
+        return getattr(importlib.import_module(place), name)
+    path = Path(place).resolve()
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def main(run: str, result_path: str) -> None:
+    """Calls the program `file.py:function` once with what stands on standard input, and writes its reward to a file."""
+    lifeline = os.fdopen(os.dup(0), "rb")  # not inherited by the program's children
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    call = json.loads(lifeline.readline())
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    try:
+        reward = _load(run)(call["row"], call["base_url"], call["api_key"])
+        if inspect.isawaitable(reward):
+
+            async def awaited() -> Any:
+                return await reward
+
+            reward = asyncio.run(awaited())
+        result = {"reward": reward}
+        written = json.dumps(result)
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        written = json.dumps({"error": f"{type(error).__name__}: {error}"})
+    sys.stdout.flush()
+    Path(result_path).write_text(written)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

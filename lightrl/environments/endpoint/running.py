@@ -1,0 +1,246 @@
+"""Runs a program once: in a thread of this process, or in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+__all__ = ["InProcess", "InSubprocess", "ProgramError", "Runner", "load"]
+
+CHILD = Path(__file__).with_name("child.py")
+LOG_BYTES = 4000  # of a process's output that a message shows
+
+
+class ProgramError(Exception):
+    """The program raised, or its process ended without a result."""
+
+
+class Runner(ABC):
+    """Runs a program once per `run`."""
+
+    @abstractmethod
+    async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+        """What the program returns. Cancelling it ends the program.
+
+        Raises:
+            ProgramError: it raised, or its process ended.
+        """
+
+
+def load(run: str) -> Callable[..., Any]:
+    """The function that "file.py:main" or "package.module:main" names.
+
+    Raises:
+        ValueError: there is none.
+    """
+    place, _, name = run.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            path = Path(place).resolve()
+            spec = importlib.util.spec_from_file_location(f"program_{path.stem}", path)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        function = getattr(module, name)
+    except (ImportError, AttributeError, OSError, ValueError) as error:
+        raise ValueError(
+            f'run: {run!r} cannot be loaded ({error}). Write "file.py:function" or "package.module:function".'
+        ) from error
+    if not callable(function):
+        raise ValueError(f"run: {run!r} is no function.")
+    return function  # type: ignore[no-any-return]
+
+
+async def _in_thread(work: Callable[[], Any], name: str) -> Any:
+    """The result of `work` in a thread that does not keep this process alive; cancelling it leaves the thread."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():  # nobody waits any more
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result: Any = None
+        failed: BaseException | None = None
+        try:
+            result = work()
+        except Exception as error:
+            failed = ProgramError(f"{type(error).__name__}: {error}")
+        except BaseException as error:  # SystemExit, or cancelled
+            failed = ProgramError(type(error).__name__)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, result, failed)
+
+    threading.Thread(target=run, daemon=True, name=name).start()
+    return await future
+
+
+class InProcess(Runner):
+    """Calls a function in a thread; an async one gets an event loop of its own there.
+
+    An async function is cancelled at its next `await`. A sync one cannot be ended: its key is void, and a thread that
+    goes on all the same is left behind, with a warning.
+
+    Args:
+        function: takes row, base URL and key.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+        """See `Runner.run`."""
+        call = _Call(self.function, (deepcopy(dict(row)), base_url, api_key))
+        task = asyncio.ensure_future(_in_thread(call, "program"))
+        try:
+            return await asyncio.shield(task)
+        finally:
+            if not task.done():
+                call.cancel()
+                await asyncio.wait([task], timeout=1.0)
+                if not task.done():
+                    rank_zero_warn("A program did not end when its attempt did; its thread is left behind.")
+                task.cancel()
+            if not task.cancelled() and task.done():
+                task.exception()  # seen
+
+
+class _Call:
+    """One call of a function, sync or async, which can be cancelled from another thread if it is async."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.function = function
+        self.arguments = arguments
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+
+    def __call__(self) -> Any:
+        result = self.function(*self.arguments)
+        return asyncio.run(self._awaited(result)) if inspect.isawaitable(result) else result
+
+    async def _awaited(self, result: Any) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        with self._lock:
+            self._running = (asyncio.get_running_loop(), task)
+            if self._cancelled:
+                task.cancel()
+        try:
+            return await result
+        finally:
+            with self._lock:
+                self._running = None
+
+    def cancel(self) -> None:
+        """Cancels an async function; a sync one runs on."""
+        with self._lock:
+            self._cancelled = True
+            if self._running is not None:
+                loop, task = self._running
+                loop.call_soon_threadsafe(task.cancel)
+
+
+class InSubprocess(Runner):
+    """Calls a function in a Python process of its own.
+
+    The process leads a group, which is killed as a whole, children of the program included, when the function has
+    returned, when it is to end, and by the process itself when this one is no more.
+
+    Args:
+        run: "file.py:main" or "package.module:main".
+        python: the interpreter; None takes this one.
+        env: variables beside those of this process.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+
+    def __init__(self, run: str, python: str | None = None, env: Mapping[str, str] | None = None) -> None:
+        place = run.rpartition(":")[0]
+        if not place or (place.endswith(".py") and not Path(place).exists()):
+            raise ValueError(
+                f'run: {run!r} names no program that is there. Write "file.py:function" or "package.module:function".'
+            )
+        self.program = run
+        self.python = python or sys.executable
+        self.env = dict(env or {})
+
+    async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+        """See `Runner.run`."""
+        try:
+            call = json.dumps({"row": dict(row), "base_url": base_url, "api_key": api_key})
+        except TypeError as error:
+            raise ValueError(
+                f"process: a row goes to a process as JSON, and this one cannot ({error}). Leave the column out, or "
+                "use process=False."
+            ) from error
+        root = base_url.removesuffix("/v1")
+        own = {
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": api_key,
+            "ANTHROPIC_BASE_URL": root,
+            "ANTHROPIC_API_KEY": api_key,
+        }
+        with tempfile.TemporaryDirectory(prefix="program-") as folder, open(Path(folder) / "log", "w+b") as log:
+            result = Path(folder) / "result.json"
+            process = subprocess.Popen(
+                [self.python, str(CHILD), self.program, str(result)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **own, **self.env},
+                start_new_session=True,
+            )
+            assert process.stdin is not None
+            stdin = process.stdin
+
+            def ended() -> None:
+                with contextlib.suppress(BrokenPipeError):
+                    stdin.write(call.encode() + b"\n")
+                    stdin.flush()
+                # Not reaped yet, so that nothing else can have its number when its group is killed.
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+            waiting = asyncio.ensure_future(_in_thread(ended, "program's process"))
+            try:
+                await asyncio.shield(waiting)
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await asyncio.wait([waiting])
+                process.wait()
+                with contextlib.suppress(OSError):
+                    stdin.close()
+            answer = json.loads(result.read_text()) if result.exists() else {}
+            if "reward" not in answer:
+                log.seek(max(log.seek(0, os.SEEK_END) - LOG_BYTES, 0))
+                said = log.read().decode(errors="replace").strip()
+                cause = answer.get("error") or f"its process ended with exit code {process.returncode}"
+                raise ProgramError(f"{cause}\n{said}" if said else cause)
+            return answer["reward"]

@@ -1,0 +1,229 @@
+"""The loopback server that programs take for a model's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
+
+from lightrl.compat.uvicorn import bounded_protocol
+from lightrl.environments.endpoint.anthropic_messages import Messages
+from lightrl.environments.endpoint.api import Api
+from lightrl.environments.endpoint.openai_chat import ChatCompletions
+from lightrl.environments.endpoint.openai_responses import Responses
+from lightrl.environments.endpoint.session import Answered, Asked, RefusedError, Session
+
+__all__ = ["Endpoint"]
+
+HOST = "127.0.0.1"
+READ_SECONDS = 60.0  # that a program may take to send a request
+# OpenAI's clients add "/chat/completions" to their base URL, Anthropic's "/v1/messages": one URL does for both.
+PREFIXES = ("", "/v1", "/v1/v1")
+NO_RETRY = {"x-should-retry": "false"}  # both official clients heed it
+
+
+class Endpoint:
+    """Serves sessions on 127.0.0.1 at a free port, from a thread and an event loop of its own.
+
+    Each session has a key, which is 256 random bits, compared in constant time, and void after the session's end.
+    Nothing is answered without one, and no body is read.
+
+    Args:
+        max_body_bytes: largest body.
+        max_connections: most connections at once.
+    """
+
+    def __init__(self, max_body_bytes: int, max_connections: int) -> None:
+        self.max_body_bytes = max_body_bytes
+        self._sessions: dict[str, tuple[bytes, Session]] = {}  # by the part of the key that is no secret
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.bind((HOST, 0))
+        self.base_url = f"http://{HOST}:{self._socket.getsockname()[1]}/v1"
+        config = uvicorn.Config(
+            self._app(),
+            http=bounded_protocol(READ_SECONDS, max_connections),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=2,
+        )
+        self._server = uvicorn.Server(config)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="endpoint")
+
+    def start(self) -> None:
+        """Returns when it answers.
+
+        Raises:
+            RuntimeError: it does not come up.
+        """
+        self._thread.start()
+        until = time.monotonic() + 30
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > until:
+                self.stop()
+                raise RuntimeError(f"The endpoint did not start at {self.base_url}.") from self._error
+            time.sleep(0.005)
+
+    def _serve(self) -> None:
+        try:
+            asyncio.run(self._server.serve(sockets=[self._socket]))
+        except BaseException as error:
+            self._error = error
+
+    def stop(self) -> None:
+        """Closes all connections and the socket."""
+        self._server.should_exit = True
+        if self._thread.ident is not None:
+            self._thread.join(10)
+        self._socket.close()
+
+    def open(self, session: Session) -> str:
+        """The key of a session, which is answered from now on."""
+        name, secret = secrets.token_hex(8), secrets.token_urlsafe(32)
+        self._sessions[name] = (secret.encode(), session)
+        return f"sk-{name}-{secret}"
+
+    def close(self, key: str) -> None:
+        """Voids a key."""
+        self._sessions.pop(key.split("-")[1], None)
+
+    def _find(self, request: Request) -> Session:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = request.headers.get("x-api-key", "")
+        _, _, rest = key.strip().partition("sk-")
+        name, _, given = rest.partition("-")
+        secret, session = self._sessions.get(name, (b"", None))
+        right = hmac.compare_digest(secret, given.encode())
+        if session is None or not right:
+            raise RefusedError(401, "The key is wrong, or its attempt has ended.", code="invalid_api_key")
+        return session
+
+    # ---- requests, on the server's own loop ---------------------------------------------------------------------
+
+    def _app(self) -> FastAPI:
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        apis: list[Api] = [ChatCompletions(), Responses(), Messages()]
+        for prefix in PREFIXES:
+            for api in apis:
+                app.add_api_route(prefix + api.path, self._handler(api), methods=["POST"], response_model=None)
+            app.add_api_route(prefix + "/models", self._models, methods=["GET"], response_model=None)
+
+        async def missing(request: Request, error: Exception) -> Response:
+            status = getattr(error, "status_code", 404)
+            api = apis[2] if "anthropic-version" in request.headers else apis[0]
+            return _refusal(api, RefusedError(status, f"{request.method} {request.url.path} is not offered here."))
+
+        app.add_exception_handler(404, missing)
+        app.add_exception_handler(405, missing)
+        return app
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            self._find(request)
+        except RefusedError as refused:
+            return _refusal(ChatCompletions(), refused)
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "run"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    def _handler(self, api: Api) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            session = None
+            try:
+                session = self._find(request)
+                return await self._answer(api, session, request)
+            except RefusedError as refused:
+                return _refusal(api, refused)
+            except ClientDisconnect:  # half-way through its request
+                return Response(status_code=499)
+            except Exception as error:  # a fault of ours: the attempt must not look complete
+                if session is not None:
+                    with contextlib.suppress(RuntimeError):  # its loop has ended
+                        session.loop.call_soon_threadsafe(session.fail, f"endpoint: {type(error).__name__}: {error}")
+                return _refusal(api, RefusedError(500, f"{type(error).__name__}: {error}"))
+
+        return handle
+
+    async def _answer(self, api: Api, session: Session, request: Request) -> Response:
+        body = await self._body(request)
+        asked = api.read(body, session.recall)
+        answered = await _turn(session, asked, request)
+        if answered is None:
+            return Response(status_code=499)  # nobody reads it
+        written = api.write(asked, answered)
+        if isinstance(api, Responses):
+            # Under the id that the program gets, streamed or not.
+            session.remember(written["id"], [*asked.messages[asked.instructions :], answered.reply.message()])
+        if asked.stream:
+            headers = {"cache-control": "no-cache"}
+            return StreamingResponse(
+                api.events(asked, answered, written), media_type="text/event-stream", headers=headers
+            )
+        return JSONResponse(written)
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The parsed body.
+
+        Raises:
+            RefusedError: it is too large, or no JSON object.
+        """
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self.max_body_bytes:
+                raise RefusedError(413, f"The body is larger than max_body_bytes={self.max_body_bytes}.")
+        try:
+            parsed = json.loads(bytes(body))
+        except (ValueError, RecursionError) as error:
+            raise RefusedError(400, f"The body is not valid JSON: {error}") from error
+        if not isinstance(parsed, dict):
+            raise RefusedError(400, "The body must be a JSON object.")
+        return parsed
+
+
+async def _turn(session: Session, asked: Asked, request: Request) -> Answered | None:
+    """The session's answer, made on its own loop; None where the client has gone, which gives the turn up."""
+    work = session.turn(asked)
+    try:
+        future = asyncio.run_coroutine_threadsafe(work, session.loop)
+    except RuntimeError as error:
+        work.close()
+        raise RefusedError(503, "The run has ended.") from error
+    answer = asyncio.wrap_future(future)
+    gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            return None
+        if answer.cancelled():
+            raise RefusedError(503, "The attempt was given up.")
+        return answer.result()
+    finally:
+        answer.cancel()
+        gone.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _refusal(api: Api, refused: RefusedError) -> Response:
+    # Whatever is asked again is refused again, but for too many requests at once.
+    headers = {} if refused.status == 429 else NO_RETRY
+    return JSONResponse(api.error(refused), status_code=refused.status, headers=headers)

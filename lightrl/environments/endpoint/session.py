@@ -1,0 +1,404 @@
+"""One attempt of a program: its requests become turns, and its conversations rows."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightrl.environments.base import Message, Reply
+from lightrl.environments.bridges import Bridge
+from lightrl.environments.episode import Ask
+from lightrl.environments.ledger import Ledger
+from lightrl.environments.parsing import ReplyParser
+from lightrl.types import GenerationRequest, SamplingParams, StopReason, TrajectoryRow
+
+__all__ = ["Answered", "Asked", "RefusedError", "Session"]
+
+
+class RefusedError(Exception):
+    """A request that is not answered.
+
+    Args:
+        status: of HTTP.
+        message: what is wrong, and the way out.
+        parameter: the body's member that is wrong.
+        code: a word for programs, such as "context_length_exceeded".
+    """
+
+    def __init__(self, status: int, message: str, parameter: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.parameter = parameter
+        self.code = code
+
+
+@dataclass
+class Asked:
+    """A request of a program, whichever interface it came by.
+
+    Attributes:
+        messages: the conversation; ids of tool calls are those that the program was given.
+        tools: JSON schemas, as chat templates take them.
+        max_new_tokens: most tokens of the reply; None leaves the run's limit.
+        model: name that the program asked for; it is given back and has no effect.
+        stream: whether the answer comes as server-sent events.
+        usage: whether a stream of chat completions ends with the counts of tokens.
+        ignored: names of parameters without effect here.
+        instructions: how many of the first messages are not part of the conversation that a response continues.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    max_new_tokens: int | None = None
+    model: str = ""
+    stream: bool = False
+    usage: bool = False
+    ignored: tuple[str, ...] = ()
+    instructions: int = 0
+
+
+@dataclass
+class Answered:
+    """A turn as the program gets it.
+
+    Attributes:
+        number: of the turn.
+        reply: parsed; ids of tool calls are unique in the attempt.
+        prompt_tokens, completion_tokens: their counts.
+    """
+
+    number: int
+    reply: Reply
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass
+class _Stream:
+    """A conversation that may be continued. `busy`: a turn of it is being sampled."""
+
+    ledger: Ledger
+    busy: bool = False
+
+    def rest(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message] | None:
+        """The messages after this conversation; None where they do not continue it."""
+        said = self.ledger.conversation
+        if self.busy or self.ledger.tools != list(tools) or len(messages) < len(said):
+            return None
+        if not all(_same(mine, theirs) for mine, theirs in zip(said, messages, strict=False)):
+            return None
+        rest = list(messages[len(said) :])
+        if len(said) == len(self.ledger.messages):  # nothing came of its last request: only the same one again
+            return None if rest else []
+        return rest if rest and all(message["role"] != "assistant" for message in rest) else None
+
+
+def _same(mine: Message, theirs: Message) -> bool:
+    """Whether a program means this message of ours. Many do not send thoughts back."""
+    if "reasoning_content" in mine and "reasoning_content" not in theirs:
+        mine = {key: value for key, value in mine.items() if key != "reasoning_content"}
+    return mine == theirs
+
+
+class Session:
+    """Answers the requests of one attempt, on the event loop that it was made on.
+
+    A request that continues one of the attempt's conversations word for word extends its tokens where the bridge proves
+    that the chat template does. Any other begins a new row, with what was sampled before as context: sub-agents,
+    compactions, edited histories, a second request for the same turn. A sampled token is trained in the row that it was
+    sampled in.
+
+    Turns are numbered as their requests come, and a turn's seed follows from its number: a program that asks for one
+    thing at a time gets the same tokens for the same seeds. The number of a request that was given up is used again.
+
+    Args:
+        bridge: of the chat template.
+        parser: from tools to the parser of replies.
+        ask: has the engine complete a request.
+        turn_seed: from a turn's number to its seed.
+        sampling: the distribution and the most tokens of a turn.
+        max_turns: most turns.
+        max_tokens: most tokens of a row; None for no limit.
+        max_requests: most requests in flight.
+        name: how messages call the attempt.
+    """
+
+    def __init__(
+        self,
+        *,
+        bridge: Bridge,
+        parser: Callable[[Sequence[dict[str, Any]]], ReplyParser],
+        ask: Ask,
+        turn_seed: Callable[[int], int],
+        sampling: SamplingParams,
+        max_turns: int,
+        max_tokens: int | None,
+        max_requests: int,
+        name: str,
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.bridge = bridge
+        self.parser = parser
+        self.ask = ask
+        self.turn_seed = turn_seed
+        self.sampling = sampling
+        self.max_turns = max_turns
+        self.max_tokens = max_tokens
+        self.max_requests = max_requests
+        self.name = name
+        self.broken = asyncio.Event()
+        self.failure: str | None = None
+        self.refusal: str | None = None
+        self.ended = False
+        self.counts = dict.fromkeys(("tool_calls", "parse_errors", "refused_requests", "ignored_parameters"), 0.0)
+        self._limit: StopReason | None = None
+        self._last: StopReason = "stop"
+        self._completion = ""
+        self._streams: list[_Stream] = []
+        self._latest: _Stream | None = None
+        self._free: list[int] = []
+        self._numbers = 0
+        self._turns: set[int] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._call_ids: dict[str, tuple[str, str]] = {}  # the program's id of a call -> the policy's, and its name
+        self._waited = 0.0
+        self._waiting_since = 0.0
+        self._responses: dict[str, list[Message]] = {}
+
+    # ---- what the attempt has come to ---------------------------------------------------------------------------
+
+    @property
+    def turns(self) -> int:
+        """How many were sampled."""
+        return len(self._turns)
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """Why it ended, if it has ended now and nothing failed."""
+        return self._limit or self._last
+
+    @property
+    def limited(self) -> bool:
+        """Whether the last request was refused because of a limit."""
+        return self._limit is not None
+
+    @property
+    def completion(self) -> str:
+        """Content of the last turn."""
+        return self._completion
+
+    @property
+    def conversation(self) -> list[Message]:
+        """The one that the last turn belongs to."""
+        return [] if self._latest is None else self._latest.ledger.conversation
+
+    @property
+    def forks(self) -> int:
+        """How many rows began beside the first."""
+        return sum(stream.ledger.forks + 1 for stream in self._streams) - 1 if self._streams else 0
+
+    @property
+    def engine_seconds(self) -> float:
+        """Time in which at least one turn was being sampled."""
+        return self._waited + (time.monotonic() - self._waiting_since if self._tasks else 0.0)
+
+    @property
+    def rows(self) -> list[TrajectoryRow]:
+        """The training rows, their turns numbered without holes."""
+        number = {turn: i for i, turn in enumerate(sorted(self._turns))} | {-1: -1}
+        rows = [row for stream in self._streams for row in stream.ledger.rows if any(t >= 0 for t in row.turn_ids)]
+        if not rows:
+            return [TrajectoryRow([0], [-1], [0.0], [-1])]
+        return [replace(row, turn_ids=[number[turn] for turn in row.turn_ids]) for row in rows]
+
+    def end(self) -> None:
+        """Refuses everything from now on and gives up what is being sampled."""
+        self.ended = True
+        for task in self._tasks:
+            task.cancel()
+
+    def fail(self, cause: str) -> None:
+        """Notes that something failed that the policy did not cause; the first cause stays."""
+        self.failure = self.failure or cause
+        self.broken.set()
+
+    def remember(self, name: str, messages: list[Message]) -> None:
+        """Keeps the conversation of a response, to be continued by its id."""
+        self._responses[name] = messages
+
+    def recall(self, name: str) -> list[Message]:
+        """The conversation of a response.
+
+        Raises:
+            RefusedError: there is no such response in this attempt.
+        """
+        if name not in self._responses:
+            raise RefusedError(400, f"There is no response {name!r} in this attempt.", "previous_response_id")
+        return list(self._responses[name])
+
+    # ---- turns --------------------------------------------------------------------------------------------------
+
+    async def turn(self, asked: Asked) -> Answered:
+        """Answers a request. Cancelling it gives the turn up: nothing of it is trained.
+
+        Raises:
+            RefusedError: it cannot be answered.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            self._admit()
+            if not self._tasks:
+                self._waiting_since = time.monotonic()
+            self._tasks.add(task)
+            self.counts["ignored_parameters"] += len(asked.ignored)
+            return await self._sample(asked)
+        except RefusedError as refused:
+            self.counts["refused_requests"] += 1
+            self.refusal = refused.message
+            raise
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self.fail(f"{type(error).__name__}: {error}")
+            raise RefusedError(503, f"The attempt failed: {self.failure}") from error
+        finally:
+            if task in self._tasks:
+                self._tasks.discard(task)
+                if not self._tasks:
+                    self._waited += time.monotonic() - self._waiting_since
+
+    def _admit(self) -> None:
+        if self.failure is not None:
+            raise RefusedError(503, f"The attempt failed: {self.failure}")
+        if self.ended:
+            raise RefusedError(401, "This attempt has ended; its key is no longer valid.")
+        if len(self._tasks) >= self.max_requests:
+            raise RefusedError(429, f"More than max_requests={self.max_requests} requests of one attempt at once.")
+        if self.turns + len(self._tasks) >= self.max_turns:
+            self._limit = "turns"
+            raise RefusedError(403, f"The attempt has had its max_turns={self.max_turns} turns.", code="max_turns")
+
+    async def _sample(self, asked: Asked) -> Answered:
+        wanted = min(self.sampling.max_new_tokens, asked.max_new_tokens or self.sampling.max_new_tokens)
+        if wanted < self.sampling.min_new_tokens:
+            raise RefusedError(
+                400, f"max_tokens={wanted} is below the run's min_new_tokens={self.sampling.min_new_tokens}."
+            )
+        number = heapq.heappop(self._free) if self._free else self._numbers
+        self._numbers = max(self._numbers, number + 1)
+        stream = None
+        try:
+            stream, prompt_ids = self._begun(self._as_policy(asked.messages), asked.tools)
+            left = wanted if self.max_tokens is None else self.max_tokens - len(prompt_ids)
+            if left < max(1, self.sampling.min_new_tokens):
+                self._limit = "tokens"
+                raise RefusedError(
+                    400,
+                    f"This conversation is {len(prompt_ids)} tokens, which leaves none of {self.max_tokens} for a "
+                    "reply: the prompt is too long. Shorten it.",
+                    code="context_length_exceeded",
+                )
+            request = GenerationRequest(
+                token_ids=prompt_ids,
+                sampling=replace(self.sampling, max_new_tokens=min(wanted, left)),
+                seed=self.turn_seed(number),
+                name=f"turn {number} of {self.name}",
+            )
+            group = await self.ask(request)
+        except BaseException:
+            heapq.heappush(self._free, number)
+            raise
+        finally:
+            if stream is not None:
+                stream.busy = False
+        completion = group.completions[0]
+        truncated = completion.finish_reason == "length"
+        reply = self._parsed(prompt_ids, completion.token_ids, asked.tools, truncated)
+        stream.ledger.sampled(
+            completion.token_ids, completion.logprobs, group.policy_version, reply.message(), turn=number
+        )
+        self._turns.add(number)
+        self._latest = stream
+        self._completion = reply.content
+        self._limit = None
+        self._last = "stop" if not truncated else "tokens" if left < wanted else "length"
+        self.counts["tool_calls"] += len(reply.tool_calls)
+        for_program = replace(reply, tool_calls=[])
+        for i, call in enumerate(reply.tool_calls):
+            call_id = f"call_{number}_{i}"
+            self._call_ids[call_id] = (call.id, call.name)
+            for_program.tool_calls.append(replace(call, id=call_id))
+        return Answered(number, for_program, len(prompt_ids), len(completion.token_ids))
+
+    def _begun(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[_Stream, list[int]]:
+        """The conversation that a request continues, or a new one, and what to ask the engine."""
+        found = [(stream, rest) for stream in self._streams if (rest := stream.rest(messages, tools)) is not None]
+        try:
+            if found:
+                stream, rest = max(found, key=lambda pair: len(pair[0].ledger.messages))
+                ids = stream.ledger.answer(rest) if rest else stream.ledger.request_ids
+            else:
+                stream = _Stream(Ledger(self.bridge, tools))
+                ids = stream.ledger.begin(messages)
+                self._streams.append(stream)
+        except ValueError as error:
+            if found:
+                stream.busy = True  # for ever: the template takes no continuation of it
+            raise RefusedError(400, str(error), "messages") from error
+        stream.busy = True
+        return stream, ids
+
+    def _parsed(
+        self, prompt_ids: list[int], token_ids: list[int], tools: list[dict[str, Any]], truncated: bool
+    ) -> Reply:
+        parser = self.parser(tools)
+        reply: Reply = parser.parse(prompt_ids, token_ids, tools, truncated=truncated)
+        if len(reply.tool_calls) > 1 and not self.bridge.takes_parallel_calls(tools):
+            reply.errors.append("this model's chat template takes one tool call at a time.")
+        if reply.errors:  # the program sees what was written, as text
+            self.counts["parse_errors"] += 1
+            content = str(parser.tokenizer.decode(token_ids, skip_special_tokens=True))
+            reply = replace(reply, content=content, reasoning=None, tool_calls=[])
+        return reply
+
+    def _as_policy(self, messages: Sequence[Message]) -> list[Message]:
+        """The conversation with the policy's own ids of tool calls, and the names of tools that answered."""
+        names = {key: name for key, (_, name) in self._call_ids.items()}
+        said = []
+        for message in messages:
+            message = dict(message)
+            if message.get("tool_calls"):
+                names |= {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
+                message["tool_calls"] = [{**call, "id": self._policy_id(call["id"])} for call in message["tool_calls"]]
+            if message["role"] == "tool":
+                name = names.get(message["tool_call_id"])
+                message = {
+                    "role": "tool",
+                    **({} if name is None else {"name": name}),
+                    "tool_call_id": self._policy_id(message["tool_call_id"]),
+                    "content": message["content"],
+                }
+            said.append(message)
+        return said
+
+    def _policy_id(self, call_id: str) -> str:
+        return self._call_ids.get(call_id, (call_id, ""))[0]
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """Numbers of the attempt, to be logged.
+
+        Args:
+            seconds: that it took as a whole.
+        """
+        return {
+            "turns": float(self.turns),
+            "forks": float(self.forks),
+            "environment_seconds": max(seconds - self.engine_seconds, 0.0),
+            **self.counts,
+        }

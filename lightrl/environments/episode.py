@@ -1,0 +1,414 @@
+"""One attempt at a task in an environment: from the first message to a trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightrl.environments.base import Environment, Message, Reply, Step
+from lightrl.environments.bridges import Bridge, RendererBridge, TemplateBridge, make_renderer
+from lightrl.environments.ledger import Ledger
+from lightrl.environments.parsing import ReplyParser, choose_parser
+from lightrl.types import CompletionGroup, GenerationRequest, SamplingParams, StopReason, Trajectory, TrajectoryRow
+
+__all__ = ["Ask", "Attempts"]
+
+Ask = Callable[[GenerationRequest], Awaitable[CompletionGroup]]
+"""How an attempt asks the engine."""
+
+
+class Attempts:
+    """Plays attempts in environments, many at once.
+
+    Limits end a trajectory with their name as its stop reason; it is scored like any other, because the policy caused
+    them. What the policy did not cause (an exception in the environment, `Step.failure`, a reset that takes too long)
+    ends it with "failure": it is in no loss and no baseline. An error of the engine is raised.
+
+    Args:
+        environment: makes one; called once for each attempt.
+        max_turns: most replies of the policy in a trajectory.
+        max_tokens_per_turn: most tokens of a reply; None takes the sampling's `max_new_tokens`.
+        max_tokens: most tokens of a trajectory's row, prompt and context included; None leaves only the engine's limit.
+        max_seconds: most seconds that the environment may take for a trajectory after `reset`; None is no limit.
+            Waiting for the engine does not count.
+        environment_timeout: seconds that each of the environment's `reset`, `finish` and `close` may take; a `reset`
+            or `finish` that takes longer is a failure. None waits for ever.
+        max_environments: most environments that live at once in this process.
+        on_parse_error: what follows a reply with a tool call that cannot be read. "message": the policy is told, in a
+            message of `parse_error_message`, and goes on; "end": the trajectory ends; "environment": the environment's
+            `step` decides (`Reply.errors`).
+        parse_error_message: what the policy reads; `{error}` is filled in.
+        parse_error_role: the message's role: "user", or "tool" where the template takes a tool message without a call.
+        parse_error_reward: added to the reward of such a turn: a punishment where negative.
+        train_parse_errors: False trains on no token of such a turn; it stays context.
+        on_truncated: what follows a reply that was cut by `max_tokens_per_turn`. "end": the trajectory ends with stop
+            reason "length"; "continue": the environment answers it.
+        renderer: the family's name in the package `renderers`, such as "qwen3", for local folders and fine-tunes that
+            keep their model's chat template; "template" takes the chat template; None takes a renderer for the models
+            that the package knows by their exact hub name, otherwise the chat template.
+        tool_parser: vLLM's name of the parser of tool calls, such as "hermes"; None takes the renderer's, or else
+            the one that fits the chat template.
+        reasoning_parser: vLLM's name of the parser of thoughts, such as "deepseek_r1"; None takes the renderer's,
+            otherwise thoughts stay in the content.
+        template_kwargs: variables of the chat template, such as `enable_thinking`.
+
+    Raises:
+        ValueError: a value is out of its range; the message names the argument.
+    """
+
+    def __init__(
+        self,
+        environment: Callable[[], Environment],
+        *,
+        max_turns: int = 8,
+        max_tokens_per_turn: int | None = None,
+        max_tokens: int | None = None,
+        max_seconds: float | None = None,
+        environment_timeout: float | None = 300.0,
+        max_environments: int = 64,
+        on_parse_error: Literal["message", "end", "environment"] = "message",
+        parse_error_message: str = "Error: {error}",
+        parse_error_role: Literal["user", "tool"] = "user",
+        parse_error_reward: float = 0.0,
+        train_parse_errors: bool = True,
+        on_truncated: Literal["end", "continue"] = "end",
+        renderer: str | None = None,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        limits = {
+            "max_turns": max_turns,
+            "max_tokens_per_turn": max_tokens_per_turn,
+            "max_tokens": max_tokens,
+            "max_environments": max_environments,
+        }
+        for name, value in limits.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        for name, seconds in {"max_seconds": max_seconds, "environment_timeout": environment_timeout}.items():
+            if seconds is not None and seconds <= 0:
+                raise ValueError(f"{name} must be more than 0 seconds, got {seconds}; None is no limit.")
+        choices = {
+            "on_parse_error": (on_parse_error, ("message", "end", "environment")),
+            "parse_error_role": (parse_error_role, ("user", "tool")),
+            "on_truncated": (on_truncated, ("end", "continue")),
+        }
+        for name, (word, words) in choices.items():
+            if word not in words:
+                raise ValueError(f"{name} must be one of {', '.join(words)}, got {word!r}.")
+        self.environment = environment
+        self.max_turns = max_turns
+        self.max_tokens_per_turn = max_tokens_per_turn
+        self.max_tokens = max_tokens
+        self.max_seconds = max_seconds
+        self.environment_timeout = environment_timeout
+        self.max_environments = max_environments
+        self.on_parse_error = on_parse_error
+        self.parse_error_message = parse_error_message
+        self.parse_error_role = parse_error_role
+        self.parse_error_reward = parse_error_reward
+        self.train_parse_errors = train_parse_errors
+        self.on_truncated = on_truncated
+        self.renderer = renderer
+        self.tool_parser = tool_parser
+        self.reasoning_parser = reasoning_parser
+        self.template_kwargs = dict(template_kwargs or {})
+        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._tokenizer: Any = None
+        self._renderer: Any = None
+        self._bridge: Bridge | None = None
+
+    def setup(self, tokenizer: Any) -> None:
+        """Takes the policy's tokenizer. Once, before the first attempt.
+
+        Raises:
+            ValueError: it has no chat template, or `renderer` names none.
+        """
+        self._tokenizer = tokenizer
+        self._renderer = make_renderer(tokenizer, self.renderer, self.template_kwargs)
+        if self._renderer is not None:
+            self._bridge = RendererBridge(self._renderer, tokenizer)
+        else:
+            self._bridge = TemplateBridge(tokenizer, self.template_kwargs)
+
+    async def group(
+        self,
+        row: Mapping[str, Any],
+        ask: Ask,
+        *,
+        attempts: Sequence[int],
+        seed: int,
+        turn_seed: Callable[[int, int], int],
+        sampling: SamplingParams,
+        max_model_len: int | None = None,
+    ) -> list[Trajectory]:
+        """Plays attempts of one group at once.
+
+        Args:
+            row: a row of the data set.
+            ask: has the engine complete a request.
+            attempts: numbers of the attempts within the group.
+            seed: of the group, for `Environment.reset`.
+            turn_seed: from the numbers of attempt and turn to the seed of the request.
+            sampling: the distribution; its `max_new_tokens` is the most that one request may bring.
+            max_model_len: most tokens that the engine holds.
+
+        Returns:
+            a trajectory per attempt, in their order.
+
+        Raises:
+            ValueError: a mistake of the user's: a template without tool messages, a `reset` that draws another task for
+                each attempt, a prompt that does not fit.
+        """
+        assert self._bridge is not None, "setup comes first"
+        loop = asyncio.get_running_loop()
+        places = self._places.setdefault(loop, asyncio.Semaphore(self.max_environments))
+        first: list[list[Message]] = []
+        room = [limit for limit in (self.max_tokens, max_model_len) if limit is not None]
+
+        async def one(number: int, bridge: Bridge) -> Trajectory:
+            async with places:
+                played = _Attempt(
+                    settings=self,
+                    bridge=bridge,
+                    row=row,
+                    ask=ask,
+                    seed=seed,
+                    turn_seed=lambda turn: turn_seed(number, turn),
+                    sampling=sampling,
+                    max_tokens=min(room) if room else None,
+                    name=f"attempt {number}",
+                )
+                return await played.play(first)
+
+        tasks = [asyncio.ensure_future(one(number, self._bridge)) for number in attempts]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # environments are closed before this returns
+
+    def parser(self, tools: Sequence[dict[str, Any]]) -> ReplyParser:
+        """The parser of replies in an environment with these tools."""
+        return choose_parser(
+            self._tokenizer,
+            renderer=self._renderer,
+            tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
+            tools=bool(tools),
+        )
+
+
+class _Failed(Exception):
+    """Carries the cause of a failure that the policy did not cause."""
+
+
+@dataclass
+class _Attempt:
+    """One attempt while it is played. `max_tokens`: of a row; `turn_seed`: from a turn's number."""
+
+    settings: Attempts
+    bridge: Bridge
+    row: Mapping[str, Any]
+    ask: Ask
+    seed: int
+    turn_seed: Callable[[int], int]
+    sampling: SamplingParams
+    max_tokens: int | None
+    name: str
+    ledger: Ledger | None = None
+    rewards: list[float] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
+    last: Reply = field(default_factory=lambda: Reply(""))
+    seconds: float = 0.0
+    calls: int = 0
+    parse_errors: int = 0
+
+    async def play(self, first: list[list[Message]]) -> Trajectory:
+        """Plays to the end.
+
+        Args:
+            first: the first messages of the group's attempts so far; this one's are added, and must be the same.
+        """
+        stop: StopReason = "failure"
+        failure = None
+        environment: Environment | None = None
+        metrics: dict[str, float] = {}
+        try:
+            environment = await self._of_environment(_made(self.settings.environment), None)
+            assert environment is not None
+            stop = await self._turns(environment, first)
+            if self.rewards:
+                work = environment.finish(stop)
+                self.rewards[-1] += await self._of_environment(work, self.settings.environment_timeout, late="finish")
+        except _Failed as error:
+            stop, failure = "failure", str(error)
+        finally:
+            if environment is not None:
+                metrics = dict(environment.metrics)
+                try:
+                    await self._of_environment(environment.close(), self.settings.environment_timeout, late="close")
+                except _Failed as error:  # what the attempt brought is complete
+                    metrics["close_errors"] = 1.0
+                    rank_zero_warn(f"An environment could not be closed: {error}")
+        rows = self.ledger.rows if self.ledger is not None else [TrajectoryRow([0], [-1], [0.0], [-1])]
+        metrics |= {
+            "turns": float(len(self.rewards)),
+            "tool_calls": float(self.calls),
+            "parse_errors": float(self.parse_errors),
+            "environment_seconds": self.seconds,
+            "forks": float(self.ledger.forks) if self.ledger is not None else 0.0,
+        }
+        return Trajectory(
+            rows=rows,
+            completion=self.last.content,
+            stop_reason=stop,
+            messages=self.ledger.conversation if self.ledger is not None else [],
+            turn_rewards=self.rewards,
+            states=self.states[: len(self.rewards)],
+            failure=failure,
+            metrics=metrics,
+        )
+
+    async def _turns(self, environment: Environment, first: list[list[Message]]) -> StopReason:
+        """Plays all turns; why they ended."""
+        settings = self.settings
+        messages = await self._of_environment(
+            environment.reset(self.row, seed=self.seed), settings.environment_timeout, late="reset"
+        )
+        if not messages or messages[-1].get("role") == "assistant":
+            raise ValueError("environment: `reset` must return messages that end before the assistant's first turn.")
+        first.append(messages)
+        if messages != first[0]:
+            raise ValueError(
+                "environment: `reset` gave two attempts of one group different tasks, so that their rewards cannot be "
+                "compared. Draw what is random from its argument `seed`."
+            )
+        self.seconds = 0.0  # counted from here
+        parser = settings.parser(environment.tools)
+        self.ledger = Ledger(self.bridge, environment.tools)
+        prompt_ids = self.ledger.begin(messages)
+        self.states.append(self._state(environment, messages))
+        if self.max_tokens is not None and len(prompt_ids) >= self.max_tokens:
+            raise ValueError(
+                f"environment: the first messages are {len(prompt_ids)} tokens, which leaves none of {self.max_tokens} "
+                "(max_tokens, or what the engine holds) for a reply. Raise the limit, or leave such rows out."
+            )
+        while True:
+            wanted = min(self.sampling.max_new_tokens, settings.max_tokens_per_turn or self.sampling.max_new_tokens)
+            left = wanted if self.max_tokens is None else self.max_tokens - len(prompt_ids)
+            if left < max(1, self.sampling.min_new_tokens):
+                return "tokens"
+            reply = await self._reply(parser, prompt_ids, environment, min(wanted, left))
+            if reply.truncated and left < wanted:
+                return "tokens"
+            if reply.truncated and settings.on_truncated == "end":
+                return "length"
+            self.calls += len(reply.tool_calls)
+            step = await self._step(environment, reply)
+            if step is None:
+                return "time"
+            if step.failure is not None:
+                raise _Failed(step.failure)
+            self.rewards[-1] += step.reward
+            if step.done:
+                return "stop"
+            if len(self.rewards) >= settings.max_turns:
+                return "turns"
+            if not step.messages or any(message.get("role") == "assistant" for message in step.messages):
+                raise ValueError(
+                    "environment: a `step` that is not done must return messages, and none of them the assistant's."
+                )
+            prompt_ids = self.ledger.answer(step.messages)
+            self.states.append(self._state(environment, step.messages))
+
+    def _state(self, environment: Environment, messages: Sequence[Message]) -> str:
+        try:
+            key = environment.state_key(messages)
+        except Exception as error:
+            raise _Failed(f"state_key: {type(error).__name__}: {error}") from error
+        return hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+
+    async def _reply(
+        self, parser: ReplyParser, prompt_ids: list[int], environment: Environment, max_new_tokens: int
+    ) -> Reply:
+        """Asks for a turn and records it."""
+        assert self.ledger is not None
+        turn = len(self.rewards)
+        request = GenerationRequest(
+            token_ids=prompt_ids,
+            sampling=replace(self.sampling, max_new_tokens=max_new_tokens),
+            seed=self.turn_seed(turn),
+            name=f"turn {turn} of {self.name}",
+        )
+        group = await self.ask(request)
+        completion = group.completions[0]
+        truncated = completion.finish_reason == "length"
+        reply: Reply = parser.parse(prompt_ids, completion.token_ids, environment.tools, truncated=truncated)
+        if len(reply.tool_calls) > 1 and not self.bridge.takes_parallel_calls(environment.tools):
+            reply.errors.append("this model's chat template takes one tool call at a time.")
+        if reply.errors:
+            self.parse_errors += 1
+            # As it was written: a call that cannot be read is no tool call of the conversation.
+            reply = replace(
+                reply,
+                content=str(parser.tokenizer.decode(completion.token_ids, skip_special_tokens=True)),
+                reasoning=None,
+                tool_calls=[],
+            )
+        self.ledger.sampled(
+            completion.token_ids,
+            completion.logprobs,
+            group.policy_version,
+            reply.message(),
+            trained=self.settings.train_parse_errors or not reply.errors,
+            support=completion.support,
+        )
+        self.rewards.append(self.settings.parse_error_reward if reply.errors else 0.0)
+        self.last = reply
+        return reply
+
+    async def _step(self, environment: Environment, reply: Reply) -> Step | None:
+        """What follows a reply; None where the environment took too long."""
+        settings = self.settings
+        if reply.errors and settings.on_parse_error == "end":
+            return Step(done=True)
+        if reply.errors and settings.on_parse_error == "message":
+            said = settings.parse_error_message.format(error=" ".join(reply.errors))
+            return Step([{"role": settings.parse_error_role, "content": said}])
+        left = None if settings.max_seconds is None else max(settings.max_seconds - self.seconds, 0.0)
+        return await self._of_environment(environment.step(reply), left)
+
+    async def _of_environment(self, work: Awaitable[Any], seconds: float | None, late: str | None = None) -> Any:
+        """Awaits the environment; None where `seconds` were not enough, or a failure where `late` names the call."""
+        began = time.monotonic()
+        task = asyncio.ensure_future(work)
+        try:
+            done, _ = await asyncio.wait([task], timeout=seconds)
+            if not done:
+                if late is not None:
+                    raise _Failed(f"{late} took longer than environment_timeout, {seconds:g} seconds")
+                return None
+            return task.result()
+        except (_Failed, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise _Failed(f"{type(error).__name__}: {error}") from error
+        finally:
+            self.seconds += time.monotonic() - began
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task], timeout=1.0)  # one that ignores this is left behind
+
+
+async def _made(factory: Callable[[], Environment]) -> Environment:
+    return factory()

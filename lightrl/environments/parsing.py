@@ -1,0 +1,179 @@
+"""From sampled tokens to a reply: reasoning and tool calls are read by `renderers` or by vLLM's parsers."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from lightrl.compat import vllm_parsers
+from lightrl.environments.base import Reply, ToolCall
+
+__all__ = ["PlainParser", "RendererParser", "ReplyParser", "VLLMParser", "choose_parser"]
+
+# What a chat template with tools writes around a call -> vLLM's parser of it.
+TOOL_PARSERS = {
+    "<function=": "qwen3_coder",
+    "[TOOL_CALLS]": "mistral",
+    "<｜tool▁calls▁begin｜>": "deepseek_v3",  # noqa: RUF001
+    "<|python_tag|>": "llama3_json",
+    '"parameters": dictionary of argument name and its value': "llama3_json",
+    "<tool_call>": "hermes",
+}
+
+
+class ReplyParser(ABC):
+    """Reads what the policy sampled.
+
+    Args:
+        tokenizer: of the policy.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @abstractmethod
+    def parse(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[dict[str, Any]], *, truncated: bool
+    ) -> Reply:
+        """The reply.
+
+        Args:
+            prompt_ids: what the engine was asked to continue.
+            token_ids: what it sampled, the end of the turn included where it was sampled.
+            tools: JSON schemas of the tools.
+            truncated: whether a limit cut it.
+        """
+
+
+class PlainParser(ReplyParser):
+    """Everything is content: for environments without tools. Arguments: those of `ReplyParser`."""
+
+    def parse(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[dict[str, Any]], *, truncated: bool
+    ) -> Reply:
+        content = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return Reply(content=content, text=self.tokenizer.decode(token_ids), truncated=truncated)
+
+
+class RendererParser(ReplyParser):
+    """Reads with a renderer of the package `renderers`, which works on token ids.
+
+    Args:
+        renderer: one of `renderers.create_renderer`.
+        tokenizer: of the policy.
+    """
+
+    def __init__(self, renderer: Any, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self.renderer = renderer
+
+    def parse(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[dict[str, Any]], *, truncated: bool
+    ) -> Reply:
+        parsed = self.renderer.parse_response(list(token_ids), prompt_ids=list(prompt_ids), tools=list(tools) or None)
+        reply = Reply(
+            content=parsed.content,
+            reasoning=parsed.reasoning_content or None,
+            text=self.tokenizer.decode(token_ids),
+            truncated=truncated,
+        )
+        for call in parsed.tool_calls:
+            if str(call.status) not in ("ok", "unknown_tool"):
+                reply.errors.append(f"the tool call {call.raw!r} cannot be read ({call.status}).")
+            else:
+                _add_call(reply, call.name, call.arguments, call.id)
+        return reply
+
+
+class VLLMParser(ReplyParser):
+    """Reads with the parsers of vLLM's server, which work on text. No engine is needed.
+
+    Args:
+        tokenizer: of the policy.
+        tool_parser: vLLM's name of the parser of tool calls, such as "hermes"; None leaves them in the content.
+        reasoning_parser: vLLM's name of the parser of thoughts, such as "deepseek_r1"; None leaves them in the content.
+        marker: what a tool call begins with, to tell a malformed call from none; "" where the parser is not known.
+
+    Raises:
+        ValueError: vLLM is not installed, or does not know a parser of that name.
+    """
+
+    def __init__(
+        self, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None = None, marker: str = ""
+    ) -> None:
+        super().__init__(tokenizer)
+        self.marker = marker
+        self._tools = vllm_parsers.tool_parser(tool_parser, tokenizer) if tool_parser else None
+        self._reasoning = vllm_parsers.reasoning_parser(reasoning_parser, tokenizer) if reasoning_parser else None
+
+    def parse(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[dict[str, Any]], *, truncated: bool
+    ) -> Reply:
+        text = self.tokenizer.decode(token_ids)
+        ids = list(token_ids)
+        while ids and ids[-1] in self.tokenizer.all_special_ids:  # the end of the turn
+            ids.pop()
+        content: str = self.tokenizer.decode(ids)
+        reply = Reply(content=content, text=text, truncated=truncated)
+        if self._reasoning is not None:
+            reply.reasoning, reply.content = self._reasoning(content)
+        if self._tools is not None and tools:
+            after, calls = self._tools(reply.content, tools)
+            if not calls and self.marker and self.marker in reply.content:
+                reply.errors.append("the tool call cannot be read: it is not valid JSON with a name and arguments.")
+            else:
+                reply.content = after
+            for name, arguments in calls:
+                _add_call(reply, name, arguments, None)
+        return reply
+
+
+def _add_call(reply: Reply, name: str | None, arguments: Any, given_id: str | None) -> None:
+    """Adds a call whose arguments are an object, else an error."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError as error:
+            reply.errors.append(f"the arguments of {name} are not valid JSON: {error}")
+            return
+    if not name or not isinstance(arguments, dict):
+        reply.errors.append(f"the arguments of {name} must be a JSON object, not {arguments!r}.")
+        return
+    # Nine letters and digits: what Mistral's template asks of an id.
+    reply.tool_calls.append(ToolCall(name, arguments, given_id or f"call{len(reply.tool_calls):05d}"))
+
+
+def choose_parser(
+    tokenizer: Any, *, renderer: Any | None, tool_parser: str | None, reasoning_parser: str | None, tools: bool
+) -> ReplyParser:
+    """The parser of a policy's replies.
+
+    Args:
+        tokenizer: of the policy.
+        renderer: one of `renderers`, or None.
+        tool_parser: as of `VLLMParser`; None takes the renderer's, or else the one that fits the chat template.
+        reasoning_parser: as of `VLLMParser`.
+        tools: whether the environment has any.
+
+    Raises:
+        ValueError: there are tools, and no parser for the template is known.
+    """
+    if renderer is not None and tool_parser is None and reasoning_parser is None:
+        return RendererParser(renderer, tokenizer)
+    marker = ""
+    if tools and tool_parser is None:
+        template = str(tokenizer.chat_template)
+        found = [mark for mark in TOOL_PARSERS if mark in template]
+        if not found:
+            raise ValueError(
+                "tool_parser: how this chat template writes tool calls is not known. Name one of vLLM's parsers "
+                '(tool_parser="hermes"), or the package `renderers`\' name of the model\'s family (renderer="qwen3").'
+            )
+        tool_parser = TOOL_PARSERS[found[0]]
+    if tool_parser is not None:
+        marker = next((mark for mark, parser in TOOL_PARSERS.items() if parser == tool_parser), "")
+    if tool_parser is None and reasoning_parser is None:
+        return PlainParser(tokenizer)
+    return VLLMParser(tokenizer, tool_parser, reasoning_parser, marker)

@@ -1,0 +1,229 @@
+"""An environment of a plain class whose public methods are tools."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step, ToolCall
+
+__all__ = ["ToolEnvironment"]
+
+NOT_TOOLS = {"reset", "get_reward", "close"}
+
+
+class ToolEnvironment(Environment):
+    """Lets the policy call the public methods of a plain class.
+
+    The class has `reset(**row) -> str | None` (a string is appended to the last message of the prompt; with a
+    parameter `seed`, it is given the group's), and by choice `get_reward() -> float`, asked once at the end, and
+    `close()`. Every other public method is a tool, its schema made from type hints and the Google docstring; all may
+    be sync or async. A reply without a tool call ends the trajectory.
+
+    Sync methods run in a thread, so they do not hold up other environments. Calls of one reply: the async ones run
+    together, the sync ones one after another.
+
+    Args:
+        factory: the class, or a function that makes an object of it; or the import path of either, as in YAML.
+        tool_timeout: seconds that a call may take; None for no limit. A sync call that takes longer cannot be ended:
+            it is left behind in its thread and counted (`tools/left_behind`).
+        timeout_message: what the policy reads then; `{name}` and `{seconds}` are filled in.
+        error_message: what the policy reads when a call raises, or cannot be made; `{name}` and `{error}` are filled
+            in. `EnvironmentFailedError` and `ConnectionError` are failures of the infrastructure instead; a tool
+            where the policy chooses the address should catch the latter itself.
+        result_role: "tool", or "user" for chat templates without tool messages; results of one reply are then one
+            message.
+
+    Raises:
+        ValueError: there is no such class, it has no `reset`, or a tool's schema cannot be made.
+
+    Source: TRL's `environment_factory` (https://huggingface.co/docs/trl/openenv), whose classes work unchanged. We
+    differ in that each attempt has an object of its own, and that errors are told in words.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], Any] | str,
+        *,
+        tool_timeout: float | None = 60.0,
+        timeout_message: str = "Error: {name} took longer than {seconds:g} seconds.",
+        error_message: str = "Error: {error}",
+        result_role: Literal["tool", "user"] = "tool",
+    ) -> None:
+        if tool_timeout is not None and tool_timeout <= 0:
+            raise ValueError(f"tool_timeout must be more than 0 seconds, got {tool_timeout}; None is no limit.")
+        if result_role not in ("tool", "user"):
+            raise ValueError(f'result_role must be "tool" or "user", got {result_role!r}.')
+        self.tool_timeout = tool_timeout
+        self.timeout_message = timeout_message
+        self.error_message = error_message
+        self.result_role = result_role
+        self._object = (_imported(factory) if isinstance(factory, str) else factory)()
+        if not callable(getattr(self._object, "reset", None)):
+            raise ValueError(f"factory: {type(self._object).__name__} has no method `reset`.")
+        self._tools = {
+            name: getattr(self._object, name)
+            for name, _ in inspect.getmembers(type(self._object), predicate=inspect.isfunction)
+            if not name.startswith("_") and name not in NOT_TOOLS
+        }
+        self.tools = [_schema(name, tool) for name, tool in self._tools.items()]
+        self._counts = {"tools/calls": 0.0, "tools/errors": 0.0, "tools/timeouts": 0.0, "tools/left_behind": 0.0}
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Calls, those among them that went wrong or took too long, and threads that were left behind."""
+        return self._counts
+
+    async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[Message]:
+        arguments = dict(row)
+        named = inspect.signature(self._object.reset).parameters.get("seed")
+        if named is not None and named.kind is not inspect.Parameter.VAR_KEYWORD:
+            arguments.setdefault("seed", seed)
+        said = await _call(self._object.reset, arguments)
+        prompt = row.get("prompt", "")
+        messages = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
+        )
+        if said is not None:
+            messages[-1]["content"] = _joined(messages[-1]["content"], said)
+        return messages
+
+    async def step(self, reply: Reply) -> Step:
+        if not reply.tool_calls:
+            return Step(done=True)
+        results: list[Any] = [None] * len(reply.tool_calls)
+
+        async def one(number: int) -> None:
+            results[number] = await self._result(reply.tool_calls[number])
+
+        async def in_turn(numbers: Sequence[int]) -> None:
+            for number in numbers:
+                await one(number)
+
+        waits = [inspect.iscoroutinefunction(self._tools.get(call.name)) for call in reply.tool_calls]
+        alone = [number for number, wait in enumerate(waits) if not wait]
+        await asyncio.gather(in_turn(alone), *(one(number) for number, wait in enumerate(waits) if wait))
+        if self.result_role == "user":
+            return Step([{"role": "user", "content": "\n".join(map(str, results))}])
+        return Step(
+            [
+                {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result}
+                for call, result in zip(reply.tool_calls, results, strict=True)
+            ]
+        )
+
+    async def _result(self, call: ToolCall) -> Any:
+        """What the policy reads as the result of a call."""
+        self._counts["tools/calls"] += 1
+        tool = self._tools.get(call.name)
+        if tool is None:
+            known = ", ".join(self._tools) or "none"
+            return self._wrong(call.name, f"there is no tool {call.name!r}; there are: {known}.")
+        try:
+            inspect.signature(tool).bind(**call.arguments)
+        except TypeError as error:
+            return self._wrong(call.name, f"{call.name}: {error}")
+        task = asyncio.ensure_future(_call(tool, call.arguments))
+        try:
+            await asyncio.wait([task], timeout=self.tool_timeout)
+        finally:
+            if not (done := task.done()):
+                task.cancel()
+        if not done:
+            self._counts["tools/timeouts"] += 1
+            self._counts["tools/left_behind"] += not inspect.iscoroutinefunction(tool)
+            return self.timeout_message.format(name=call.name, seconds=self.tool_timeout)
+        try:
+            result = task.result()
+        except (EnvironmentFailedError, ConnectionError):
+            raise
+        except Exception as error:
+            return self._wrong(call.name, f"{type(error).__name__}: {error}")
+        return result if isinstance(result, list) and _are_blocks(result) else str(result)
+
+    def _wrong(self, name: str, error: str) -> str:
+        self._counts["tools/errors"] += 1
+        return self.error_message.format(name=name, error=error)
+
+    async def finish(self, stop_reason: str) -> float:
+        if not callable(getattr(self._object, "get_reward", None)):
+            return 0.0
+        return float(await _call(self._object.get_reward, {}))
+
+    async def close(self) -> None:
+        if callable(getattr(self._object, "close", None)):
+            await _call(self._object.close, {})
+
+
+def _imported(path: str) -> Callable[[], Any]:
+    """What an import path names."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"factory: {path!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ValueError(f"factory: {path!r} is neither a class nor a function.")
+    return found
+
+
+def _schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+
+    try:
+        return dict(get_json_schema(tool))
+    except Exception as error:
+        raise ValueError(
+            f"factory: the tool {name!r} needs a type hint for each argument and a Google docstring that describes "
+            f"them, or a name that begins with an underscore if it is no tool: {error}"
+        ) from error
+
+
+async def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """The function's result: awaited, or from a thread that does not keep the process alive."""
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():  # nobody waits any more
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result: Any = None
+        failed: BaseException | None = None
+        try:
+            result = function(**arguments)
+        except StopIteration as error:  # cannot be set on a future
+            failed = RuntimeError(f"StopIteration: {error}")
+        except BaseException as error:
+            failed = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failed)
+
+    threading.Thread(target=run, daemon=True, name=f"tool {getattr(function, '__name__', '')}").start()
+    return await future
+
+
+def _are_blocks(content: Sequence[Any]) -> bool:
+    return bool(content) and all(isinstance(part, Mapping) and "type" in part for part in content)
+
+
+def _joined(content: Any, said: Any) -> Any:
+    """A message's content with more at its end; text and content blocks may be mixed."""
+    if isinstance(content, str) and isinstance(said, str):
+        return content + said
+    return [
+        part
+        for side in (content, said)
+        for part in ([{"type": "text", "text": side}] if isinstance(side, str) else side)
+    ]

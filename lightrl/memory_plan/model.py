@@ -1,0 +1,143 @@
+"""What a model costs, from its configuration alone: parameters are counted on the meta device, activations on fake
+tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightrl.compat.torch import fake_tensors, storage_key
+from lightrl.models.loading import require_model_folder
+from lightrl.models.policy import transformer_blocks
+
+__all__ = ["ModelSize", "measure_model"]
+
+
+_TOWERS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Numbers of a model.
+
+    Attributes:
+        parameters: all of them, tied ones once.
+        head: parameters of an untied output head, which a critic lacks.
+        outside: parameters outside the transformer blocks; they are gathered together when a model is sharded.
+        block: parameters of the largest block.
+        vision: parameters of the vision tower and its projector; 0 for a model of text.
+        linear: (rows, columns) of each linear layer in the blocks, for LoRA.
+        layers: number of blocks, those of a vision tower left out.
+        hidden: width of the residual stream.
+        vocabulary: rows of the output head.
+        kv_width: numbers that a token leaves in the KV cache, all layers together.
+        saved_per_token: bytes that a token keeps for the backward pass in one block, without checkpointing.
+        saved_weights: bytes of weights in the compute dtype that one block keeps for the backward pass; 0 without
+            autocast.
+        saved_outside: bytes that a token keeps outside the blocks (embedding, last norm, positions).
+    """
+
+    parameters: int
+    head: int
+    outside: int
+    block: int
+    vision: int
+    linear: tuple[tuple[int, int], ...]
+    layers: int
+    hidden: int
+    vocabulary: int
+    kv_width: int
+    saved_per_token: float
+    saved_weights: float
+    saved_outside: float
+
+    def lora(self, rank: int) -> int:
+        """Parameters of an adapter on all linear layers of the blocks."""
+        return sum(rank * (rows + columns) for rows, columns in self.linear)
+
+
+def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
+    """Reads a configuration and measures the model that it describes, without memory for its weights.
+
+    Args:
+        path: folder with a config.json, that file, or a hub name.
+        compute: what matrix products run in: float32, or bfloat16 under autocast or with bfloat16 weights.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    path = path.removesuffix("config.json") or "."
+    require_model_folder(path)
+    config: Any = AutoConfig.from_pretrained(path)
+    text: Any = config.get_text_config()
+    family: Any = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
+    with torch.device("meta"):
+        model: Any = family.from_config(config, dtype=torch.float32)
+    towers = [module for name, module in model.named_modules() if name.split(".")[-1] in _TOWERS]
+    blocks = transformer_blocks(model)
+    parameters = sum(p.numel() for p in model.parameters())
+    inside = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    saved_per_token, saved_weights, saved_outside = _saved(text, compute)
+    linear = [tuple(m.weight.shape) for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]
+    return ModelSize(
+        parameters=parameters,
+        head=0 if head is embedding else head.numel(),
+        outside=parameters - sum(inside),
+        block=max(inside),
+        vision=sum(p.numel() for tower in towers for p in tower.parameters()),
+        linear=tuple((rows, columns) for rows, columns in linear),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        vocabulary=head.shape[0],
+        kv_width=2 * text.num_hidden_layers * heads * width,
+        saved_per_token=saved_per_token,
+        saved_weights=saved_weights,
+        saved_outside=saved_outside,
+    )
+
+
+def _saved(config: Any, compute: torch.dtype) -> tuple[float, float, float]:
+    """Bytes saved by a block per token, by a block in any case, and outside of blocks per token.
+
+    From forwards with one and two blocks, of 16 and 32 tokens, of fake tensors: autograd saves of them what it would
+    save of real ones.
+    """
+    one, two = ({n: _saved_bytes(config, blocks, compute, n) for n in (16, 32)} for blocks in (1, 2))
+    block = {n: two[n] - one[n] for n in one}
+    per_token = (block[32] - block[16]) / 16
+    return per_token, max(0.0, 2.0 * block[16] - block[32]), (one[32] - one[16]) / 16 - per_token
+
+
+def _saved_bytes(config: Any, layers: int, compute: torch.dtype, tokens: int) -> int:
+    from transformers import AutoModel
+
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if id(tensor.untyped_storage()) not in own and not isinstance(tensor, nn.Parameter):
+            saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with fake_tensors():
+        model: Any = AutoModel.from_config(small, dtype=torch.float32, attn_implementation="sdpa").train()
+        own = {storage_key(p) for p in model.parameters()}
+        ids = torch.zeros(1, tokens, dtype=torch.int64)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=compute == torch.bfloat16, cache_enabled=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), autocast:
+            model(input_ids=ids, use_cache=False)
+    return sum(nbytes for storage, nbytes in saved.items() if storage not in own)

@@ -1,0 +1,315 @@
+"""Attention over the streams of `layouts.py`, registered with transformers under the name "lightrl".
+
+Four ways to the same numbers:
+
+- CPU: `kernels/cpu/attention.py`, unless it is switched off.
+- CUDA: torch's variable-length flash kernel where no prompt is shared and the dtype is a half one, else FlexAttention
+  with a block mask made from the stream, always compiled.
+- anywhere else, and for sliding windows on CPU: scaled-dot-product attention with a mask, per batch of segments.
+
+Without a stream it is transformers' ordinary SDPA attention.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from lightrl.compat.torch import FLEX_BLOCK as BLOCK
+from lightrl.compat.torch import flex_attention, flex_block_mask, has_triton, varlen_attention
+from lightrl.compat.transformers import attention_implementation, has_recurrent_state, supports_sdpa
+from lightrl.kernels.cpu.attention import buckets, cpu_attention
+from lightrl.models.packing.layouts import LayoutError, TokenStream
+
+__all__ = ["IMPLEMENTATION", "keep_attention_caps", "stream_attention", "text_attention", "unsupported_reason"]
+
+IMPLEMENTATION = "lightrl"
+
+
+def unsupported_reason(lm: Any, body: Any) -> str | None:
+    """Why a model cannot run packed, as far as its class and configuration tell; None if nothing speaks against it."""
+    config = lm.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    checks = {
+        "its attention cannot be replaced": not supports_sdpa(lm),
+        "it keeps a recurrent state": has_recurrent_state(lm),
+        f"it has layers of type {sorted(layer_types)}": not layer_types <= {"full_attention", "sliding_attention"},
+        "it takes no position_ids": "position_ids" not in inspect.signature(body.forward).parameters,
+        "its attention has a bias by distance (ALiBi)": bool(getattr(config, "alibi", False)),
+        "it caps attention logits": getattr(config, "attn_logit_softcapping", None) is not None,
+        "it attends in chunks": getattr(config, "attention_chunk_size", None) is not None,
+        "it attends in both directions": bool(getattr(config, "use_bidirectional_attention", False))
+        or not getattr(config, "is_causal", True),
+        "it is an encoder-decoder": getattr(config, "is_encoder_decoder", False),
+    }
+    return next((reason for reason, true in checks.items() if true), None)
+
+
+def keep_attention_caps(lm: Any) -> None:
+    """Takes eager attention where the model caps attention logits, which transformers' SDPA leaves out silently."""
+    config = lm.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) is not None and attention_implementation(config) == "sdpa":
+        lm.set_attn_implementation(text_attention(lm.config, "eager"))
+
+
+def text_attention(config: Any, attention: str) -> str | dict[str, str]:
+    """An attention implementation for the language model alone, and not for a vision or sound encoder."""
+    text = config.get_text_config()
+    if text is config:
+        return attention
+    return {name: attention for name in config.sub_configs if getattr(config, name, None) is text}
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    stream: TokenStream | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls: (1, H, N, D) queries in, (1, N, H, D) out."""
+    if stream is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    for name in ("s_aux", "softcap", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise LayoutError(f"its attention takes {name}")
+    if attention_mask is not None and attention_mask.numel() > 1:  # not the blank one that stands for the stream
+        raise LayoutError("its layers make attention masks of their own")
+    stream.num_calls += 1
+    window = _window(module, kwargs.get("sliding_window"), stream)
+    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    device = query.device.type  # under autocast rotary embeddings leave queries and keys wider than values
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    q, k, v = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
+    return stream_attention(q, k, v, stream, scale, window).unsqueeze(0), None
+
+
+AttentionInterface.register(IMPLEMENTATION, attention)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+
+
+def _window(module: Any, window: int | None, stream: TokenStream) -> int | None:
+    """The sliding window of this layer, None where every row fits into it."""
+    config = getattr(module, "config", None)
+    if window is None and config is not None:
+        types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+        slides = types[index] == "sliding_attention" if types and index is not None else True
+        configured = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        if slides and configured is not None and configured < stream.max_length:
+            raise LayoutError("its sliding window does not reach the attention function")
+    return window if window is not None and window < stream.max_length else None
+
+
+def stream_attention(
+    q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, window: int | None = None
+) -> Tensor:
+    """Attention of every stream token to its segment up to itself and to the segment's parent.
+
+    Args:
+        q: (N, H, D). k, v: (N, K, D), K divides H.
+        stream: the stream.
+        scale: of the dot products.
+        window: a token sees this many last tokens of its row, itself included; None sees all.
+
+    Returns:
+        (N, H, D).
+    """
+    if q.is_cuda and _varlen_fits(q, v, stream):
+        return _varlen(q, k, v, stream, scale, window)
+    if q.is_cuda and has_triton():
+        return _flex(q, k, v, stream, scale, window)
+    if stream.cpu_kernels and q.device.type == "cpu" and window is None and q.shape[-1] == v.shape[-1]:
+        return cpu_attention(q, k, v, stream, scale)
+    return _masked_sdpa(q, k, v, stream, scale, window)
+
+
+# ---- batches of segments -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """Stretches of the stream side by side, right-padded: `index` (S, L), where pads point at token 0."""
+
+    index: Tensor
+    real: Tensor | None  # positions in the flattened (S * L) that are no pads; None where there are no pads
+    tokens: Tensor  # the stream tokens at those positions
+    lengths: Tensor  # (S,)
+
+    @staticmethod
+    def of(stretches: list[tuple[int, int]], device: torch.device) -> Batch:
+        """From (start, length) pairs."""
+        starts, lengths = torch.tensor(stretches).T
+        slots = torch.arange(int(lengths.max()))
+        inside = slots < lengths[:, None]
+        index = torch.where(inside, starts[:, None] + slots, 0)
+        on_device = index.to(device), lengths.to(device)
+        if bool(inside.all()):
+            return Batch(on_device[0], None, on_device[0].view(-1), on_device[1])
+        real = inside.view(-1).nonzero().squeeze(1)
+        return Batch(on_device[0], real.to(device), index.view(-1)[real].to(device), on_device[1])
+
+    def take(self, x: Tensor) -> Tensor:
+        """(N, H, D) to (S, H, L, D)."""
+        return x.index_select(0, self.index.view(-1)).view(*self.index.shape, *x.shape[1:]).transpose(1, 2)
+
+    def compact(self, x: Tensor) -> Tensor:
+        """(S, H, L, D) to the values of `tokens`, (n, H, D)."""
+        flat = x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
+        return flat if self.real is None else flat.index_select(0, self.real)
+
+
+def _cached(stream: TokenStream, name: Any, make: Any) -> Any:
+    if name not in stream.cache:
+        stream.cache[name] = make()
+    return stream.cache[name]
+
+
+def _expand_heads(x: Tensor, repeat: int) -> Tensor:
+    """(S, K, L, D) to (S, K * repeat, L, D)."""
+    return x if repeat == 1 else x.repeat_interleave(repeat, 1)
+
+
+# ---- anywhere: SDPA with a mask ----------------------------------------------------------------------------------
+
+
+def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, window: int | None) -> Tensor:
+    """Each segment's queries against its parent's keys and its own, batched, with a boolean mask."""
+    repeat = q.shape[1] // k.shape[1]
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
+    for queries, keys, mask in _cached(stream, ("masked", window), lambda: _masked_batches(stream, window, q.device)):
+        taken = (x.index_select(0, keys.view(-1)).view(*keys.shape, *x.shape[1:]) for x in (k, v))
+        ks, vs = (_expand_heads(x.transpose(1, 2), repeat) for x in taken)
+        o = F.scaled_dot_product_attention(queries.take(q), ks, vs, attn_mask=mask, scale=scale)
+        out = out.index_copy(0, queries.tokens, queries.compact(o))
+    return out
+
+
+def _masked_batches(
+    stream: TokenStream, window: int | None, device: torch.device
+) -> list[tuple[Batch, Tensor, Tensor]]:
+    spans = list(zip(stream.starts, stream.lengths, stream.parents, strict=True))
+    spans = [span for span in spans if span[1]]
+    prefix = [stream.lengths[p] if p >= 0 else 0 for _, _, p in spans]
+    result = []
+    for bucket in buckets([(n, n + extra) for (_, n, _), extra in zip(spans, prefix, strict=True)]):
+        queries = Batch.of([spans[i][:2] for i in bucket], device)
+        heads = torch.tensor([(stream.starts[max(spans[i][2], 0)], prefix[i]) for i in bucket], device=device)
+        slots = torch.arange(max(spans[i][1] + prefix[i] for i in bucket), device=device)
+        head_start, head_length = heads[:, :1], heads[:, 1:]
+        own = queries.index[:, :1] + slots - head_length
+        keys = torch.where(slots < head_length, head_start + slots, own)
+        keys = torch.where(slots < head_length + queries.lengths[:, None], keys, 0)
+        at = torch.arange(queries.index.shape[1], device=device)[:, None] + head_length[:, None]  # (S, L, 1)
+        mask = slots <= at
+        if window is not None:
+            mask &= slots > at - window
+        result.append((queries, keys, mask[:, None]))
+    return result
+
+
+# ---- CUDA: FlexAttention and the varlen kernel -----------------------------------------------------------------------
+
+
+def _varlen_fits(q: Tensor, v: Tensor, stream: TokenStream) -> bool:
+    """Whether torch's variable-length flash kernel computes this stream: nothing shared, half precision, Ampere on."""
+    return (
+        varlen_attention() is not None
+        and not any(parent >= 0 for parent in stream.parents)
+        and v.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] == v.shape[-1] <= 256
+        and q.shape[-1] % 8 == 0
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        and not torch.are_deterministic_algorithms_enabled()  # its backward adds in no fixed order
+    )
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, window: int | None) -> Tensor:
+    """Flash attention over segments side by side."""
+
+    def ends() -> Tensor:
+        return torch.tensor([0, *stream.lengths]).cumsum(0).to(q.device, torch.int32, non_blocking=True)
+
+    kernel: Any = varlen_attention()
+    cumulative, longest = _cached(stream, "varlen", ends), max(stream.lengths)
+    left = -1 if window is None else window - 1
+    out: Tensor = kernel(
+        q, k, v, cumulative, cumulative, longest, longest,
+        scale=scale, window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return out
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, window: int | None) -> Tensor:
+    """FlexAttention over the whole stream; blocks that the stream leaves empty are never computed.
+
+    The stream is padded to whole blocks, at least two of them, and every stream has a window, if a boundless one: so
+    graphs differ by heads, dtype and whether there is a gradient, and not by what is in the stream.
+    """
+    mask = _cached(stream, ("flex", window), lambda: _block_mask(stream, window, q.device))
+    size = mask.seq_lengths[0]
+    heads_first = (F.pad(x, (0, 0, 0, 0, 0, size - len(x))).transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    flex = flex_attention(compiled=q.is_cuda)
+    out: Tensor = flex(*heads_first, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out[0, :, : len(q)].transpose(0, 1)
+
+
+def _block_mask(stream: TokenStream, window: int | None, device: torch.device) -> Any:
+    """FlexAttention's mask; which blocks are empty and which are full is worked out from the segments, on the host."""
+    count = stream.num_tokens
+    size = max(2, -(-count // BLOCK)) * BLOCK
+    # What fills the last block up is a segment of its own, which nobody else sees.
+    lengths, parents = [*stream.lengths, size - count], [*stream.parents, -1]
+    sizes = torch.tensor(lengths)
+    own = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    both = torch.stack([own, torch.tensor(parents)[own]]).to(device, non_blocking=True)
+    segment, parent = both.unbind()
+    position = torch.cat([stream.position_ids, torch.arange(size - count, device=device)])
+    reach = torch.full((), size if window is None else window, device=device)
+
+    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        family = (segment[key] == segment[query]) | (segment[key] == parent[query])
+        distance = position[query] - position[key]
+        return family & (distance >= 0) & (distance < reach)
+
+    starts = [*stream.starts, count]
+    return flex_block_mask(visible, *_blocks_seen(starts, lengths, parents, size // BLOCK, window), device)
+
+
+def _blocks_seen(
+    starts: list[int], lengths: list[int], parents: list[int], blocks: int, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """(blocks, blocks) bool each: where some query sees some key (or might), and where all queries see all keys."""
+    some, full = (torch.zeros(blocks, blocks, dtype=torch.bool) for _ in range(2))
+    reach = blocks * BLOCK if window is None else window
+    families: dict[int, list[int]] = {}
+    for start, length, parent in zip(starts, lengths, parents, strict=True):
+        if not length:
+            continue
+        first, last = start // BLOCK, (start + length - 1) // BLOCK
+        inner, end = -(-start // BLOCK), (start + length) // BLOCK  # blocks that the segment fills
+        for query in range(first, last + 1):
+            nearest = max(first, (query * BLOCK - reach + 1) // BLOCK)
+            some[query, nearest : query + 1] = True
+            # The farthest pair of a block is less than (query - key + 1) * BLOCK apart.
+            if inner <= query < end:
+                full[query, max(inner, query + 1 - reach // BLOCK) : query] = True
+        if parent >= 0:
+            head = starts[parent], starts[parent] + lengths[parent]
+            some[first : last + 1, head[0] // BLOCK : -(-head[1] // BLOCK)] = True
+            span = families.setdefault(parent, [start, start])
+            span[1] = start + length
+    if window is None:
+        for parent, (start, end) in families.items():  # segments of a family lie side by side
+            head = starts[parent], starts[parent] + lengths[parent]
+            full[-(-start // BLOCK) : end // BLOCK, -(-head[0] // BLOCK) : head[1] // BLOCK] = True
+    return some, full

@@ -1,0 +1,520 @@
+"""Policy losses: a loss per token from new and old log-probs and advantages.
+
+Every loss returns (B, T) token losses, 0 off the mask and differentiable in
+`logprobs`, and (B, T) metrics without gradient, which are averaged over the mask (names that end in `_max` by maximum).
+The caller weighs by the aggregation and sums. A is the advantage, `r = pi / pi_old`, sg stops the gradient:
+
+| class | loss of a token | ratio |
+|---|---|---|
+| `PPOClip` | `-min(r * A, clip(r) * A)` | token |
+| `GSPO` | the same | sequence, `exp(mean_t log r_t)` |
+| `RLOOSequence` | the same | sequence, `exp(sum_t log r_t)` |
+| `GMPO` | `-A * exp(mean_t clip(log r_t))`, clipped on the pessimistic side | geometric mean of clipped tokens |
+| `CISPO` | `-sg(clip(r)) * A * log pi` | token, as a weight |
+| `SAPO` | `-4 / tau * sigmoid(tau * (r - 1)) * A` | token, soft |
+| `CPG` | `-min(log r * A, clip(log r) * A)` and a drift penalty | token, log |
+| `DPPO` | `-sg(min(r, ratio_max)) * A * log pi` where the probability has moved little | token, as a weight |
+| `DRO` | `-A * log pi + beta / 2 * (log r)**2` | token, log |
+
+The sequence losses give each token of a sequence the sequence's value, which `SequenceMean` turns into their papers'
+objectives; `SequenceSum` with `GSPO` is LUSPO.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrl.ops.kl import MAX_LOG_RATIO
+from lightrl.ops.losses import ClippedLoss, clipped_policy_loss
+
+__all__ = ["CISPO", "CPG", "DPPO", "DRO", "GMPO", "GSPO", "SAPO", "PPOClip", "PolicyLoss", "RLOOSequence"]
+
+Metrics = dict[str, Tensor]
+
+
+class PolicyLoss(ABC):
+    """A loss per token.
+
+    Attributes:
+        zero_advantage_is_zero_loss: trajectories without advantage have no gradient and are not run.
+        needs_whole_trajectories: looks at all tokens of a trajectory together, so that its rows stay in one
+            micro-batch. A new `__call__` resets this and the attribute above to what is right for any loss.
+        one_ratio_per_trajectory: all tokens are trained through one ratio, so that none can be left out of it by an
+            advantage of 0.
+        reads_engine_logprobs: the engine's log-probs are compared with the trainer's.
+        replaces_old_logprobs: they also stand for the old ones, which are then not computed.
+    """
+
+    zero_advantage_is_zero_loss: bool = False
+    needs_whole_trajectories: bool = True
+    one_ratio_per_trajectory: bool = False
+    reads_engine_logprobs: bool = False
+    replaces_old_logprobs: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Takes nothing over about a loss that has been changed."""
+        super().__init_subclass__(**kwargs)
+        for name in ("zero_advantage_is_zero_loss", "needs_whole_trajectories"):
+            if "__call__" in cls.__dict__ and name not in cls.__dict__:
+                setattr(cls, name, getattr(PolicyLoss, name))
+
+    def takes_over_from(self, loss: PolicyLoss) -> None:
+        """For a loss around another: what holds of that one holds of it."""
+        self.zero_advantage_is_zero_loss = loss.zero_advantage_is_zero_loss
+        self.needs_whole_trajectories = loss.needs_whole_trajectories
+        self.one_ratio_per_trajectory = loss.one_ratio_per_trajectory
+
+    @abstractmethod
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        engine_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """Computes token losses.
+
+        Args:
+            logprobs: (B, T) of the policy being trained, with graph.
+            old_logprobs: (B, T) of the policy that starts the update, without graph.
+            advantages: (B, T), without graph.
+            mask: (B, T) bool, tokens that are trained.
+            engine_logprobs: (B, T) that the engine sampled with; read by off-policy corrections only.
+
+        Returns:
+            (B, T) token losses, 0 off the mask, and metrics, name -> (B, T) without graph, among them `kl/old`
+            (k3 estimate of KL(pi_old || pi) per token) and `policy/ratio_max`.
+        """
+
+
+class PPOClip(PolicyLoss):
+    """PPO's clipped surrogate: `-min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A)`, ratio per token.
+
+    Metrics `policy/clip_fraction_low` (A < 0, ratio below the lower bound), `policy/clip_fraction_high` (A > 0, ratio
+    above the upper bound) and, with a cap, `policy/clip_fraction_dual` are the fractions of tokens without gradient.
+
+    Args:
+        eps_low: in [0, 1].
+        eps_high: at least 0. DAPO: 0.2 and 0.28.
+        dual_clip: largest ratio that counts where A < 0, above 1; None is off. Usual: 3.
+        delta: INTELLECT-2's name for the same cap, above 1 + eps_high; None is off. Give one of the two.
+
+    Raises:
+        ValueError: an argument is out of range, or both `dual_clip` and `delta` are given.
+
+    Source: https://arxiv.org/abs/1707.06347 and those of `lightrl.ops.losses.clipped_policy_loss`.
+    """
+
+    zero_advantage_is_zero_loss = True
+    needs_whole_trajectories = False
+
+    def __init__(
+        self,
+        eps_low: float = 0.2,
+        eps_high: float = 0.2,
+        dual_clip: float | None = None,
+        delta: float | None = None,
+    ) -> None:
+        self.eps_low, self.eps_high = _bounds("PPOClip", eps_low, eps_high)
+        if dual_clip is not None and delta is not None:
+            raise ValueError(f"PPOClip(dual_clip={dual_clip}, delta={delta}): both are the same cap; give one.")
+        if dual_clip is not None and not dual_clip > 1:
+            raise ValueError(f"PPOClip(dual_clip={dual_clip}): must be above 1.")
+        if delta is not None and not delta > 1 + eps_high:
+            raise ValueError(f"PPOClip(delta={delta}): must be above 1 + eps_high = {1 + eps_high:g}.")
+        self.cap = delta if dual_clip is None else dual_clip
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
+    ) -> tuple[Tensor, Metrics]:
+        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        ratio = log_ratio.exp()
+        clipped = clipped_policy_loss(ratio, advantages, self.eps_low, self.eps_high, self.cap)
+        metrics = ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(clipped, mask)
+        if self.cap is not None:
+            metrics["policy/clip_fraction_dual"] = (clipped.cap & mask).float()
+        return _on(mask, clipped.loss), metrics
+
+
+class GSPO(PolicyLoss):
+    """PPO's clip on the length-normalised ratio of the sequence: `s = exp(1 / len * sum_t log r_t)`.
+
+        L = -min(s * A, clip(s, 1 - eps_low, 1 + eps_high) * A)
+
+    The ratio lies close to 1, so the bounds are hundreds of times narrower than PPO's. Clip fractions count the tokens
+    of clipped sequences. Use `SequenceMean` (the paper), or `SequenceSum` with bounds of 2e-3 and 2.5e-3 (LUSPO).
+
+    Args:
+        eps_low: in [0, 1].
+        eps_high: at least 0.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: https://arxiv.org/abs/2507.18071, eq. 5-7; bounds from its section 5.1. With advantages that differ within
+        a sequence it is their mean that counts. TRL's defaults leave the bounds at PPO's 0.2, which never clip.
+    """
+
+    zero_advantage_is_zero_loss = True
+    one_ratio_per_trajectory = True
+
+    def __init__(self, eps_low: float = 3e-4, eps_high: float = 4e-4) -> None:
+        self.eps_low, self.eps_high = _bounds("GSPO", eps_low, eps_high)
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
+    ) -> tuple[Tensor, Metrics]:
+        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        ratio = _sequence_mean(log_ratio, mask).exp().expand_as(log_ratio)
+        clipped = clipped_policy_loss(ratio, advantages, self.eps_low, self.eps_high)
+        return _on(mask, clipped.loss), ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(clipped, mask)
+
+
+class RLOOSequence(PolicyLoss):
+    """PPO's clip on the probability ratio of the whole response: `s = exp(sum_t log r_t)`, the response one action.
+
+        L = -min(s * A, clip(s, 1 - eps_low, 1 + eps_high) * A)
+
+    Exactly unbiased off-policy while unclipped, but the ratio's variance grows with the length. Needs `SequenceMean`
+    to be TRL's RLOO loss. Clip fractions count the tokens of clipped sequences.
+
+    Args:
+        eps_low: in [0, 1].
+        eps_high: at least 0.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: https://arxiv.org/abs/2402.14740; TRL's `RLOOTrainer`.
+    """
+
+    zero_advantage_is_zero_loss = True
+    one_ratio_per_trajectory = True
+
+    def __init__(self, eps_low: float = 0.2, eps_high: float = 0.2) -> None:
+        self.eps_low, self.eps_high = _bounds("RLOOSequence", eps_low, eps_high)
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
+    ) -> tuple[Tensor, Metrics]:
+        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        total = log_ratio.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        ratio = total.exp().expand_as(log_ratio)
+        clipped = clipped_policy_loss(ratio, advantages, self.eps_low, self.eps_high)
+        return _on(mask, clipped.loss), ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(clipped, mask)
+
+
+class GMPO(PolicyLoss):
+    """Geometric mean of the sequence's token ratios, each clipped in log space on its pessimistic side.
+
+        A > 0: c_t = min(log r_t, eps_high)        A < 0: c_t = max(log r_t, -eps_low)
+        L = -A * exp(1 / len * sum_t c_t)
+
+    Clip fractions are those of tokens whose log-ratio is clipped. Use `SequenceMean` (the paper).
+
+    Args:
+        eps_low: bound on -log r, above 0.
+        eps_high: bound on log r, above 0. The paper's range is (e^-0.4, e^0.4).
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: https://arxiv.org/abs/2507.20673, eq. 4 and algorithm 1.
+    """
+
+    zero_advantage_is_zero_loss = True
+    one_ratio_per_trajectory = True
+
+    def __init__(self, eps_low: float = 0.4, eps_high: float = 0.4) -> None:
+        for name, value in (("eps_low", eps_low), ("eps_high", eps_high)):
+            if not value > 0:
+                raise ValueError(f"GMPO({name}={value}): must be above 0; it bounds the log-ratio.")
+        self.eps_low = eps_low
+        self.eps_high = eps_high
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
+    ) -> tuple[Tensor, Metrics]:
+        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        upper, lower = log_ratio.clamp(max=self.eps_high), log_ratio.clamp(min=-self.eps_low)
+        bounded = torch.where(advantages > 0, upper, torch.where(advantages < 0, lower, log_ratio))
+        ratio = _sequence_mean(bounded, mask).exp().expand_as(log_ratio)
+        low, high = log_ratio < -self.eps_low, log_ratio > self.eps_high
+        clips = ClippedLoss(log_ratio, low & (advantages < 0), high & (advantages > 0), low)
+        return _on(mask, -advantages * ratio), ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(clips, mask)
+
+
+class CISPO(PolicyLoss):
+    """Policy gradient weighted by a bounded ratio: no token ever loses its gradient.
+
+        L = -sg(clip(r, ratio_min, ratio_max)) * A * log pi
+
+    Clip fractions are those of tokens whose weight is bounded, whatever the sign of A. `ratio_min = ratio_max = 1` is
+    plain REINFORCE. Use `TokenMean` (the paper's eq. 4 divides by the tokens of the group).
+
+    Args:
+        ratio_max: largest weight, at least 1 (1 + eps_high in the paper).
+        ratio_min: smallest weight, in [0, 1] (1 - eps_low; the paper leaves it open).
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: MiniMax-M1, https://arxiv.org/abs/2506.13585 eq. 4-5; `ratio_max` 5 from https://arxiv.org/abs/2510.13786.
+        TRL reads `epsilon_high` as the bound itself, so its default bounds the weight at 0.2.
+    """
+
+    zero_advantage_is_zero_loss = True
+    needs_whole_trajectories = False
+
+    def __init__(self, ratio_max: float = 5.0, ratio_min: float = 0.0) -> None:
+        if not ratio_max >= 1:
+            raise ValueError(
+                f"CISPO(ratio_max={ratio_max}): must be at least 1; it bounds pi / pi_old, not its excess."
+            )
+        if not 0 <= ratio_min <= 1:
+            raise ValueError(f"CISPO(ratio_min={ratio_min}): must be in [0, 1]; 0 turns it off.")
+        self.ratio_max = ratio_max
+        self.ratio_min = ratio_min
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
+    ) -> tuple[Tensor, Metrics]:
+        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        ratio = log_ratio.detach().exp()
+        loss = -ratio.clamp(self.ratio_min, self.ratio_max) * advantages * logprobs
+        low, high = ratio < self.ratio_min, ratio > self.ratio_max
+        return _on(mask, loss), ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(
+            ClippedLoss(loss, low, high, low), mask
+        )
+
+
+class SAPO(PolicyLoss):
+    """A soft gate instead of a clip: the gradient weight falls smoothly as the ratio leaves 1.
+
+        L = -4 / tau * sigmoid(tau * (r - 1)) * A,    tau = tau_pos where A > 0, else tau_neg
+
+    On-policy the gradient is that of PPO. Without bounds there are no clip fractions. Use `SequenceMean` (the paper).
+
+    Args:
+        tau_pos: sharpness for A > 0, above 0.
+        tau_neg: for A <= 0, above 0; larger decays faster.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: https://arxiv.org/abs/2511.20347, eq. 5-6.
+    """
+
+    zero_advantage_is_zero_loss = True
+    needs_whole_trajectories = False
+
+    def __init__(self, tau_pos: float = 1.0, tau_neg: float = 1.05) -> None:
+        for name, value in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
+            if not value > 0:
+                raise ValueError(f"SAPO({name}={value}): must be above 0.")
+        self.tau_pos = tau_pos
+        self.tau_neg = tau_neg
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
+    ) -> tuple[Tensor, Metrics]:
+        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        ratio = log_ratio.exp()
+        tau = torch.where(advantages > 0, self.tau_pos, self.tau_neg).to(ratio.dtype)
+        loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+        return _on(mask, loss), ratio_metrics(log_ratio, ratio, mask)
+
+
+class CPG(PolicyLoss):
+    """CPGD's clipped policy gradient: PPO's clip on the log-ratio, and a penalty on the drift from the old policy.
+
+        L = -min(log r * A, clip(log r, log(1 - eps_low), log(1 + eps_high)) * A) + drift_coef * D
+        grad D = clip(r - 1, max=drift_clip) * grad log pi        (k3 of KL(pi_old || pi), its ratio bounded)
+
+    The gradient of a token is A times grad log pi, never weighted by its ratio. The value reported for D is k3's.
+
+    Args:
+        eps_low: in [0, 1).
+        eps_high: at least 0.
+        drift_coef: weight of the drift penalty, at least 0; 0 is off. The drift is 0 in the first update of a rollout.
+        drift_clip: bound on r - 1 in the drift's gradient, above 0; 2 as in the authors' code.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: https://arxiv.org/abs/2505.12504. Its estimator is `GroupRelative(scale="group")`. Its eq. 2 divides by the
+        tokens of the group; `SequenceMean` equals its code at one sequence per micro-batch. For several epochs its
+        section 6.1 multiplies A by a truncated importance weight, against the bias of what the first updates changed;
+        here no such weight is built in: one or a few updates per rollout need none.
+        LightRFT has the clip without the drift, and its CPGD advantages are all 0.
+    """
+
+    needs_whole_trajectories = False
+
+    def __init__(
+        self, eps_low: float = 0.2, eps_high: float = 0.2, drift_coef: float = 0.0, drift_clip: float = 2.0
+    ) -> None:
+        self.eps_low, self.eps_high = _bounds("CPG", eps_low, eps_high)
+        if eps_low == 1:
+            raise ValueError("CPG(eps_low=1): must be below 1; the lower bound of the log-ratio is log(1 - eps_low).")
+        if not drift_coef >= 0:
+            raise ValueError(f"CPG(drift_coef={drift_coef}): must be 0 or more.")
+        if not drift_clip > 0:
+            raise ValueError(f"CPG(drift_clip={drift_clip}): must be above 0.")
+        self.drift_coef = drift_coef
+        self.drift_clip = drift_clip
+        self.zero_advantage_is_zero_loss = drift_coef == 0
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
+    ) -> tuple[Tensor, Metrics]:
+        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        lower, upper = math.log(1 - self.eps_low), math.log(1 + self.eps_high)
+        loss = torch.maximum(-advantages * log_ratio, -advantages * log_ratio.clamp(lower, upper))
+        clips = ClippedLoss(
+            loss, (log_ratio < lower) & (advantages < 0), (log_ratio > upper) & (advantages > 0), advantages < 0
+        )
+        if self.drift_coef:
+            loss = loss + self.drift_coef * self._drift(log_ratio)
+        return _on(mask, loss), ratio_metrics(log_ratio, log_ratio.exp(), mask) | _clip_metrics(clips, mask)
+
+    def _drift(self, log_ratio: Tensor) -> Tensor:
+        fixed = log_ratio.detach()
+        weight = torch.expm1(fixed).clamp(max=self.drift_clip)
+        return torch.expm1(fixed) - fixed + weight * (log_ratio - fixed)  # value of k3, gradient of the bounded one
+
+
+class DPPO(PolicyLoss):
+    """Divergence PPO with binary total variation: a trust region in probabilities instead of ratios.
+
+        L = -m * sg(min(r, ratio_max)) * A * log pi + penalty_coef * (log r)**2
+        m = 0 where A > 0 and pi - pi_old > delta_high, or A < 0 and pi_old - pi > delta_low, else 1
+
+    |pi - pi_old| of the sampled token is the total variation of the two-outcome distribution "this token or another".
+    A ratio clip bounds rare tokens by moves that change the distribution by nothing, and lets likely ones move far;
+    this does neither. Clip fractions are those of tokens with m = 0. The paper measures the distance from the policy
+    that sampled: `EngineRatio(DPPO())`.
+
+    Args:
+        delta_low: largest fall of a token's probability where A < 0, in (0, 1].
+        delta_high: largest rise where A > 0, in (0, 1].
+        ratio_max: largest weight, at least 1.
+        penalty_coef: weight of the squared log-ratio, at least 0, on tokens with m = 0 too; 0 is off.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: https://arxiv.org/abs/2602.04879; verl's `dppo_tv` (ratio_max 20). prime-rl's default loss is
+        `EngineRatio(DPPO(penalty_coef=1e-3, ratio_max=inf))`; the penalty is Kimi K2.5's, arxiv.org/abs/2602.02276.
+    """
+
+    needs_whole_trajectories = False
+
+    def __init__(
+        self, delta_low: float = 0.2, delta_high: float = 0.2, ratio_max: float = 20.0, penalty_coef: float = 0.0
+    ) -> None:
+        for name, value in (("delta_low", delta_low), ("delta_high", delta_high)):
+            if not 0 < value <= 1:
+                raise ValueError(f"DPPO({name}={value}): must be in (0, 1]; it bounds a difference of probabilities.")
+        if not ratio_max >= 1:
+            raise ValueError(f"DPPO(ratio_max={ratio_max}): must be at least 1; it bounds pi / pi_old.")
+        if not penalty_coef >= 0:
+            raise ValueError(f"DPPO(penalty_coef={penalty_coef}): must be 0 or more.")
+        self.delta_low = delta_low
+        self.delta_high = delta_high
+        self.ratio_max = ratio_max
+        self.penalty_coef = penalty_coef
+        self.zero_advantage_is_zero_loss = penalty_coef == 0
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
+    ) -> tuple[Tensor, Metrics]:
+        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        moved = _on(mask, logprobs.detach().exp() - old_logprobs.exp())
+        low, high = (moved < -self.delta_low) & (advantages < 0), (moved > self.delta_high) & (advantages > 0)
+        weight = log_ratio.detach().exp().clamp(max=self.ratio_max).masked_fill(low | high, 0.0)
+        loss = -weight * advantages * logprobs
+        if self.penalty_coef:
+            loss = loss + self.penalty_coef * log_ratio.square()
+        metrics = ratio_metrics(log_ratio, log_ratio.exp(), mask)
+        return _on(mask, loss), metrics | _clip_metrics(ClippedLoss(loss, low, high, low), mask)
+
+
+class DRO(PolicyLoss):
+    """Policy gradient with a quadratic penalty on the log-ratio instead of a clip.
+
+        L = -A * log pi + beta / 2 * (log r)**2
+
+    Its minimiser over log pi is `log pi_old + A / beta`: no ratio and no bound, so samples of older policies only make
+    it slower. Without bounds there are no clip fractions.
+
+    Args:
+        beta: weight of the penalty, above 0.
+
+    Raises:
+        ValueError: beta is not above 0.
+
+    Source: Kimi k1.5, https://arxiv.org/abs/2501.12599 eq. 3, and DRO, https://arxiv.org/abs/2405.19107, whose penalty
+        is on the log-ratio of the whole response; per token as here: verl's `dro`, ROLL's `kimi15`, both with 0.1.
+    """
+
+    needs_whole_trajectories = False
+
+    def __init__(self, beta: float = 0.1) -> None:
+        if not beta > 0:
+            raise ValueError(f"DRO(beta={beta}): must be above 0.")
+        self.beta = beta
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
+    ) -> tuple[Tensor, Metrics]:
+        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        loss = -advantages * logprobs + self.beta / 2 * log_ratio.square()
+        return _on(mask, loss), ratio_metrics(log_ratio, log_ratio.exp(), mask)
+
+
+def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """log pi - log pi_old on the mask, 0 elsewhere; clamped, since an infinite ratio makes a clipped gradient NaN."""
+    return _on(mask, logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _on(mask: Tensor, x: Tensor) -> Tensor:
+    return torch.where(mask, x, torch.zeros_like(x))
+
+
+def _sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """(B, 1) mean over the masked tokens of each sequence; `x` is 0 off the mask or is made so."""
+    return _on(mask, x).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+@torch.no_grad()
+def ratio_metrics(log_ratio: Tensor, ratio: Tensor, mask: Tensor) -> Metrics:
+    """KL(pi_old || pi) by k3 from the token log-ratios, and the largest ratio of the kind the loss uses."""
+    return {
+        "kl/old": _on(mask, torch.expm1(log_ratio) - log_ratio),
+        "policy/ratio_max": _on(mask, ratio.expand_as(mask)).detach(),
+    }
+
+
+@torch.no_grad()
+def _clip_metrics(clipped: ClippedLoss, mask: Tensor) -> Metrics:
+    return {
+        "policy/clip_fraction_low": (clipped.low & mask).float(),
+        "policy/clip_fraction_high": (clipped.high & mask).float(),
+        "policy/clip_fraction_region": ((clipped.low | clipped.high) & mask).float(),
+    }
+
+
+def _bounds(owner: str, eps_low: float, eps_high: float) -> tuple[float, float]:
+    if not 0 <= eps_low <= 1:
+        raise ValueError(f"{owner}(eps_low={eps_low}): must be in [0, 1]; the lower bound of the ratio is 1 - eps_low.")
+    if not eps_high >= 0:
+        raise ValueError(f"{owner}(eps_high={eps_high}): must be 0 or more; the upper bound of the ratio is 1 + it.")
+    return eps_low, eps_high

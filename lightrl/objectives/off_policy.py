@@ -1,0 +1,297 @@
+"""Corrections for tokens that another policy sampled than the one that starts the update: around any loss, or in one.
+
+The engine samples with its own kernels and dtype, and possibly older weights: `engine_logprobs` differ from
+`old_logprobs`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightrl.objectives.losses import Metrics, PolicyLoss, ratio_metrics
+from lightrl.ops.kl import MAX_LOG_RATIO
+
+__all__ = ["VESPO", "EngineRatio", "GeometricEngineMask", "OffPolicyCorrection", "OffPolicySequenceMask"]
+
+
+class OffPolicyCorrection(PolicyLoss):
+    """Weights token losses by `w = pi_old / pi_engine`, bounded.
+
+        level "token":     w_t = exp(old_t - engine_t)
+        level "sequence":  w   = exp(sum_t (old_t - engine_t)), the same for all tokens of the sequence
+        mode "truncate":   w clamped to [low, high]                       TIS
+        mode "mask":       w where low <= w <= high, else 0               MIS; token level: IcePop
+
+    IcePop's own band is low 0.5, high 5.
+
+    Metrics: `off_policy/weight` (mean of the unbounded w), `off_policy/weight_max`, `off_policy/bounded_fraction`
+    (fraction of tokens whose weight the bounds changed), `off_policy/kl` (k3 estimate of KL(engine || old)).
+
+    Args:
+        loss: what is weighted.
+        level: "token" (biased beyond one token, low variance) or "sequence" (unbiased, high variance).
+        mode: "truncate" or "mask".
+        high: upper bound of the weight, at least 1.
+        low: lower bound, in [0, 1].
+
+    Raises:
+        ValueError: an argument is out of range; on call, there are no engine log-probs.
+
+    Source: TIS https://fengyao.notion.site/off-policy-rl; MIS https://richardli.xyz/rl-collapse; IcePop
+        https://ringtech.notion.site/icepop. TRL's `vllm_importance_sampling_mode` has the same four combinations.
+    """
+
+    reads_engine_logprobs = True
+
+    def __init__(
+        self,
+        loss: PolicyLoss,
+        level: Literal["token", "sequence"] = "token",
+        mode: Literal["truncate", "mask"] = "truncate",
+        high: float = 2.0,
+        low: float = 0.0,
+    ) -> None:
+        if level not in ("token", "sequence"):
+            raise ValueError(f"OffPolicyCorrection(level={level!r}): must be 'token' or 'sequence'.")
+        if mode not in ("truncate", "mask"):
+            raise ValueError(f"OffPolicyCorrection(mode={mode!r}): must be 'truncate' or 'mask'.")
+        if not high >= 1:
+            raise ValueError(f"OffPolicyCorrection(high={high}): must be at least 1, the weight of an exact engine.")
+        if not 0 <= low <= 1:
+            raise ValueError(f"OffPolicyCorrection(low={low}): must be in [0, 1]; 0 turns it off.")
+        self.loss = loss
+        self.level = level
+        self.mode = mode
+        self.high = high
+        self.low = low
+        self.takes_over_from(loss)
+        self.needs_whole_trajectories |= level == "sequence"
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        engine_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        if engine_logprobs is None:
+            raise ValueError("OffPolicyCorrection: engine_logprobs=None: it compares the engine's log-probs to ours.")
+        loss, metrics = self.loss(logprobs, old_logprobs, advantages, mask, engine_logprobs=engine_logprobs)
+        weight, more = self._weights(old_logprobs, engine_logprobs, mask)
+        return weight * loss, metrics | more
+
+    @torch.no_grad()
+    def _weights(self, old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:
+        token = torch.where(mask, old_logprobs - engine_logprobs, torch.zeros_like(old_logprobs))
+        log_weight = token.sum(-1, keepdim=True).expand_as(token) if self.level == "sequence" else token
+        raw = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        outside = (raw < self.low) | (raw > self.high)
+        bounded = raw.clamp(self.low, self.high) if self.mode == "truncate" else raw.masked_fill(outside, 0.0)
+        zero = torch.zeros_like(raw)
+        return bounded, {
+            "off_policy/weight": torch.where(mask, raw, zero),
+            "off_policy/weight_max": torch.where(mask, raw, zero),
+            "off_policy/bounded_fraction": (outside & mask).float(),
+            "off_policy/kl": torch.expm1(token) - token,
+        }
+
+
+class EngineRatio(PolicyLoss):
+    """Takes the engine's log-probs for the old ones, so that several updates per rollout need no forward for them.
+
+        r_t = pi / pi_engine in place of pi / pi_old
+
+    The wrapped loss then bounds one ratio for all that lies between sampling and the weights of now: older weights, the
+    engine's numerics, the updates of this rollout. A clipped loss leaves r unbounded where A < 0: give `PPOClip` a
+    `dual_clip` or `delta`. `kl/old` is the distance to the engine's policy; `kl/engine` is not measured.
+
+    Args:
+        loss: what is computed with that ratio. Not `OffPolicyCorrection`, whose weights would all be 1.
+
+    Raises:
+        ValueError: the loss reads the engine's log-probs itself.
+
+    Source: the plain importance ratio of PPO, to the policy that sampled; verl calls it the bypass mode.
+    """
+
+    reads_engine_logprobs = True
+    replaces_old_logprobs = True
+
+    def __init__(self, loss: PolicyLoss) -> None:
+        if loss.reads_engine_logprobs:
+            raise ValueError(f"EngineRatio(loss={type(loss).__name__}): it compares with the engine itself; drop one.")
+        self.loss = loss
+        self.takes_over_from(loss)
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        engine_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        if engine_logprobs is None:
+            raise ValueError("EngineRatio: engine_logprobs=None: it takes the engine's log-probs for the old ones.")
+        return self.loss(logprobs, engine_logprobs, advantages, mask)
+
+
+class OffPolicySequenceMask(PolicyLoss):
+    """Leaves out bad samples that the policy has moved away from.
+
+        m_t = 0 where A_t < 0 and mean_t (log pi_sampler - log pi) > threshold, else 1
+
+    pi_sampler is the engine's where its log-probs are there, so that both kinds of off-policyness count: updates since
+    the rollout and the engine's own numerics; else pi_old. Metric: `off_policy/masked_fraction` of tokens.
+
+    Args:
+        loss: what is masked.
+        threshold: in nats per token, above 0. The paper names no value; 0.5 is TRL's suggestion.
+
+    Raises:
+        ValueError: threshold is not above 0.
+
+    Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556 eq. 8-9; TRL's `off_policy_mask_threshold`.
+    """
+
+    reads_engine_logprobs = True
+
+    def __init__(self, loss: PolicyLoss, threshold: float = 0.5) -> None:
+        if not threshold > 0:
+            raise ValueError(f"OffPolicySequenceMask(threshold={threshold}): must be above 0.")
+        self.loss = loss
+        self.threshold = threshold
+        self.takes_over_from(loss)
+        self.needs_whole_trajectories = True
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        engine_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        loss, metrics = self.loss(logprobs, old_logprobs, advantages, mask, engine_logprobs=engine_logprobs)
+        sampler = old_logprobs if engine_logprobs is None else engine_logprobs
+        gap = torch.where(mask, sampler - logprobs.detach(), torch.zeros_like(sampler))
+        drift = gap.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+        dropped = mask & (advantages < 0) & (drift > self.threshold)
+        return torch.where(dropped, torch.zeros_like(loss), loss), metrics | {
+            "off_policy/masked_fraction": dropped.float()
+        }
+
+
+class GeometricEngineMask(PolicyLoss):
+    """Leaves out whole responses that engine and trainer score too differently.
+
+        m = 1 where low <= exp(mean_t (old_t - engine_t)) <= high, else 0, for all tokens of the response
+
+    The mean, unlike the product, does not grow with the length. Nothing is weighted; put
+    `OffPolicyCorrection` around it for weights. Metric: `off_policy/geometric_masked_fraction` of tokens.
+
+    Args:
+        loss: what is masked.
+        low: lower bound of the geometric mean of the token ratios, in (0, 1].
+        high: upper bound, at least 1.
+
+    Raises:
+        ValueError: a bound is out of range; on call, there are no engine log-probs.
+
+    Source: https://richardli.xyz/rl-collapse; verl's `rollout_rs=seq_mean_k1` with its threshold "0.999_1.001".
+    """
+
+    reads_engine_logprobs = True
+
+    def __init__(self, loss: PolicyLoss, low: float = 0.999, high: float = 1.001) -> None:
+        if not 0 < low <= 1:
+            raise ValueError(f"GeometricEngineMask(low={low}): must be in (0, 1].")
+        if not high >= 1:
+            raise ValueError(f"GeometricEngineMask(high={high}): must be at least 1, the ratio of an exact engine.")
+        self.loss = loss
+        self.low = low
+        self.high = high
+        self.takes_over_from(loss)
+        self.needs_whole_trajectories = True
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        engine_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        if engine_logprobs is None:
+            raise ValueError("GeometricEngineMask: engine_logprobs=None: it compares the engine's log-probs to ours.")
+        loss, metrics = self.loss(logprobs, old_logprobs, advantages, mask, engine_logprobs=engine_logprobs)
+        gap = torch.where(mask, old_logprobs - engine_logprobs, torch.zeros_like(old_logprobs))
+        mean = (gap.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).exp()
+        dropped = mask & ((mean < self.low) | (mean > self.high))
+        return torch.where(dropped, torch.zeros_like(loss), loss), metrics | {
+            "off_policy/geometric_masked_fraction": dropped.float()
+        }
+
+
+class VESPO(PolicyLoss):
+    """Policy gradient weighted by a smooth function of the whole response's ratio, which replaces clip and correction.
+
+        L = -sg(phi(w)) * A * log pi,    w = pi / pi_sampler = exp(sum_t (log pi_t - log pi_sampler_t))
+        phi(w) = w**k * exp(lam * (1 - w)),    (k, lam) by the sign of A
+
+    phi(1) = 1, so on-policy the gradient is REINFORCE's; phi is largest at w = k / lam and falls to 0 on either side.
+    pi_sampler is the engine's where its log-probs are there, else pi_old, so do not wrap it in `OffPolicyCorrection`.
+    Metrics: `policy/ratio_max` is that of w. Use `TokenMean` (TRL).
+
+    Args:
+        k_pos: exponent for A >= 0, above 0.
+        lam_pos: decay for A >= 0, above 0.
+        k_neg: exponent for A < 0, above 0.
+        lam_neg: decay for A < 0, above 0.
+
+    Raises:
+        ValueError: an argument is not above 0.
+
+    Source: https://arxiv.org/abs/2602.10693; TRL's `loss_type="vespo"`, whose defaults these are. TRL multiplies its
+        bounded pi_old / pi_engine in; here that ratio is part of w without a bound of its own.
+    """
+
+    reads_engine_logprobs = True
+    zero_advantage_is_zero_loss = True
+
+    def __init__(self, k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0) -> None:
+        for name, value in (("k_pos", k_pos), ("lam_pos", lam_pos), ("k_neg", k_neg), ("lam_neg", lam_neg)):
+            if not value > 0:
+                raise ValueError(f"VESPO({name}={value}): must be above 0.")
+        self.k_pos = k_pos
+        self.lam_pos = lam_pos
+        self.k_neg = k_neg
+        self.lam_neg = lam_neg
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        engine_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        zero = torch.zeros_like(old_logprobs)
+        sampler = old_logprobs if engine_logprobs is None else engine_logprobs
+        total = torch.where(mask, logprobs.detach() - sampler, zero).sum(-1, keepdim=True)
+        log_w = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand_as(zero)
+        k = torch.where(advantages < 0, self.k_neg, self.k_pos)
+        lam = torch.where(advantages < 0, self.lam_neg, self.lam_pos)
+        weight = (k * log_w + lam * (1 - log_w.exp())).exp().to(zero.dtype)
+        loss = torch.where(mask, -weight * advantages * logprobs, zero)
+        moved = torch.where(mask, logprobs.detach() - old_logprobs, zero).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return loss, ratio_metrics(moved, log_w.exp(), mask)

@@ -1,0 +1,27 @@
+"""Rows of unequal length as one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["pad_rows"]
+
+
+def pad_rows(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, length: int | None = None) -> Tensor:
+    """Right-pads rows of unequal length to a (B, T) tensor.
+
+    Args:
+        rows: B sequences of numbers.
+        value: what to fill with.
+        dtype: of the result.
+        length: T; the longest row where None.
+    """
+    length = max((len(row) for row in rows), default=0) if length is None else length
+    out = torch.full((len(rows), length), value, dtype=dtype)
+    for i, row in enumerate(rows):
+        if len(row):
+            out[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
+    return out

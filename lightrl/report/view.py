@@ -1,0 +1,187 @@
+"""`lightrl view RUN`: the trajectories that `SaveRollouts` wrote, as one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+import io
+import json
+from base64 import b64encode
+from collections.abc import Iterator
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lightrl.report.read import inside
+from lightrl.report.viewer import SCRIPT, STYLE
+from lightrl.storage import atomic_write
+
+__all__ = ["view"]
+
+OF_TOKENS = ("advantages", "engine_logprobs", "old_logprobs", "ref_logprobs", "values", "entropy")
+THUMBNAIL = 384
+
+
+def view(run_dir: Path | str, out: Path | str | None = None, max_trajectories: int = 2000) -> Path:
+    """Writes a run's trajectories as one HTML page and prints its path as the last line.
+
+    Args:
+        run_dir: folder of a run with the callback `SaveRollouts`; its `rollouts` folder, or one `rollout=...`, too.
+        out: file to write; `run_dir/trajectories.html` where None.
+        max_trajectories: most trajectories on the page, at least 1: those of the newest rollouts, whole groups.
+
+    Returns:
+        the path of the page: it opens without a server or a network, and runs nothing that a trajectory says.
+
+    Raises:
+        ValueError: no trajectories were saved in `run_dir`, or a file of them is damaged.
+    """
+    if max_trajectories < 1:
+        raise ValueError(f"max_trajectories={max_trajectories}: must be at least 1.")
+    folder = Path(run_dir)
+    page = Path(out) if out is not None else folder / "trajectories.html"
+    records, left_out = _newest(folder, max_trajectories)
+    with atomic_write(page, "w") as file:
+        file.write(render(records, folder.resolve().name, left_out))
+    print(page)
+    return page
+
+
+def _newest(folder: Path, most: int) -> tuple[list[dict[str, Any]], int]:
+    """Records of the newest rollouts, the oldest of them first, and the number of rollouts left out."""
+    found = sorted(folder.glob("**/rollout=*/rank*.jsonl")) or sorted(folder.glob("rank*.jsonl"))
+    if not found:
+        raise ValueError(
+            f"run_dir={str(folder)!r}: no saved trajectories (rollouts/rollout=*/rank*.jsonl) in it. Train with the "
+            "callback SaveRollouts."
+        )
+    rollouts = [(name, list(files)) for name, files in groupby(found, key=lambda path: path.parent)]
+    rollouts.sort(key=lambda pair: pair[0].name)
+    kept: list[dict[str, Any]] = []
+    count = 0
+    for _, files in reversed(rollouts):
+        if count and len(kept) >= most:
+            break
+        kept = [record for path in files for record in _read(path)] + kept
+        count += 1
+    if len(kept) > most:
+        begin = len(kept) - most
+        key = _group_key(kept[begin - 1])
+        while begin < len(kept) and _group_key(kept[begin]) == key:
+            begin += 1
+        kept = kept[begin:] or kept[-most:]
+    return kept, len(rollouts) - count
+
+
+def _group_key(record: dict[str, Any]) -> tuple[Any, ...]:
+    return record.get("rollout"), record.get("rank"), record.get("group")
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
+        if not isinstance(record, dict) or "rows" not in record:
+            raise ValueError(f"{path}, line {number}: not a trajectory of SaveRollouts: {line[:80]}")
+        record["folder"] = path.parent
+        yield record
+
+
+def render(records: list[dict[str, Any]], name: str, left_out: int = 0) -> str:
+    """The page of some records of `SaveRollouts`, each with its `folder`.
+
+    Texts stand in the page as JSON without a "<" and become text nodes, so that nothing in them is ever run.
+    """
+    pieces: dict[str, int] = {}
+    pictures: dict[Path, int] = {}
+    shown = [_shown(record, pieces, pictures) for record in records]
+    has = {name for _, detail in shown for row in detail["rows"] for name in row["values"]}
+    head = {
+        "name": name,
+        "leftOut": left_out,
+        "has": sorted(has),
+        "pictures": [_data_url(path) for path in pictures],
+        "list": [summary for summary, _ in shown],
+    }
+    details = "".join(
+        f'<script type="application/json" id="t{i}">{_json(detail)}</script>' for i, (_, detail) in enumerate(shown)
+    )
+    policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
+        f"<title>{escape(name)} - trajectories</title><style>{STYLE}</style></head><body>"
+        f'<script type="application/json" id="head">{_json(head)}</script>'
+        f'<script type="application/json" id="pieces">{_json(list(pieces))}</script>'
+        f"{details}<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def _json(value: Any) -> str:
+    """ASCII JSON that cannot end the element it stands in."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _shown(
+    record: dict[str, Any], pieces: dict[str, int], pictures: dict[Path, int]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the list and the filters need of a record, and what only a trajectory that is looked at needs."""
+    rows = []
+    for row in record["rows"]:
+        turns = row["turns"]
+        texts = row.get("tokens") or [f"[{token}]" for token in row["token_ids"]]
+        sampled = [i for i, turn in enumerate(turns) if turn >= 0]
+        rows.append(
+            {
+                "tokens": [pieces.setdefault(text, len(pieces)) for text in texts],
+                "turns": [[turn, len(list(run))] for turn, run in groupby(turns)],
+                "values": {name: [row[name][i] for i in sampled] for name in OF_TOKENS if name in row},
+                "versions": sorted({row["policy_versions"][i] for i in sampled} if "policy_versions" in row else ()),
+            }
+        )
+    texts = [record.get("prompt", ""), record.get("completion", ""), *map(_said, record.get("messages") or [])]
+    advantages = [turn["advantage"] for turn in record.get("turns", []) if turn.get("advantage") is not None]
+    summary = {
+        "rollout": record.get("rollout"),
+        "group": (f"rank {record['rank']}, " if record.get("rank") else "") + f"group {record.get('group')}",
+        "trajectory": record.get("trajectory"),
+        "reward": record.get("reward"),
+        "advantage": max(advantages, key=abs, default=None),
+        "stop": record.get("stop_reason") or ("length" if record.get("truncated") else "stop"),
+        "turns": len(record.get("turns", [])),
+        "tokens": sum(turn["tokens"] for turn in record.get("turns", [])),
+        "trained": record.get("trained", True),
+        "text": "\n".join(texts),
+        "title": str(record.get("prompt", ""))[-120:],
+    }
+    media = record.get("media") or {}
+    images = [record["folder"] / name for name in media.get("images", [])]
+    found = [path for path in images if inside(path, record["folder"]) and path.is_file()]
+    detail = {
+        "rows": rows,
+        "turns": record.get("turns", []),
+        "parts": record.get("reward_parts", {}),
+        "columns": record.get("columns", {}),
+        "pictures": [pictures.setdefault(path, len(pictures)) for path in found],
+        "media": [name for kind, names in media.items() if kind != "images" for name in names],
+        # Where the tokens' texts are not known, the conversation is shown beside the ids.
+        "messages": [] if all("tokens" in row for row in record["rows"]) else record.get("messages") or [],
+    }
+    return summary, detail
+
+
+def _said(message: Any) -> str:
+    return message["content"] if isinstance(message.get("content"), str) else json.dumps(message, default=str)
+
+
+def _data_url(path: Path) -> str:
+    """A small copy of a picture."""
+    from PIL import Image
+
+    with Image.open(path) as picture:
+        picture.thumbnail((THUMBNAIL, THUMBNAIL))
+        buffer = io.BytesIO()
+        picture.save(buffer, format="PNG")
+    return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"

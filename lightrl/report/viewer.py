@@ -1,0 +1,290 @@
+"""What the page of `lightrl view` runs: its style and its script. Texts only ever become text nodes."""
+
+from __future__ import annotations
+
+__all__ = ["SCRIPT", "STYLE"]
+
+STYLE = r"""
+:root{color-scheme:light dark;--bg:#f6f7f9;--card:#fff;--text:#1f2937;--soft:#6b7280;--line:#e5e7eb;--mark:#2563eb;
+--code:#f3f4f6;--good:#047857;--bad:#b91c1c;--pos:16,160,90;--neg:220,50,50;--amount:37,99,235}
+@media(prefers-color-scheme:dark){:root{--bg:#0d1117;--card:#161b22;--text:#d1d5db;--soft:#8b949e;--line:#30363d;
+--mark:#58a6ff;--code:#0d1117;--good:#34d399;--bad:#f87171;--pos:46,204,113;--neg:248,81,73;--amount:88,166,255}}
+*{box-sizing:border-box}body{margin:0;height:100vh;display:grid;grid-template:auto 1fr/300px 1fr;background:var(--bg);
+color:var(--text);font:14px/1.45 system-ui,sans-serif}
+header{grid-column:1/3;display:flex;flex-wrap:wrap;gap:8px 12px;align-items:center;padding:10px 14px;
+background:var(--card);border-bottom:1px solid var(--line)}
+h1{font-size:1rem;margin:0 8px 0 0;max-width:22ch;overflow:hidden;
+text-overflow:ellipsis;white-space:nowrap}
+label{font-size:.8rem;color:var(--soft);display:flex;gap:5px;align-items:center}
+input,select{font:inherit;color:inherit;background:var(--bg);border:1px solid var(--line);border-radius:6px;
+padding:3px 7px}
+#search{width:22ch}select{max-width:180px}#count{color:var(--soft);font-size:.85rem;margin-left:auto}
+#legend{display:flex;gap:6px;align-items:center;font-size:.78rem;color:var(--soft);font-variant-numeric:tabular-nums}
+#bar{width:90px;height:10px;border-radius:3px;border:1px solid var(--line)}
+nav{overflow:auto;border-right:1px solid var(--line);padding:6px}
+nav section{margin-bottom:6px;content-visibility:auto;contain-intrinsic-size:auto 120px}
+nav h2{font-size:.75rem;font-weight:600;color:var(--soft);margin:8px 6px 2px;overflow:hidden;text-overflow:ellipsis;
+white-space:nowrap}
+nav button{display:grid;grid-template-columns:3.2em 4.6em 1fr auto;gap:6px;width:100%;text-align:left;font:inherit;
+font-size:.82rem;color:inherit;background:none;border:0;border-radius:6px;padding:3px 6px;cursor:pointer;
+font-variant-numeric:tabular-nums}
+nav button:hover{background:var(--code)}
+nav button[aria-current=true]{background:var(--card);outline:1px solid var(--mark)}
+nav button small{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}nav small,.soft{color:var(--soft)}
+.up{color:var(--good)}.down{color:var(--bad)}
+main{overflow:auto;padding:12px;display:flex;gap:12px;align-items:flex-start}
+article{flex:1 0 min(100%,420px);max-width:820px;background:var(--card);border:1px solid var(--line);border-radius:10px;
+padding:10px 12px;min-width:0}article.chosen{outline:2px solid var(--mark)}
+article h3{font-size:.95rem;margin:0 0 2px;display:flex;justify-content:space-between;gap:8px}
+article p{margin:0 0 6px;font-size:.8rem}dl{display:grid;grid-template-columns:auto 1fr;gap:0 10px;margin:0 0 8px;
+font-size:.8rem}dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
+img{max-width:160px;max-height:160px;border:1px solid var(--line);border-radius:4px;margin:0 6px 6px 0}
+.turn{margin:8px 0 0;font-size:.78rem;color:var(--soft);display:flex;gap:10px;flex-wrap:wrap}.turn b{color:var(--text)}
+pre{margin:2px 0 0;padding:6px 8px;background:var(--code);border-radius:6px;white-space:pre-wrap;overflow-wrap:anywhere;
+font:12.5px/1.5 ui-monospace,monospace}pre.context{color:var(--soft);background:none;border-left:3px solid var(--line);
+border-radius:0;max-height:9.5em;overflow:auto}pre span{border-radius:2px}
+pre span.newline::before{content:"\21b5";opacity:.5}.row{font-size:.78rem;font-weight:600;margin:10px 0 0}
+#tip{position:fixed;display:none;pointer-events:none;background:var(--text);color:var(--bg);border-radius:6px;
+padding:5px 8px;font:12px/1.45 ui-monospace,monospace;white-space:pre;z-index:9}
+@media(max-width:760px){body{grid-template:auto 34vh 1fr/1fr}header{grid-column:1}nav{border-right:0;
+border-bottom:1px solid var(--line)}#count{margin-left:0}}
+"""
+
+SCRIPT = r"""
+"use strict";
+const began = performance.now();
+const read = id => JSON.parse(document.getElementById(id).textContent);
+const head = read("head"), all = head.list;
+let pieces = null, chosen = null, spans = [];
+const details = new Map();
+const detail = i => { if (!details.has(i)) details.set(i, read("t" + i)); return details.get(i); };
+const make = (tag, parent, text, name) => {
+  const node = document.createElement(tag);
+  if (text !== undefined && text !== null) node.textContent = text;
+  if (name) node.className = name;
+  if (parent) parent.append(node);
+  return node;
+};
+const number = x => x === null || x === undefined ? "-" : String(Math.round(x * 1000) / 1000);
+const signed = x => x > 0 ? "+" + number(x) : number(x);
+const direction = x => x > 0 ? "up" : x < 0 ? "down" : "soft";
+
+// What a token can be coloured by: what it needs, its number, and whether numbers have two directions.
+const OVERLAYS = {
+  mask: ["Mask", [], () => null, false],
+  advantage: ["Advantage", ["advantages"], v => v.advantages, true],
+  ratio: ["Ratio trainer/engine", ["old_logprobs", "engine_logprobs"],
+    v => v.old_logprobs - v.engine_logprobs, true],  // coloured by its logarithm
+  gap: ["Engine gap", ["old_logprobs", "engine_logprobs"], v => v.engine_logprobs - v.old_logprobs, true],
+  entropy: ["Entropy", ["entropy"], v => v.entropy, false],
+  surprise: ["-log p of the engine", ["engine_logprobs"], v => -v.engine_logprobs, false],
+  kl: ["Log-ratio to the reference", ["old_logprobs", "ref_logprobs"], v => v.old_logprobs - v.ref_logprobs, true],
+  value: ["Value", ["values"], v => v.values, true],
+  none: ["Nothing", [], () => null, false],
+};
+
+// ---- the frame
+const header = make("header", document.body);
+make("h1", header, head.name).title = head.name;
+const field = (label, node, id) => {
+  const box = make("label", header, label);
+  node.id = id; box.append(node); return node;
+};
+const select = (options) => {
+  const node = document.createElement("select");
+  for (const [value, text, off] of options) {
+    const option = make("option", node, text); option.value = value; option.disabled = Boolean(off);
+  }
+  return node;
+};
+const search = document.createElement("input");
+search.type = "search"; search.placeholder = "text of trajectories";
+field("Search", search, "search");
+const distinct = f => [...new Set(all.map(f))].sort((a, b) => a > b ? 1 : a < b ? -1 : 0);
+const any = [["", "all"]];
+const rollout = field("Rollout", select(any.concat(distinct(t => t.rollout).map(x => [x, x]))), "rollout");
+const stop = field("Ended by", select(any.concat(distinct(t => t.stop).map(x => [x, x]))), "stop");
+const learnt = field("Show", select([["", "all"], ["up", "advantage above 0"], ["down", "advantage below 0"],
+  ["zero", "advantage 0"], ["untrained", "not trained"]]), "learnt");
+const order = field("Order", select([["", "as sampled"], ["high", "highest reward"], ["low", "lowest reward"],
+  ["long", "most tokens"]]), "order");
+const overlay = field("Colour by", select(Object.entries(OVERLAYS).map(([key, [label, needs]]) => {
+  const missing = needs.filter(name => !head.has.includes(name));
+  return [key, missing.length ? label + " (not recorded)" : label, missing.length];
+})), "overlay");
+const legend = make("span", header); legend.id = "legend";
+const low = make("span", legend), bar = make("span", legend), high = make("span", legend);
+bar.id = "bar";
+const count = make("span", header); count.id = "count";
+const nav = make("nav", document.body), main = make("main", document.body), tip = make("div", document.body);
+tip.id = "tip";
+
+// ---- the list
+const texts = all.map(t => t.text.toLowerCase());
+const place = t => t.rollout + " " + t.group;
+const groups = new Map();
+all.forEach((t, i) => { const g = place(t); if (!groups.has(g)) groups.set(g, []); groups.get(g).push(i); });
+let visible = [];
+const keeps = i => {
+  const t = all[i], word = search.value.trim().toLowerCase(), a = t.advantage || 0;
+  if (word && !texts[i].includes(word)) return false;
+  if (rollout.value && String(t.rollout) !== rollout.value) return false;
+  if (stop.value && t.stop !== stop.value) return false;
+  switch (learnt.value) {
+    case "up": return t.trained && a > 0;
+    case "down": return t.trained && a < 0;
+    case "zero": return t.trained && a === 0;
+    case "untrained": return !t.trained;
+    default: return true;
+  }
+};
+const KEYS = {high: t => -(t.reward ?? -Infinity), low: t => t.reward ?? Infinity, long: t => -t.tokens};
+const list = () => {
+  const kept = all.map((_, i) => i).filter(keeps);
+  const frame = document.createDocumentFragment();
+  visible = [];
+  let section = null, last = null;
+  const key = KEYS[order.value];
+  if (key) kept.sort((a, b) => key(all[a]) - key(all[b]) || a - b);
+  for (const i of kept) {
+    const t = all[i], now = key ? "sorted" : place(t);
+    if (now !== last) {
+      section = make("section", frame);
+      const title = key ? order.selectedOptions[0].textContent : `rollout ${t.rollout}, ${t.group}: ${t.title}`;
+      make("h2", section, title).title = key ? "" : t.title;
+      last = now;
+    }
+    const button = make("button", section);
+    button.dataset.i = i;
+    make("span", button, "#" + t.trajectory);
+    make("span", button, number(t.reward), t.trained ? direction(t.advantage) : "soft");
+    make("small", button, t.trained ? t.stop : t.stop + ", not trained");
+    make("small", button, t.turns > 1 ? `${t.turns} turns` : `${t.tokens} tok`);
+    visible.push(i);
+  }
+  nav.replaceChildren(frame);
+  const rest = head.leftOut ? `; ${head.leftOut} older rollouts are not on this page` : "";
+  count.textContent = `${kept.length} of ${all.length} trajectories${rest}`;
+  if (!kept.includes(chosen)) show(kept.length ? kept[0] : null); else mark();
+};
+const mark = () => {
+  for (const button of nav.querySelectorAll("button")) {
+    button.setAttribute("aria-current", String(Number(button.dataset.i) === chosen));
+  }
+};
+
+// ---- one group, side by side
+const show = i => {
+  chosen = i;
+  spans = [];
+  main.replaceChildren();
+  if (i === null) { make("p", main, "No trajectory matches.", "soft"); mark(); return; }
+  pieces = pieces || read("pieces");
+  for (const member of groups.get(place(all[i]))) main.append(trajectory(member));
+  paint();
+  mark();
+  main.querySelector(".chosen").scrollIntoView({block: "nearest", inline: "nearest"});
+};
+const trajectory = i => {
+  const t = all[i], d = detail(i), box = make("article", null, null, i === chosen ? "chosen" : "");
+  const title = make("h3", box);
+  make("span", title, `#${t.trajectory}`);
+  make("span", title, "reward " + number(t.reward), t.trained ? direction(t.advantage) : "soft");
+  const versions = [...new Set(d.rows.flatMap(row => row.versions))];
+  const said = [t.stop, `${t.turns} turns`, `${t.tokens} sampled tokens`, `policy ${versions.join(", ")}`];
+  make("p", box, said.concat(t.trained ? [] : ["in no loss"]).join(" · "), "soft");
+  const facts = make("dl", box);
+  for (const [name, value] of Object.entries(d.parts)) { make("dt", facts, name); make("dd", facts, number(value)); }
+  for (const [name, value] of Object.entries(d.columns)) {
+    make("dt", facts, name); make("dd", facts, typeof value === "string" ? value : JSON.stringify(value));
+  }
+  for (const p of d.pictures) { const img = make("img", box); img.src = head.pictures[p]; img.alt = "picture " + p; }
+  if (d.media.length) make("p", box, d.media.join(", "), "soft");
+  const of = new Map(d.turns.map(turn => [turn.turn, turn]));
+  d.rows.forEach((row, r) => {
+    if (d.rows.length > 1) make("div", box, `row ${r + 1} of ${d.rows.length}`, "row");
+    let at = 0, sampled = 0;
+    for (const [turn, length] of row.turns) {
+      if (turn >= 0) {
+        const line = make("div", box, null, "turn"), info = of.get(turn);
+        make("b", line, `turn ${turn + 1}`);
+        if (info) {
+          for (const [name, value] of Object.entries(info.rewards)) {
+            make("span", line, `${name} ${signed(value)}`, direction(value));
+          }
+          make("span", line, `advantage ${signed(info.advantage)}`, direction(info.advantage));
+          make("span", line, `${info.tokens} tokens`);
+        }
+      }
+      const block = make("pre", box, null, turn < 0 ? "context" : "sampled");
+      if (turn < 0) block.textContent = row.tokens.slice(at, at + length).map(x => pieces[x]).join("");
+      else for (let k = 0; k < length; k++, sampled++) {
+        const span = make("span", block, pieces[row.tokens[at + k]]), values = {};
+        for (const name in row.values) values[name] = row.values[name][sampled];
+        if (/^\s*\n\s*$/.test(span.textContent)) span.className = "newline";
+        spans.push([span, values]);
+        span.values = values;
+      }
+      at += length;
+    }
+  });
+  for (const message of d.messages) {
+    make("div", box, message.role, "turn");
+    make("pre", box, typeof message.content === "string" ? message.content : JSON.stringify(message), "context");
+  }
+  return box;
+};
+const paint = () => {
+  const [, needs, of, both] = OVERLAYS[overlay.value];
+  const value = v => needs.length && needs.every(n => v[n] !== undefined && v[n] !== null) ? of(v) : null;
+  let most = 0;
+  for (const [, v] of spans) { const x = value(v); if (x !== null) most = Math.max(most, Math.abs(x)); }
+  for (const [span, v] of spans) {
+    const x = value(v);
+    if (overlay.value === "mask") span.style.background = "rgba(var(--amount),.22)";
+    else if (x === null || !most) span.style.background = "";
+    else {
+      const tone = !both ? "--amount" : x > 0 ? "--pos" : "--neg";
+      span.style.background = `rgba(var(${tone}),${(0.75 * Math.abs(x) / most).toFixed(3)})`;
+    }
+  }
+  legend.style.visibility = needs.length ? "visible" : "hidden";
+  const shown = overlay.value === "ratio" ? Math.exp : x => x;
+  low.textContent = number(both ? shown(-most) : 0);
+  high.textContent = number(shown(most));
+  bar.style.background = both ? "linear-gradient(90deg,rgba(var(--neg),.75),transparent,rgba(var(--pos),.75))"
+    : "linear-gradient(90deg,transparent,rgba(var(--amount),.75))";
+};
+
+// ---- what people do
+for (const node of [rollout, stop, learnt, order]) node.addEventListener("change", list);
+let soon = 0;
+search.addEventListener("input", () => { clearTimeout(soon); soon = setTimeout(list, 60); });
+overlay.addEventListener("change", paint);
+nav.addEventListener("click", event => {
+  const button = event.target.closest("button");
+  if (button) show(Number(button.dataset.i));
+});
+document.addEventListener("keydown", event => {
+  const typing = event.target instanceof Element && event.target.matches("input,select");
+  if (!["j", "k"].includes(event.key) || typing || !visible.length) return;
+  const next = visible.indexOf(chosen) + (event.key === "j" ? 1 : -1);
+  if (next >= 0 && next < visible.length) {
+    show(visible[next]);
+    nav.querySelector("[aria-current=true]").scrollIntoView({block: "nearest"});
+  }
+});
+main.addEventListener("mousemove", event => {
+  const values = event.target.values;
+  tip.style.display = values ? "block" : "none";
+  if (!values) return;
+  const lines = Object.entries(values).map(([name, x]) => `${name.padEnd(16)} ${number(x)}`);
+  tip.textContent = lines.join("\n");
+  tip.style.left = Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8) + "px";
+  tip.style.top = Math.min(event.clientY + 16, innerHeight - tip.offsetHeight - 8) + "px";
+});
+main.addEventListener("mouseleave", () => { tip.style.display = "none"; });
+if (head.has.includes("advantages")) overlay.value = "advantage";
+list();
+document.documentElement.dataset.ready = String(Math.round(performance.now() - began));
+"""

@@ -1,0 +1,145 @@
+"""`lightrl serve-reward`: any reward function or sequence-classification model behind HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import inspect
+import ipaddress
+import math
+import os
+import resource
+from typing import Any, Optional
+
+from lightrl.rewards.base import RewardFn, RewardSpec, load_reward, reward_name
+from lightrl.rewards.calls import RewardFunction
+
+__all__ = ["serve_reward"]
+
+_HEAD_BYTES = 16 * 1024  # of a request's line and headers together
+_OWN_FILES = 64  # descriptors that Python, the model and the listening socket need
+
+
+def serve_reward(
+    reward: Optional[RewardSpec] = None,  # noqa: UP045 - jsonargparse reads it at run time
+    model: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token: str | None = None,
+    token_env: str = "LIGHTRL_REWARD_TOKEN",
+    max_rows: int = 1024,
+    max_bytes: int = 16 * 1024 * 1024,
+    max_concurrency: int = 8,
+    timeout: float | None = None,
+    read_timeout: float = 30.0,
+    max_connections: int = 256,
+) -> None:
+    """Serves rewards until it is interrupted: `POST /score` (see `RemoteReward`) and `GET /health`.
+
+    A request is answered with status 200 and `{"rewards": [...]}`, 401 without the right token, 413 beyond a limit, 422
+    where it cannot be scored as it is, and 500 where the function failed. What the function logs stays here.
+
+    Args:
+        reward: reward function: import path, or class_path and init_args. Give this or `model`.
+        model: folder or hub name of a sequence-classification model with one output, on the CPU; for other devices
+            give `reward` with the class_path `lightrl.rewards.model.ModelReward`.
+        host: address to listen at. Beyond loopback a token is required.
+        port: TCP port.
+        token: bearer token that `POST /score` asks for. Other users of the machine can see command lines: prefer
+            `token_env`.
+        token_env: environment variable with the token, read where `token` is not given; unset means no token.
+        max_rows: most rows per request; more are refused.
+        max_bytes: largest request in bytes; larger ones are refused without being read to the end.
+        max_concurrency: most calls of the function at a time; further requests wait. The function's own
+            `max_concurrency` attribute wins.
+        timeout: seconds per call of the function, after which the request is answered with 500; None for no limit.
+        read_timeout: seconds in which a request must have arrived, its headers within 10 of them; others are cut off.
+        max_connections: most connections at a time. For one too many the oldest that is still sending its request is
+            cut off. Bodies of all of them may be in memory: up to `max_connections` times `max_bytes`.
+
+    Raises:
+        ValueError: not exactly one of `reward` and `model`, a public address without token, a limit below 1, or the
+            extra `server` is not installed.
+    """
+    if (reward is None) == (model is None):
+        raise ValueError(f"serve_reward: reward={reward!r}, model={model!r}: give exactly one of the two.")
+    token = token or os.environ.get(token_env) or None
+    if token is None and not _is_loopback(host):
+        raise ValueError(
+            f"serve_reward: host={host!r} can be reached from other machines: set a token in ${token_env}, "
+            "or listen at 127.0.0.1."
+        )
+    limits = {
+        "max_rows": max_rows,
+        "max_bytes": max_bytes,
+        "max_concurrency": max_concurrency,
+        "max_connections": max_connections,
+    }
+    for name, limit in limits.items():
+        if limit < 1:
+            raise ValueError(f"serve_reward: {name}={limit}: must be at least 1.")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"serve_reward: timeout={timeout}: must be above 0, or None for no limit.")
+    if not 0 < read_timeout < math.inf:
+        raise ValueError(f"serve_reward: read_timeout={read_timeout}: must be above 0 seconds.")
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if max_connections + _OWN_FILES > open_files:
+        raise ValueError(
+            f"serve_reward: max_connections={max_connections}: this process may have {open_files} files open, of which "
+            f"it keeps {_OWN_FILES} for itself. Lower it, or raise the limit (`ulimit -n`)."
+        )
+    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"serve_reward needs {' and '.join(missing)}: pip install 'lightrl[server]'.")
+    function = RewardFunction(*_function(reward, model))
+    import uvicorn
+
+    from lightrl.compat.uvicorn import bounded_protocol
+    from lightrl.rewards.server.app import create_app
+
+    app = create_app(
+        function,
+        token=token,
+        max_rows=max_rows,
+        max_bytes=max_bytes,
+        max_concurrency=getattr(function.function, "max_concurrency", None) or max_concurrency,
+        timeout=timeout,
+    )
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=bounded_protocol(read_timeout, max_connections),
+        ws="none",
+        h11_max_incomplete_event_size=_HEAD_BYTES,
+        timeout_graceful_shutdown=5,
+    )
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how it is meant to end
+        asyncio.run(_serve(uvicorn.Server(config), function))
+
+
+async def _serve(server: Any, function: RewardFunction) -> None:
+    try:
+        await server.serve()
+    finally:
+        closing = getattr(function.function, "close", lambda: None)()
+        if inspect.isawaitable(closing):
+            await closing
+
+
+def _function(reward: RewardSpec | None, model: str | None) -> tuple[str, RewardFn]:
+    if model is not None:
+        from lightrl.rewards.model import ModelReward
+
+        return model, ModelReward(model)
+    assert reward is not None
+    function = load_reward(reward)
+    return reward_name(function), function
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,168 @@
+"""Groups of scored trajectories, and how they become the rectangular `Rollouts`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from lightrl.types import Media, Prompts, Rollouts, Scores, StopReason, Trajectory, TrajectoryRow
+
+__all__ = ["ScoredGroup", "collate", "trajectory_metrics"]
+
+ENVIRONMENT = "environment"
+"""Name of the rewards that turns got, beside those of the reward functions."""
+
+
+@dataclass
+class ScoredGroup:
+    """The G trajectories of one prompt.
+
+    Attributes:
+        prompt: one row.
+        trajectories: G of them.
+        scores: of the G trajectories; None where no reward functions are given.
+    """
+
+    prompt: Prompts
+    trajectories: list[Trajectory]
+    scores: Scores | None
+
+    @property
+    def rewards(self) -> list[float]:
+        """Per trajectory, functions' weighted sum and its turns' rewards; NaN where it failed or nothing scored it."""
+        scored = [math.nan] * len(self.trajectories) if self.scores is None else self.scores.total
+        return [_reward(t, total) for t, total in zip(self.trajectories, scored, strict=True)]
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether its scored trajectories got different rewards."""
+        rewards = [reward for reward in self.rewards if not math.isnan(reward)]
+        return bool(rewards) and min(rewards) < max(rewards)
+
+
+def _reward(trajectory: Trajectory, scored: float) -> float:
+    if trajectory.stop_reason == "failure":
+        return math.nan
+    if not trajectory.turn_rewards:
+        return scored
+    return math.fsum([0.0 if math.isnan(scored) else scored, *trajectory.turn_rewards])
+
+
+def collate(
+    groups: Sequence[ScoredGroup], pad_token_id: int, temperature: float, numbers: Sequence[int] | None = None
+) -> Rollouts:
+    """Lays groups out as right-padded (B, T) rows: rows of a group next to one another, so those of a trajectory.
+
+    Args:
+        groups: P groups.
+        pad_token_id: fills the rows.
+        temperature: of the sampling distribution.
+        numbers: P group ids; 0 ... P - 1 where None. Trajectory ids follow from them.
+    """
+    numbers = range(len(groups)) if numbers is None else numbers
+    # One entry per row: the group's place, the trajectory's place among all, its id, the trajectory, the row.
+    entries: list[tuple[int, int, int, Trajectory, TrajectoryRow]] = []
+    place = 0
+    for p, group in enumerate(groups):
+        for g, trajectory in enumerate(group.trajectories):
+            number = numbers[p] * len(group.trajectories) + g
+            entries += [(p, place, number, trajectory, row) for row in trajectory.rows]
+            place += 1
+    of_group, of_trajectory = [entry[0] for entry in entries], [entry[1] for entry in entries]
+    owners, rows = [entry[3] for entry in entries], [entry[4] for entry in entries]
+    prompts = [group.prompt for group in groups]
+    rewards = [reward for group in groups for reward in group.rewards]
+    scores = Scores.concat([group.scores for group in groups if group.scores is not None])
+    assert len(scores.total) in (0, place), "either all groups are scored by functions, or none"
+    lengths = torch.tensor([len(row.token_ids) for row in rows])
+    real = torch.arange(int(lengths.max())) < lengths[:, None]
+    turn_ids = _padded([row.turn_ids for row in rows], real, -1, torch.long)
+    versions = sorted(set[int]().union(*(row.policy_versions for row in rows)) - {-1})
+    return Rollouts(
+        token_ids=_padded([row.token_ids for row in rows], real, pad_token_id, torch.long),
+        attention_mask=real,
+        response_mask=turn_ids >= 0,
+        engine_logprobs=_padded([row.logprobs for row in rows], real, 0.0, torch.float32),
+        group_ids=torch.tensor([numbers[p] for p in of_group]),
+        rewards=torch.tensor([rewards[i] for i in of_trajectory], dtype=torch.float32),
+        reward_parts={
+            name: torch.tensor([part[i] for i in of_trajectory], dtype=torch.float32)
+            for name, part in scores.parts.items()
+        },
+        truncated=torch.tensor([owner.stop_reason != "stop" for owner in owners]),
+        policy_version=versions[0] if versions else -1,
+        trajectory_ids=torch.tensor([entry[2] for entry in entries]),
+        turn_ids=turn_ids if bool((turn_ids > 0).any()) else None,
+        turn_rewards=_turn_rewards(owners, rows, real.shape),
+        policy_versions=(
+            _padded([row.policy_versions for row in rows], real, -1, torch.long) if len(versions) > 1 else None
+        ),
+        stop_reasons=[owner.stop_reason for owner in owners],
+        messages=[owner.messages for owner in owners] if any(owner.messages for owner in owners) else [],
+        states=[owner.states for owner in owners] if any(owner.states for owner in owners) else [],
+        temperature=temperature,
+        supports=[row.support for row in rows],
+        prompts=[prompts[p].texts[0] for p in of_group],
+        raw_prompts=[prompts[p].raw[0] for p in of_group] if prompts[0].raw else [],
+        completions=[owner.completion for owner in owners],
+        columns={
+            **{name: [prompts[p].columns[name][0] for p in of_group] for name in prompts[0].columns},
+            **{name: [values[i] for i in of_trajectory] for name, values in scores.extra.items()},
+        },
+        inputs=_inputs(prompts, of_group, owners),
+        media=_media(prompts, of_group, owners),
+        metrics=dict(scores.metrics),
+    )
+
+
+def _padded(rows: Sequence[Sequence[float]], real: Tensor, value: float, dtype: torch.dtype) -> Tensor:
+    """(B, T) of the rows where `real` (B, T) says that there is something, else `value`."""
+    out = torch.full(real.shape, value, dtype=dtype)
+    out[real] = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
+    return out
+
+
+def _turn_rewards(
+    owners: Sequence[Trajectory], rows: Sequence[TrajectoryRow], shape: Sequence[int]
+) -> dict[str, Tensor]:
+    """Each turn's reward on the last of its tokens; empty where no trajectory has any."""
+    if not any(owner.turn_rewards for owner in owners):
+        return {}
+    rewards = torch.zeros(*shape)
+    for i, (owner, row) in enumerate(zip(owners, rows, strict=True)):
+        last = {turn: t for t, turn in enumerate(row.turn_ids) if turn >= 0}
+        for turn, t in last.items():
+            rewards[i, t] = owner.turn_rewards[turn] if turn < len(owner.turn_rewards) else 0.0
+    return {ENVIRONMENT: rewards}
+
+
+def _inputs(prompts: Sequence[Prompts], of_group: Sequence[int], owners: Sequence[Trajectory]) -> list[dict[str, Any]]:
+    if not prompts[0].inputs and all(owner.inputs is None for owner in owners):
+        return []
+    prompt_inputs = [prompt.inputs[0] if prompt.inputs else {} for prompt in prompts]
+    return [prompt_inputs[p] if o.inputs is None else o.inputs for p, o in zip(of_group, owners, strict=True)]
+
+
+def _media(prompts: Sequence[Prompts], of_group: Sequence[int], owners: Sequence[Trajectory]) -> list[Media]:
+    if not prompts[0].media and all(owner.media is None for owner in owners):
+        return []
+    prompt_media = [prompt.media[0] if prompt.media else Media() for prompt in prompts]
+    return [prompt_media[p] if o.media is None else o.media for p, o in zip(of_group, owners, strict=True)]
+
+
+def trajectory_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Fraction of trajectories per stop reason, and means over trajectories of what their makers measured."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    reasons = Counter(trajectory.stop_reason for trajectory in trajectories)
+    metrics = {f"rollout/stop_{reason}": reasons[reason] / len(trajectories) for reason in get_args(StopReason)}
+    for name in sorted({name for trajectory in trajectories for name in trajectory.metrics}):
+        values = [trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics]
+        metrics[f"rollout/{name}"] = math.fsum(values) / len(values)
+    return metrics

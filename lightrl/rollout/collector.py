@@ -1,0 +1,486 @@
+"""Runs the episodes of a rollout, drives the engine that they ask, and has each group scored when it is done.
+
+Three parties work at once. Episodes run on one event loop in the background. They put requests into a queue, from which
+`Engine.generate` takes between its steps: in the calling thread where the engine computes in this process, else in a
+thread of its own. A group whose last trajectory is done goes to the reward functions, and then to whoever waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightrl.engines.base import (
+    Engine,
+    EngineDiedError,
+    EngineRestartedError,
+    GenerationCancelledError,
+    RequestQueue,
+)
+from lightrl.rewards.scorer import RewardScorer, ScoreHandle
+from lightrl.rollout.background import BackgroundLoop, in_background
+from lightrl.rollout.collation import ScoredGroup
+from lightrl.rollout.episodes import Episode, Task
+from lightrl.types import CompletionGroup, GenerationRequest, Scores, Trajectory
+
+__all__ = ["MAX_RESTARTS", "Collection", "Collector", "RolloutStalledError", "may_restart"]
+
+log = logging.getLogger(__name__)
+
+MAX_RESTARTS = 3
+"""Times a `restart_engine` engine may die within one rollout."""
+
+LEAVE_SECONDS = 5.0
+"""How long the end of a run waits for a background thread to leave the engine, and for episodes to clean up."""
+
+SLICE = 0.5
+"""Seconds of one wait: a Ctrl-C that comes just before a wait does not end it, but the next slice does."""
+
+
+class RolloutStalledError(RuntimeError):
+    """Neither engine nor rewards nor environments made progress for `stall_timeout` seconds."""
+
+
+def may_restart(error: EngineRestartedError, restarts: int, world_size: int) -> int:
+    """Counts a restart of the engine.
+
+    Raises:
+        EngineDiedError: there were too many, or there are several ranks: a push is collective, others are elsewhere.
+    """
+    if world_size > 1:
+        raise EngineDiedError(f"{error} restart_engine works with one process only.") from error
+    if restarts == MAX_RESTARTS:
+        raise EngineDiedError(
+            f"The engine died {restarts + 1} times in one rollout: look for what kills it (memory, a driver), "
+            "restarting does not help."
+        ) from error
+    return restarts + 1
+
+
+class _ObservedQueue(RequestQueue):
+    """Tells when the engine looks for requests, which it does between its steps."""
+
+    def __init__(self, requests: Sequence[GenerationRequest], *, closed: bool, looked: Callable[[], None]) -> None:
+        super().__init__(requests, closed=closed)
+        self._looked = looked
+
+    def take(self, wait: bool) -> list[GenerationRequest]:
+        self._looked()
+        return super().take(wait)
+
+
+class Collector:
+    """Makes `Collection`s for one run.
+
+    Args:
+        engine: what samples.
+        episode: how attempts come about.
+        scorer: reward functions; None where there are none.
+        ready: pushes the weights to a started engine. Collective.
+        world_size: number of processes.
+        stall_timeout: seconds without any progress after which a rollout fails; None waits for ever.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        episode: Episode,
+        scorer: RewardScorer | None,
+        *,
+        ready: Callable[[], object],
+        world_size: int,
+        stall_timeout: float | None,
+    ) -> None:
+        self.engine = engine
+        self.episode = episode
+        self.scorer = scorer
+        self.ready = ready
+        self.world_size = world_size
+        self.stall_timeout = stall_timeout
+        self.loop = BackgroundLoop()
+        self._live: list[Collection] = []
+
+    def start(self, tasks: Sequence[Task], *, recover: bool = True) -> Collection:
+        """Starts the episodes of P tasks.
+
+        Args:
+            tasks: the prompts, at least one.
+            recover: push the weights to an engine that restarted and go on, in the thread that waits for groups;
+                False raises, as a thread must that runs while the weights move.
+        """
+        self._live = [collection for collection in self._live if not collection.exhausted]
+        collection = Collection(self, tasks, recover=recover)
+        self._live.append(collection)
+        collection.begin()
+        return collection
+
+    def close(self, timeout: float = LEAVE_SECONDS) -> bool:
+        """Gives up what is under way and ends the threads, in about `timeout` seconds.
+
+        Returns:
+            whether a thread is stuck in the engine.
+        """
+        end = time.monotonic() + timeout
+        for collection in self._live:
+            collection.stop(max(end - time.monotonic(), 0.0))
+        stuck = any(collection.stuck for collection in self._live)
+        self._live = []
+        try:
+            self.loop.close(self.episode.close, max(end - time.monotonic(), 0.5))
+        except TimeoutError:
+            log.warning("An episode did not end within %g seconds and was left behind.", timeout)
+        return stuck
+
+
+@dataclass
+class _Progress:
+    """Where the groups of a collection are, by number, and when something last moved."""
+
+    running: set[int]
+    scoring: set[int] = field(default_factory=set)
+    moved: float = field(default_factory=time.monotonic)
+
+
+class Collection:
+    """The groups of P tasks while they come about. Made by `Collector.start`.
+
+    Attributes:
+        groups: number of the task -> its group, as far as they are done.
+        retried: attempts that failed and were made again.
+        failed: attempts that failed for good.
+    """
+
+    def __init__(self, collector: Collector, tasks: Sequence[Task], *, recover: bool) -> None:
+        self.tasks = list(tasks)
+        self.groups: dict[int, ScoredGroup] = {}
+        self.retried = 0
+        self.failed = 0
+        self._collector = collector
+        self._engine = collector.engine
+        self._loop = collector.loop
+        self._recover = recover
+        self._progress = _Progress(set(range(len(self.tasks))))
+        self._asked: dict[GenerationRequest, asyncio.Future[CompletionGroup]] = {}
+        self._lock = threading.Lock()  # for the queue and what was asked, which the loop and the driver share
+        self._queue: RequestQueue = _ObservedQueue([], closed=False, looked=self._moved)
+        self._news: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._coroutines: list[asyncio.Task[None]] = []
+        self._watcher: asyncio.Task[None] | None = None
+        self._thread: threading.Thread | None = None
+        self._driven = False
+        self._taken = 0
+        self._restarts = 0
+        self._begun = time.perf_counter()
+        self._generated = self._begun
+        self._scored = self._begun
+
+    def begin(self) -> None:
+        """Starts every episode, in order, and the engine where it runs beside this thread."""
+        self._loop.run(self._begin())
+        if self._engine.concurrent:
+            self._drive_beside()
+
+    async def _begin(self) -> None:
+        self._coroutines = [asyncio.ensure_future(self._group(number)) for number in range(len(self.tasks))]
+        await asyncio.sleep(0)  # each has run up to its first wait: requests that can be made at once are there
+        if not self._collector.episode.multi_turn:
+            with self._lock:
+                self._queue.close()
+        if self._collector.stall_timeout is not None:
+            self._watcher = asyncio.ensure_future(self._watch(self._collector.stall_timeout))
+
+    # ---- waiting for groups ------------------------------------------------------------------------------------
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every group has been handed out."""
+        return self._taken == len(self.tasks)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What generation took, and scoring beyond it."""
+        late = max(self._scored - self._generated, 0.0)
+        return {"time/generate": self._generated - self._begun, "time/score": late}
+
+    def next(self) -> list[int]:
+        """Numbers of the groups that were scored since the last call; waits for one, then takes all that are there.
+
+        An engine in this process samples now, all of them, in this thread.
+        """
+        numbers: list[int] = []
+        try:
+            while not numbers and not self.exhausted:
+                if not self._driven:
+                    self._driven = True
+                    self._drive()
+                numbers = self._hear(self._wait())
+                while not self._news.empty():
+                    numbers += self._hear(self._news.get())
+        except BaseException:
+            self.stop()
+            raise
+        self._taken += len(numbers)
+        if self.exhausted and self._thread is not None:
+            self._thread.join()  # it is about to leave the engine, which others may use from now on
+        return sorted(numbers)
+
+    def finish(self) -> list[ScoredGroup]:
+        """All groups, in the order of the tasks; waits for them."""
+        while not self.exhausted:
+            self.next()
+        return [self.groups[number] for number in range(len(self.tasks))]
+
+    def _wait(self) -> int | BaseException:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._news.get(timeout=SLICE)
+
+    def _hear(self, news: int | BaseException) -> list[int]:
+        if isinstance(news, int):
+            return [news]
+        if not (self._recover and isinstance(news, EngineRestartedError)):
+            raise news
+        self._restarts = may_restart(news, self._restarts, self._collector.world_size)
+        with self._lock:
+            self._queue = self._new_queue()
+        log.warning("%s Pushing the weights and asking again for %d lost requests.", news, len(self._asked))
+        self._collector.ready()
+        self._moved()
+        if self._engine.concurrent:
+            self._drive_beside()
+        else:
+            self._driven = False
+        return []
+
+    def stop(self, timeout: float = LEAVE_SECONDS) -> None:
+        """Gives up: ends the episodes, cancels their requests, and waits so many seconds for the engine to be left."""
+        if not self.exhausted:
+            self._fail(GenerationCancelledError("This rollout was given up."))
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a thread is still in the engine."""
+        return self._thread is not None and self._thread.is_alive()
+
+    # ---- the engine's side -------------------------------------------------------------------------------------
+
+    def _new_queue(self) -> RequestQueue:
+        """A queue of all that is asked and not answered."""
+        closed = not (self._collector.episode.multi_turn and self._progress.running)
+        return _ObservedQueue(list(self._asked), closed=closed, looked=self._moved)
+
+    def _drive_beside(self) -> None:
+        self._driven = True
+        self._thread = in_background(self._drive)
+
+    def _drive(self) -> None:
+        """Has the engine answer requests until the last episode is over. What goes wrong is news, Ctrl-C apart."""
+        try:
+            answers: Any = self._engine.generate(self._queue)
+            try:
+                for answer in answers:
+                    self._answer(answer)
+            finally:  # a failed run's traceback would keep an open one, and the engine would go on
+                if hasattr(answers, "close"):
+                    answers.close()
+            if self._asked and self._error is None:
+                raise RuntimeError(
+                    f"{type(self._engine).__name__} ended without answering {len(self._asked)} requests."
+                )
+        except EngineRestartedError as error:
+            self._news.put(error)
+        except Exception as error:
+            self._fail(error)
+        self._generated = time.perf_counter()
+
+    def _answer(self, answer: CompletionGroup) -> None:
+        with self._lock:
+            future = self._asked.pop(answer.request, None)
+        self._moved()
+        if future is not None:  # else it was cancelled meanwhile
+            self._loop.call(_settle, future, answer)
+
+    def _moved(self) -> None:
+        self._progress.moved = time.monotonic()
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends everything, with the first error as the cause. Any thread may call it."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            self._queue.stop()
+        self._news.put(error)
+        self._loop.call(self._cancel)
+
+    def _cancel(self) -> None:
+        for coroutine in (*self._coroutines, self._watcher):
+            if coroutine is not None:
+                coroutine.cancel()
+
+    # ---- the episodes' side, on the event loop -----------------------------------------------------------------
+
+    async def ask(self, request: GenerationRequest) -> CompletionGroup:
+        """Has the engine complete a request. Cancelling it cancels the request."""
+        future: asyncio.Future[CompletionGroup] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            if self._error is not None:
+                raise asyncio.CancelledError
+            self._asked[request] = future
+            self._queue.put(request)
+        self._moved()
+        try:
+            return await future
+        finally:
+            with self._lock:
+                if self._asked.pop(request, None) is not None:
+                    self._queue.cancel(request)
+
+    async def _group(self, number: int) -> None:
+        try:
+            task = self.tasks[number]
+            trajectories = await self._attempts(task)
+            self._progress.running.discard(number)
+            self._progress.scoring.add(number)
+            self._moved()
+            if not self._progress.running:
+                with self._lock:
+                    self._queue.close()
+            self.groups[number] = ScoredGroup(task.prompt, trajectories, await self._score(number, trajectories))
+            self._progress.scoring.discard(number)
+            self._moved()
+            self._scored = time.perf_counter()
+            if len(self.groups) == len(self.tasks) and self._watcher is not None:
+                self._watcher.cancel()
+            self._news.put(number)
+        except Exception as error:
+            self._fail(error)
+
+    async def _attempts(self, task: Task) -> list[Trajectory]:
+        """The group's trajectories; those that failed are made again within bounds."""
+        episode = self._collector.episode
+        trajectories = list(await episode.run(task, self.ask))
+        assert len(trajectories) == len(task.attempts), f"{type(episode).__name__}.run: a trajectory per attempt"
+        for retry in range(1, episode.max_retries + 1):
+            failed = [i for i, t in enumerate(trajectories) if t.stop_reason == "failure"]
+            if not failed:
+                break
+            self.retried += len(failed)
+            attempts = tuple(task.attempts[i] for i in failed)
+            again = await episode.run(replace(task, attempts=attempts, retry=retry), self.ask)
+            for i, trajectory in zip(failed, again, strict=True):
+                trajectories[i] = trajectory
+        failures = [t.failure for t in trajectories if t.stop_reason == "failure"]
+        self.failed += len(failures)
+        wanted = sum(len(task.attempts) for task in self.tasks)
+        if failures and self.failed > episode.max_failed * wanted:
+            raise RuntimeError(
+                f"{self.failed} of {wanted} trajectories of a rollout failed, each {1 + episode.max_retries} times, "
+                f"for reasons that are not the policy's; {type(episode).__name__} allows "
+                f"max_failed={episode.max_failed:g}. The last, of {task.name}: {failures[-1]}"
+            )
+        return trajectories
+
+    async def _score(self, number: int, trajectories: list[Trajectory]) -> Scores | None:
+        """What the reward functions say of the trajectories that did not fail."""
+        scorer = self._collector.scorer
+        if scorer is None:
+            return None
+        sound = [i for i, t in enumerate(trajectories) if t.stop_reason != "failure"]
+        count, nan = len(trajectories), float("nan")
+        if not sound:
+            return Scores([nan] * count, {name: [nan] * count for name in scorer.names})
+        scores = await _done(_submit(scorer, self.tasks[number], number, [trajectories[i] for i in sound]))
+        if len(sound) == count:
+            return scores
+        return Scores(
+            total=_spread(scores.total, sound, count, nan),
+            parts={name: _spread(part, sound, count, nan) for name, part in scores.parts.items()},
+            metrics=scores.metrics,
+            extra={name: _spread(column, sound, count, None) for name, column in scores.extra.items()},
+        )
+
+    async def _watch(self, timeout: float) -> None:
+        """Fails the rollout when nothing has moved for `timeout` seconds."""
+        while (left := self._progress.moved + timeout - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+        message = f"Nothing moved for stall_timeout={timeout:g} seconds. Waiting for {self._waited_for()}."
+        log.error(message)  # also where a stuck engine in this process keeps the error from being raised
+        self._fail(RolloutStalledError(f"{message} Raise stall_timeout (null: never) if that is no fault."))
+
+    def _waited_for(self) -> str:
+        asked = list(self._asked)
+        names = [] if self._collector.scorer is None else self._collector.scorer.names
+        scoring = [self.tasks[number].name for number in sorted(self._progress.scoring)]
+        running = [self.tasks[number].name for number in sorted(self._progress.running)]
+        waited = []
+        if asked:
+            first = asked[0].name
+            waited.append(f"engine {type(self._engine).__name__} ({len(asked)} requests, the first for {first})")
+        elif running:
+            name = type(self._collector.episode).__name__
+            waited.append(f"episodes {name} ({len(running)} groups, the first of {running[0]})")
+        if scoring:
+            waited.append(f"reward functions {', '.join(names)} ({len(scoring)} groups, the first of {scoring[0]})")
+        return " and ".join(waited)
+
+
+def _settle(future: asyncio.Future[CompletionGroup], answer: CompletionGroup) -> None:
+    if not future.done():
+        future.set_result(answer)
+
+
+def _submit(scorer: RewardScorer, task: Task, number: int, trajectories: Sequence[Trajectory]) -> ScoreHandle:
+    """Starts scoring trajectories of one group; functions get copies of what the rollout is made of."""
+    count, prompt = len(trajectories), task.prompt
+    columns = {name: [values[0]] * count for name, values in prompt.columns.items()}
+    if any(trajectory.messages for trajectory in trajectories):
+        columns["messages"] = [[dict(message) for message in trajectory.messages] for trajectory in trajectories]
+    media: dict[str, list[Any]] | None = None
+    if prompt.media:
+        shown = [prompt.media[0] if trajectory.media is None else trajectory.media for trajectory in trajectories]
+        media = {name: [getattr(one, name) for one in shown] for name in ("images", "videos", "audios")}
+    return scorer.submit(
+        prompts=[prompt.texts[0]] * count,
+        completions=[trajectory.completion for trajectory in trajectories],
+        completion_ids=[trajectory.sampled_ids for trajectory in trajectories],
+        columns=columns,
+        group_ids=[number] * count,
+        media=media,
+    )
+
+
+async def _done(handle: ScoreHandle) -> Scores:
+    """The scores, without holding up the loop."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    def hear() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(wake)
+
+    handle.when_done(hear)
+    await waiter
+    return handle.result(0)
+
+
+def _spread(values: Sequence[Any], places: Sequence[int], count: int, empty: Any) -> list[Any]:
+    """The values at their places among `count`."""
+    out = [empty] * count
+    for place, value in zip(places, values, strict=True):
+        out[place] = value
+    return out

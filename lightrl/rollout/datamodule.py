@@ -1,0 +1,691 @@
+"""Prompts in, scored rollouts out: the data module that owns the engine and the reward functions."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from jsonargparse import lazy_instance
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightrl.compat.jsonargparse import realized
+from lightrl.compat.lightning import run_seed
+from lightrl.data.processing import load_processor
+from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source
+from lightrl.data.sft import SFTLoader, SFTSource
+from lightrl.data.templates import load_tokenizer
+from lightrl.engines.base import Engine, StaleWeightsError
+from lightrl.engines.vllm.engine import VLLMEngine
+from lightrl.rewards.base import RewardSpec
+from lightrl.rewards.scorer import RewardScorer
+from lightrl.rollout.collation import ScoredGroup, collate, trajectory_metrics
+from lightrl.rollout.collector import LEAVE_SECONDS, Collection, Collector
+from lightrl.rollout.dynamic_sampling import gather_numbers, refill
+from lightrl.rollout.environments import EnvironmentEpisode
+from lightrl.rollout.episodes import Episode, SingleTurn, Task, request_seed
+from lightrl.rollout.learner import RolloutLearner
+from lightrl.rollout.loaders import EvalLoader, RolloutLoader
+from lightrl.rollout.sources import CollectedRollout, StaleSource, StreamedRollouts
+from lightrl.rollout.sync import EngineSync, TrajectoryCheck
+from lightrl.rollout.weight_sync import WeightSync
+from lightrl.types import EngineContext, Prompts, Rollouts, SamplingParams, SupervisedBatch
+
+__all__ = ["EvalLoader", "RolloutDataModule", "RolloutLoader"]
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 8.0
+"""How long the end of a run waits for threads, reward functions and an engine of its own process, together."""
+
+PRECISION_TO_DTYPE = {"bf16": "bfloat16", "16": "float16", "32": "float32", "64": "float32", "transformer": "bfloat16"}
+
+
+class RolloutDataModule(LightningDataModule):
+    """Samples completions with the current policy, scores them, and hands Lightning one `Rollouts` per batch.
+
+    Strictly on-policy unless `staleness` says otherwise: each rollout is generated when the training loop asks for it,
+    after the weights of the last update have been pushed; the engine is asked for its `policy_version` and a mismatch
+    raises.
+
+    Args:
+        prompts: where training prompts come from: a source, several mixed, or just the rows: a path or hub name, a list
+            of dictionaries, a `datasets.Dataset`.
+        rewards: reward functions: import paths (`package.module:function`, `file.py:function`) or configured classes.
+        engine: what samples. The default is vLLM in this process.
+        sampling: how training completions are sampled; temperature above 0.
+        episode: how the attempts at a prompt come about; one completion each by default.
+        environment: what answers the policy over many turns, and its limits; None for one completion each. Its rewards
+            are added to those of `rewards`, which may be empty.
+        group_size: G, attempts per prompt; None takes the algorithm's own (PPO 1, group algorithms 8).
+        prompts_per_rollout: P, prompts in one rollout, over all ranks; must be a multiple of their number.
+        rollouts_per_epoch: rollouts in one Lightning epoch; None makes an epoch one pass over the prompts, the last
+            rollout filled up with the first prompts of the next pass.
+        shuffle: a new order of the prompts in every pass; False keeps the order of the rows, for a curriculum.
+        max_refills: dynamic sampling (DAPO): groups whose completions all got the same reward are dropped and replaced
+            by those of further prompts, in at most this many further generations per rollout; then the batch is
+            completed with dropped groups, so that it keeps its size. Spread is that of the summed reward functions.
+            0 keeps every group.
+        staleness: how many rollouts the engine may sample ahead of the update, while the policy learns from earlier
+            ones: a rollout is sampled by weights that lack the updates of at most so many rollouts. 0 is strictly
+            on-policy, 1 hides the shorter of generation and update behind the longer. Needs an engine in processes of
+            its own.
+        streaming: strictly on-policy overlap: the module accumulates gradients of finished groups while others still
+            generate; the update is the same. Needs an engine in processes of its own, and a module whose rollout
+            makes one update from groups that do not depend on one another, which is checked.
+        ptx: supervised rows for a second loss (`ptx_coef` of the module); None without one.
+        ptx_batch_size: supervised rows per rollout and rank, shared by its mini-batches.
+        reward_weights: weight of each reward function; 1 for each where None.
+        reward_names: name of each in logs and recipes; the function's or class's own where None.
+        recipes: label -> list of (reward name, weight): rows of different labels use different functions.
+        label_column: column that holds a row's label, for `recipes`.
+        reward_timeout: seconds one call of a reward function may take; None waits for ever.
+        reward_concurrency: most calls of one reward function at a time; its own `max_concurrency` wins.
+        on_reward_error: `error` stops the run when a reward function raises or times out; `none` leaves its rows
+            unscored by it and counts them.
+        eval_prompts: prompts for validation and test, given as `prompts`; without them there is no validation. Several
+            sets by name, {math: {path: ...}, code: {path: ...}}, are logged as `eval/<name>/...`.
+        eval_sampling: how evaluation completions are sampled; `sampling` without its `fire_temperature` where None.
+        eval_group_size: completions per evaluation prompt; above 1 gives pass@k and majority.
+        eval_batch_size: evaluation prompts per batch and rank.
+        predict_prompts: prompts for `lightrl predict`; `eval_prompts` where None.
+        tokenizer: folder or hub name; the actor's own where None.
+        stall_timeout: seconds, above 0, without progress of engine, rewards and environments after which a rollout
+            stops the run with what it waits for; None waits for ever.
+        seed: of prompt order and sampling; None takes that of `seed_everything`. A run with the same seed repeats.
+
+    Raises:
+        ValueError: counts that do not fit, temperature 0 in training; the message names them.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptSource | PromptMixture | list[dict[str, Any]] | str,
+        rewards: list[RewardSpec] | None = None,
+        engine: Engine = lazy_instance(VLLMEngine),  # noqa: B008
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008
+        episode: Episode = lazy_instance(SingleTurn),  # noqa: B008
+        environment: EnvironmentEpisode | None = None,
+        group_size: int | None = None,
+        prompts_per_rollout: int = 32,
+        rollouts_per_epoch: int | None = 10,
+        shuffle: bool = True,
+        max_refills: int = 0,
+        staleness: int = 0,
+        streaming: bool = False,
+        ptx: SFTSource | None = None,
+        ptx_batch_size: int = 32,
+        reward_weights: list[float] | None = None,
+        reward_names: list[str] | None = None,
+        recipes: dict[str, list[tuple[str, float]]] | None = None,
+        label_column: str = "label",
+        reward_timeout: float | None = None,
+        reward_concurrency: int = 32,
+        on_reward_error: Literal["error", "none"] = "error",
+        eval_prompts: PromptSource
+        | PromptMixture
+        | dict[str, PromptSource | PromptMixture]
+        | list[dict[str, Any]]
+        | str
+        | None = None,
+        eval_sampling: SamplingParams | None = None,
+        eval_group_size: int = 1,
+        eval_batch_size: int = 64,
+        predict_prompts: PromptSource | PromptMixture | list[dict[str, Any]] | str | None = None,
+        tokenizer: str | None = None,
+        stall_timeout: float | None = 1800.0,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.prompts = prompt_source(prompts, "prompts")
+        named = eval_prompts if isinstance(eval_prompts, dict) else {"": eval_prompts}
+        self.eval_prompts = {
+            name: prompt_source(source, f"eval_prompts.{name}".rstrip("."))
+            for name, source in named.items()
+            if source is not None
+        }
+        self.predict_prompts = None if predict_prompts is None else prompt_source(predict_prompts, "predict_prompts")
+        self.engine = realized(engine)
+        self.episode = realized(episode) if environment is None else environment
+        self.sampling = sampling
+        self.eval_sampling = eval_sampling or replace(sampling, fire_temperature=None)
+        self.eval_group_size = eval_group_size
+        self.eval_batch_size = eval_batch_size
+        self.prompts_per_rollout = prompts_per_rollout
+        self.rollouts_per_epoch = rollouts_per_epoch
+        self.shuffle = shuffle
+        self.max_refills = max_refills
+        self.staleness = staleness
+        self.streaming = streaming
+        self.ptx = ptx
+        self.ptx_batch_size = ptx_batch_size
+        self.tokenizer_path = tokenizer
+        self.stall_timeout = stall_timeout
+        self.seed = run_seed() if seed is None else seed
+        self.prompt_cursor = 0
+        self._group_size = group_size
+        self._sets: dict[str, PromptSet] = {}
+        self._ptx_loader: SFTLoader | None = None
+        self._collector: Collector | None = None
+        self._stale_source: StaleSource | None = None
+        self._side_group: Any = None
+        self._default_sync = WeightSync()
+        if environment is not None and not isinstance(episode, SingleTurn):
+            raise ValueError(
+                f"environment with episode={type(episode).__name__}: both say how attempts come about. Drop one."
+            )
+        self._check_arguments(rewards=bool(rewards))
+        # Without functions the rewards come from the module's reward models alone.
+        self.scorer = (
+            None
+            if not rewards
+            else RewardScorer(
+                rewards,
+                weights=reward_weights,
+                names=reward_names,
+                recipes=recipes,
+                label_column=label_column,
+                timeout=reward_timeout,
+                max_concurrency=reward_concurrency,
+                on_error=on_reward_error,
+            )
+        )
+
+    # ---- Lightning's hooks -------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process among all."""
+        return int(self.trainer.global_rank) if self.trainer is not None else 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return int(self.trainer.world_size) if self.trainer is not None else 1
+
+    @property
+    def learner(self) -> RolloutLearner:
+        """The module that learns from the rollouts."""
+        module = None if self.trainer is None else self.trainer.lightning_module
+        if not isinstance(module, RolloutLearner):
+            raise ValueError(
+                f"RolloutDataModule feeds modules that derive from RolloutLearner (PPOLightningModule does), not "
+                f"{type(module).__name__}."
+            )
+        return module
+
+    @property
+    def group_size(self) -> int:
+        """Attempts per prompt: as given, else the algorithm's own."""
+        return self.learner.default_group_size if self._group_size is None else self._group_size
+
+    def setup(self, stage: str) -> None:
+        """Loads tokenizer and prompts; the engine starts later, at the first rollout."""
+        if self.prompts_per_rollout % self.world_size:
+            raise ValueError(
+                f"prompts_per_rollout={self.prompts_per_rollout} cannot be shared by {self.world_size} ranks: take a "
+                f"multiple of {self.world_size}."
+            )
+        module = self.learner
+        if stage == "fit":
+            self._check_learner(module)
+        self.tokenizer = load_tokenizer(self.tokenizer_path or module.actor_spec.path)
+        self.processor = load_processor(module.actor_spec.path, self.tokenizer)
+        self.episode.setup(self.tokenizer)
+        sources = {f"eval_prompts/{name}": source for name, source in self.eval_prompts.items()}
+        if stage == "fit":
+            sources["prompts"] = self.prompts
+        elif stage == "predict" and self.predict_prompts is not None:
+            sources["predict_prompts"] = self.predict_prompts
+        for name, source in sources.items():
+            if name not in self._sets:
+                self.episode.check_prompts(source)
+                self._sets[name] = source.load(
+                    self.tokenizer,
+                    seed=self.seed,
+                    shuffle=self.shuffle and name == "prompts",
+                    processor=self.processor,
+                )
+        if stage == "fit" and self.scorer is not None:
+            of_episodes = ("messages",) if self.episode.multi_turn else ()
+            self.scorer.require_columns([*self._sets["prompts"].columns, *of_episodes])
+
+        if stage == "fit" and self.ptx is not None and self._ptx_loader is None:
+            rows, pad = self.ptx.tokenized(self.tokenizer, self.processor), self.tokenizer.pad_token_id
+            self._ptx_loader = SFTLoader(
+                rows, self.ptx_batch_size, pad, seed=self.seed, rank=self.rank, world_size=self.world_size
+            )
+        if not self.engine.started:
+            self.engine.check(self._engine_context())
+
+    def train_dataloader(self) -> RolloutLoader:
+        """One epoch of rollouts."""
+        assert self.trainer is not None, "Lightning has attached its trainer"
+        one_pass = self.rollouts_per_epoch is None
+        count = -(-len(self._sets["prompts"]) // self.prompts_per_rollout) if one_pass else self.rollouts_per_epoch
+        assert count is not None
+        return RolloutLoader(self.next_rollout, count, self.trainer)
+
+    def val_dataloader(self) -> list[EvalLoader]:
+        """The evaluation prompts, a loader for each set; nothing without them."""
+        return [self._eval_loader(self._sets[f"eval_prompts/{name}"], name) for name in self.eval_prompts]
+
+    def test_dataloader(self) -> list[EvalLoader]:
+        """As `val_dataloader`."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> EvalLoader:
+        """The prompts to complete."""
+        prompts = self._sets.get("predict_prompts") or self._sets.get("eval_prompts/")
+        if prompts is None:
+            raise ValueError(
+                "predict_prompts is missing, and eval_prompts too or several by name: give the prompts to complete."
+            )
+        return self._eval_loader(prompts)
+
+    def _eval_loader(self, prompts: PromptSet, name: str = "") -> EvalLoader:
+        evaluate = partial(self._evaluate, name=name)
+        return EvalLoader(evaluate, prompts, self.eval_batch_size, self.rank, self.world_size)
+
+    def _evaluate(self, prompts: Prompts, first: int, name: str) -> Rollouts:
+        stream = f"eval/{name}".rstrip("/")
+        rollouts = self.rollout(prompts, self.eval_sampling, self.eval_group_size, stream=stream, cursor=first)
+        rollouts.eval_set = name
+        return rollouts
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Moves a record's tensors."""
+        return batch.to(device)
+
+    def teardown(self, stage: str) -> None:
+        """Ends what samples, the reward workers and the engine, also after an error or Ctrl-C.
+
+        What hangs is given a few seconds, which all parts share.
+        """
+        end = time.monotonic() + CLOSE_SECONDS
+
+        def left() -> float:
+            return max(end - time.monotonic(), 0.5)
+
+        stuck = self._collector is not None and self._collector.close(LEAVE_SECONDS / 2)
+        if self._stale_source is not None:
+            self._stale_source.stop(LEAVE_SECONDS / 2)
+        self._collector = self._stale_source = None
+        beside = stuck or self.engine.concurrent  # it hangs, or waits for processes that may
+        closing = threading.Thread(target=self.engine.close, name="lightrl-closing", daemon=True)
+        if beside:
+            closing.start()
+        if self.scorer is not None:
+            self.scorer.close(min(LEAVE_SECONDS, left()))
+        if not beside:
+            self.engine.close()
+            return
+        closing.join(left())
+        if closing.is_alive():
+            log.warning("%s did not close within %g s and is left behind.", type(self.engine).__name__, CLOSE_SECONDS)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """As `teardown`, which Lightning leaves out when a run ends with an error or Ctrl-C."""
+        self.teardown("fit")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the prompts and in the supervised rows, the same on every rank."""
+        ptx = None if self._ptx_loader is None else self._ptx_loader.state_dict()
+        return {"prompt_cursor": self.prompt_cursor, "seed": self.seed, "ptx": ptx}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues with the prompts and rows that were next, in the order of the run that was interrupted."""
+        if state_dict["seed"] != self.seed:
+            self.seed, self._ptx_loader = state_dict["seed"], None
+            self._sets.clear()
+            self.setup("fit")
+        self.prompt_cursor = state_dict["prompt_cursor"]
+        if self._ptx_loader is not None and state_dict["ptx"] is not None:
+            self._ptx_loader.load_state_dict(state_dict["ptx"])
+
+    # ---- rollouts ----------------------------------------------------------------------------------------------
+
+    def next_rollout(self, left: int = 0) -> Rollouts:
+        """Samples and scores the next prompts: with the current policy, or ahead of it where `staleness` allows.
+
+        Args:
+            left: rollouts that will be asked for after this one; no more are sampled ahead.
+        """
+        if self.streaming:
+            return self._streamed_rollout()
+        if self.staleness:
+            collected = self._stale().next(self.prompt_cursor, left)
+        else:
+            sync = self._ready_engine()
+            collected = self._collect_rollout(self.prompt_cursor, gather_numbers, recover=True)
+            collected.metrics["time/sync"] = sync
+        rollouts = self._assemble(collected.groups, self.sampling)
+        rollouts.metrics |= collected.metrics
+        if collected.version is not None:
+            rollouts.policy_version = collected.version
+        if self._ptx_loader is not None:
+            batch: dict[str, Any] = next(iter(self._ptx_loader))
+            rollouts.supervised = SupervisedBatch(**batch, group_ids=torch.arange(len(batch["token_ids"])))
+        self.prompt_cursor = collected.cursor  # last, so that a rollout which is interrupted leaves no trace
+        return rollouts
+
+    def rollout(
+        self, prompts: Prompts, sampling: SamplingParams, group_size: int, *, stream: str, cursor: int
+    ) -> Rollouts:
+        """Samples `group_size` attempts at each prompt with the current policy and scores them.
+
+        Args:
+            prompts: this rank's prompts.
+            sampling: the distribution.
+            group_size: attempts per prompt.
+            stream: name that keeps the random numbers of training and evaluation apart.
+            cursor: number of prompts before this rollout, in the same stream; part of the random seeds.
+        """
+        self.drain()
+        sync = self._ready_engine()
+        collection = self._start(prompts, sampling, group_size, self._seeds(prompts, cursor, stream))
+        rollouts = self._assemble(collection.finish(), sampling)
+        rollouts.metrics |= {**collection.seconds, "time/sync": sync}
+        return rollouts
+
+    def drain(self) -> None:
+        """Waits until nothing is sampled in the background any more, so that others may use the engine."""
+        if self._stale_source is not None:
+            self._stale_source.drain()
+
+    def _collect_rollout(self, first: int, gather: Callable[[int], list[int]], *, recover: bool) -> CollectedRollout:
+        """The training rollout that starts with prompt number `first`; the engine must be ready."""
+        count, metrics = self.prompts_per_rollout, {"time/generate": 0.0, "time/score": 0.0}
+        retried = 0
+
+        def collect(prompts: Prompts, seeds: list[int]) -> list[ScoredGroup]:
+            nonlocal retried
+            collection = self._start(prompts, self.sampling, self.group_size, seeds, recover=recover)
+            groups = collection.finish()
+            for name, seconds in collection.seconds.items():
+                metrics[name] += seconds
+            retried += collection.retried
+            return groups
+
+        def collect_more(start: int, offset: int, count: int) -> list[ScoredGroup]:
+            seeds = [request_seed(self.seed, "train", start, offset + i) for i in range(count)]
+            return collect(self._sets["prompts"].batch(start + offset, count), seeds)
+
+        own = self._own_prompts(first)
+        groups, cursor = collect(own, self._seeds(own, first)), first + count
+        if self.max_refills:
+            groups, cursor, refilled = refill(
+                groups, cursor, self.max_refills, collect=collect_more, gather=gather, rank=self.rank
+            )
+            metrics |= refilled
+        if self.episode.multi_turn:
+            metrics["rollout/retried"] = float(retried)
+        self._check_trajectories(groups)
+        return CollectedRollout(groups, cursor, {**metrics, **self._prompt_counts()})
+
+    def _streamed_rollout(self) -> Rollouts:
+        """The next rollout with the current policy, its groups as they finish."""
+        first = self.prompt_cursor
+        sync = self._ready_engine()
+        own = self._own_prompts(first)
+        collection = self._start(own, self.sampling, self.group_size, self._seeds(own, first))
+
+        unchecked = True
+
+        def assemble(groups: list[ScoredGroup], numbers: list[int], is_whole: bool) -> Rollouts:
+            nonlocal unchecked
+            if collection.exhausted and unchecked:  # with the last piece, before the update
+                unchecked = False
+                self._check_trajectories(list(collection.groups.values()))
+            rollouts = self._assemble(groups, self.sampling, numbers)
+            if is_whole:
+                rollouts.metrics |= {**collection.seconds, "time/sync": sync, **self._prompt_counts()}
+                if self.episode.multi_turn:
+                    rollouts.metrics["rollout/retried"] = float(collection.retried)
+            return rollouts
+
+        self.prompt_cursor = first + self.prompts_per_rollout
+        one_row, temperature = not self.episode.multi_turn, self.sampling.temperature
+        return StreamedRollouts(collection, assemble, one_row=one_row, temperature=temperature)
+
+    def _stale(self) -> StaleSource:
+        """What samples ahead; made when first asked for. Collective then."""
+        if self._stale_source is None:
+            if self.world_size > 1 and self.max_refills:  # the thread's collectives must not meet the trainer's
+                self._side_group = torch.distributed.new_group(backend="gloo")
+            gather = partial(gather_numbers, group=self._side_group)
+            self._stale_source = StaleSource(
+                self.staleness,
+                lambda cursor: self._collect_rollout(cursor, gather, recover=False),
+                self._ready_engine,
+                lambda: self.learner.policy_version,
+                self.world_size,
+            )
+        return self._stale_source
+
+    def _own_prompts(self, first: int) -> Prompts:
+        """This rank's share of the training rollout that starts with prompt number `first`."""
+        prompts = self._sets["prompts"]
+        return prompts.batch(first, self.prompts_per_rollout, rank=self.rank, world_size=self.world_size)
+
+    def _prompt_counts(self) -> dict[str, float]:
+        counts = self._sets["prompts"].counts
+        return {f"rollout/prompts_{name}": float(number) for name, number in counts.items()}
+
+    def _seeds(self, prompts: Prompts, cursor: int, stream: str = "train") -> list[int]:
+        return [request_seed(self.seed, stream, cursor, i * self.world_size + self.rank) for i in range(len(prompts))]
+
+    def _start(
+        self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int], *, recover: bool = True
+    ) -> Collection:
+        """Starts the groups of this rank's prompts; the engine must be ready."""
+        if self._collector is None:
+            self._collector = Collector(
+                self.engine,
+                self.episode,
+                self.scorer,
+                ready=self._ready_engine,
+                world_size=self.world_size,
+                stall_timeout=self.stall_timeout,
+            )
+        tasks = [
+            Task(
+                prompts[[i]],
+                tuple(range(group_size)),
+                seeds[i],
+                sampling,
+                self.tokenizer,
+                self.engine.max_model_len,
+                name=f"prompt {i} (data-set row {prompts.indices[i]})" if prompts.indices else f"prompt {i}",
+            )
+            for i in range(len(prompts))
+        ]
+        return self._collector.start(tasks, recover=recover)
+
+    def _assemble(
+        self, groups: list[ScoredGroup], sampling: SamplingParams, numbers: Sequence[int] | None = None
+    ) -> Rollouts:
+        pad: Any = self.tokenizer.pad_token_id
+        rollouts = collate(groups, pad, sampling.temperature, numbers)
+        rollouts.reward_weights = {} if self.scorer is None else dict(self.scorer.weights)
+        if self.episode.multi_turn:
+            rollouts.metrics |= trajectory_metrics(groups)
+        if not (self.staleness or self.streaming):
+            self.engine.sleep()  # its memory is the trainer's until the next rollout, for engines that are told so
+        return rollouts
+
+    # ---- the engine --------------------------------------------------------------------------------------------
+
+    def _ready_engine(self) -> float:
+        """Starts the engine if need be, pushes the weights, and refuses to go on with others than the policy's.
+
+        Returns:
+            the seconds it took.
+        """
+        begin = time.perf_counter()
+        if not self.engine.started:
+            rank_zero_info(f"Starting {type(self.engine).__name__} with {self.learner.actor_spec.path} ...")
+            self.engine.start(self._engine_context())
+            rank_zero_info(f"{type(self.engine).__name__} started in {time.perf_counter() - begin:.1f} s.")
+        self.engine.wake()
+        for callback in self._syncs():
+            callback.ensure_synced(self.learner, self.engine)
+        if self.engine.policy_version != self.learner.policy_version:
+            raise StaleWeightsError(
+                f"The engine holds policy version {self.engine.policy_version} (-1: never synced), the trainer "
+                f"{self.learner.policy_version}: {', '.join(type(c).__name__ for c in self._syncs())} did not push "
+                "the weights. Leave it out of trainer.callbacks for WeightSync, which does."
+            )
+        return time.perf_counter() - begin
+
+    def _syncs(self) -> list[EngineSync]:
+        return [callback for callback in self._callbacks() if isinstance(callback, EngineSync)] or [self._default_sync]
+
+    def _checks(self) -> list[TrajectoryCheck]:
+        return [callback for callback in self._callbacks() if isinstance(callback, TrajectoryCheck)]
+
+    def _callbacks(self) -> list[Any]:
+        return [] if self.trainer is None else self.trainer.callbacks  # type: ignore[attr-defined]
+
+    def _check_trajectories(self, groups: Sequence[ScoredGroup]) -> None:
+        """Shows a training rollout to callbacks that look at it while the engine holds what sampled it."""
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        for callback in self._checks():
+            callback.check_trajectories(self.engine, trajectories, self.tokenizer)
+
+    def _engine_context(self) -> EngineContext:
+        """What the run tells the engine."""
+        trainer: Any = self.trainer
+        spec = self.learner.actor_spec
+        lengths = [length for s in self._sets.values() if (length := s.max_prompt_tokens) is not None]
+        new_tokens = max(self.sampling.max_new_tokens, self.eval_sampling.max_new_tokens)
+        if self.episode.multi_turn:  # a prompt is only the beginning of what is asked
+            longest = self.episode.max_tokens
+            lengths = [] if longest is None else [max(longest - new_tokens, 1)]
+        return EngineContext(
+            model_path=spec.path,
+            dtype=PRECISION_TO_DTYPE[str(trainer.precision).split("-")[0]],
+            seed=self.seed,
+            rank=self.rank,
+            local_rank=int(trainer.local_rank),
+            world_size=self.world_size,
+            device=str(trainer.strategy.root_device),
+            max_prompt_tokens=max(lengths) if lengths else None,
+            max_new_tokens=new_tokens,
+            random_init=bool(spec.random_init),
+            fire=any(s.fire_temperature is not None for s in (self.sampling, self.eval_sampling)),
+            lora_rank=0 if spec.lora is None or spec.lora.quantize_4bit else spec.lora.r,
+        )
+
+    # ---- checks, which change nothing --------------------------------------------------------------------------
+
+    def _check_arguments(self, *, rewards: bool) -> None:
+        """Refuses numbers out of range, and arguments that need others."""
+        counts = {
+            "group_size": 1 if self._group_size is None else self._group_size,
+            "eval_group_size": self.eval_group_size,
+            "prompts_per_rollout": self.prompts_per_rollout,
+            "rollouts_per_epoch": 1 if self.rollouts_per_epoch is None else self.rollouts_per_epoch,
+            "eval_batch_size": self.eval_batch_size,
+            "ptx_batch_size": self.ptx_batch_size,
+        }
+        for name, value in counts.items():
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1.")
+        for name, value in (("max_refills", self.max_refills), ("staleness", self.staleness)):
+            if value < 0:
+                raise ValueError(f"{name}={value}: must be 0 (off) or more.")
+        if self.stall_timeout is not None and self.stall_timeout <= 0:
+            raise ValueError(f"stall_timeout={self.stall_timeout}: must be above 0 seconds, or null to wait for ever.")
+        if self.max_refills and not (rewards or self.episode.multi_turn):
+            raise ValueError(
+                f"max_refills={self.max_refills} drops groups without reward spread: it needs reward functions in "
+                "`rewards`, whose results are known before the update."
+            )
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature=0: greedy completions of a prompt are all equal; train above 0.")
+        self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        """Refuses what `staleness` and `streaming` cannot do with the engine, and what excludes them."""
+        wanted = f"staleness={self.staleness}" if self.staleness else "streaming=True" if self.streaming else ""
+        if not wanted:
+            return
+        if self.staleness and self.streaming:
+            raise ValueError(
+                f"staleness={self.staleness} with streaming=True: both hide generation behind the update, the first by "
+                "sampling ahead, the second within one rollout. Take one."
+            )
+        if not self.engine.concurrent:
+            raise ValueError(
+                f"{wanted} with engine={type(self.engine).__name__} in the trainer's process: it cannot sample while "
+                "the trainer computes. Take VLLMEngine(in_process=False), or leave it off."
+            )
+        if self.engine.sleeps:
+            raise ValueError(
+                f"{wanted} with an engine={type(self.engine).__name__} that sleeps between rollouts: one that samples "
+                "beside the update never does. Set its sleep_level=0."
+            )
+        if self.streaming and (self.max_refills or self.ptx is not None):
+            name = "max_refills" if self.max_refills else "ptx"
+            raise ValueError(
+                f"streaming=True with {name}: which groups are in the batch, or how much the supervised rows weigh, is "
+                f"known at its end only. Drop one of the two; staleness=1 goes with {name}."
+            )
+
+    def _check_learner(self, module: RolloutLearner) -> None:
+        """Refuses what the data module and the module that it feeds cannot do together."""
+        name = type(module).__name__
+        self._check_sampling(module)
+        if module.needs_groups and self.group_size < 2:
+            raise ValueError(
+                f"group_size={self.group_size} with {name}: its advantages compare the attempts at one prompt, so it "
+                "needs group_size of at least 2 (8 is usual)."
+            )
+        if self.max_refills and self.group_size < 2:
+            raise ValueError(
+                f"max_refills={self.max_refills} drops groups without reward spread: it needs group_size of at least "
+                f"2 (it is {self.group_size})."
+            )
+        if self.max_refills and module.scores_rollouts:
+            raise ValueError(
+                f"max_refills={self.max_refills} with reward_models: a group's spread is not known before the module's "
+                "reward models have scored it. Set max_refills=0, or serve the model as a reward function."
+            )
+        if (self.ptx is not None) != (module.ptx_coef > 0):
+            raise ValueError(
+                f"ptx={'None' if self.ptx is None else self.ptx.label} (data) with ptx_coef={module.ptx_coef} "
+                "(module): a supervised loss needs both, rows and a coefficient above 0; set both or neither."
+            )
+        if self.streaming:
+            module.refuse_streaming()
+        for callback in self._checks():
+            callback.check_sampling(self.sampling)
+
+    def _check_sampling(self, module: RolloutLearner) -> None:
+        """The trainer takes the softmax over what the engine records as its support; any other cut is a difference."""
+        plain = SamplingParams()
+        names = ["repetition_penalty", "min_new_tokens", "regex", "json_schema"]
+        if not self.engine.records_support:
+            names = ["top_p", "top_k", "min_p", *names]
+        cuts = [f"{n}={getattr(self.sampling, n)!r}" for n in names if getattr(self.sampling, n) != getattr(plain, n)]
+        if cuts and module.compares_engine_logprobs:
+            raise ValueError(
+                f"sampling with {', '.join(cuts)} and a loss of {type(module).__name__} that compares the engine's "
+                "log-probs with the trainer's: those of a cut distribution would weight every token wrongly. Sample "
+                "with temperature alone, or drop the correction (with staleness: off_policy_correction=False)."
+            )
+        if cuts:
+            log.warning(
+                "Training samples of %s come from a distribution cut by %s, while log-probs are those of the full "
+                "softmax: the gradient is slightly biased. Temperature alone is exact; so are top_p, top_k and min_p "
+                "with an engine that records what they leave (TransformersEngine).",
+                type(self.engine).__name__,
+                ", ".join(cuts),
+            )

@@ -1,0 +1,153 @@
+"""How the attempts at one prompt come about: an episode asks the engine, once or turn by turn."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from lightrl.data.prompts import PromptMixture, PromptSource
+from lightrl.types import (
+    CompletionGroup,
+    GenerationRequest,
+    Prompts,
+    SamplingParams,
+    Support,
+    Trajectory,
+    TrajectoryRow,
+)
+
+__all__ = ["Ask", "Episode", "SingleTurn", "Task", "one_turn", "request_seed"]
+
+Ask: TypeAlias = Callable[[GenerationRequest], Awaitable[CompletionGroup]]
+"""Has the engine complete a request. Cancelling the awaited call (a time limit) cancels the request."""
+
+
+def request_seed(seed: int, stream: str, cursor: int, row: int) -> int:
+    """A 62-bit seed that depends on the run's seed, the stream, and the prompt's place in it, and on nothing else."""
+    return _digest(f"{seed}/{stream}/{cursor}/{row}")
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt and the attempts wanted at it.
+
+    Attributes:
+        prompt: one row: token ids, text, columns, inputs and media.
+        attempts: numbers of the attempts to make, 0 ... group size - 1; when failed ones are made again, only those.
+        seed: of the prompt, equal for all its attempts. A retry has the same, so that it samples what the failure
+            kept from being sampled.
+        sampling: the distribution, and the limit of one request.
+        tokenizer: of the policy.
+        max_model_len: most tokens of context and completion together that the engine holds.
+        retry: how often these attempts failed before.
+        name: how messages call it.
+    """
+
+    prompt: Prompts
+    attempts: tuple[int, ...]
+    seed: int
+    sampling: SamplingParams
+    tokenizer: Any
+    max_model_len: int
+    retry: int = 0
+    name: str = "a prompt"
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The data set's row: column -> value."""
+        return {name: values[0] for name, values in self.prompt.columns.items()}
+
+    def turn_seed(self, attempt: int, turn: int) -> int:
+        """The seed of one request of an attempt: a function of (prompt's seed, attempt, turn) alone."""
+        return _digest(f"{self.seed}/{attempt}/{turn}")
+
+    def failed(self, cause: str) -> Trajectory:
+        """An attempt of which nothing is left, for something that the policy did not cause: the prompt alone."""
+        ids = list(self.prompt.token_ids[0])
+        row = TrajectoryRow(ids, [-1] * len(ids), [0.0] * len(ids), [-1] * len(ids))
+        return Trajectory([row], "", "failure", failure=cause)
+
+
+class Episode(ABC):
+    """Makes the attempts at one prompt. All groups of a rollout run at once, as coroutines of one event loop.
+
+    Three things may go wrong. What the policy caused (no turns, tokens or time left) ends a trajectory with that
+    `stop_reason`: it is scored. What it cannot have caused ends it with "failure" and `Trajectory.failure`: it is made
+    again at most `max_retries` times and then is in no loss. An exception is a mistake in the program: it ends the run.
+
+    Attributes:
+        multi_turn: whether a trajectory may have several turns or rows, stop reasons beside "stop" and "length", or
+            fail; logs then say how trajectories ended. False promises that all is asked for before the first wait, so
+            that the engine knows its whole work at once.
+        max_retries: times that failed attempts are made again.
+        max_failed: fraction of a rollout's trajectories on a rank, in [0, 1], that may have failed for good; with
+            more the run stops with the cause.
+    """
+
+    multi_turn: bool = True
+    max_retries: int = 2
+    max_failed: float = 0.5
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Most tokens of one row of a trajectory, by which the engine is sized; None for what the engine holds."""
+        return None
+
+    def setup(self, tokenizer: Any) -> None:  # noqa: B027 - most need none before a task brings it
+        """Takes the policy's tokenizer, before anything runs. A ValueError if it will not do."""
+
+    def check_prompts(self, prompts: PromptSource | PromptMixture) -> None:  # noqa: B027
+        """Raises a ValueError about settings of the prompts that would have no effect."""
+
+    @abstractmethod
+    async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
+        """Makes the attempts `task.attempts`.
+
+        Args:
+            task: the prompt and the attempts.
+            ask: has the engine complete a request; any number may be asked for at once. A request must fit into
+                `task.max_model_len`, and its seed should come from `Task.turn_seed`.
+
+        Returns:
+            a trajectory per attempt, in their order. It may be cancelled at any `await` and must then free what it
+            holds.
+        """
+
+    async def close(self) -> None:  # noqa: B027 - only some hold anything
+        """Frees what episodes share; nothing runs any more."""
+
+
+class SingleTurn(Episode):
+    """One completion of the prompt per attempt, all asked for at once."""
+
+    multi_turn = False
+    max_retries = 0
+
+    async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
+        """See `Episode.run`."""
+        return one_turn(await ask(task.prompt.request(0, task.sampling, task.seed, len(task.attempts))))
+
+
+def one_turn(group: CompletionGroup) -> list[Trajectory]:
+    """Each completion as a trajectory of one turn."""
+    prompt, version = list(group.request.token_ids), group.policy_version
+    context, nothing = [-1] * len(prompt), [0.0] * len(prompt)
+    trajectories = []
+    for completion in group.completions:
+        count = len(completion.token_ids)
+        row = TrajectoryRow(
+            token_ids=prompt + list(completion.token_ids),
+            turn_ids=context + [0] * count,
+            logprobs=nothing + list(completion.logprobs),
+            policy_versions=context + [version] * count,
+            support=Support.joined((len(prompt), None), (count, completion.support)),
+        )
+        trajectories.append(Trajectory([row], completion.text, completion.finish_reason))
+    return trajectories

@@ -1,0 +1,78 @@
+"""What a rollout is made for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightrl.models.policy import PolicyModel
+from lightrl.models.spec import ModelSpec
+
+__all__ = ["RolloutLearner"]
+
+
+class RolloutLearner(LightningModule, ABC):
+    """What a `RolloutDataModule` and the callbacks beside it ask of the module that learns from its rollouts.
+
+    Attributes:
+        actor: the policy, once `configure_model` has built it.
+        actor_spec: the policy's model: its tokenizer, processor and dtype are the data module's and the engine's.
+        ptx_coef: weight of the loss on supervised rows; 0 takes none.
+        default_group_size: attempts per prompt where the data module is given none.
+    """
+
+    actor: PolicyModel
+    actor_spec: ModelSpec
+    ptx_coef: float = 0.0
+    default_group_size: int = 1
+
+    @property
+    @abstractmethod
+    def policy_version(self) -> int:
+        """Number of optimizer steps behind the policy's weights."""
+
+    @abstractmethod
+    def named_policy_weights(self, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every actor parameter, LoRA merged, one at a time, or of trained ones.
+
+        Collective where the weights are sharded: every rank iterates to the end. Tied parameters come once.
+        """
+
+    @abstractmethod
+    def policy_adapter(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
+        """The actor's LoRA adapter in peft's format: (name, full tensor) one at a time, and its configuration."""
+
+    @abstractmethod
+    def token_logprobs(self, token_ids: Tensor) -> Tensor:
+        """Log-probs at temperature 1 of all tokens but the first of each row; (B, T) in, (B, T) out, for the canary."""
+
+    @abstractmethod
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks."""
+
+    @abstractmethod
+    def all_max(self, tensor: Tensor) -> Tensor:
+        """Maximum over ranks."""
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether it compares the attempts at one prompt, so that one attempt teaches nothing."""
+        return False
+
+    @property
+    def compares_engine_logprobs(self) -> bool:
+        """Whether its loss reads the log-probs that the engine reported for what it sampled."""
+        return False
+
+    @property
+    def scores_rollouts(self) -> bool:
+        """Whether reward models of its own add to the rewards."""
+        return False
+
+    def refuse_streaming(self) -> None:
+        """Raises a ValueError with the reason if learning from groups as they finish would change the update."""
+        raise ValueError(f"streaming=True with {type(self).__name__}: it does not learn from groups one by one.")

@@ -1,0 +1,108 @@
+"""Keeps the engine's weights equal to the trainer's, and proves it before anything is sampled."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightrl.engines.base import Engine, StaleWeightsError
+from lightrl.models.media_tokens import placeholder_ids
+from lightrl.models.multimodal import harmless_id
+from lightrl.rollout.learner import RolloutLearner
+from lightrl.rollout.sync import EngineSync
+
+__all__ = ["WeightSync"]
+
+TOLERANCE = {"float32": 5e-4, "bfloat16": 0.15, "float16": 0.05}
+
+
+class WeightSync(EngineSync):
+    """Pushes the policy's weights to the engine right before it generates, whenever they have changed.
+
+    Lazy, because no single Lightning hook precedes every generation (a resumed run skips `on_train_epoch_start`,
+    validation comes at its own time): the data module asks `ensure_synced`, and a push happens if the engine's
+    `policy_version` is not the module's. Nothing is stored in a checkpoint, so a resumed run pushes first. An engine
+    that takes adapters gets the adapter alone. `RolloutDataModule` takes one with the settings below where no callback
+    of the run is an `EngineSync`; name it to change them.
+
+    After a push a *canary* asks engine and trainer for the log-probs of a few fixed tokens. If they differ by more
+    than `tolerance` the run stops: training on samples of stale or half-loaded weights fails silently otherwise.
+
+    Args:
+        canary: whether to ask after each push.
+        tolerance: largest allowed mean absolute difference in nats. None takes 5e-4 for a float32 engine, 0.15 for
+            bfloat16, 0.05 for float16.
+        num_sequences: sequences of the canary.
+        num_tokens: tokens in each.
+
+    Raises:
+        StaleWeightsError: from `ensure_synced`, with the gap.
+    """
+
+    def __init__(
+        self, canary: bool = True, tolerance: float | None = None, num_sequences: int = 2, num_tokens: int = 16
+    ) -> None:
+        for name, value, low in (("num_sequences", num_sequences, 1), ("num_tokens", num_tokens, 2)):
+            if value < low:
+                raise ValueError(f"WeightSync.{name}={value}: must be at least {low}.")
+        if tolerance is not None and tolerance <= 0:
+            raise ValueError(f"WeightSync.tolerance={tolerance}: must be above 0, or null for the dtype's own.")
+        self.canary = canary
+        self.tolerance = tolerance
+        self.num_sequences = num_sequences
+        self.num_tokens = num_tokens
+        self.last_gap: float | None = None
+        """Mean absolute log-prob gap in nats of the last canary."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuses a data module that has no engine."""
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(getattr(datamodule, "engine", None), Engine):
+            raise ValueError(
+                f"WeightSync needs a data module with an engine (RolloutDataModule), not {type(datamodule).__name__}: "
+                "remove the callback or change the data module."
+            )
+
+    def ensure_synced(self, module: RolloutLearner, engine: Engine) -> None:
+        """Pushes if the versions differ. Collective: every rank calls it at the same time."""
+        if engine.policy_version == module.policy_version:
+            return
+        with torch.no_grad():
+            if engine.takes_adapter:
+                engine.load_adapter(*module.policy_adapter(), policy_version=module.policy_version)
+            elif engine.takes_parts and engine.policy_version >= 0 and _some_frozen(module):
+                # What is frozen is there from an earlier push.
+                trained = module.named_policy_weights(trained_only=True)
+                engine.load_weights(trained, policy_version=module.policy_version, partial=True)
+            else:
+                engine.load_weights(module.named_policy_weights(), policy_version=module.policy_version)
+            if self.canary:
+                self._check(module, engine)
+
+    def _check(self, module: RolloutLearner, engine: Engine) -> None:
+        vocabulary = module.actor.lm.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        length = min(self.num_tokens, engine.max_model_len - 1)
+        tokens = torch.randint(vocabulary, (self.num_sequences, length), generator=generator)
+        for placeholder in placeholder_ids(module.actor.lm.config).values():  # stands for what is not there
+            tokens[tokens == placeholder] = harmless_id(module.actor.lm.config)
+        theirs = torch.tensor(engine.logprobs(tokens.tolist()))
+        ours = module.token_logprobs(tokens.to(module.device)).cpu()[:, 1:]
+        gaps = (ours - theirs).abs()
+        self.last_gap = float(gaps.mean())
+        tolerance = self.tolerance or TOLERANCE.get(engine.dtype or "float32", TOLERANCE["bfloat16"])
+        worst = bool(module.all_max(torch.tensor(float(not self.last_gap <= tolerance))))
+        if worst:
+            version = engine.policy_version
+            engine.mark_stale()
+            raise StaleWeightsError(
+                f"After pushing the weights of policy version {version} the engine's log-probs differ from the "
+                f"trainer's by {self.last_gap:.2e} on average (at most {gaps.max():.2e}; allowed: {tolerance:g} on "
+                "average). The engine holds stale or incomplete weights. Check that its dtype matches the trainer's "
+                "precision; raise WeightSync.tolerance only if the gap is rounding."
+            )
+
+
+def _some_frozen(module: RolloutLearner) -> bool:
+    """Whether the policy has weights that no update changes; else a push of all can be checked by name."""
+    return not all(parameter.requires_grad for parameter in module.actor.lm.parameters())

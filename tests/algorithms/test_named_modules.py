@@ -1,0 +1,182 @@
+"""The named modules: what each one's defaults are, that it trains, and that its YAML says the same."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightrl import algorithms as modules
+from lightrl.algorithms import PPOLightningModule
+from lightrl.cli import main
+from lightrl.objectives.advantages import GAE, RLOO, GroupRelative, ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from lightrl.objectives.aggregation import ConstantLength, SequenceMean, SequenceSum, TokenMean
+from lightrl.objectives.kl import KLInLoss, KLInReward
+from lightrl.objectives.losses import CPG, GSPO, PPOClip
+from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "algorithms"
+
+# name: estimator, loss, aggregation, KL, ppo_epochs, each with the settings that its paper gives.
+PAPERS: dict[str, tuple[Any, Any, Any, Any, int]] = {
+    "PPO": (GAE(1.0, 0.95), PPOClip(0.2, 0.2), TokenMean(), KLInReward("k1", 0.05), 2),
+    "GRPO": (GroupRelative("group"), PPOClip(0.2, 0.2), SequenceMean(), KLInLoss("k3", 0.04), 1),
+    "DrGRPO": (GroupRelative("none"), PPOClip(0.2, 0.2), ConstantLength(3000), None, 1),
+    "DAPO": (GroupRelative("group"), PPOClip(0.2, 0.28), TokenMean(), None, 1),
+    "GSPO": (GroupRelative("group"), GSPO(3e-4, 4e-4), SequenceMean(), None, 1),
+    "RLOO": (RLOO(), PPOClip(0.2, 0.2), SequenceSum(), KLInReward("k1", 0.05), 1),
+    "ReinforcePlusPlus": (ReinforcePlusPlus(1.0), PPOClip(0.2, 0.2), TokenMean(), KLInReward("k1", 0.01), 1),
+    "CPGD": (GroupRelative("group"), CPG(0.2, 0.2, 0.01, 2.0), SequenceMean(), None, 1),
+}
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.0)
+
+
+def make(name: str, path: str, **kwargs: Any) -> PPOLightningModule:
+    module: PPOLightningModule = getattr(modules, f"{name}LightningModule")(path, optimizer=adam, **kwargs)
+    return module
+
+
+def train(module: PPOLightningModule, **data: Any) -> dict[str, float]:
+    trainer = quiet_trainer()
+    trainer.fit(module, sums_data(**{"rollouts_per_epoch": 1, **data}))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_defaults_are_the_papers(name: str, model_path: str) -> None:
+    module = make(name, model_path)
+    *parts, epochs = PAPERS[name]
+    for part, expected in zip((module.advantage, module.loss, module.aggregation, module.kl), parts, strict=True):
+        assert type(part) is type(expected)
+        assert expected is None or vars(part) == vars(expected)
+    assert module.ppo_epochs == epochs
+    assert module.whiten_advantages == (name == "PPO")
+    assert (module.critic_spec is None) == (name != "PPO")
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_trains(name: str, model_path: str) -> None:
+    """Two mini-batches: the second one is off-policy, so that clip, ratio and drift have something to do."""
+    metrics = train(make(name, model_path, minibatch_size=16))
+    assert metrics["optim/skipped_updates"] == 0
+    assert metrics["optim/grad_norm"] > 0
+    assert metrics["kl/old"] > 0
+    assert ("kl/ref" in metrics) == (PAPERS[name][3] is not None)
+
+
+def test_reinforce_plus_plus_needs_no_groups_and_has_a_form_with_them(model_path: str) -> None:
+    alone = train(make("ReinforcePlusPlus", model_path), group_size=1, prompts_per_rollout=16)
+    assert alone["optim/grad_norm"] > 0
+    grouped = make("ReinforcePlusPlus", model_path, advantage=ReinforcePlusPlusBaseline(), kl=KLInLoss("k2"))
+    metrics = train(grouped)
+    assert metrics["optim/grad_norm"] > 0 and metrics["loss/kl"] >= 0
+
+
+def test_dr_grpo_does_not_depend_on_its_constant_but_in_scale(model_path: str) -> None:
+    """6 / 3000 = 0.002 of the gradient."""
+    norms = {}
+    for length in (6.0, 3000.0):
+        module = make("DrGRPO", model_path, aggregation=ConstantLength(length), max_grad_norm=1e9)
+        norms[length] = train(module)["optim/grad_norm"]
+    assert norms[3000.0] == pytest.approx(0.002 * norms[6.0], rel=1e-4)
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_yaml_names_the_same_parts(file: Path) -> None:
+    """What an algorithm's YAML spells out are the module's own defaults, but for sizes, rates and coefficients."""
+    config = yaml.safe_load(file.read_text())
+    name = config["model"]["class_path"].removesuffix("LightningModule")
+    arguments = config["model"]["init_args"]
+    parts = dict(zip(("advantage", "loss", "aggregation", "kl"), PAPERS[name], strict=False))
+    for key, expected in parts.items():
+        if key not in arguments:  # the module's default
+            continue
+        if expected is None:
+            assert arguments[key] is None
+            continue
+        assert arguments[key]["class_path"] == type(expected).__name__
+        given = arguments[key].get("init_args", {})
+        if not isinstance(expected, ConstantLength):  # the length is the task's
+            assert {k: vars(expected)[k] for k in given if k != "coef"} == {k: given[k] for k in given if k != "coef"}
+    assert arguments.get("ppo_epochs", PAPERS[name][4]) == PAPERS[name][4]
+
+
+def test_every_named_module_has_a_yaml() -> None:
+    named = {yaml.safe_load(file.read_text())["model"]["class_path"] for file in CONFIGS.glob("*.yaml")}
+    assert named == {f"{name}LightningModule" for name in PAPERS}
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What `lightrl fit ...` prints before it ends."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *arguments])
+    assert stop.value.code in (0, None)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_print_config_shows_what_the_module_will_use(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    cls = f"{name}LightningModule"
+    text = printed(capsys, "--model", cls, "--model.actor", "x", "--data", "RolloutDataModule", "--print_config")
+    shown = yaml.safe_load(text)["model"]["init_args"]
+    module = getattr(modules, cls)("x")
+    known = set(inspect.signature(PPOLightningModule).parameters)
+    assert set(shown) == (known if name == "PPO" else known - {"critic"})
+    for key, value in shown.items():
+        part = getattr(module, key, None)
+        if key in ("advantage", "loss", "aggregation", "kl"):
+            assert (value is None) == (part is None)
+            assert value is None or value["class_path"].endswith(f".{type(part).__name__}")
+            expected = {} if value is None else value.get("init_args", {})
+            for argument, setting in expected.items():
+                assert getattr(part, argument, setting) == setting, f"{key}.{argument}"
+        elif isinstance(part, int | float | bool):
+            assert value == part, key
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_help_explains_every_argument(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    text = " ".join(printed(capsys, f"--model.help={name}LightningModule").split())
+    for argument in inspect.signature(PPOLightningModule).parameters:
+        explained = re.search(rf"--model\.{argument} [A-Z{{][^ ]* (?P<doc>[^()]{{10,}}.*?)\(", text)
+        hidden = name != "PPO" and argument == "critic"
+        assert bool(explained) != hidden, argument
+    aggregation = PAPERS[name][2]
+    assert f"default: {{'class_path': 'lightrl.objectives.{type(aggregation).__name__}'" in text
+    kl = PAPERS[name][3]
+    if kl is not None:
+        shown = f"'lightrl.objectives.{type(kl).__name__}', 'init_args': {{'coef': {kl.coef}}}"
+        assert shown in text
+
+
+def test_the_committed_curves_reach_the_goal_and_are_those_of_the_page() -> None:
+    root = CONFIGS.parents[1]
+    rows = json.loads((root / "benchmarks" / "results" / "algorithms.json").read_text())["rows"]
+    page = (root / "docs" / "algorithms.md").read_text()
+    assert {row["algorithm"] for row in rows} == {file.stem for file in CONFIGS.glob("*.yaml")}
+    for row in rows:
+        assert row["start"] <= 0.65 and row["final"] >= 0.85 and row["seconds_to_goal"] <= 180, row["algorithm"]
+        numbers = " | ".join(f"{row[key]:.3f}" for key in ("start", "final", "best"))
+        assert f"| {numbers} | {row['rollouts']} | {row['seconds_to_goal']:.0f} |" in page
+    assert len({row["start"] for row in rows}) == 1, "all from the same warm start"

@@ -1,0 +1,368 @@
+"""The PPO module on a tiny model with the transformers engine: splits, shortcuts, skips, flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from torch import Tensor
+
+from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule, RLOOLightningModule
+from lightrl.callbacks import LinearKL, WeightSync
+from lightrl.models.spec import ModelSpec
+from lightrl.objectives.advantages import GroupRelative
+from lightrl.objectives.kl import KLInLoss, KLInReward
+from lightrl.objectives.losses import PPOClip
+from lightrl.objectives.off_policy import EngineRatio, OffPolicyCorrection
+from lightrl.types import Experience, SamplingParams
+from tests.algorithms.toys import adam, fit, ppo, sgd, weights
+from tests.toys import Keep, digits_reward, quickstart_model, quiet_trainer, sums_data
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=2, hidden_size=64, intermediate_size=64)
+
+
+@pytest.mark.parametrize("kind", [PPOLightningModule, GRPOLightningModule, RLOOLightningModule])
+def test_micro_batches_and_layouts_do_not_change_the_update(kind: type[PPOLightningModule], model_path: str) -> None:
+    results = []
+    for tokens, layout in ((100_000, "padded"), (100_000, "packed"), (120, "padded"), (60, "shared_prefix")):
+        spec = ModelSpec(model_path, layout=layout)  # type: ignore[arg-type]
+        module = kind(spec, micro_batch_tokens=tokens, optimizer=sgd)
+        keep = fit(module)
+        results.append((weights(module), keep.metrics[0]))
+    for other, metrics in results[1:]:
+        torch.testing.assert_close(other, results[0][0], atol=2e-6, rtol=1e-5)
+        for name in ("loss/policy", "policy/entropy", "kl/old", "optim/grad_norm", "reward/mean"):
+            assert metrics[name] == pytest.approx(results[0][1][name], abs=1e-5)
+
+
+def test_hooks_are_called_once_per_rollout_and_metrics_are_documented_names(model_path: str) -> None:
+    keep = fit(ppo(model_path), rollouts=2)
+    assert len(keep.rollouts) == len(keep.experiences) == len(keep.metrics) == len(keep.updated) == 2
+    expected = {
+        "reward/mean",
+        "reward/std",
+        "kl/ref",
+        "kl/engine",
+        "loss/policy",
+        "loss/value",
+        "policy/entropy",
+        "policy/clip_fraction_low",
+        "policy/ratio_max",
+        "value/explained_variance",
+        "rollout/response_length",
+        "rollout/truncated_fraction",
+        "optim/grad_norm",
+        "optim/lr_policy",
+        "time/generate",
+        "time/update",
+    }
+    assert expected <= set(keep.metrics[0])
+    rewards = keep.rollouts[0].rewards
+    assert keep.metrics[0]["reward/mean"] == pytest.approx(float(rewards.mean()))
+    assert keep.metrics[0]["reward/std"] == pytest.approx(float(rewards.std(unbiased=False)), abs=1e-6)
+    assert keep.metrics[0]["kl/engine_gap_max"] < 5e-5, "engine and trainer disagree"
+
+
+def test_records_are_aligned(model_path: str) -> None:
+    e = fit(ppo(model_path)).experiences[0]
+    assert e.old_logprobs is not None and e.values is not None and e.ref_logprobs is not None
+    for tensor in (e.old_logprobs, e.ref_logprobs, e.values, e.advantages, e.engine_logprobs):
+        assert tensor.shape == e.token_ids.shape and bool((tensor[~e.response_mask] == 0).all())
+    assert bool((e.old_logprobs[e.response_mask] < 0).all())
+    torch.testing.assert_close(e.old_logprobs, e.engine_logprobs, atol=5e-5, rtol=0)
+    torch.testing.assert_close(e.old_logprobs, e.ref_logprobs, atol=1e-6, rtol=0)  # nothing has been learnt yet
+
+
+def test_one_update_per_rollout_needs_no_old_logprobs_and_gives_the_same(model_path: str) -> None:
+    """Without KL in the reward old log-probs are not computed; a KL of weight 0 in it has them computed."""
+    fast = GRPOLightningModule(model_path, optimizer=sgd, kl=None)
+    slow = GRPOLightningModule(model_path, optimizer=sgd, kl=KLInReward(coef=0.0))
+    first, second = fit(fast, rollouts=2), fit(slow, rollouts=2)
+    assert first.experiences[0].old_logprobs is None and second.experiences[0].old_logprobs is not None
+    torch.testing.assert_close(weights(fast), weights(slow), atol=1e-6, rtol=1e-5)
+
+
+def test_rows_without_gradient_are_left_out_and_still_counted(model_path: str) -> None:
+    def only_first_sum(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        """Groups of other prompts have equal rewards, so their advantages are 0."""
+        return [
+            float(sum(c in "02468" for c in text)) if prompt < "03" else 0.5
+            for prompt, text in zip(prompts, completions, strict=True)
+        ]
+
+    results = []
+    for coefficient in (0.0, 1e-12):  # any entropy bonus, however small, means that every row has a gradient
+        module = GRPOLightningModule(model_path, optimizer=sgd, kl=None, entropy_coef=coefficient)
+        sizes: list[int] = []
+        original = module.compute_loss
+        module.compute_loss = lambda m, f=original, s=sizes: (s.append(len(m)), f(m))[1]  # type: ignore[method-assign]
+        keep = fit(module, rewards=[only_first_sum], prompts_per_rollout=16)
+        results.append((sum(sizes), weights(module), keep.metrics[0]["optim/grad_norm"]))
+    (few, ours, norm), (all_rows, reference, norm_all) = results
+    assert few < all_rows == 64
+    assert norm == pytest.approx(norm_all, rel=1e-5)
+    torch.testing.assert_close(ours, reference, atol=1e-6, rtol=1e-5)
+
+
+def test_an_overridden_loss_sees_all_rows(model_path: str) -> None:
+    """It may have terms of its own; only the module's own loss is known to be 0 without an advantage."""
+
+    class Own(GRPOLightningModule):
+        rows = 0
+
+        def compute_loss(self, minibatch: Experience) -> tuple[Tensor, dict[str, Tensor]]:
+            self.rows += len(minibatch)
+            return super().compute_loss(minibatch)
+
+    module = Own(model_path, kl=None, optimizer=sgd)
+    fit(module, rewards=[always_one])
+    assert module.rows == 32
+
+
+def test_old_logprobs_may_be_the_engines(model_path: str) -> None:
+    """The engine computes in float32 as the trainer does, so the updates are the same, without the forward."""
+    results = []
+    for loss in (PPOClip(), EngineRatio(PPOClip())):
+        module = GRPOLightningModule(model_path, kl=KLInReward(coef=0.1), loss=loss, ppo_epochs=2, optimizer=sgd)
+        keep = fit(module)
+        results.append((weights(module), keep.experiences[0], keep.metrics[0]))
+    (plain, computed, metrics), (ours, taken, ours_metrics) = results
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-4)
+    assert taken.old_logprobs is taken.engine_logprobs and computed.old_logprobs is not None
+    assert not torch.equal(computed.old_logprobs, computed.engine_logprobs)
+    assert "kl/engine" in metrics and "kl/engine" not in ours_metrics
+    rows: list[int] = []
+    module = GRPOLightningModule(model_path, kl=None, loss=EngineRatio(PPOClip()), ppo_epochs=2, optimizer=sgd)
+    module.token_logprobs = lambda ids, f=module.token_logprobs: (rows.append(0), f(ids))[1]  # type: ignore[method-assign]
+    calls = _count_forwards(module)
+    fit(module)
+    assert len(calls) == 2 + len(rows), "two updates and the canary, and nothing else"
+
+
+def _count_forwards(module: PPOLightningModule) -> list[int]:
+    calls: list[int] = []
+    original = module.configure_model
+
+    def configure() -> None:
+        original()
+        module.actor.register_forward_hook(lambda *_: calls.append(1))
+
+    module.configure_model = configure  # type: ignore[method-assign]
+    return calls
+
+
+def test_minibatches_cover_every_row_once_and_keep_groups_together(model_path: str) -> None:
+    module = ppo(model_path, ppo_epochs=2, minibatch_size=8)
+    seen: list[list[int]] = []
+    original = module.micro_batches
+
+    def micro_batches(minibatch: Experience, *args: Any, **kwargs: Any) -> Any:
+        seen.append(minibatch.group_ids.tolist())
+        return original(minibatch, *args, **kwargs)
+
+    module.micro_batches = micro_batches  # type: ignore[method-assign]
+    keep = fit(module)
+    assert len(seen) == 2 * 4 and module.policy_version == 8
+    for epoch in (seen[:4], seen[4:]):
+        assert sorted(group for part in epoch for group in part) == sorted(list(range(8)) * 4)
+        assert all(part.count(g) == 4 for part in epoch for g in part)
+    assert seen[:4] != seen[4:], "each epoch has its own order"
+    assert keep.metrics[0]["policy/ratio_max"] > 1.0
+
+
+def test_minibatch_size_must_divide_the_rollout(model_path: str) -> None:
+    with pytest.raises(ValueError, match="minibatch_size=7 does not divide the rollout's 32 sequences"):
+        fit(ppo(model_path, minibatch_size=7))
+
+
+class Explodes(PPOLightningModule):
+    """Returns a NaN loss in the given rollouts."""
+
+    broken: tuple[int, ...] = ()
+
+    def compute_loss(self, minibatch: Experience) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = super().compute_loss(minibatch)
+        bad = self.trainer.fit_loop.total_batch_idx in self.broken
+        return (loss * float("nan") if bad else loss), metrics
+
+
+def test_a_nonfinite_update_is_skipped_and_counted(model_path: str) -> None:
+    module = Explodes(model_path, ppo_epochs=1, optimizer=adam)
+    module.broken = (1,)
+    keep = fit(module, rollouts=3)
+    assert [m["optim/skipped_updates"] for m in keep.metrics] == [0.0, 1.0, 0.0]
+    assert module.num_skipped_updates == 1 and module.policy_version == 2
+    assert bool(weights(module).isfinite().all())
+
+
+def test_too_many_skips_in_a_row_stop_the_run(model_path: str) -> None:
+    module = Explodes(model_path, ppo_epochs=1, optimizer=adam, max_skipped_updates=2)
+    module.broken = (0, 1, 2)
+    with pytest.raises(RuntimeError, match="2 updates in a row had a non-finite loss"):
+        fit(module, rollouts=3)
+
+
+def test_critic_warmup_trains_the_critic_only(model_path: str) -> None:
+    module = ppo(model_path, critic=CriticSpec(warmup_rollouts=1), ppo_epochs=1)
+    keep = fit(module, rollouts=1)
+    start = ppo(model_path)
+    quiet = fit(start, rollouts=1, callbacks=[])
+    initial = torch.cat([p.flatten() for p in _fresh(model_path).parameters()])
+    torch.testing.assert_close(weights(module), initial, atol=0, rtol=0)
+    assert not torch.equal(weights(start), initial)
+    head = torch.cat([p.detach().flatten() for p in module.critic.value_head.parameters()])  # type: ignore[union-attr]
+    assert bool((head != 0).any()) and keep.metrics[0]["loss/value"] > 0 and quiet.metrics
+
+
+def _fresh(path: str) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def always_one(completions: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_critics_learn_values(shared: bool, model_path: str) -> None:
+    critic = CriticSpec(shared=shared, lr=1e-2, clip=None, warmup_rollouts=6)
+    module = ppo(model_path, critic=critic, ppo_epochs=4)
+    keep = fit(module, rollouts=6, rewards=[always_one])
+    errors = [abs(m["value/mean"] - 1.0) for m in keep.metrics]  # gamma = lambda = 1: every state is worth 1
+    assert errors[-1] < 0.5 * errors[0], errors
+    names = [group["name"] for group in module.trainer.optimizers[0].param_groups]
+    assert names == ["actor", "critic"] and (module.critic is None) == critic.shared
+
+
+def test_a_critic_without_use_is_refused(model_path: str) -> None:
+    with pytest.raises(ValueError, match="advantage=GroupRelative uses no critic"):
+        PPOLightningModule(model_path, whiten_advantages=False, advantage=GroupRelative())
+    with pytest.raises(ValueError, match=r"critic=CriticSpec\(.*with GRPOLightningModule: it has none"):
+        GRPOLightningModule(model_path, critic=CriticSpec(warmup_rollouts=2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss_coef": -1.0}, r"CriticSpec.loss_coef=-1.0: must be at least 0"),
+        ({"warmup_rollouts": -1}, r"CriticSpec.warmup_rollouts=-1: must be at least 0"),
+        ({"lr": 0.0}, r"CriticSpec.lr=0.0: must be above 0"),
+        ({"clip": 0.0}, r"CriticSpec.clip=0.0: must be above 0"),
+    ],
+)
+def test_a_critics_numbers_are_looked_at(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CriticSpec(**arguments)
+
+
+def test_the_runs_seed_changes_prompts_and_samples(model_path: str) -> None:
+    seen = []
+    for seed in (1, 2):
+        seed_everything(seed, verbose=False)
+        module, keep = GRPOLightningModule(model_path, kl=None), Keep()
+        quiet_trainer(callbacks=[WeightSync(), keep]).fit(module, sums_data(rollouts_per_epoch=1))
+        seen.append(keep.rollouts[0])
+    assert seen[0].prompts != seen[1].prompts and seen[0].completions != seen[1].completions
+
+
+def test_epochs_cut_short_are_all_of_the_same_length(model_path: str) -> None:
+    keep = Keep()
+    trainer = quiet_trainer(callbacks=[WeightSync(), keep], limit_train_batches=2, max_epochs=3)
+    trainer.fit(GRPOLightningModule(model_path, kl=None), sums_data(rollouts_per_epoch=3))
+    assert len(keep.metrics) == 6
+
+
+def test_cut_sampling_is_said_and_refused_with_off_policy_corrections(
+    model_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut = SamplingParams(max_new_tokens=4, top_p=0.8, repetition_penalty=1.1)
+    fit(GRPOLightningModule(model_path, kl=None), sampling=cut)
+    assert "TransformersEngine come from a distribution cut by repetition_penalty=1.1," in caplog.text
+    with pytest.raises(ValueError, match=r"sampling with repetition_penalty=1.1 and a loss of GRPO"):
+        fit(GRPOLightningModule(model_path, kl=None, loss=OffPolicyCorrection(PPOClip())), sampling=cut)
+
+
+def test_an_estimator_that_needs_a_critic_is_refused_without(model_path: str) -> None:
+    with pytest.raises(ValueError, match="advantage=GAE needs a critic but critic=None"):
+        PPOLightningModule(model_path, critic=None)
+
+
+BASE: dict[str, Any] = {"ppo_epochs": 2, "minibatch_size": 16}
+FLAGS: dict[str, dict[str, Any]] = {
+    "kl.coef": {"kl": KLInReward(coef=5.0)},
+    "kl": {"kl": KLInLoss("k3", coef=5.0)},
+    "entropy_coef": {"entropy_coef": 0.5},
+    "critic.loss_coef": {"critic": CriticSpec(loss_coef=5.0)},
+    "critic.clip": {"critic": CriticSpec(clip=1e-6)},
+    "whiten_advantages": {"whiten_advantages": False},
+    "advantage_clip": {"advantage_clip": 0.1},
+    "reward_clip": {"reward_clip": 0.01},
+    "ppo_epochs": {"ppo_epochs": 3},
+    "minibatch_size": {"minibatch_size": 8},
+    "critic.lr": {"critic": CriticSpec(lr=0.1)},
+    "max_grad_norm": {"max_grad_norm": 1e-3},
+    "critic.warmup_rollouts": {"critic": CriticSpec(warmup_rollouts=1)},
+    "lr_scheduler": {"lr_scheduler": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step))},
+    "advantage": {"advantage": GroupRelative(), "critic": None},
+    "temperature of the reference": {"reference": "other"},
+}
+
+
+@pytest.fixture(scope="module")
+def base_result(model_path: str) -> tuple[Tensor, Tensor]:
+    return _trained(model_path, {})
+
+
+def _trained(path: str, flags: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    seed_everything(0, verbose=False)  # the module takes its seed from it when it is built
+    module = ppo(path, **{**BASE, **flags})
+    fit(module, rollouts=2)
+    critic = [] if module.critic is None else [p.detach().flatten() for p in module.critic.parameters()]
+    return weights(module), torch.cat([torch.zeros(1), *critic])
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_flag_changes_the_training(
+    flag: str, model_path: str, base_result: tuple[Tensor, Tensor], tmp_path: Path
+) -> None:
+    flags = dict(FLAGS[flag])
+    if flags.get("reference") == "other":
+        other = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64}
+        flags["reference"] = quickstart_model(tmp_path, seed=7, **other)
+    actor, critic = _trained(model_path, flags)
+    assert not (torch.equal(actor, base_result[0]) and torch.equal(critic, base_result[1])), f"{flag} has no effect"
+
+
+def test_runs_repeat_bit_for_bit(model_path: str, base_result: tuple[Tensor, Tensor]) -> None:
+    actor, critic = _trained(model_path, {})
+    assert torch.equal(actor, base_result[0]) and torch.equal(critic, base_result[1])
+
+
+def test_linear_kl_is_hand_computed(model_path: str) -> None:
+    seen: list[float] = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            seen.append(module.kl.coef)
+
+    fit(ppo(model_path, ppo_epochs=1), rollouts=4, callbacks=[LinearKL(0.2, 0.0, num_rollouts=2), Watch()])
+    assert seen == pytest.approx([0.2, 0.1, 0.0, 0.0])  # 0.2 + (0 - 0.2) * min(i / 2, 1)
+
+
+def test_a_subclass_overrides_one_hook(model_path: str) -> None:
+    class Bonus(GRPOLightningModule):
+        def compute_advantages(self, experience: Any, token_rewards: Tensor, rollouts: Any) -> Any:
+            advantages, returns = super().compute_advantages(experience, token_rewards, rollouts)
+            return advantages * 2, returns
+
+    plain, double = GRPOLightningModule(model_path, kl=None, optimizer=sgd), Bonus(model_path, kl=None, optimizer=sgd)
+    first, second = fit(plain), fit(double)
+    torch.testing.assert_close(second.experiences[0].advantages, 2 * first.experiences[0].advantages)
+    assert digits_reward(prompts=[""], completions=["24"]) == [1.0]

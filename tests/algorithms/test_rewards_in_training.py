@@ -1,0 +1,121 @@
+"""How rewards of functions and models reach the training."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightrl.algorithms import GRPOLightningModule
+from lightrl.algorithms.hooks import RLCallback
+from lightrl.callbacks import RewardNormalization
+from lightrl.data.prompts import PromptSource
+from lightrl.models.reward import RewardModelSpec
+from lightrl.objectives.advantages import GDPO, MaxRL
+from lightrl.rewards.rules import SoftOverlong
+from tests.algorithms.toys import SMALL, fit, grpo
+from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return quickstart_model(tmp_path_factory.mktemp("model"), **SMALL)
+
+
+def test_the_overlong_penalty_reaches_the_rewards_with_token_counts(model_path: str) -> None:
+    keep = fit(grpo(model_path), rewards=[digits_reward, SoftOverlong(max_tokens=6, buffer_tokens=4)])
+    r = keep.rollouts[0]
+    lengths = r.response_mask.sum(1).float()
+    # free up to 2 tokens, then a quarter per token: 3 -> -0.25, 4 -> -0.5, 5 -> -0.75, 6 -> -1
+    expected = -((lengths - 2) / 4).clamp(0, 1)
+    torch.testing.assert_close(r.reward_parts["SoftOverlong"], expected)
+    torch.testing.assert_close(r.rewards, r.reward_parts["digits_reward"] + expected)
+    assert bool((expected < 0).any())
+
+
+def test_shaping_of_the_sum_is_refused_where_the_sum_is_not_read(model_path: str) -> None:
+    with pytest.raises(ValueError, match="reward_clip=1.0 with advantage=GDPO"):
+        grpo(model_path, advantage=GDPO(), reward_clip=1.0)
+    for estimator, name in ((GDPO(), "GDPO"), (MaxRL(), "MaxRL")):
+        with pytest.raises(ValueError, match=f"callback RewardNormalization with advantage={name}"):
+            fit(grpo(model_path, advantage=estimator), callbacks=[RewardNormalization()])
+
+
+class FakeModel(torch.nn.Module):
+    """Scores a completion by its length."""
+
+    def score(self, rollouts: Any, budget: int) -> Tensor:
+        return rollouts.response_mask.sum(1).float()
+
+
+def with_reward_model(module: GRPOLightningModule, path: str, weight: float) -> GRPOLightningModule:
+    module.reward_model_specs = [RewardModelSpec("length", path, weight=weight)]
+    build = module.configure_model
+
+    def with_fake() -> None:
+        specs, module.reward_model_specs = module.reward_model_specs, []
+        build()
+        module.reward_model_specs = specs
+        module.reward_models["length"] = FakeModel()
+
+    module.configure_model = with_fake  # type: ignore[method-assign]
+    return module
+
+
+def test_gdpo_sees_reward_models_with_their_weights(model_path: str) -> None:
+    r = fit(with_reward_model(grpo(model_path, advantage=GDPO()), model_path, 3.0)).rollouts[0]
+    assert r.reward_weights == {"digits_reward": 1.0, "length": 3.0} and set(r.reward_parts) == set(r.reward_weights)
+    torch.testing.assert_close(r.rewards, r.reward_parts["digits_reward"] + 3 * r.reward_parts["length"])
+
+
+def test_a_reward_model_scores_what_no_function_did_but_nothing_that_failed(model_path: str) -> None:
+    """Functions give 1, none, 0, 0; the model 2 per token to each; the third attempt of each group failed."""
+
+    class Fails(RLCallback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            batch.stop_reasons = ["stop", "stop", "failure", "stop"] * 8
+            batch.rewards[2::4] = float("nan")
+
+    module = with_reward_model(grpo(model_path), model_path, 2.0)
+    keep = fit(module, rewards=[lambda completions, **_: [1.0, None, 0.0, 0.0]], callbacks=[Fails()])
+    r, lengths = keep.rollouts[0], keep.rollouts[0].response_mask.sum(1).float()
+    torch.testing.assert_close(r.rewards[0::4], 1 + 2 * lengths[0::4])
+    torch.testing.assert_close(r.rewards[1::4], 2 * lengths[1::4])
+    assert bool(r.rewards[2::4].isnan().all()) and not bool(keep.experiences[0].response_mask[2::4].any())
+
+
+def test_reward_names_are_those_of_the_metrics(model_path: str) -> None:
+    metrics = fit(grpo(model_path), rewards=[digits_reward], reward_names=["even"]).metrics[0]
+    assert "reward/even" in metrics and "reward/digits_reward" not in metrics
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_reward_concurrency_bounds_the_calls_of_a_function(limit: int, model_path: str) -> None:
+    active, seen, lock = 0, 0, threading.Lock()
+
+    def slow(completions: list[str], **_: Any) -> list[float]:
+        nonlocal active, seen
+        with lock:
+            active += 1
+            seen = max(seen, active)
+        time.sleep(0.05)
+        with lock:
+            active -= 1
+        return [0.0] * len(completions)
+
+    fit(grpo(model_path), rewards=[slow], reward_concurrency=limit)  # 8 groups
+    assert seen == limit
+
+
+def test_success_reward_decides_what_pass_at_k_counts(model_path: str) -> None:
+    prompts = PromptSource(rows=[{"prompt": "01+01="}])
+    for success, expected in ((0.5, 1.0), (0.75, 0.0)):
+        module = grpo(model_path, success_reward=success)
+        half: list[Any] = [lambda completions, **_: [0.5] * len(completions)]
+        trainer = quiet_trainer()
+        trainer.validate(module, sums_data(rewards=half, eval_prompts=prompts, eval_group_size=2), verbose=False)
+        assert float(trainer.callback_metrics["eval/pass@2"]) == expected

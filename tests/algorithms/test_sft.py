@@ -1,0 +1,79 @@
+"""The supervised module: exact means over unequal batches and ranks, and the precisions it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+
+from lightrl.algorithms import GRPOLightningModule, RewardLightningModule, SFTLightningModule
+from lightrl.data.sft import SFTDataModule, SFTSource
+from tests.toys import quickstart_model, quiet_trainer
+
+
+class Fixed(SFTLightningModule):
+    """Sums and counts that are given, in the place of a model's."""
+
+    def _nll(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return torch.tensor(float(batch[0]), requires_grad=True), torch.tensor(batch[1])
+
+
+def test_the_validation_loss_is_a_mean_over_tokens_and_idle_ranks_do_not_count() -> None:
+    """6 nats over 3 tokens, 1 over 1, and the empty row of an idle rank: 7 / 4."""
+    module = Fixed("nowhere")
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
+    for batch in ((6.0, 3), (1.0, 1), (0.0, 0)):
+        module.validation_step(batch, 0)  # type: ignore[arg-type]
+    assert module.eval_loss.compute().item() == pytest.approx(7 / 4)
+
+
+@pytest.mark.parametrize(("batch", "expected"), [((6.0, 3), 6.0 * 2 / 4), ((0.0, 0), 0.0)])
+def test_a_rank_without_tokens_weighs_nothing(
+    batch: tuple[float, int], expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 2 ranks, with 4 tokens on both: their mean is the sum over all tokens divided by 4."""
+    monkeypatch.setattr("lightrl.algorithms.sft.strategies.all_sum", lambda strategy, x: torch.tensor(4))
+    module = Fixed("nowhere")
+    module._trainer = SimpleNamespace(world_size=2, strategy=None)  # type: ignore[assignment]
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
+    loss = module.training_step({"token_ids": [0]} | dict(enumerate(batch)), 0)  # type: ignore[arg-type]
+    assert loss.item() == pytest.approx(expected)
+
+
+def test_float16_is_refused_in_manual_optimisation_only(tmp_path: Path) -> None:
+    path = quickstart_model(tmp_path, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    trainer = SimpleNamespace(strategy=SingleDeviceStrategy("cpu"), precision="16-mixed")
+    for kind in (SFTLightningModule, RewardLightningModule, GRPOLightningModule):
+        module = kind(path)
+        module._trainer = trainer
+        if kind is GRPOLightningModule:
+            with pytest.raises(ValueError, match="precision=16-mixed: float16 loss scaling"):
+                module.setup("fit")
+        else:
+            module.setup("fit")
+
+
+def test_optimizer_and_schedule_are_those_that_were_given(tmp_path: Path) -> None:
+    """SGD with rates 0.1, 0.05, 0.025 over three batches."""
+    path = quickstart_model(tmp_path, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    rates: list[float] = []
+
+    class Watch(Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    module = SFTLightningModule(
+        path,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),  # type: ignore[arg-type]
+    )
+    rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(6)]
+    data = SFTDataModule(train=SFTSource(rows=rows), batch_size=2)
+    quiet_trainer(callbacks=[Watch()]).fit(module, data)
+    assert rates == pytest.approx([0.1, 0.05, 0.025])

@@ -1,0 +1,104 @@
+"""Which parameters are trained and saved: adapters, frozen ones, the critic alone, routers of experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightrl.algorithms import PPOLightningModule
+from lightrl.algorithms.ppo import CriticSpec
+from lightrl.callbacks import WeightSync
+from lightrl.models.spec import LoraSpec, ModelSpec
+from lightrl.objectives.kl import KLInReward
+from tests.algorithms.toys import SMALL, adam, fit, grpo, ppo, weights
+from tests.toys import Keep, quickstart_model, quiet_trainer, sums_data
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return quickstart_model(tmp_path_factory.mktemp("model"), **SMALL)
+
+
+def test_lora_base_is_the_reference_and_only_adapters_are_saved(model_path: str) -> None:
+    pytest.importorskip("peft")
+    module = PPOLightningModule(ModelSpec(model_path, lora=LoraSpec(r=2)), optimizer=adam, kl=KLInReward(coef=0.1))
+    keep = fit(module, rollouts=3)
+    base = ppo(model_path)
+    fit(base, rollouts=1)
+    fresh = torch.nn.ModuleDict({"m": base.reference})["m"]  # never trained: the base model
+    e = keep.experiences[2]
+    expected = fresh(e.token_ids, e.attention_mask, e.response_mask).logprobs
+    torch.testing.assert_close(e.ref_logprobs, expected, atol=1e-5, rtol=0)
+    assert e.old_logprobs is not None and not torch.allclose(e.old_logprobs, expected, atol=1e-4)
+    names = set(module.state_dict())
+    assert names and all(".lora_" in name or "value_head" in name for name in names), names
+    assert keep.metrics[2]["kl/engine_gap_max"] < 5e-5, "the engine samples from the merged weights"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="bitsandbytes' 4-bit weights are there with CUDA")
+def test_a_quantised_base_is_refused_without_cuda(model_path: str) -> None:
+    spec = ModelSpec(model_path, lora=LoraSpec(r=2, quantize_4bit=True))
+    with pytest.raises(ValueError, match="quantize_4bit=True needs a CUDA device: set it to false"):
+        fit(PPOLightningModule(spec, optimizer=adam))
+
+
+def test_frozen_parameters_stay_and_are_not_saved(model_path: str) -> None:
+    module = grpo(ModelSpec(model_path, freeze=["*embed_tokens*"]))
+    fit(module, rollouts=2)
+    start = grpo(model_path)
+    fit(start, rewards=[lambda completions, **_: [1.0] * len(completions)])
+    pairs = dict(start.actor.named_parameters())
+    changed = {name for name, p in module.actor.named_parameters() if not torch.equal(p, pairs[name])}
+    assert changed and not any("embed_tokens" in name for name in changed)
+    assert not any("embed_tokens" in name for name in module.state_dict())
+
+
+def test_critic_warmup_keeps_the_actor_while_the_schedule_runs(model_path: str) -> None:
+    def decay(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    actors: list[Tensor] = []
+
+    class Watch(Keep):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            actors.append(weights(module).clone())
+
+    module = ppo(model_path, critic=CriticSpec(warmup_rollouts=2), ppo_epochs=1, lr_scheduler=decay)
+    keep = Keep()
+    watch = Watch()
+    quiet_trainer(callbacks=[WeightSync(), keep, watch]).fit(module, sums_data(rollouts_per_epoch=3))
+    assert torch.equal(actors[0], actors[1]) and torch.equal(actors[1], actors[2])
+    assert not torch.equal(actors[2], weights(module)), "the third rollout trains the actor"
+    # the schedule counts updates of the critic too: 1e-3, 5e-4, 2.5e-4
+    assert [m["optim/lr_policy"] for m in keep.metrics] == pytest.approx([1e-3, 5e-4, 2.5e-4])
+
+
+def test_the_aux_loss_reaches_the_router(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    from tests.toys import QUICKSTART_MODEL
+
+    tokenizer = AutoTokenizer.from_pretrained(QUICKSTART_MODEL)
+    tokenizer.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    config = Qwen2MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_experts=4,
+        shared_expert_intermediate_size=8, num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, output_router_logits=True, initializer_range=0.1,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    Qwen2MoeForCausalLM(config).save_pretrained(tmp_path)
+    equal: list[Any] = [lambda completions, **_: [1.0] * len(completions)]
+    results = []
+    for coefficient in (0.0, 0.5):
+        module = grpo(str(tmp_path), aux_loss_coef=coefficient, max_grad_norm=None)
+        keep = fit(module, rewards=equal, prompts_per_rollout=2)
+        results.append((dict(module.actor.lm.named_parameters()), keep.metrics[0]))
+    (plain, _), (balanced, metrics) = results
+    moved = {name for name in plain if not torch.equal(plain[name], balanced[name])}
+    assert any("gate.weight" in name for name in moved), moved
+    assert metrics["loss/aux"] > 0

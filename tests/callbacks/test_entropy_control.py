@@ -1,0 +1,73 @@
+"""Control of the entropy bonus, against numbers worked by hand and in training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.callbacks import AdaptiveEntropy
+from lightrl.types import SamplingParams
+from tests.algorithms.toys import SMALL, FirstSums, fit, grpo, weights
+from tests.toys import quickstart_model
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return quickstart_model(tmp_path_factory.mktemp("model"), **SMALL)
+
+
+class Module:
+    entropy_coef = 0.5
+
+    def set_entropy_coef(self, coef: float) -> None:
+        self.entropy_coef = coef
+
+
+def test_adaptive_entropy_by_hand() -> None:
+    control, module, seen = AdaptiveEntropy(target=1.0, step=0.1, start=0.2, maximum=0.35), Module(), []
+    control.on_train_start(None, module)  # type: ignore[arg-type]
+    assert module.entropy_coef == 0.0
+    for entropy in (0.9, 0.8, 1.0, 1.1, 0.5):
+        control.on_train_batch_end(None, module, {"policy/entropy": entropy}, None, 0)  # type: ignore[arg-type]
+        seen.append((round(control.coef, 6), round(module.entropy_coef, 6)))
+    # at or below the target: +0.1 up to 0.35, in use; above: -0.1, not in use
+    assert seen == [(0.3, 0.3), (0.35, 0.35), (0.35, 0.35), (0.25, 0.0), (0.35, 0.35)]
+    again = AdaptiveEntropy(target=1.0)
+    again.load_state_dict(control.state_dict())
+    again.on_train_start(None, module)  # type: ignore[arg-type]
+    assert module.entropy_coef == pytest.approx(0.35)
+
+
+def test_the_adaptive_coefficient_stays_above_its_minimum() -> None:
+    control = AdaptiveEntropy(target=1.0, step=0.1, start=0.2, minimum=0.15)
+    control.on_train_batch_end(None, Module(), {"policy/entropy": 2.0}, None, 0)  # type: ignore[arg-type]
+    assert control.coef == pytest.approx(0.15), "0.1 without a minimum"
+
+
+def test_adaptive_entropy_changes_the_training(model_path: str) -> None:
+    plain, steered = grpo(model_path), grpo(model_path)
+    fit(plain, rollouts=2)
+    keep = fit(steered, rollouts=2, callbacks=[AdaptiveEntropy(target=10.0, step=0.5)])
+    assert "policy/entropy_coef" not in keep.metrics[0] and keep.metrics[1]["policy/entropy_coef"] == 0.5
+    assert not torch.equal(weights(plain), weights(steered))
+
+
+def test_rows_without_advantage_are_run_where_the_entropy_is_read(model_path: str) -> None:
+    """Without a reader they are left out, and `policy/entropy` is that of the others; with one it is that of all."""
+
+    def metrics(reward: Any, *callbacks: Any) -> dict[str, float]:
+        module = grpo(model_path)
+        sampling = SamplingParams(max_new_tokens=6)
+        return fit(module, rewards=[reward], callbacks=list(callbacks), sampling=sampling).metrics[0]
+
+    every = metrics(lambda prompts, **_: [float(i % 2) for i in range(len(prompts))])
+    some = metrics(FirstSums())
+    exact = metrics(FirstSums(), AdaptiveEntropy(target=1e-6))
+    flat = some["reward/zero_advantage_fraction"]
+    assert 0 < flat < 1 and every["advantage/nonzero_fraction"] == 1
+    # of FirstSums' 0, 1, 2, 3 all differ from their mean 1.5
+    assert some["advantage/nonzero_fraction"] == exact["advantage/nonzero_fraction"] == pytest.approx(1 - flat)
+    assert abs(some["policy/entropy"] - every["policy/entropy"]) > 1e-5
+    assert exact["policy/entropy"] == pytest.approx(every["policy/entropy"], rel=1e-6)

@@ -1,0 +1,104 @@
+"""The gap between engine and trainer: what is measured, by hand, and what a bound does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.algorithms import GRPOLightningModule
+from lightrl.callbacks import FidelityGate, WeightSync
+from lightrl.engines.transformers.engine import TransformersEngine
+from lightrl.objectives.losses import PPOClip
+from lightrl.objectives.off_policy import EngineRatio
+from lightrl.types import CompletionGroup, Experience, Rollouts
+from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+
+class Module:
+    """What the gate asks of a module, on one rank."""
+
+    policy_version = 5
+
+    @staticmethod
+    def all_sum(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class FakeTrainer:
+    datamodule = None
+    precision = "32-true"
+
+
+def measured(gate: FidelityGate) -> dict[str, float]:
+    """A row: a prompt token, two tokens of turn 0, an answer, a token of turn 1, and one that older weights sampled."""
+    sampled = torch.tensor([[False, True, True, False, True, True]])
+    rollouts = Rollouts(
+        torch.zeros(1, 6, dtype=torch.long), torch.ones(1, 6, dtype=torch.bool), sampled, torch.zeros(1, 6),
+        torch.zeros(1, dtype=torch.long), torch.zeros(1), {}, torch.zeros(1, dtype=torch.bool), 3,
+        turn_ids=torch.tensor([[-1, 0, 0, -1, 1, 1]]), policy_versions=torch.tensor([[-1, 5, 5, -1, 5, 3]]),
+    )  # fmt: skip
+    experience = Experience(
+        rollouts.token_ids, rollouts.attention_mask, sampled, rollouts.group_ids,
+        engine_logprobs=torch.tensor([[9.0, -1.0, -2.0, 9.0, -3.0, -4.0]]),
+        advantages=torch.zeros(1, 6), rewards=torch.zeros(1), valid=torch.ones(1, dtype=torch.bool),
+        old_logprobs=torch.tensor([[0.0, -1.1, -1.8, 0.0, -3.6, -5.0]]),
+    )  # fmt: skip
+    trainer: Any = FakeTrainer()
+    gate.on_rollout_scored(trainer, Module(), rollouts)
+    gate.on_experience_made(trainer, Module(), experience)
+    metrics: dict[str, float] = {}
+    gate.on_policy_updated(trainer, Module(), metrics)
+    return metrics
+
+
+def test_the_gap_is_measured_by_position_turn_and_version() -> None:
+    # gaps 0.1, 0.2 (turn 0), 0.6 (turn 1) of the current weights, 1.0 of weights two updates older
+    assert measured(FidelityGate(bound=1.0)) == pytest.approx(
+        {
+            "kl/engine_gap": 0.3, "kl/engine_gap_position_0": 0.1, "kl/engine_gap_position_1": 0.4,
+            "kl/engine_gap_turn_0": 0.15, "kl/engine_gap_turn_1": 0.6, "kl/engine_gap_lag_2": 1.0,
+        },
+        abs=1e-6,
+    )  # fmt: skip
+
+
+class Biased(TransformersEngine):
+    """Reports log-probs that are off by 0.01 from the fourth token on."""
+
+    def generate(self, requests: Any) -> Iterator[CompletionGroup]:
+        for group in super().generate(requests):
+            for completion in group.completions:
+                completion.logprobs[3:] = [x - 0.01 for x in completion.logprobs[3:]]
+            yield group
+
+
+def fit(path: str, gate: FidelityGate, engine: TransformersEngine) -> dict[str, float]:
+    trainer = quiet_trainer(callbacks=[WeightSync(), gate])
+    trainer.fit(GRPOLightningModule(path, kl=None), sums_data(rollouts_per_epoch=1, engine=engine))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_an_exact_engine_passes_and_another_one_is_named_or_stops_the_run(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = quickstart_model(tmp_path)
+    metrics = fit(path, FidelityGate(action="stop"), TransformersEngine())
+    assert 0 < metrics["kl/engine_gap"] < 1e-4 and metrics["kl/engine_gap_position_1"] < 1e-4
+    fit(path, FidelityGate(), Biased())
+    assert "Biased differ from the trainer's (layout auto)" in caplog.text
+    assert "more than 0.001 nats per token on average: all 0.00" in caplog.text and "position_1 0.00" in caplog.text
+    with pytest.raises(RuntimeError, match="position_1"):
+        fit(path, FidelityGate(action="stop"), Biased())
+    fit(path, FidelityGate(bound=0.02, action="stop"), Biased())
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Any) -> None:
+    module = GRPOLightningModule(quickstart_model(tmp_path), kl=None, loss=EngineRatio(PPOClip()))
+    with pytest.raises(ValueError, match="FidelityGate with loss=EngineRatio"):
+        quiet_trainer(callbacks=[WeightSync(), FidelityGate()]).fit(module, sums_data(rollouts_per_epoch=1))
+    for arguments, name in (({"bound": 0}, "bound=0"), ({"action": "x"}, "action='x'"), ({"min_tokens": 0}, "min_tok")):
+        with pytest.raises(ValueError, match=name):
+            FidelityGate(**arguments)  # type: ignore[arg-type]

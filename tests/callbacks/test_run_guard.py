@@ -1,0 +1,197 @@
+"""A resumed run is compared with its checkpoint; two runs in one folder and weights that are not finite are refused."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightrl.algorithms import PPOLightningModule
+from lightrl.callbacks import RolloutCheckpoint, RunGuard, WeightSync
+from lightrl.callbacks.checkpoint import Preempted
+from lightrl.callbacks.run_guard import data_fingerprint
+from lightrl.data.prompts import PromptSource
+from lightrl.storage import StorageError, verify
+from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    return quickstart_model(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+
+
+def fit(
+    folder: Path,
+    model: str,
+    *callbacks: Any,
+    optimizer: Any = adam,
+    resume: Any = None,
+    trainer: Any = None,
+    **data: Any,
+) -> Any:
+    module = PPOLightningModule(model, optimizer=optimizer, ppo_epochs=1)
+    arguments = {"max_epochs": 1 if resume is None else 2, **(trainer or {})}
+    run = quiet_trainer(
+        callbacks=[WeightSync(), *callbacks], enable_checkpointing=True, default_root_dir=folder, **arguments
+    )
+    run.fit(module, sums_data(**{"rollouts_per_epoch": 2, **data}), ckpt_path=resume)
+    return run
+
+
+def saving(folder: Path, **arguments: Any) -> RolloutCheckpoint:
+    return RolloutCheckpoint(**{"every_n_rollouts": 1, "dirpath": str(folder / "checkpoints"), **arguments})
+
+
+@pytest.fixture(scope="module")
+def last(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("first")
+    fit(folder, model, saving(folder))
+    return str(folder / "checkpoints" / "last.ckpt")
+
+
+def test_another_optimizer_on_resume_is_refused_by_name(model: str, last: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="optimizer=SGD: the checkpoint's is AdamW"):
+        fit(tmp_path, model, saving(tmp_path), optimizer=sgd, resume=last)
+
+
+def test_other_settings_on_resume_are_warned_of_once(model: str, last: str, tmp_path: Path) -> None:
+    prompts = PromptSource(rows=[{"prompt": f"{a}+1="} for a in range(9)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(tmp_path, model, saving(tmp_path), resume=last, group_size=2, prompts=prompts, seed=7)
+    told = [str(w.message) for w in caught if "other settings" in str(w.message)]
+    assert len(told) == 1
+    for words in ("group_size=2 (the checkpoint's: 4)", "seed=7 (the checkpoint's: 0)", "prompts="):
+        assert words in told[0]
+    assert "prompts_per_rollout" not in told[0]
+
+
+def test_the_same_settings_are_not_warned_of(model: str, last: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(tmp_path, model, saving(tmp_path), resume=last)
+    assert not [w for w in caught if "other settings" in str(w.message)]
+
+
+def test_the_fingerprint_of_a_file_is_that_of_its_contents(tmp_path: Path) -> None:
+    for name, rows in (("a", 3), ("b", 3), ("c", 4)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(rows)))
+    a, b, c = (data_fingerprint(PromptSource(path=str(tmp_path / f"{name}.jsonl"))) for name in "abc")
+    assert a == b != c
+
+
+class Spoil(Callback):
+    """Makes a weight NaN after the first rollout."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            with torch.no_grad():
+                next(pl_module.actor.parameters()).fill_(float("nan"))
+
+
+@pytest.mark.parametrize("lightnings", [False, True])
+def test_weights_that_are_not_finite_are_never_saved(lightnings: bool, model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    own = [RunGuard(), ModelCheckpoint(folder, save_last=True, every_n_train_steps=1)]
+    with pytest.raises(ValueError, match="weights are not finite"):
+        fit(tmp_path, model, Spoil(), *(own if lightnings else [saving(tmp_path)]))
+    verify(folder / "last.ckpt")
+    stored = torch.load(folder / "last.ckpt", weights_only=True)
+    assert all(bool(value.isfinite().all()) for value in stored["state_dict"].values())
+
+
+def test_lightnings_own_checkpoints_are_checked_too(model: str, tmp_path: Path) -> None:
+    fit(tmp_path, model, RunGuard(), ModelCheckpoint(tmp_path / "checkpoints", save_last=True, every_n_train_steps=1))
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    assert Path(f"{path}.sha256").is_file()
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="not those that were written"):
+        fit(tmp_path, model, RunGuard(), resume=str(path))
+
+
+def test_a_second_run_with_the_same_checkpoints_is_refused(model: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoints")
+    code = (
+        f"import time; from lightrl.storage import FolderLock as F; held = F({folder!r}); print('held', flush=True); "
+    )
+    code += "time.sleep(120)"
+    first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=f"in use by process {first.pid}"):
+            fit(tmp_path, model, saving(tmp_path))
+    finally:
+        first.kill()
+        first.wait()
+
+
+class Send(Callback):
+    """Sends signals to this process in the second rollout's update."""
+
+    def __init__(self, *signals: int) -> None:
+        self.signals = signals
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            for each in self.signals:
+                signal.raise_signal(each)
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGUSR1,), (signal.SIGUSR1, signal.SIGTERM)])
+def test_preemption_saves_after_the_update_and_says_so(signals: tuple[int, ...], model: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as stop:
+        fit(tmp_path, model, Send(*signals), saving(tmp_path, every_n_rollouts=100), rollouts_per_epoch=4)
+    assert isinstance(stop.value.__context__, Preempted)
+    stored = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert stored["RolloutDataModule"]["prompt_cursor"] == 2 * 8
+
+
+def test_a_time_budget_ends_with_a_checkpoint(model: str, tmp_path: Path) -> None:
+    run = fit(
+        tmp_path,
+        model,
+        saving(tmp_path, every_n_rollouts=10**6),
+        trainer={"max_epochs": -1, "max_time": timedelta(seconds=2)},
+    )
+    stored = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert stored["global_step"] == run.global_step > 0
+
+
+def test_minutes_between_saves(model: str, tmp_path: Path) -> None:
+    """A hundredth of a millisecond is over after every rollout."""
+    callback = saving(tmp_path, every_n_rollouts=10**6, save_every_minutes=1e-7, save_top_k=-1)
+    fit(tmp_path, model, callback)
+    assert sorted(path.stem for path in (tmp_path / "checkpoints").glob("r*.ckpt")) == [
+        "rollout=000001",
+        "rollout=000002",
+    ]
+    with pytest.raises(ValueError, match="save_every_minutes=0"):
+        RolloutCheckpoint(save_every_minutes=0)
+
+
+def test_rollouts_on_a_full_disk_are_one_message(model: str, tmp_path: Path) -> None:
+    from lightrl.callbacks import SaveRollouts
+
+    (tmp_path / "rollouts").write_text("a file where the folder should be")
+    with pytest.raises(StorageError, match="rank0.pt' cannot be written"):
+        fit(tmp_path, model, SaveRollouts(every_n_rollouts=1, dirpath=str(tmp_path / "rollouts")))

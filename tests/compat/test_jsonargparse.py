@@ -1,0 +1,60 @@
+"""Lazy defaults, and what a class that replaces another on the command line starts from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from jsonargparse import ArgumentParser, _typehints, lazy_instance
+
+from lightrl.compat.jsonargparse import realized, start_from_own_defaults
+
+
+class Base:
+    pass
+
+
+class One(Base):
+    def __init__(self, width: float = 0.2) -> None:
+        self.width = width
+
+
+class Other(Base):
+    def __init__(self, width: float = 3.0) -> None:
+        self.width = width
+
+
+def test_a_lazy_default_becomes_the_object_it_stands_for() -> None:
+    made = realized(lazy_instance(One, width=0.5))
+    assert type(made) is One
+    assert made.width == 0.5
+    plain = One()
+    assert realized(plain) is plain
+
+
+def parsed(*args: str) -> Any:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--part", type=Base, default=lazy_instance(One))
+    return parser.parse_args(list(args)).part.init_args.width
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = _typehints.discard_init_args_on_class_path_change
+    monkeypatch.setattr(_typehints, "discard_init_args_on_class_path_change", getattr(function, "wrapped", function))
+
+
+@pytest.mark.usefixtures("restored")
+def test_jsonargparse_hands_a_new_class_the_others_arguments() -> None:
+    """Where this fails, jsonargparse has changed, and the wrapper may go."""
+    assert parsed("--part", f"{__name__}.One", "--part", f"{__name__}.Other") == 0.2
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_new_class_starts_from_its_own_defaults() -> None:
+    start_from_own_defaults(Base)
+    start_from_own_defaults(Base)  # wraps once
+    one, other = f"{__name__}.One", f"{__name__}.Other"
+    assert parsed("--part", one, "--part", other) == 3.0
+    assert parsed("--part", one, "--part.width", "0.7") == 0.7
+    assert parsed("--part", other, "--part.width", "0.7") == 0.7

@@ -1,0 +1,143 @@
+"""What is read and set of Lightning's own objects; sharded loading itself is tested in tests/distributed."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.strategies.model_parallel import _load_raw_module_state
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from torch import Tensor, nn
+
+from lightrl.compat import lightning as compat
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch: Tensor, number: int) -> Tensor:
+        loss: Tensor = self.layer(batch).sum()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Recorder(Logger):
+    """Keeps (step, metrics)."""
+
+    name, version = "recorder", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if "loss" in metrics:
+            self.rows.append((step, metrics["loss"]))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def fit(callback: Callback) -> Recorder:
+    recorder = Recorder()
+    Trainer(
+        max_steps=2, logger=recorder, callbacks=[callback], log_every_n_steps=1, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=isinstance(callback, ModelCheckpoint), accelerator="cpu",
+    ).fit(Model(), torch.utils.data.DataLoader(torch.ones(2, 1)))  # fmt: skip
+    return recorder
+
+
+def test_the_seed_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    assert compat.run_seed() == 0
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")  # so that it is restored
+    seed_everything(7, verbose=False)
+    assert compat.run_seed() == 7
+
+
+def test_the_sizes_of_model_parallelism() -> None:
+    strategy = ModelParallelStrategy(data_parallel_size=3, tensor_parallel_size=2)
+    assert compat.tensor_parallel_size(strategy) == 2
+    assert "_data_parallel_size" in vars(strategy)
+    compat.set_data_parallel_size(strategy, 5)
+    assert "self._data_parallel_size" in inspect.getsource(ModelParallelStrategy.setup_environment)
+
+
+def test_whether_ranks_write_parts() -> None:
+    assert compat.writes_parts(ModelParallelStrategy(save_distributed_checkpoint=True))
+    assert not compat.writes_parts(ModelParallelStrategy(save_distributed_checkpoint=False))
+
+
+def test_saving_can_be_asked_for_and_names_added(tmp_path: Path) -> None:
+    class Named(compat.SavingCheckpoint):
+        def extra_metrics(self, trainer: Trainer) -> dict[str, Any]:
+            return {"batches": trainer.fit_loop.total_batch_idx + 1}
+
+        def last_checkpoints(self, trainer: Trainer) -> set[str]:
+            return {*super().last_checkpoints(trainer), str(tmp_path / "other.ckpt")}
+
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 1:
+                self.save_newest(trainer)
+            else:
+                self.save_all(trainer, may_wait=True)
+
+    saving = Named(tmp_path, filename="after-{batches}", auto_insert_metric_name=False, save_last=True)
+    fit(saving)
+    assert saving.saved_step == 2
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["after-2.ckpt", "last.ckpt"]
+    trainer = Trainer(logger=False, default_root_dir=tmp_path, accelerator="cpu")
+    assert saving.last_checkpoints(trainer) == {str(tmp_path / "last.ckpt"), str(tmp_path / "other.ckpt")}
+    assert "_find_last_checkpoints" in inspect.getsource(_CheckpointConnector)
+
+
+def test_the_loading_functions_take_what_they_are_given() -> None:
+    names = inspect.signature(_load_raw_module_state).parameters
+    assert {"state_dict", "module", "strict"} <= names.keys()
+    assert list(inspect.signature(_load_distributed_checkpoint).parameters) == ["checkpoint_folder"]
+    source, target = nn.Linear(2, 1), nn.Linear(2, 1)
+    compat.load_module_state({"weight": source.weight.detach(), "of another": torch.zeros(1)}, target)
+    assert torch.equal(target.weight, source.weight)
+    assert not torch.equal(target.bias, source.bias)
+
+
+def test_the_step_of_loggers_can_be_set() -> None:
+    class Set(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+            compat.set_logged_step(trainer, 40 + trainer.fit_loop.total_batch_idx)
+
+    assert [step for step, _ in fit(Set()).rows] == [40, 41]
+
+
+def test_metrics_can_be_logged_before_the_batch_is_over() -> None:
+    seen = []
+
+    class Flush(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            recorder: Any = trainer.logger
+            before = len(recorder.rows)
+            compat.flush_step_metrics(trainer)
+            seen.append(len(recorder.rows) - before)
+
+    fit(Flush())
+    assert seen == [1, 1]
+
+
+def test_the_command_line_reads_no_settings_from_a_checkpoint() -> None:
+    own = compat.cli_without_checkpoint_settings()
+    assert "self._parse_ckpt_path()" in inspect.getsource(LightningCLI.__init__)
+    assert own._parse_ckpt_path is not LightningCLI._parse_ckpt_path

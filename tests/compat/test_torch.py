@@ -1,0 +1,69 @@
+"""Each function says what torch's private parts must do; a new torch that changes them fails here."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightrl.compat import torch as compat
+
+
+def test_the_flash_kernel_gives_output_log_sum_exp_and_gradients() -> None:
+    q, k, v = (torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    hidden = torch.ones(5, 5).triu(1).bool()
+    for causal in (True, False):
+        scores = 0.3 * q @ k.transpose(2, 3)
+        scores = scores.masked_fill(hidden, -torch.inf) if causal else scores
+        expected, grad = scores.softmax(-1) @ v, torch.randn(2, 3, 5, 4, dtype=torch.float64)
+        with torch.no_grad():
+            out, lse = compat.flash_attention(q, k, v, causal=causal, scale=0.3)
+            torch.testing.assert_close(out, expected)
+            torch.testing.assert_close(lse, scores.logsumexp(-1))
+            parts = compat.flash_attention_backward(grad, q, k, v, out, lse, causal=causal, scale=0.3)
+        for got, want in zip(parts, torch.autograd.grad(expected, (q, k, v), grad), strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_the_gradient_of_softmax() -> None:
+    x, grad = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5)
+    probs = x.softmax(-1)
+    (expected,) = torch.autograd.grad(probs, x, grad)
+    torch.testing.assert_close(compat.softmax_backward(grad, probs.detach()), expected)
+
+
+def test_flex_attention_is_asked_whether_it_can_be_compiled() -> None:
+    assert isinstance(compat.has_triton(), bool)
+
+
+def test_a_block_mask_hides_what_the_function_hides() -> None:
+    some = torch.ones(3, 3, dtype=torch.bool).tril()
+    full = torch.ones(3, 3, dtype=torch.bool).tril(-1)
+    mask = compat.flex_block_mask(lambda b, h, query, key: key <= query, some, full, torch.device("cpu"))
+    assert mask.shape == (1, 1, 384, 384)
+    assert mask.to_dense()[0, 0].tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]  # blocks of 128
+    assert mask.full_kv_num_blocks.tolist() == [[[0, 1, 2]]]
+
+
+def test_fake_tensors_hold_nothing_and_say_which_share_memory() -> None:
+    with compat.fake_tensors():
+        x = torch.empty(1 << 40)  # four terabytes
+        y = x.view(2, -1)
+        assert compat.storage_key(x) == compat.storage_key(y)
+        assert compat.storage_key(x) != compat.storage_key(torch.empty(1 << 40))
+        assert y.sum(1).shape == (2,)
+
+
+def test_persistent_buffers_are_those_of_the_state_dict() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    module[1].register_buffer("table", torch.zeros(3), persistent=False)
+    module.register_buffer("steps", torch.zeros(1))
+    parameters = {name for name, _ in module.named_parameters()}
+    assert compat.persistent_buffers(module) == module.state_dict().keys() - parameters
+    assert "1.table" not in compat.persistent_buffers(module)
+
+
+def test_row_wise_attention_agrees_with_the_public_function() -> None:
+    q, k, v = (torch.randn(1, 2, 7, 8) for _ in range(3))
+    out, _ = compat.flash_attention(q, k, v, causal=True, scale=8**-0.5)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True))

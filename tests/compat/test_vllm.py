@@ -1,0 +1,117 @@
+"""Every private name of vLLM that LightRL uses is there, with the arguments and attributes that it is used by.
+
+A failure here says what changed in vLLM; `lightrl/compat/vllm.py` and `vllm_worker.py` say what each name is for. No
+engine is started.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
+
+from lightrl.compat import vllm as trainer_side  # noqa: E402 - vLLM is asked for first
+from lightrl.compat import vllm_parsers as parsers_side  # noqa: E402
+from lightrl.compat import vllm_worker as worker_side  # noqa: E402
+
+ROOT = Path(__file__).parents[2] / "lightrl"
+NAMES = {**trainer_side.PRIVATE, **worker_side.PRIVATE, **parsers_side.PRIVATE}
+
+PARAMETERS = {
+    "vllm.v1.engine.llm_engine:LLMEngine.add_request": ["request_id", "prompt", "params", "lora_request"],
+    "vllm.v1.engine.llm_engine:LLMEngine.step": [],
+    "vllm.v1.engine.llm_engine:LLMEngine.abort_request": ["request_ids"],
+    "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": ["reset_running_requests"],
+    "vllm.v1.engine.llm_engine:LLMEngine.add_lora": ["lora_request"],
+    "vllm.v1.engine.core_client:SyncMPClient.get_output": [],
+    "vllm.v1.engine.core_client:SyncMPClient.call_utility": ["method", "args"],
+    "vllm.v1.engine.core_client:SyncMPClient._send_input": ["request_type", "request"],
+    "vllm.v1.engine.core_client:MPClient._format_exception": ["e"],
+    "vllm.v1.engine.core_client:MPClient.ensure_alive": [],
+    "vllm.v1.engine.core_client:MPClient.shutdown": ["timeout"],
+    "vllm.v1.engine.core_client:InprocClient.shutdown": ["timeout"],
+    "vllm.distributed.parallel_state:destroy_distributed_environment": [],
+    "vllm.distributed.weight_transfer.nccl_common:trainer_init": ["init_info"],
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": ["layer", "remove_weight"],
+    "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ["model"],
+    "vllm.v1.sample.logits_processor.builtin:process_dict_updates": ["req_entries", "batch_update", "new_state"],
+}
+
+SOURCES = {  # what replaced functions touch, as vLLM's own source says it
+    "vllm.v1.engine.core_client:SyncMPClient.get_output": [
+        "self.outputs_queue.get(",
+        "wave_complete",
+        "engines_running",
+    ],
+    "vllm.v1.engine.core_client:SyncMPClient.call_utility": [
+        "uuid.uuid1().int >> 64",
+        "self.utility_results[call_id] = future",
+        "self._send_input(EngineCoreRequestType.UTILITY, (0, call_id, method, args))",
+    ],
+    "vllm.v1.engine.core_client:BackgroundResources": ["engine_manager", "engine_dead"],
+    "vllm.distributed.parallel_state:destroy_distributed_environment": [
+        "_WORLD.destroy()",
+        "_WORLD = None",
+        "_NODE_COUNT = None",
+    ],
+}
+
+
+def find(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_is_there(name: str) -> None:
+    module, _, attribute = name.partition(":")
+    try:
+        find(name)
+    except (ImportError, AttributeError) as error:
+        pytest.fail(f"vLLM has no {attribute} in {module} any more ({error}); it is used for: {NAMES[name]}")
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_it_takes_the_arguments_that_it_is_called_with(name: str) -> None:
+    function = worker_side._pack_gemm if "dispatch_cpu" in name else find(name)  # ours stands in its place now
+    inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    function = next((f for f in inner if inspect.isfunction(f)), function)  # under a decorator that hides it
+    parameters = [p for p in inspect.signature(function).parameters if p != "self"]
+    assert [p for p in PARAMETERS[name] if p not in parameters] == [], f"{name}{inspect.signature(function)}"
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_is_replaced_still_reads_like_this(name: str) -> None:
+    source = inspect.getsource(find(name))
+    assert [part for part in SOURCES[name] if part not in source] == []
+
+
+def test_logits_processors_have_the_methods_that_fire_sampling_gives_them() -> None:
+    base = find("vllm.v1.sample.logits_processor:LogitsProcessor")
+    assert base.__abstractmethods__ <= {"__init__", "apply", "is_argmax_invariant", "update_state"}
+    assert list(inspect.signature(base.__init__).parameters)[1:] == ["vllm_config", "device", "is_pin_memory"]
+
+
+def test_every_import_from_the_inside_of_vllm_is_declared() -> None:
+    """In compat vLLM's inner modules stand in PRIVATE, but for what vLLM documents; elsewhere there are none."""
+    documented = {"vllm", "vllm.sampling_params", "vllm.lora.request"}
+    modules = {name.partition(":")[0] for name in NAMES}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            named += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            inside = [module for module in named if module.split(".")[0] == "vllm" and module not in documented]
+            if path.parent.name == "compat":
+                assert [module for module in inside if module not in modules] == [], path
+            else:
+                assert inside == [], path

@@ -1,0 +1,152 @@
+"""An engine that hangs (its core stopped by SIGSTOP) is told within a bound, ended, and does not hold Ctrl-C up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightrl.engines import EngineContext, EngineDiedError, GenerationCancelledError, RequestQueue, VLLMEngine
+from lightrl.types import Prompts, SamplingParams
+from tests.engines.conftest import ask, load
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = Prompts(token_ids=[[2, 5 + i, 17, 20 + i] for i in range(16)], texts=[""] * 16)
+LONG = SamplingParams(max_new_tokens=120, ignore_eos=True)
+SHORT = SamplingParams(max_new_tokens=3, ignore_eos=True)
+BOUND = 4.0
+
+
+@pytest.fixture()
+def engine(own: VLLMEngine, tied_folder: Path) -> VLLMEngine:
+    own.start(EngineContext(str(tied_folder), max_prompt_tokens=64, max_new_tokens=120))
+    own.load_weights(load(tied_folder).named_parameters(), policy_version=1)
+    list(own.generate([PROMPTS.request(0, SHORT, 0, 2)]))  # the first steps take long
+    return own
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[VLLMEngine]:
+    engine = VLLMEngine(in_process=False, progress_timeout=60.0)
+    yield engine
+    engine.close()
+
+
+def test_requests_join_and_leave_while_others_run(engine: VLLMEngine) -> None:
+    """A short request that comes after a long one is yielded before it; a cancelled one is not yielded."""
+    long, late, dropped = (PROMPTS.request(i, s, 7 + i, 2) for i, s in enumerate((LONG, SHORT, LONG)))
+    alone = {r: [c.token_ids for c in g.completions] for r in (long, late) for g in engine.generate([r])}
+    queue = RequestQueue([long, dropped])
+    got = []
+    timers = [threading.Timer(0.3, queue.put, [late]), threading.Timer(1.5, queue.close)]
+    queue.cancel(dropped)
+    queue.put(dropped)  # again, and cancelled once it runs
+    timers.append(threading.Timer(0.05, queue.cancel, [dropped]))
+    for timer in timers:
+        timer.start()
+    for group in engine.generate(queue):
+        got.append(group.request)
+        assert [c.token_ids for c in group.completions] == alone[group.request] and group.policy_version == 1
+    assert set(got) == {long, late} and not engine._adapter.busy and not engine._finished
+
+
+def test_a_wait_for_requests_ends_by_cancel(engine: VLLMEngine) -> None:
+    queue = RequestQueue()
+    threading.Timer(0.3, engine.cancel).start()
+    with pytest.raises(GenerationCancelledError):
+        next(engine.generate(queue))
+
+
+def test_a_cancel_does_not_wait_for_a_stopped_core(engine: VLLMEngine) -> None:
+    (core,) = engine.process_ids
+    stream = engine.generate([PROMPTS.request(0, LONG, 0, 200)])
+    threading.Timer(0.3, os.kill, [core, signal.SIGSTOP]).start()
+    threading.Timer(0.6, engine.cancel).start()
+    began = time.monotonic()
+    with pytest.raises(GenerationCancelledError):
+        list(stream)
+    assert time.monotonic() - began < 3
+    engine.close()
+    assert time.monotonic() - began < 10 and not psutil.pid_exists(core)
+
+
+@pytest.mark.parametrize("wait", ["generate", "load_weights", "logprobs"])
+def test_a_stopped_core_is_told_and_ended(engine: VLLMEngine, tied_folder: Path, wait: str) -> None:
+    (core,) = engine.process_ids
+    engine._adapter.progress_timeout = BOUND
+    weights = load(tied_folder).named_parameters()
+    if wait == "generate":
+        stream = ask(engine, PROMPTS, LONG, num_completions=60, seeds=range(16))
+        next(stream)
+    os.kill(core, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(EngineDiedError, match=r"no sign of life for 4 s \(VLLMEngine.progress_timeout\)"):
+        if wait == "generate":
+            list(stream)
+        elif wait == "load_weights":
+            engine.load_weights(weights, policy_version=2)
+        else:
+            engine.logprobs([[2, 5, 6]])
+    assert BOUND <= time.monotonic() - began < BOUND + 8
+    assert not engine.started and engine.policy_version == -1 and not psutil.pid_exists(core)
+
+
+TRAINER = """
+import os, signal, sys
+from pathlib import Path
+from lightrl.algorithms import GRPOLightningModule
+from lightrl.callbacks import WeightSync
+from lightrl.engines import VLLMEngine
+from lightrl.types import SamplingParams
+from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+engine = VLLMEngine(in_process=False, engine_args={"max_num_seqs": 8})
+
+def stops(prompts, completions, **columns):
+    for pid in engine.process_ids:
+        os.kill(pid, signal.SIGSTOP)
+        print("stopped", pid, flush=True)
+    return [0.0] * len(prompts)
+
+if __name__ == "__main__":
+    data = sums_data(engine=engine, rewards=[stops], sampling=SamplingParams(max_new_tokens=100, ignore_eos=True),
+                     group_size=8, prompts_per_rollout=16, staleness=int(sys.argv[2]))
+    model = quickstart_model(Path(sys.argv[1]), max_position_embeddings=128)
+    quiet_trainer(callbacks=[WeightSync()]).fit(GRPOLightningModule(model), data)
+"""
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_ctrl_c_ends_a_run_whose_engine_hangs(tmp_path: Path, staleness: int) -> None:
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(tmp_path), str(staleness)]
+    with open(tmp_path / "errors", "w") as errors:
+        trainer = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+    assert trainer.stdout is not None
+    line = "x"
+    while line and not line.startswith("stopped"):
+        line = trainer.stdout.readline()
+    assert line, (tmp_path / "errors").read_text()[-3000:]
+    core = int(line.split()[1])
+    time.sleep(1.5)  # the trainer waits for the core by now
+    began = time.monotonic()
+    trainer.send_signal(signal.SIGINT)
+    try:
+        trainer.wait(timeout=30)
+    finally:
+        trainer.kill()
+    assert time.monotonic() - began < 10
+    assert not psutil.pid_exists(core)

@@ -1,0 +1,163 @@
+"""An engine whose replies are written beforehand, as ids that do not survive decoding and encoding."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightrl.environments import AgentProgram, Attempts, Environment, Reply, Step, ToolCall
+from lightrl.environments.parsing import ReplyParser
+from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "description": "one"},
+                "b": {"type": "integer", "description": "two"},
+            },
+            "required": ["a", "b"],
+        },
+    },
+}
+
+
+def spell(tokenizer: Any, text: str, literal: str = "") -> list[int]:
+    """Ids that decode to the text but are not those that encoding it gives: one character at a time.
+
+    Special and added tokens are one id, but not where they stand inside `literal`.
+    """
+    tokens = sorted({t.content for t in tokenizer.added_tokens_decoder.values()}, key=len, reverse=True)
+    ids: list[int] = []
+    for number, part in enumerate(text.split(literal) if literal else [text]):
+        if number:
+            ids += [i for c in literal for i in tokenizer.encode(c, add_special_tokens=False)]
+        for piece in re.split("(" + "|".join(map(re.escape, tokens)) + ")", part):
+            if piece in tokens:
+                ids.append(tokenizer.convert_tokens_to_ids(piece))
+            else:
+                ids += [i for c in piece for i in tokenizer.encode(c, add_special_tokens=False)]
+    return ids
+
+
+@dataclass
+class Turn:
+    """A reply, how it was sampled, and what follows it."""
+
+    reply: Reply
+    ids: list[int]
+    answer: list[dict[str, Any]] | None = None
+    finish: str = "stop"
+
+
+class Script(Environment):
+    """Says what the script says."""
+
+    def __init__(self, turns: Sequence[Turn], tools: bool = True) -> None:
+        self.turns = list(turns)
+        self.tools = [ADD] if tools else []
+        self.number = 0
+        self.closed = 0
+
+    async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": "Add 1 and 2."}]
+
+    async def step(self, reply: Reply) -> Step:
+        answer = self.turns[self.number].answer
+        self.number += 1
+        return Step(answer or (), reward=float(self.number), done=answer is None)
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+@dataclass
+class ScriptedEngine:
+    """Gives the script's ids, whatever it is asked; log-prob and version tell turn and place."""
+
+    turns: Sequence[Turn]
+    asked: list[list[int]] = field(default_factory=list)
+
+    async def __call__(self, request: GenerationRequest) -> CompletionGroup:
+        number = len(self.asked)
+        self.asked.append(list(request.token_ids))
+        turn = self.turns[number]
+        logprobs = [-(number + 1) - i / 1000 for i in range(len(turn.ids))]
+        completion = Completion(list(turn.ids), logprobs, "", turn.finish)  # type: ignore[arg-type]
+        return CompletionGroup(request, [completion], number)  # type: ignore[arg-type]
+
+
+class ScriptedAttempts(Attempts):
+    """Attempts whose replies are known and need no parsing."""
+
+    turns: Sequence[Turn] = ()
+
+    def parser(self, tools: Sequence[dict[str, Any]]) -> ReplyParser:
+        script = iter(self.turns)
+
+        class Parser(ReplyParser):
+            def parse(self, *args: Any, truncated: bool) -> Reply:
+                reply = next(script).reply
+                reply.truncated = truncated
+                return reply
+
+        return Parser(self._tokenizer)
+
+
+async def play(
+    tokenizer: Any, turns: Sequence[Turn], tools: bool, **settings: Any
+) -> tuple[ScriptedEngine, Trajectory]:
+    engine = ScriptedEngine(turns)
+    attempts = ScriptedAttempts(lambda: Script(turns, tools), on_truncated="continue", max_turns=50, **settings)
+    attempts.turns = turns
+    attempts.setup(tokenizer)
+    (trajectory,) = await alone(attempts, engine, {}, SamplingParams(max_new_tokens=1000))
+    return engine, trajectory
+
+
+async def alone(
+    attempts: Attempts | AgentProgram,
+    ask: Any,
+    row: Mapping[str, Any],
+    sampling: SamplingParams,
+    number: int = 1,
+    seed: int = 1,
+) -> list[Trajectory]:
+    """The trajectories of a group."""
+    return await attempts.group(
+        row,
+        ask,
+        attempts=range(number),
+        seed=seed,
+        turn_seed=lambda attempt, turn: 100 * attempt + turn,
+        sampling=sampling,
+    )
+
+
+def mismatches(engine: ScriptedEngine, trajectory: Trajectory) -> int:
+    """Tokens that differ between what was asked and sampled, and what is trained."""
+    wrong = 0
+    seen: list[int] = []
+    for row in trajectory.rows:
+        for turn in sorted(set(row.turn_ids) - {-1}):
+            seen.append(turn)
+            places = [i for i, t in enumerate(row.turn_ids) if t == turn]
+            start, end = places[0], places[-1] + 1
+            asked, ids = engine.asked[turn], engine.turns[turn].ids
+            wrong += places != list(range(start, end)) or row.token_ids[:start] != asked
+            wrong += row.token_ids[start:end] != ids
+            wrong += row.logprobs[start:end] != [-(turn + 1) - i / 1000 for i in range(len(ids))]
+            wrong += row.policy_versions[start:end] != [turn] * len(ids)
+        context = [i for i, t in enumerate(row.turn_ids) if t < 0]
+        wrong += any(row.logprobs[i] != 0 or row.policy_versions[i] != -1 for i in context)
+    return wrong + (sorted(seen) != [n for n, turn in enumerate(engine.turns[: len(engine.asked)]) if turn.ids])
+
+
+def call(number: int, **arguments: Any) -> ToolCall:
+    return ToolCall("add", arguments, f"call{number:05d}")

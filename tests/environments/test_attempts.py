@@ -1,0 +1,430 @@
+"""Attempts in environments: tools, limits, failures, and what the policy sees of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from jsonargparse import ArgumentParser
+
+from lightrl.environments import Attempts, Environment, EnvironmentFailedError, Reply, Step, ToolEnvironment
+from lightrl.types import CompletionGroup, GenerationRequest, SamplingParams, Trajectory
+from tests.environments.families import FAMILIES, make_tokenizer
+from tests.environments.scripted import Script, ScriptedAttempts, ScriptedEngine, Turn, alone, call, spell
+
+TOKENIZER = make_tokenizer(FAMILIES["qwen2.5"])
+SAMPLING = SamplingParams(max_new_tokens=200)
+
+
+def said(text: str, *calls: Any, errors: Sequence[str] = (), finish: str = "stop") -> Turn:
+    ids = spell(TOKENIZER, text or "call")
+    end = [TOKENIZER.convert_tokens_to_ids("<|im_end|>")] if finish == "stop" else []
+    return Turn(Reply(text, None, list(calls), list(errors)), ids + end, finish=finish)
+
+
+def play(environment: Any, turns: Sequence[Turn], row: Mapping[str, Any] | None = None, **settings: Any) -> Trajectory:
+    return play_asked(environment, turns, row, **settings)[0]
+
+
+def play_asked(
+    environment: Any, turns: Sequence[Turn], row: Mapping[str, Any] | None = None, **settings: Any
+) -> tuple[Trajectory, ScriptedEngine]:
+    engine = ScriptedEngine(turns)
+    attempts = ScriptedAttempts(environment, **settings)
+    attempts.turns = turns
+    attempts.setup(TOKENIZER)
+    (trajectory,) = asyncio.run(alone(attempts, engine, row or {}, SAMPLING))
+    return trajectory, engine
+
+
+class Calculator:
+    """As TRL's documentation writes environments."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def reset(self, **kwargs: Any) -> str | None:
+        self.total = kwargs["start"]
+        return f" Begin at {self.total}."
+
+    def add(self, a: int) -> str:
+        """
+        Adds to the total.
+
+        Args:
+            a: what to add
+
+        Returns:
+            The new total.
+        """
+        self.total += a
+        return f"total {self.total}"
+
+    async def double(self) -> str:
+        """Doubles the total."""
+        await asyncio.sleep(0.01)
+        self.total *= 2
+        return f"total {self.total}"
+
+    def fail(self) -> str:
+        """Raises."""
+        raise ValueError("no such thing")
+
+    def hang(self) -> str:
+        """Takes long."""
+        time.sleep(0.6)
+        return "late"
+
+    def server(self) -> str:
+        """Asks a server that is down."""
+        raise ConnectionRefusedError("tool server is down")
+
+    def get_reward(self) -> float:
+        return float(self.total)
+
+    def _private(self) -> None:
+        raise AssertionError
+
+
+def test_a_class_written_for_trl_plays_unchanged() -> None:
+    turns = [said("", call(0, a=2)), said("", ToolCallOf("double")), said("done")]
+    row = {"prompt": [{"role": "user", "content": "Count."}], "start": 5}
+    trajectory = play(lambda: ToolEnvironment(Calculator), turns, row)
+    assert trajectory.stop_reason == "stop"
+    assert trajectory.messages[0]["content"] == "Count. Begin at 5."
+    assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == ["total 7", "total 14"]
+    assert trajectory.turn_rewards == [0.0, 0.0, 14.0]
+    assert row["prompt"] == [{"role": "user", "content": "Count."}]  # the data set's row is not changed
+    assert trajectory.metrics["tool_calls"] == 2
+
+
+def ToolCallOf(name: str, **arguments: Any) -> Any:
+    from lightrl.environments import ToolCall
+
+    return ToolCall(name, arguments, "call00000")
+
+
+def test_tools_are_the_public_methods_with_schemas_from_hints_and_docstrings() -> None:
+    tools = ToolEnvironment(Calculator).tools
+    assert [tool["function"]["name"] for tool in tools] == ["add", "double", "fail", "hang", "server"]
+    assert tools[0]["function"]["parameters"]["properties"] == {"a": {"type": "integer", "description": "what to add"}}
+
+
+def test_a_class_is_found_by_its_import_path_as_yaml_writes_it() -> None:
+    parser = ArgumentParser()
+    parser.add_class_arguments(Attempts, "attempts")
+    environment = {
+        "class_path": "lightrl.environments.ToolEnvironment",
+        "init_args": {"factory": f"{__name__}.Calculator", "tool_timeout": 5},
+    }
+    attempts = parser.instantiate_classes(parser.parse_object({"attempts": {"environment": environment}})).attempts
+    assert attempts.environment().tools == ToolEnvironment(Calculator).tools
+    with pytest.raises(ValueError, match="factory: 'no.such' cannot be imported"):
+        ToolEnvironment("no.such")
+
+
+def test_a_tool_without_type_hints_is_refused_by_name() -> None:
+    class Bad:
+        def reset(self) -> None: ...
+
+        def act(self, x):  # type: ignore[no-untyped-def]
+            """Acts."""
+
+    with pytest.raises(ValueError, match="the tool 'act' needs a type hint"):
+        ToolEnvironment(Bad)
+
+
+def test_wrong_calls_are_told_to_the_policy_and_counted() -> None:
+    turns = [
+        said("", ToolCallOf("fail")),
+        said("", ToolCallOf("nothing")),
+        said("", ToolCallOf("add", b=1)),
+        said("", ToolCallOf("add", a="x")),
+        said("done"),
+    ]
+    trajectory = play(lambda: ToolEnvironment(Calculator), turns, {"start": 0})
+    told = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
+    assert told[0] == "Error: ValueError: no such thing"
+    assert told[1].startswith("Error: there is no tool 'nothing'; there are: add,")
+    assert told[2] == "Error: add: missing a required argument: 'a'"
+    assert told[3].startswith("Error: TypeError")
+    assert trajectory.metrics["tools/errors"] == 4
+    assert trajectory.failure is None
+
+
+def test_a_hanging_sync_tool_is_left_behind_and_counted_and_the_policy_is_told() -> None:
+    turns = [said("", ToolCallOf("hang")), said("done")]
+    began = time.monotonic()
+    trajectory = play(lambda: ToolEnvironment(Calculator, tool_timeout=0.1), turns, {"start": 0})
+    assert time.monotonic() - began < 0.5
+    assert trajectory.messages[-2]["content"] == "Error: hang took longer than 0.1 seconds."
+    assert trajectory.metrics["tools/left_behind"] == 1
+    assert trajectory.stop_reason == "stop"
+
+
+def test_slow_sync_tools_of_several_environments_run_at_once() -> None:
+    attempts = ScriptedAttempts(lambda: ToolEnvironment(Calculator))
+    attempts.turns = [said("", ToolCallOf("hang")), said("done")]
+    attempts.setup(TOKENIZER)
+
+    async def several() -> None:
+        await asyncio.gather(
+            *(alone(attempts, ScriptedEngine(attempts.turns), {"start": 0}, SAMPLING) for _ in range(6))
+        )
+
+    began = time.monotonic()
+    asyncio.run(several())
+    assert time.monotonic() - began < 1.8  # 3.6 s one after another
+
+
+def test_infrastructure_failures_are_failures_and_never_reward_zero() -> None:
+    trajectory = play(lambda: ToolEnvironment(Calculator), [said("", ToolCallOf("server"))], {"start": 4})
+    assert trajectory.stop_reason == "failure"
+    assert trajectory.failure == "ConnectionRefusedError: tool server is down"
+    assert len(trajectory.rows) == 1  # what was sampled is kept for the record
+
+    class Broken(Script):
+        async def step(self, reply: Reply) -> Step:
+            raise EnvironmentFailedError("sandbox is gone")
+
+    trajectory = play(lambda: Broken([]), [said("hello")])
+    assert (trajectory.stop_reason, trajectory.failure) == ("failure", "EnvironmentFailedError: sandbox is gone")
+
+    class Told(Script):
+        async def step(self, reply: Reply) -> Step:
+            return Step(reward=1.0, done=True, failure="judge is down")
+
+    assert play(lambda: Told([]), [said("hello")]).failure == "judge is down"
+
+    def absent() -> Environment:
+        raise OSError("no container")
+
+    trajectory = play(absent, [])
+    assert (trajectory.stop_reason, trajectory.failure) == ("failure", "OSError: no container")
+
+
+def test_a_reset_that_hangs_is_a_failure() -> None:
+    class Slow(Script):
+        async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
+            await asyncio.sleep(5)
+            return []
+
+    trajectory = play(lambda: Slow([]), [], environment_timeout=0.05)
+    assert trajectory.failure == "reset took longer than environment_timeout, 0.05 seconds"
+
+
+def test_an_environment_that_does_not_close_holds_nothing_up() -> None:
+    class Open(Script):
+        async def close(self) -> None:
+            await asyncio.sleep(60)
+
+    began = time.monotonic()
+    with pytest.warns(UserWarning, match="An environment could not be closed: close took longer"):
+        trajectory = play(lambda: Open([said("hello")]), [said("hello")], environment_timeout=0.05)
+    assert time.monotonic() - began < 5
+    assert (trajectory.stop_reason, trajectory.metrics["close_errors"]) == ("stop", 1.0)
+
+
+def test_two_calls_where_the_template_takes_one_are_a_malformed_reply() -> None:
+    tokenizer = make_tokenizer(FAMILIES["llama3"])
+    end = tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    turns = [
+        Turn(Reply("", None, [call(0, a=1), call(1, a=2)]), [*spell(tokenizer, "two calls"), end]),
+        Turn(Reply("done"), [*spell(tokenizer, "done"), end]),
+    ]
+    attempts = ScriptedAttempts(lambda: ToolEnvironment(Calculator))
+    attempts.turns = turns
+    attempts.setup(tokenizer)
+    (trajectory,) = asyncio.run(alone(attempts, ScriptedEngine(turns), {"start": 0}, SAMPLING))
+    assert trajectory.messages[1] == {"role": "assistant", "content": "two calls"}
+    assert "takes one tool call at a time" in trajectory.messages[2]["content"]
+    assert trajectory.metrics["parse_errors"] == 1
+
+
+def test_results_are_one_user_message_for_templates_without_tool_messages() -> None:
+    turns = [said("", call(0, a=1), call(1, a=2)), said("done")]
+    trajectory = play(lambda: ToolEnvironment(Calculator, result_role="user"), turns, {"start": 0})
+    assert trajectory.messages[-2] == {"role": "user", "content": "total 1\ntotal 3"}
+
+
+class Patient(Script):
+    """Asks on and on, and rewards how it ended."""
+
+    async def step(self, reply: Reply) -> Step:
+        await asyncio.sleep(0.02)
+        return Step([{"role": "user", "content": "And then?"}], reward=1.0)
+
+    async def finish(self, stop_reason: str) -> float:
+        return {"turns": 10.0, "tokens": 20.0, "time": 30.0, "length": 40.0}[stop_reason]
+
+
+def test_timeouts_and_limits_that_the_policy_caused_are_scored_with_their_name() -> None:
+    turns = [said("hello") for _ in range(9)]
+    ended = play(lambda: Patient([]), turns, max_turns=3)
+    assert (ended.stop_reason, ended.turn_rewards, ended.failure) == ("turns", [1.0, 1.0, 11.0], None)
+    ended = play(lambda: Patient([]), turns, max_seconds=0.03)
+    assert (ended.stop_reason, ended.turn_rewards[-1], ended.failure) == ("time", 30.0, None)
+    ended = play(lambda: Patient([]), turns, max_tokens=300)
+    assert (ended.stop_reason, ended.failure) == ("tokens", None)
+    assert ended.turn_rewards[-1] == 21.0
+    assert len(ended.rows[0].token_ids) <= 300
+    ended = play(lambda: Patient([]), [said("hel", finish="length")])
+    assert (ended.stop_reason, ended.turn_rewards) == ("length", [40.0])
+
+
+def test_a_malformed_call_is_told_ended_masked_or_punished_as_configured() -> None:
+    turns = [said("<tool_call>{", errors=["the tool call cannot be read."]), said("done")]
+    told = play(lambda: ToolEnvironment(Calculator), turns, {"start": 1}, parse_error_reward=-0.5)
+    assert told.messages[-2] == {"role": "user", "content": "Error: the tool call cannot be read."}
+    assert told.turn_rewards == [-0.5, 1.0]
+    assert told.metrics["parse_errors"] == 1
+    assert {0, 1} <= set(told.rows[0].turn_ids)
+    masked = play(lambda: ToolEnvironment(Calculator), turns, {"start": 1}, train_parse_errors=False)
+    assert set(masked.rows[0].turn_ids) == {-1, 1}
+    assert masked.rows[0].token_ids == told.rows[0].token_ids
+    ended = play(lambda: ToolEnvironment(Calculator), turns, {"start": 1}, on_parse_error="end")
+    assert (ended.stop_reason, len(ended.turn_rewards), ended.failure) == ("stop", 1, None)
+
+
+def test_reset_draws_one_task_for_a_group_or_the_run_stops() -> None:
+    class Random(Script):
+        number = 0
+
+        async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
+            Random.number += 1
+            return [{"role": "user", "content": f"Task {seed if row else Random.number}"}]
+
+    attempts = ScriptedAttempts(lambda: Random([Turn(Reply("x"), [1])]))
+    attempts.turns = [said("hello")]
+    attempts.setup(TOKENIZER)
+
+    async def ask(request: GenerationRequest) -> CompletionGroup:
+        return await ScriptedEngine([said("hello")])(request)
+
+    group = asyncio.run(alone(attempts, ask, {"row": 1}, SAMPLING, number=3, seed=5))
+    assert [t.messages[0]["content"] for t in group] == ["Task 5"] * 3
+    with pytest.raises(ValueError, match="gave two attempts of one group different tasks"):
+        asyncio.run(alone(attempts, ask, {}, SAMPLING, number=3))
+
+
+def test_each_turn_is_asked_with_the_seed_of_its_attempt_and_turn() -> None:
+    seeds = []
+
+    async def ask(request: GenerationRequest) -> CompletionGroup:
+        seeds.append(request.seed)
+        return await ScriptedEngine([said("hello")])(request)
+
+    attempts = ScriptedAttempts(lambda: Patient([]), max_turns=3)
+    attempts.turns = [said("hello")] * 3
+    attempts.setup(TOKENIZER)
+    asyncio.run(alone(attempts, ask, {}, SAMPLING, number=2))
+    assert sorted(seeds) == [0, 1, 2, 100, 101, 102]
+
+
+def test_no_more_environments_than_allowed_live_at_once_and_all_are_closed() -> None:
+    alive: list[int] = [0, 0, 0]
+
+    class Counted(Script):
+        async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
+            alive[0] += 1
+            alive[1] = max(alive[:2])
+            await asyncio.sleep(0.01)
+            if seed == 3:
+                raise OSError("gone")
+            return await super().reset(row, seed=seed)
+
+        async def close(self) -> None:
+            alive[0] -= 1
+            alive[2] += 1
+
+    attempts = ScriptedAttempts(lambda: Counted([Turn(Reply("x"), [1])]), max_environments=2)
+    attempts.turns = [said("hello")]
+    attempts.setup(TOKENIZER)
+
+    async def several() -> None:
+        await asyncio.gather(*(alone(attempts, ScriptedEngine([said("hi")]), {}, SAMPLING, seed=i) for i in range(6)))
+
+    asyncio.run(several())
+    asyncio.run(several())  # in another event loop
+    assert alive == [0, 2, 12]
+
+
+def test_an_environment_is_closed_when_its_attempt_is_cancelled() -> None:
+    closed = []
+
+    class Stuck(Script):
+        async def step(self, reply: Reply) -> Step:
+            await asyncio.sleep(60)
+            return Step(done=True)
+
+        async def close(self) -> None:
+            closed.append(True)
+
+    attempts = ScriptedAttempts(lambda: Stuck([]))
+    attempts.turns = [said("hello")]
+    attempts.setup(TOKENIZER)
+
+    async def cancel() -> None:
+        run = asyncio.ensure_future(alone(attempts, ScriptedEngine([said("hi")]), {}, SAMPLING))
+        await asyncio.sleep(0.05)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+
+    asyncio.run(cancel())
+    assert closed == [True]
+
+
+def test_an_engine_that_died_is_raised_and_not_a_failed_trajectory() -> None:
+    from lightrl.engines.base import EngineDiedError
+
+    async def ask(request: GenerationRequest) -> CompletionGroup:
+        raise EngineDiedError("gone")
+
+    attempts = Attempts(lambda: Script([], tools=False))
+    attempts.setup(TOKENIZER)
+    with pytest.raises(EngineDiedError):
+        asyncio.run(alone(attempts, ask, {}, SAMPLING))
+
+
+def test_images_are_refused_by_name() -> None:
+    class Shows:
+        def reset(self) -> None: ...
+
+        def look(self) -> list[Any]:
+            """Looks."""
+            return [{"type": "image", "image": object()}]
+
+    with pytest.raises(ValueError, match="content block of type 'image'; environments are text only"):
+        play(lambda: ToolEnvironment(Shows), [said("", ToolCallOf("look")), said("done")])
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ({"max_turns": 0}, "max_turns must be at least 1, got 0"),
+        ({"max_seconds": 0.0}, "max_seconds must be more than 0"),
+        ({"on_parse_error": "ignore"}, "on_parse_error must be one of message, end, environment"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Attempts(lambda: Script([]), **arguments)
+
+
+def test_rendering_a_turn_does_not_cost_more_with_more_turns_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    original = type(TOKENIZER).apply_chat_template
+
+    def counted(self: Any, messages: Any, **kwargs: Any) -> Any:
+        lengths.append(len(messages))
+        return original(self, messages, **kwargs)
+
+    monkeypatch.setattr(type(TOKENIZER), "apply_chat_template", counted)
+    turns = [said("", call(0, a=1)) for _ in range(20)] + [said("done")]
+    trajectory = play(lambda: ToolEnvironment(Calculator), turns, {"start": 0}, max_turns=30)
+    assert trajectory.metrics["turns"] == 21
+    assert max(lengths) <= 7  # the longest conversation that is rendered, of 42 messages

@@ -1,0 +1,669 @@
+"""The endpoint: programs written with official clients, and the rows that come of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import urllib.error
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from lightrl.environments import AgentProgram, Attempts, ToolEnvironment
+from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
+from tests.environments import plain_program, programs
+from tests.environments.families import FAMILIES, make_tokenizer
+from tests.environments.scripted import spell
+
+TOKENIZER = make_tokenizer(FAMILIES["qwen2.5"])
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+TWO_CALLS = f"{CALL}\n{CALL}"
+FILE, PLAIN = Path(programs.__file__), Path(plain_program.__file__)
+ASK = [{"role": "user", "content": "Hello"}]
+
+
+class Engine:
+    """Says the text of a turn, whatever it is asked, in ids that encoding would not give."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+        self.asked: list[GenerationRequest] = []
+        self.cancelled = 0
+        self.wait: Callable[[GenerationRequest], Any] | None = None
+
+    async def __call__(self, request: GenerationRequest) -> CompletionGroup:
+        self.asked.append(request)
+        if self.wait is not None:
+            try:
+                await self.wait(request)
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        turn = request.seed % 100
+        ids = [*spell(TOKENIZER, self.texts[turn % len(self.texts)]), END]
+        finish: Any = "stop" if len(ids) <= request.sampling.max_new_tokens else "length"
+        ids = ids[: request.sampling.max_new_tokens]
+        logprobs = [-(request.seed + 1) - i / 1000 for i in range(len(ids))]
+        return CompletionGroup(request, [Completion(ids, logprobs, "", finish)], turn)
+
+
+def play(
+    run: Any,
+    engine: Any,
+    row: dict[str, Any] | None = None,
+    number: int = 1,
+    max_model_len: Any = None,
+    **settings: Any,
+) -> list[Trajectory]:
+    program = AgentProgram(run, **settings)
+    program.setup(TOKENIZER)
+    return asyncio.run(group(program, engine, row or {}, number, max_model_len))
+
+
+async def group(attempts: Any, engine: Any, row: Any, number: int = 1, max_model_len: Any = None) -> list[Trajectory]:
+    trajectories: list[Trajectory] = await attempts.group(
+        row,
+        engine,
+        attempts=range(number),
+        seed=1,
+        turn_seed=lambda attempt, turn: 100 * attempt + turn,
+        sampling=SamplingParams(max_new_tokens=300),
+        max_model_len=max_model_len,
+    )
+    return trajectories
+
+
+def sound(trajectory: Trajectory, engine: Engine) -> None:
+    """What was asked and sampled is what is trained, each token once."""
+    seen = []
+    for row in trajectory.rows:
+        for turn in sorted(set(row.turn_ids) - {-1}):
+            places = [i for i, t in enumerate(row.turn_ids) if t == turn]
+            seen.append(turn)
+            sampled = row.token_ids[places[0] : places[-1] + 1]
+            assert places == list(range(places[0], places[-1] + 1))
+            assert row.token_ids[: places[0]] in [request.token_ids for request in engine.asked]
+            assert row.logprobs[places[0]] == pytest.approx(row.logprobs[places[-1]] + (len(places) - 1) / 1000)
+            assert TOKENIZER.decode(sampled).removesuffix("<|im_end|>") in [*engine.texts]
+        assert all(row.logprobs[i] == 0 for i, t in enumerate(row.turn_ids) if t < 0)
+    assert sorted(seen) == list(range(len(seen)))
+
+
+def native(engine: Engine, number: int = 1) -> list[Trajectory]:
+    class Calculator:
+        def reset(self, **row: Any) -> str | None:
+            self.right = 1.0
+            return None
+
+        def add(self, a: int, b: int):  # type: ignore[no-untyped-def]  # a return type would be in the schema
+            """
+            Adds.
+
+            Args:
+                a: one
+                b: two
+            """
+            return programs.add(a, b)
+
+        def get_reward(self) -> float:
+            return self.right
+
+    attempts = Attempts(lambda: ToolEnvironment(Calculator))
+    attempts.setup(TOKENIZER)
+    return asyncio.run(group(attempts, engine, {"prompt": programs.QUESTION}, number))
+
+
+# ---- the three interfaces ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "streaming"])
+@pytest.mark.parametrize(
+    ("program", "more"), [("chat", {}), ("responses", {}), ("responses", {"items": True}), ("messages", {})]
+)
+def test_a_program_and_a_native_environment_give_the_same_rows(
+    program: str, more: dict[str, Any], stream: bool
+) -> None:
+    said = (TWO_CALLS, "Let me see.\n" + CALL, "3")
+    engine = Engine(*said)
+    there = play(getattr(programs, program), engine, {"stream": stream, **more}, number=2)
+    here = native(Engine(*said), number=2)
+    for mine, theirs in zip(there, here, strict=True):
+        assert mine.rows == theirs.rows
+        assert mine.messages == theirs.messages
+        assert (mine.stop_reason, mine.completion, mine.turn_rewards) == ("stop", "3", [0.0, 0.0, 1.0])
+        assert mine.turn_rewards == theirs.turn_rewards
+        assert len(mine.rows) == 1 and mine.metrics["forks"] == 0
+        sound(mine, engine)
+
+
+def test_a_program_in_a_process_gives_the_same_rows() -> None:
+    engine = Engine(CALL, "3")
+    (there,) = play(f"{FILE}:chat", engine, process=True)
+    assert there.rows == native(Engine(CALL, "3"))[0].rows
+    assert there.turn_rewards == [0.0, 1.0]
+
+
+def test_a_program_is_found_by_its_file_and_by_its_module() -> None:
+    for run in (f"{PLAIN}:once", "tests.environments.plain_program:once"):
+        assert play(run, Engine("Hi"))[0].turn_rewards == [0.5]
+    for run in ("no.such:main", "none.py:main", f"{FILE}:nothing", "main"):
+        with pytest.raises(ValueError, match='run: .*Write "file.py:function"'):
+            AgentProgram(run)
+    with pytest.raises(ValueError, match="names no program that is there"):
+        AgentProgram("none.py:main", process=True)
+    with pytest.raises(ValueError, match="needs a program by name"):
+        AgentProgram(plain_program.once, process=True)
+    with pytest.raises(ValueError, match="python and env belong to processes"):
+        AgentProgram(plain_program.once, env={"A": "1"})
+
+
+def test_thoughts_are_kept_whether_or_not_a_program_sends_them_back() -> None:
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        said: list[Any] = list(ASK)
+        for _ in range(2):
+            message: Any = client.chat.completions.create(model="m", messages=said).choices[0].message
+            assert message.reasoning_content == "hm"
+            back = {"role": "assistant", "content": message.content}
+            if row["back"]:
+                back["reasoning_content"] = message.reasoning_content
+            said += [back, {"role": "user", "content": "more"}]
+        return 1.0
+
+    for back in (True, False):
+        (trajectory,) = play(main, Engine("<think>hm</think>ok"), {"back": back}, reasoning_parser="deepseek_r1")
+        assert trajectory.failure is None
+        assert trajectory.messages[1]["reasoning_content"] == "hm"
+        assert trajectory.metrics["turns"] == 2
+
+
+def test_an_answer_that_is_cut_says_so_in_each_interface() -> None:
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        chat = client.chat.completions.create(model="m", messages=ASK, max_tokens=2)  # type: ignore[arg-type]
+        assert chat.choices[0].finish_reason == "length" and chat.usage and chat.usage.completion_tokens == 2
+        response = client.responses.create(model="m", input="Hello", max_output_tokens=3)
+        assert response.status == "incomplete" and response.usage and response.usage.output_tokens == 3
+        messages = anthropic.Anthropic(base_url=base_url, api_key=api_key).messages
+        message = messages.create(model="m", messages=ASK, max_tokens=4)  # type: ignore[arg-type]
+        assert message.stop_reason == "max_tokens" and message.usage.output_tokens == 4
+        return 1.0
+
+    (trajectory,) = play(main, Engine("a long answer"))
+    assert trajectory.failure is None
+    assert trajectory.stop_reason == "length"
+    assert [len(row.turn_ids) - row.turn_ids.count(-1) for row in trajectory.rows] == [2, 3, 4]
+
+
+# ---- lineage -------------------------------------------------------------------------------------------------------
+
+
+def test_sub_agents_compactions_and_repeated_requests_begin_rows_and_train_each_token_once() -> None:
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+
+        def ask(*said: Any) -> list[Any]:
+            message = client.chat.completions.create(model="m", messages=list(said)).choices[0].message
+            return [*said, {"role": "assistant", "content": message.content}]
+
+        user = [{"role": "user", "content": text} for text in ("task", "go on", "sub-task", "finish")]
+        main_one = ask(user[0])  # turn 0, row 0
+        ask(user[2])  # turn 1, row 1: a sub-agent
+        main_one = ask(*main_one, user[1])  # turn 2, row 0: goes on
+        ask(user[0])  # turn 3, row 2: the first question again
+        ask({"role": "user", "content": "summary: " + main_one[-1]["content"]}, user[3])  # turn 4, row 3: compacted
+        ask(*main_one, user[3])  # turn 5, row 0
+        ask(main_one[0], {"role": "assistant", "content": "edited"}, user[1])  # turn 6, row 4
+        return 1.0
+
+    engine = Engine("zero", "one", "two", "three", "four", "five", "six")
+    (trajectory,) = play(main, engine)
+    assert trajectory.failure is None
+    assert [sorted(set(row.turn_ids) - {-1}) for row in trajectory.rows] == [[0, 2, 5], [1], [3], [4], [6]]
+    assert trajectory.turn_rewards == [0.0] * 6 + [1.0]
+    assert trajectory.metrics["forks"] == 4
+    sound(trajectory, engine)
+
+
+def test_other_tools_begin_a_row() -> None:
+    def main(row: Any, base_url: str, api_key: str) -> None:
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        tools: Any = [{"type": "function", "function": programs.TOOL}]
+        said: list[Any] = list(ASK)
+        for given in (tools, tools, openai.omit):
+            answer = client.chat.completions.create(model="m", messages=said, tools=given).choices[0].message
+            said += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "more"}]
+
+    (trajectory,) = play(main, Engine("a", "b", "c"))
+    assert [sorted(set(row.turn_ids) - {-1}) for row in trajectory.rows] == [[0, 1], [2]]
+    assert trajectory.turn_rewards == []  # None: the reward functions score it
+
+
+def test_a_template_that_drops_thoughts_begins_a_row() -> None:
+    tokenizer = make_tokenizer(FAMILIES["qwen3"])
+
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        said: list[Any] = list(ASK)
+        for _ in range(2):
+            answer = client.chat.completions.create(model="m", messages=said).choices[0].message
+            said += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "more"}]
+        return 1.0
+
+    async def engine(request: GenerationRequest) -> CompletionGroup:
+        ids = [*spell(tokenizer, "<think>\nhm\n</think>\n\nok"), tokenizer.convert_tokens_to_ids("<|im_end|>")]
+        return CompletionGroup(request, [Completion(ids, [-1.0] * len(ids), "", "stop")], 0)
+
+    program = AgentProgram(main)
+    program.setup(tokenizer)
+    (trajectory,) = asyncio.run(group(program, engine, {}))
+    assert [sorted(set(row.turn_ids) - {-1}) for row in trajectory.rows] == [[0], [1]]
+    assert "hm" not in tokenizer.decode([t for t, turn in zip(*_row(trajectory, 1), strict=True) if turn < 0])
+
+
+def _row(trajectory: Trajectory, number: int) -> tuple[list[int], list[int]]:
+    return trajectory.rows[number].token_ids, trajectory.rows[number].turn_ids
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+class Open:
+    """An attempt whose program waits, so that a test can ask in its place."""
+
+    def __init__(self, engine: Any, **settings: Any) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.leave = threading.Event()
+        self.there = threading.Event()
+        self.trajectory: Any = None
+
+    def __enter__(self) -> Open:
+        def main(row: Any, base_url: str, api_key: str) -> float:
+            self.url, self.key = base_url, api_key
+            self.there.set()
+            self.leave.wait(20)
+            return 1.0
+
+        def run() -> None:
+            (self.trajectory,) = play(main, self.engine, **self.settings)
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+        assert self.there.wait(20)
+        return self
+
+    def end(self) -> None:
+        self.leave.set()
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+    def __exit__(self, *error: Any) -> None:
+        self.end()
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {self.key}"} | headers
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx.post(self.url + path, content=content, headers=headers, timeout=20)
+
+
+def test_malformed_requests_are_refused_in_the_shape_of_their_interface_and_fail_nothing() -> None:
+    with Open(Engine("Hi"), max_body_bytes=10_000) as attempt:
+        bad: list[tuple[str, Any, int, str]] = [
+            ("/chat/completions", b"{", 400, "not valid JSON"),
+            ("/chat/completions", b"[" * 5000, 400, "not valid JSON"),
+            ("/chat/completions", [], 400, "must be a JSON object"),
+            ("/chat/completions", {}, 400, "messages must be a list"),
+            ("/chat/completions", {"messages": []}, 400, "must not be empty"),
+            ("/chat/completions", {"messages": ["x"]}, 400, r"messages[0] must be an object"),
+            ("/chat/completions", {"messages": [{"role": "x"}]}, 400, "role must be"),
+            ("/chat/completions", {"messages": [{"role": "tool", "content": ""}]}, 400, "tool_call_id must be"),
+            ("/chat/completions", {"messages": ASK, "max_tokens": 0}, 400, "max_tokens must be at least 1"),
+            ("/chat/completions", {"messages": ASK, "max_tokens": "9"}, 400, "max_tokens must be an integer"),
+            ("/chat/completions", {"messages": ASK, "n": 2}, 400, "n=2 is not offered"),
+            ("/chat/completions", {"messages": ASK, "stop": ["\n"]}, 400, "stop="),
+            ("/chat/completions", {"messages": ASK, "logprobs": True}, 400, "logprobs=true"),
+            ("/chat/completions", {"messages": ASK, "tool_choice": "required"}, 400, "tool_choice="),
+            ("/chat/completions", {"messages": ASK, "tools": [{"type": "web"}]}, 400, "tools[0]: tools of type 'web'"),
+            (
+                "/chat/completions",
+                {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+                400,
+                "takes text only",
+            ),
+            ("/responses", {"input": 3}, 400, "input must be"),
+            ("/responses", {"input": "x", "previous_response_id": "r"}, 400, "no response 'r'"),
+            ("/responses", {"input": "x", "background": True}, 400, "background=true"),
+            ("/responses", {"input": [{"type": "file"}]}, 400, "not offered here"),
+            ("/messages", {"messages": ASK}, 400, "max_tokens: this member is required"),
+            ("/messages", {"messages": ASK, "max_tokens": 1, "stop_sequences": ["a"]}, 400, "stop_sequences"),
+            ("/messages", {"messages": ASK, "max_tokens": 1, "tool_choice": {"type": "any"}}, 400, "tool_choice"),
+            ("/messages", {"messages": [{"role": "user", "content": 3}], "max_tokens": 1}, 400, "must be"),
+            ("/chat/completions", b" " * 10_001, 413, "max_body_bytes=10000"),
+            ("/embeddings", {}, 404, "is not offered here"),
+        ]
+        for path, body, status, message in bad:
+            answer = attempt.post(path, body)
+            assert answer.status_code == status, (body, answer.text)
+            said = answer.json()
+            assert message in said["error"]["message"]
+            assert ("type" in said) == (path == "/messages")
+            assert said["error"]["type"] in ("invalid_request_error", "request_too_large", "not_found_error")
+            assert answer.headers["x-should-retry"] == "false"
+        assert attempt.post("/chat/completions", {"messages": ASK}).status_code == 200
+    assert attempt.trajectory.stop_reason == "stop"
+    assert attempt.trajectory.metrics["turns"] == 1
+
+
+def test_official_clients_raise_their_own_errors() -> None:
+    with Open(Engine("Hi")) as attempt:
+        client = openai.OpenAI(base_url=attempt.url, api_key="sk-wrong")
+        with pytest.raises(openai.AuthenticationError, match="key is wrong"):
+            client.chat.completions.create(model="m", messages=ASK)  # type: ignore[arg-type]
+        other = anthropic.Anthropic(base_url=attempt.url, api_key="sk-wrong-too")
+        with pytest.raises(anthropic.AuthenticationError, match="key is wrong"):
+            other.messages.create(model="m", messages=ASK, max_tokens=9)  # type: ignore[arg-type]
+        other = anthropic.Anthropic(base_url=attempt.url.removesuffix("/v1"), api_key=attempt.key)
+        with pytest.raises(anthropic.BadRequestError, match="text only"):
+            block = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1"}}
+            said: Any = [{"role": "user", "content": [block]}]
+            other.messages.create(model="m", messages=said, max_tokens=9)
+        assert other.messages.create(model="m", messages=ASK, max_tokens=9)  # type: ignore[arg-type]
+        assert [m.id for m in openai.OpenAI(base_url=attempt.url, api_key=attempt.key).models.list()] == ["policy"]
+
+
+def test_keys_are_one_attempts_own_and_void_after_its_end() -> None:
+    keys: list[str] = []
+    late: list[int] = []
+
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        keys.append(api_key)
+        plain_program.once({}, base_url, api_key)
+        while len(keys) < 3:
+            time.sleep(0.01)
+        if api_key == keys[2]:
+            time.sleep(0.3)  # the others have ended
+            for key in keys:
+                answer = httpx.post(base_url + "/chat/completions", json={"messages": ASK}, headers={"x-api-key": key})
+                late.append(answer.status_code)
+        return 1.0
+
+    play(main, Engine("Hi"), number=3)
+    assert len(set(keys)) == 3 and min(map(len, keys)) > 50
+    assert late == [401, 401, 200]
+
+
+def test_what_a_program_asks_about_sampling_is_counted_and_has_no_effect() -> None:
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        client.chat.completions.create(
+            model="m",
+            messages=ASK,
+            temperature=0.2,
+            top_p=0.5,
+            seed=3,
+            user="u",
+            max_completion_tokens=20,  # type: ignore[arg-type]
+        )
+        return 1.0
+
+    engine = Engine("Hi")
+    (trajectory,) = play(main, engine)
+    assert engine.asked[0].sampling == SamplingParams(max_new_tokens=20)
+    assert trajectory.metrics["ignored_parameters"] == 3
+
+
+# ---- limits --------------------------------------------------------------------------------------------------------
+
+
+def endless(row: Any, base_url: str, api_key: str) -> float:
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    said: list[Any] = list(ASK)
+    while True:
+        answer = client.chat.completions.create(model="m", messages=said).choices[0].message
+        said += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "more"}]
+
+
+def test_limits_that_the_policy_ran_into_are_scored_by_their_names() -> None:
+    (trajectory,) = play(endless, Engine("Hi"), max_turns=3)
+    assert (trajectory.stop_reason, trajectory.turn_rewards) == ("turns", [0.0, 0.0, 0.0])
+    assert trajectory.failure is None
+    (trajectory,) = play(endless, Engine("Hi"), max_turns=3, limit_reward=-1.0)
+    assert trajectory.turn_rewards == [0.0, 0.0, -1.0]
+    (trajectory,) = play(endless, Engine("Hi"), max_turns=3, limit_reward=None)
+    assert trajectory.turn_rewards == []
+    (trajectory,) = play(endless, Engine("Hi"), max_model_len=200)
+    assert trajectory.stop_reason == "tokens" and trajectory.metrics["turns"] > 2
+    assert max(len(row.token_ids) for row in trajectory.rows) <= 200
+    (trajectory,) = play(plain_program.once, Engine("Hi"), {"sleep": 3}, max_seconds=0.5)
+    assert (trajectory.stop_reason, trajectory.turn_rewards) == ("time", [0.0])
+
+
+def test_a_program_may_shorten_a_conversation_that_is_too_long_and_go_on() -> None:
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        with contextlib.suppress(openai.BadRequestError):
+            endless(row, base_url, api_key)
+        plain_program.once({}, base_url, api_key)
+        return 1.0
+
+    (trajectory,) = play(main, Engine("Hi"), max_model_len=200)
+    assert (trajectory.stop_reason, trajectory.turn_rewards[-1]) == ("stop", 1.0)
+    assert len(trajectory.rows) == 2
+
+
+def test_waiting_for_the_engine_takes_none_of_the_programs_time() -> None:
+    engine = Engine("Hi")
+    engine.wait = lambda request: asyncio.sleep(0.8)
+    (trajectory,) = play(plain_program.once, engine, max_seconds=0.6)
+    assert (trajectory.stop_reason, trajectory.turn_rewards) == ("stop", [0.5])
+
+
+def test_an_async_program_that_hangs_is_cancelled() -> None:
+    ended = threading.Event()
+
+    async def main(row: Any, base_url: str, api_key: str) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        await client.chat.completions.create(model="m", messages=ASK)  # type: ignore[arg-type]
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+        return 1.0
+
+    (trajectory,) = play(main, Engine("Hi"), max_seconds=0.4)
+    assert trajectory.stop_reason == "time"
+    assert ended.is_set()
+
+
+def test_more_requests_at_once_than_an_attempt_may_have_are_refused() -> None:
+    async def main(row: Any, base_url: str, api_key: str) -> float:
+        async with httpx.AsyncClient(headers={"x-api-key": api_key}, timeout=20) as client:
+            posts = [client.post(base_url + "/chat/completions", json={"messages": ASK}) for _ in range(6)]
+            statuses = sorted([answer.status_code for answer in await asyncio.gather(*posts)])
+            assert statuses == [200, 200, 429, 429, 429, 429]
+        return 1.0
+
+    engine = Engine("Hi")
+    engine.wait = lambda request: asyncio.sleep(1.0)
+    (trajectory,) = play(main, engine, max_requests=2)
+    assert trajectory.failure is None
+    assert len(trajectory.rows) == 2
+
+
+# ---- failures ------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_fails_is_a_failure_and_a_5xx() -> None:
+    seen: list[int] = []
+
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        try:
+            plain_program.once({}, base_url, api_key)
+        except urllib.error.HTTPError as error:
+            seen.append(error.code)
+        time.sleep(0.2)
+        return 1.0
+
+    async def engine(request: GenerationRequest) -> CompletionGroup:
+        raise RuntimeError("the engine is gone")
+
+    (trajectory,) = play(main, engine)
+    assert trajectory.stop_reason == "failure" and trajectory.turn_rewards == []
+    assert trajectory.failure == "RuntimeError: the engine is gone"
+    time.sleep(0.1)
+    assert seen == [503]
+
+
+def test_a_program_that_raises_dies_or_asks_for_nothing_is_a_failure() -> None:
+    (trajectory,) = play(plain_program.once, Engine("Hi"), {"raise": True})
+    assert trajectory.failure == "the program failed: RuntimeError: no such file"
+    (trajectory,) = play(lambda row, base_url, api_key: 1.0, Engine("Hi"))
+    assert trajectory.failure == "the program ended without a turn."
+    (trajectory,) = play(f"{PLAIN}:once", Engine("Hi"), {"raise": True}, process=True)
+    assert "RuntimeError: no such file" in str(trajectory.failure) and "Traceback" in str(trajectory.failure)
+    (trajectory,) = play(f"{PLAIN}:once", Engine("Hi"), {"die": True}, process=True)
+    assert "its process ended with exit code -9" in str(trajectory.failure)
+    assert trajectory.stop_reason == "failure" and trajectory.turn_rewards == []
+
+
+def test_what_is_no_reward_is_refused() -> None:
+    for reward in ("good", float("nan")):
+
+        def main(row: Any, base_url: str, api_key: str, reward: Any = reward) -> Any:
+            plain_program.once({}, base_url, api_key)
+            return reward
+
+        with pytest.raises(ValueError, match="must return a finite number or None"):
+            play(main, Engine("Hi"))
+    with pytest.raises(ValueError, match="a row goes to a process as JSON"):
+        play(f"{PLAIN}:once", Engine("Hi"), {"x": object()}, process=True)
+
+
+def gone(pid: int) -> bool:
+    for _ in range(100):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rsplit(")", 1)[1].split()[0] == "Z":
+                    return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("how", ["ends", "limit", "cancelled", "dies"])
+def test_no_process_and_no_socket_is_left(how: str, tmp_path: Path) -> None:
+    row = {"children": str(tmp_path / "pids"), "sleep": 0 if how in ("ends", "dies") else 60, "die": how == "dies"}
+    program = AgentProgram(f"{PLAIN}:once", process=True, max_seconds=3 if how == "limit" else None)
+    program.setup(TOKENIZER)
+    engine = Engine("Hi")
+
+    async def run() -> None:
+        task = asyncio.ensure_future(group(program, engine, row))
+        if how == "cancelled":
+            while not (tmp_path / "pids").exists():
+                await asyncio.sleep(0.05)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        else:
+            await task
+
+    before = listening()
+    asyncio.run(run())
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2 and all(gone(pid) for pid in pids)
+    assert listening() == before
+    assert not [thread for thread in threading.enumerate() if thread.name in ("endpoint", "program's process")]
+
+
+def listening() -> set[str]:
+    """Sockets of this process."""
+    return {
+        os.readlink(f"/proc/self/fd/{name}")
+        for name in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{name}") and os.readlink(f"/proc/self/fd/{name}").startswith("socket")
+    }
+
+
+def test_a_client_that_goes_away_gives_its_turn_up_and_asking_again_samples_the_same() -> None:
+    engine = Engine("Hi")
+    slow = asyncio.Event()
+
+    async def wait(request: GenerationRequest) -> None:
+        if len(engine.asked) == 1:
+            await slow.wait()
+
+    engine.wait = wait
+    with Open(engine) as attempt:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                attempt.url + "/chat/completions",
+                json={"messages": ASK, "stream": True},
+                headers={"x-api-key": attempt.key},
+                timeout=0.5,
+            )
+        until = time.monotonic() + 5
+        while not engine.cancelled and time.monotonic() < until:
+            time.sleep(0.02)
+        assert engine.cancelled == 1
+        assert attempt.post("/chat/completions", {"messages": ASK}).status_code == 200
+    assert [request.seed for request in engine.asked] == [0, 0]
+    assert engine.asked[0].token_ids == engine.asked[1].token_ids
+    assert len(attempt.trajectory.rows) == 1 and attempt.trajectory.metrics["turns"] == 1
+
+
+def test_half_a_request_is_not_a_turn() -> None:
+    with Open(Engine("Hi")) as attempt:
+        port = int(attempt.url.split(":")[2].split("/")[0])
+        with socket.create_connection(("127.0.0.1", port)) as half:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {attempt.key}\r\n"
+            half.sendall((head + 'Content-Length: 100\r\n\r\n{"messages"').encode())
+        assert attempt.post("/chat/completions", {"messages": ASK}).status_code == 200
+        with pytest.raises(OSError), socket.create_connection(("127.0.0.2", port), timeout=2):
+            pass  # only the loopback address answers
+    assert attempt.trajectory.metrics["turns"] == 1
+
+
+def test_fifty_sessions_at_once_keep_their_turns_apart() -> None:
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        said: list[Any] = [{"role": "user", "content": "count"}]
+        with httpx.Client(headers={"x-api-key": api_key}, timeout=60) as client:
+            for _ in range(3):
+                answer = client.post(base_url + "/chat/completions", json={"messages": said})
+                message = answer.raise_for_status().json()["choices"][0]["message"]
+                said += [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": "more"}]
+        return 1.0
+
+    class Numbered(Engine):
+        async def __call__(self, request: GenerationRequest) -> CompletionGroup:
+            await asyncio.sleep(request.seed % 7 / 100)
+            return await super().__call__(request)
+
+    engine = Numbered("first", "second", "third")
+    trajectories = play(main, engine, number=50, max_environments=50)
+    assert [t.failure for t in trajectories] == [None] * 50
+    for attempt, trajectory in enumerate(trajectories):
+        (row,) = trajectory.rows
+        for i, turn in enumerate(row.turn_ids):
+            if turn >= 0:
+                assert -row.logprobs[i] - 1 == pytest.approx(100 * attempt + turn, abs=0.1)
+        sound(trajectory, engine)
+
+
+def test_settings_out_of_range_are_refused_by_name() -> None:
+    bad: Sequence[tuple[str, Any]] = [("max_turns", 0), ("max_seconds", 0), ("limit_reward", float("nan"))]
+    for name, value in bad:
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            AgentProgram(plain_program.once, **{name: value})

@@ -1,0 +1,84 @@
+"""Replies are read by vLLM's parsers or by `renderers`, and malformed calls are told from none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightrl.environments.parsing import PlainParser, RendererParser, choose_parser
+from tests.environments.families import FAMILIES, make_tokenizer
+from tests.environments.scripted import ADD, spell
+
+QWEN = make_tokenizer(FAMILIES["qwen2.5"])
+GOOD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def chosen(tokenizer: Any = QWEN, **settings: Any) -> Any:
+    arguments = {"renderer": None, "tool_parser": None, "reasoning_parser": None, "tools": True}
+    return choose_parser(tokenizer, **{**arguments, **settings})
+
+
+def test_the_parser_that_fits_the_template_reads_parallel_calls() -> None:
+    pytest.importorskip("vllm")
+    reply = chosen().parse([], spell(QWEN, f"Let me see{GOOD}{GOOD}<|im_end|>"), [ADD], truncated=False)
+    assert [(c.name, c.arguments) for c in reply.tool_calls] == [("add", {"a": 1})] * 2
+    assert len({c.id for c in reply.tool_calls}) == 2
+    assert (reply.content, reply.errors) == ("Let me see", [])
+
+
+@pytest.mark.parametrize(
+    "bad", ['{"name": "add", "arguments": {', '{"arguments": {}}', '{"name": "add", "arguments": 3}']
+)
+def test_a_malformed_call_is_an_error_and_no_call(bad: str) -> None:
+    pytest.importorskip("vllm")
+    reply = chosen().parse([], spell(QWEN, f"<tool_call>\n{bad}\n</tool_call><|im_end|>"), [ADD], truncated=False)
+    assert reply.tool_calls == []
+    assert len(reply.errors) == 1
+
+
+def test_a_reply_without_a_call_has_neither_calls_nor_errors() -> None:
+    pytest.importorskip("vllm")
+    reply = chosen().parse([], spell(QWEN, "It is 3.<|im_end|>"), [ADD], truncated=False)
+    assert (reply.content, reply.tool_calls, reply.errors) == ("It is 3.", [], [])
+
+
+def test_reasoning_is_read_by_the_parser_that_is_named() -> None:
+    pytest.importorskip("vllm")
+    parser = chosen(reasoning_parser="deepseek_r1")
+    reply = parser.parse([], spell(QWEN, f"<think>hm</think>so{GOOD}<|im_end|>"), [ADD], truncated=False)
+    assert (reply.reasoning, reply.content, len(reply.tool_calls)) == ("hm", "so", 1)
+
+
+def test_without_tools_everything_is_content() -> None:
+    parser = chosen(tools=False)
+    assert isinstance(parser, PlainParser)
+    assert parser.parse([], spell(QWEN, "hello<|im_end|>"), [], truncated=False).content == "hello"
+
+
+def test_a_template_whose_calls_nobody_knows_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match="how this chat template writes tool calls is not known"):
+        chosen(make_tokenizer(FAMILIES["phi"]))
+    pytest.importorskip("vllm")
+    with pytest.raises(ValueError, match="vLLM has no 'hermess'"):
+        chosen(tool_parser="hermess")
+
+
+def test_a_renderer_reads_calls_thoughts_and_broken_calls() -> None:
+    pytest.importorskip("renderers")
+    from lightrl.environments.bridges import make_renderer
+
+    tokenizer = make_tokenizer(FAMILIES["qwen3"])
+    parser = chosen(tokenizer, renderer=make_renderer(tokenizer, "qwen3"))
+    assert isinstance(parser, RendererParser)
+    prompt = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    reply = parser.parse(
+        prompt, spell(tokenizer, f"<think>\nhm\n</think>\n\nso\n{GOOD}<|im_end|>"), [ADD], truncated=False
+    )
+    assert (reply.reasoning, reply.content.strip()) == ("hm", "so")
+    assert [(c.name, c.arguments) for c in reply.tool_calls] == [("add", {"a": 1})]
+    broken = parser.parse(
+        prompt, spell(tokenizer, "<tool_call>\n{oops\n</tool_call><|im_end|>"), [ADD], truncated=False
+    )
+    assert broken.tool_calls == []
+    assert "invalid_json" in broken.errors[0]

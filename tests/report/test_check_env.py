@@ -1,0 +1,138 @@
+"""`lightrl check-env`: environments that are right, and each kind of wrong."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightrl.cli import main
+from lightrl.environments import Attempts, Environment, Reply, Step, ToolEnvironment
+from lightrl.report.check_env import EnvironmentCheck, play
+from lightrl.types import SamplingParams
+from tests.environments.families import FAMILIES, make_tokenizer
+from tests.rollout.tasks import chat_model
+
+
+class Adder:
+    """Rewards an attempt that called the tool."""
+
+    def reset(self, **row: Any) -> None:
+        self.called = 0
+
+    def add(self, a: int, b: int) -> str:
+        """
+        Adds.
+
+        Args:
+            a: one
+            b: two
+        """
+        self.called += 1
+        return str(a + b)
+
+    def get_reward(self) -> float:
+        return 1.0 if self.called else 0.0
+
+
+class Says(Environment):
+    """Ends after a reply with the reward that `rewards` gives next: whatever the seed, where it is shared."""
+
+    shared = itertools.count()
+
+    async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": row["prompt"]}]
+
+    async def step(self, reply: Reply) -> Step:
+        return Step(done=True, reward=self.reward(reply))
+
+    def reward(self, reply: Reply) -> float:
+        return 1.0 if reply.content == "yes" else 0.0
+
+
+class Lucky(Says):
+    def reward(self, reply: Reply) -> float:
+        return float(next(self.shared))
+
+
+class Broken(Says):
+    def reward(self, reply: Reply) -> float:
+        raise KeyError("weather")
+
+
+class NotFinite(Says):
+    def reward(self, reply: Reply) -> float:
+        return float("nan")
+
+
+def check(environment: Any, family: str = "qwen2.5", **kwargs: Any) -> EnvironmentCheck:
+    tokenizer = make_tokenizer(FAMILIES[family])
+    attempts = Attempts(environment, max_turns=3)
+    attempts.setup(tokenizer)
+    rows = [{"prompt": "add 1 and 2"}, {"prompt": "add 2 and 3"}]
+    return play(attempts, rows, tokenizer, SamplingParams(max_new_tokens=200), **kwargs)
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3"])
+def test_a_tool_environment_is_called_by_its_template(family: str) -> None:
+    found = check(lambda: ToolEnvironment(Adder), family)
+    assert found.problems() == []
+    of = {p.script: p for p in found.played if p.row == 1 and not p.repeat}
+    assert set(of) == {"plain answer", "cut off", "calls add", "broken call"}
+    assert of["plain answer"].reward == 0.0 and of["plain answer"].trajectory.stop_reason == "stop"
+    assert of["cut off"].trajectory.stop_reason == "length"
+    called = of["calls add"].trajectory
+    assert called.stop_reason == "turns" and called.metrics["tool_calls"] == 3 and of["calls add"].reward == 1.0
+    assert sum(m["role"] == "tool" and m["content"] == "2" for m in called.messages) == 2
+    text = "\n".join(found.lines())
+    assert "rewards: 0 to 1" in text and "template: " in text
+
+
+def test_replies_of_ones_own_are_played() -> None:
+    found = check(Says, replies=["yes"])
+    assert {p.reward for p in found.played if p.script == "--replies"} == {1.0}
+    assert found.problems() == [] and found.notes == []
+    silent = check(Says)
+    assert silent.problems() == [] and "every reward was 0" in silent.notes[0]
+
+
+def test_luck_outside_the_seed_is_found() -> None:
+    assert any("played twice with one seed" in text for text in check(Lucky).problems())
+
+
+def test_failures_and_rewards_that_are_none_are_found() -> None:
+    assert "failed: KeyError: 'weather'" in check(Broken).problems()[0]
+    assert any("the reward is nan" in text for text in check(NotFinite).problems())
+
+
+def test_the_command_reads_the_class_from_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = chat_model(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "add 1 and 2"}) + "\n")
+
+    def config(environment: str) -> str:
+        path = tmp_path / "run.yaml"
+        content = {
+            "trainer": {"accelerator": "cpu", "devices": 1, "logger": False},
+            "model": {"class_path": "GRPOLightningModule", "init_args": {"actor": model}},
+            "data": {
+                "class_path": "RolloutDataModule",
+                "init_args": {
+                    "prompts": {"path": str(tmp_path / "rows.jsonl")},
+                    "environment": {"environment": {"class_path": f"{__name__}.{environment}"}, "max_turns": 2},
+                },
+            },
+        }
+        path.write_text(yaml.safe_dump(content))
+        return str(path)
+
+    main(["check-env", "--config", config("Says"), "--rows", "1"])
+    out = capsys.readouterr().out
+    assert "plain answer" in out and "No problem found." in out
+    with pytest.raises(SystemExit) as stop:
+        main(["check-env", config("Broken")])
+    assert stop.value.code == 1 and "problem: failed: KeyError: 'weather'" in capsys.readouterr().out

@@ -1,0 +1,219 @@
+"""The page of `lightrl view`, read as a file and used in a browser."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from lightrl.report.view import view
+from tests.report.browser import Browser, open_browser, why_not
+
+HOSTILE = "</script><script>window.owned=1</script><img src=x onerror='window.owned=1'>\u2028😀 &amp; ${1}"
+WORDS = ["What ", "is ", "7 * ", "8?", " <tool>", "multiply", "(7, 8)", "</tool>", "\n", "56", "It ", "is ", "56", "."]
+
+
+def record(
+    group: int, trajectory: int, rng: random.Random, *, text: str = "", length: int = 14, turns: int = 2
+) -> dict[str, Any]:
+    """A trajectory of some turns of four sampled tokens, context before each."""
+    tokens, turn_ids = [], []
+    for turn in range(turns):
+        tokens += [rng.choice(WORDS) for _ in range(length - 4)] + [rng.choice(WORDS) for _ in range(4)]
+        turn_ids += [-1] * (length - 4) + [turn] * 4
+    if text:
+        tokens[0] = text
+        tokens[-1] = text
+    sampled = [turn >= 0 for turn in turn_ids]
+
+    def numbers(low: float, high: float) -> list[float]:
+        return [round(rng.uniform(low, high), 5) if on else 0.0 for on in sampled]
+
+    failed = trajectory % 8 == 7
+    advantage = 0.0 if failed else rng.choice([-1.0, 0.0, 1.0])
+    return {
+        "rollout": 10, "rank": 0, "group": group, "trajectory": trajectory, "policy_version": 9,
+        "prompt": text or f"What is {group} * 8?", "completion": text or "It is 56.",
+        "messages": [{"role": "user", "content": text or "needle in the conversation" if trajectory == 5 else "hi"}],
+        "columns": {"answer": text or 56}, "stop_reason": "failure" if failed else "stop", "truncated": False,
+        "reward": None if failed else advantage / 2, "reward_parts": {"exact": 0.5}, "trained": not failed,
+        "turns": [
+            {"turn": t, "rewards": {"environment": 0.25 * t}, "advantage": advantage, "tokens": 4} for t in range(turns)
+        ],
+        "rows": [
+            {
+                "token_ids": list(range(len(tokens))), "tokens": tokens, "turns": turn_ids,
+                "policy_versions": [9 if on else -1 for on in sampled],
+                "advantages": [advantage * on for on in sampled],
+                "engine_logprobs": numbers(-3, 0), "old_logprobs": numbers(-3, 0),
+            }
+        ],
+    }  # fmt: skip
+
+
+def write(folder: Path, records: list[dict[str, Any]], rollout: int = 10) -> Path:
+    place = folder / "rollouts" / f"rollout={rollout:06d}"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "rank0.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with open_browser() as opened:
+        yield opened
+
+
+def run_of(folder: Path, count: int, **kwargs: Any) -> Path:
+    rng = random.Random(0)
+    return write(folder, [record(i // 4, i, rng, **kwargs) for i in range(count)])
+
+
+def shown(browser: Browser) -> list[int]:
+    """Numbers of the trajectories in the list."""
+    return browser.run("return [...document.querySelectorAll('nav button')].map(b => Number(b.dataset.i))")  # type: ignore[no-any-return]
+
+
+def pick(browser: Browser, name: str, value: str) -> None:
+    script = "const n = document.getElementById(arguments[0]); n.value = arguments[1];"
+    script += "n.dispatchEvent(new Event('change')); n.dispatchEvent(new Event('input'));"
+    browser.run(script, name, value)
+    time.sleep(0.3)
+
+
+def test_search_filters_and_order_choose_trajectories(browser: Browser, tmp_path: Path) -> None:
+    run = run_of(tmp_path, 24)
+    browser.open(view(run))
+    records = [json.loads(line) for line in next(run.glob("rollouts/*/rank0.jsonl")).open()]
+    assert shown(browser) == list(range(24))
+    pick(browser, "search", "NEEDLE in the")
+    assert shown(browser) == [5]
+    assert browser.run("return document.getElementById('count').textContent") == "1 of 24 trajectories"
+    pick(browser, "search", "nowhere to be found")
+    assert shown(browser) == [] and "No trajectory" in browser.run("return document.querySelector('main').textContent")
+    pick(browser, "search", "")
+    pick(browser, "stop", "failure")
+    assert shown(browser) == [7, 15, 23]
+    pick(browser, "stop", "")
+    pick(browser, "learnt", "up")
+    assert shown(browser) == [i for i, r in enumerate(records) if r["trained"] and r["turns"][0]["advantage"] > 0]
+    pick(browser, "learnt", "untrained")
+    assert shown(browser) == [7, 15, 23]
+    pick(browser, "learnt", "")
+    pick(browser, "order", "high")
+    rewards = [records[i]["reward"] for i in shown(browser)]
+    assert rewards[-3:] == [None] * 3 and rewards[:-3] == sorted(rewards[:-3], reverse=True)
+    assert browser.console() == []
+
+
+def test_a_group_stands_side_by_side_with_its_turns(browser: Browser, tmp_path: Path) -> None:
+    browser.open(view(run_of(tmp_path, 8, turns=3)))
+    browser.run("document.querySelectorAll('nav button')[5].click()")
+    articles = browser.run("return [...document.querySelectorAll('article')].map(a => a.innerText)")
+    assert len(articles) == 4 and all("turn 3" in text and "environment +0.5" in text for text in articles)
+    assert "#5" in browser.run("return document.querySelector('article.chosen').innerText")
+    assert browser.run("return document.querySelectorAll('article.chosen pre.sampled').length") == 3
+    browser.run("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'k'}))")
+    assert "#4" in browser.run("return document.querySelector('article.chosen').innerText")
+    assert browser.console() == []
+
+
+def test_overlays_colour_the_sampled_tokens(browser: Browser, tmp_path: Path) -> None:
+    browser.open(view(run_of(tmp_path, 4)))
+    colours = "return [...document.querySelectorAll('pre.sampled span')].map(s => s.style.background)"
+    found = {}
+    for name in ("mask", "advantage", "ratio", "gap", "surprise", "none"):
+        pick(browser, "overlay", name)
+        found[name] = browser.run(colours)
+    assert len(found["mask"]) == 4 * 2 * 4 and len(set(found["mask"])) == 1 and set(found["none"]) == {""}
+    records = [json.loads(line) for line in next(tmp_path.glob("rollouts/*/rank0.jsonl")).open()]
+    rows = [r["rows"][0] for r in records]
+    pairs = [
+        (row["old_logprobs"][i], row["engine_logprobs"][i])
+        for row in rows
+        for i, t in enumerate(row["turns"])
+        if t >= 0
+    ]
+    for (old, engine), ratio, gap in zip(pairs, found["ratio"], found["gap"], strict=True):
+        assert ("--pos" in ratio) == (old > engine) and ("--pos" in gap) == (engine > old)
+    advantages = [a for row in rows for a, t in zip(row["advantages"], row["turns"], strict=True) if t >= 0]
+    for advantage, colour in zip(advantages, found["advantage"], strict=True):
+        assert ("--pos" in colour and colour.endswith("0.750)")) == (advantage > 0)
+    assert browser.run("return document.querySelector('#overlay option[value=entropy]').disabled") is True
+    assert browser.console() == []
+
+
+def test_hostile_text_is_shown_and_inert(browser: Browser, tmp_path: Path) -> None:
+    run = write(tmp_path / "<b>run", [record(0, i, random.Random(i), text=HOSTILE) for i in range(2)])
+    browser.open(view(run))
+    assert browser.run("return window.owned === undefined && document.querySelector('img') === null")
+    assert HOSTILE in browser.run("return document.querySelector('article pre.sampled:last-of-type').textContent")
+    assert browser.run("return document.querySelector('h1').textContent") == "<b>run"
+    pick(browser, "search", "onerror='window")
+    assert shown(browser) == [0, 1] and browser.run("return window.owned === undefined")
+    assert browser.console() == []
+
+
+def test_two_thousand_trajectories_are_there_in_three_seconds(browser: Browser, tmp_path: Path) -> None:
+    page = view(run_of(tmp_path, 2000, length=60, turns=4))
+    seconds = []
+    while not seconds or (min(seconds) >= 3.0 and len(seconds) < 4):  # other work may share the processors
+        begin = time.perf_counter()
+        browser.open(page)
+        assert len(shown(browser)) == 2000
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < 3.0
+    begin = time.perf_counter()
+    pick(browser, "search", "needle")
+    assert shown(browser) == [5] and time.perf_counter() - begin < 1.5
+    assert browser.console() == []
+
+
+def test_pictures_are_in_the_page(browser: Browser, tmp_path: Path) -> None:
+    one = {**record(0, 0, random.Random(0)), "media": {"images": ["media/a.png", "../../../secret.png"]}}
+    run = write(tmp_path / "run", [one])
+    folder = run / "rollouts" / "rollout=000010"
+    (folder / "media").mkdir()
+    Image.new("RGB", (800, 400), (255, 0, 0)).save(folder / "media" / "a.png")
+    Image.new("RGB", (8, 8)).save(tmp_path / "secret.png")
+    browser.open(view(run))
+    sizes = browser.run("return [...document.images].map(i => [i.naturalWidth, i.naturalHeight])")
+    assert sizes == [[384, 192]]
+    assert browser.console() == []
+
+
+def test_nothing_is_fetched(tmp_path: Path) -> None:
+    text = view(run_of(tmp_path, 4)).read_text()
+    assert "http:" not in text and "https:" not in text and "default-src 'none'" in text
+
+
+def test_the_newest_rollouts_are_kept_in_whole_groups(tmp_path: Path) -> None:
+    for rollout in (2, 4, 6):
+        rows = [{**record(i // 4, i, random.Random(i)), "rollout": rollout} for i in range(8)]
+        write(tmp_path, rows, rollout)
+    text = view(tmp_path, max_trajectories=14).read_text()
+    head = json.loads(text.split('id="head">')[1].split("</script>")[0])
+    assert [(t["rollout"], t["trajectory"]) for t in head["list"]] == [
+        *((4, i) for i in range(4, 8)), *((6, i) for i in range(8)),
+    ]  # fmt: skip
+    assert head["leftOut"] == 1
+
+
+def test_a_folder_without_trajectories_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no saved trajectories.*SaveRollouts"):
+        view(tmp_path)
+    with pytest.raises(ValueError, match="max_trajectories=0"):
+        view(tmp_path, max_trajectories=0)
+    run = write(tmp_path, [record(0, 0, random.Random(0))])
+    path = next(run.glob("rollouts/*/rank0.jsonl"))
+    path.write_text(path.read_text() + '{"half')
+    with pytest.raises(ValueError, match=r"rank0.jsonl, line 2: not JSON"):
+        view(run)

@@ -1,0 +1,103 @@
+"""Clients that send half a request, too long headers, or too many at once: the server stays there for others."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+HALVES = {
+    "nothing": b"",
+    "headers": b"POST /score HTTP/1.1\r\nHost: x\r\nX-Slow: ",
+    "body": b"POST /score HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Length: 1000\r\n\r\n{",
+}
+
+
+def connect(server, sent: bytes) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    client.sendall(sent)
+    return client
+
+
+def closed(client: socket.socket) -> bool:
+    """Whether the server has closed the connection, perhaps after an answer."""
+    client.settimeout(10)
+    try:
+        while client.recv(4096):
+            pass
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def score(server, token: str | None = None) -> httpx.Response:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    body = {"prompts": ["p"], "completions": ["abc"]}
+    return httpx.post(server.url, json=body, headers=headers, trust_env=False, timeout=20)
+
+
+def open_files(server) -> int:
+    return len(os.listdir(f"/proc/{server.process.pid}/fd"))
+
+
+@pytest.mark.parametrize("token", [None, "secret"])
+@pytest.mark.parametrize("half", HALVES)
+def test_three_hundred_half_sent_requests_hold_nothing(serve, half, token):
+    server = serve("length", token=token, read_timeout=2.0, max_connections=100)
+    before = open_files(server)
+    clients = []
+    for _ in range(300):
+        clients.append(connect(server, HALVES[half]))
+    # 300 are more than 100 connections: the oldest ones made room, and a whole request still gets its answer.
+    assert score(server, token).json() == {"rewards": [3.0]}
+    assert open_files(server) <= before + 101
+    start = time.monotonic()
+    assert all(closed(client) for client in clients)
+    assert time.monotonic() - start < 8
+    assert open_files(server) <= before + 2
+    assert score(server, token).json() == {"rewards": [3.0]}
+
+
+def test_bytes_that_drip_in_do_not_lengthen_the_time(serve):
+    server = serve("length", read_timeout=1.0)
+    client = connect(server, HALVES["headers"])
+    start = time.monotonic()
+    with pytest.raises((BrokenPipeError, ConnectionResetError)):
+        while time.monotonic() - start < 10:
+            client.sendall(b"a")
+            time.sleep(0.05)
+
+
+def test_a_second_request_on_a_kept_connection_has_its_own_time(serve):
+    server = serve("length", read_timeout=1.5)
+    with httpx.Client(trust_env=False, timeout=10) as client:
+        body = {"prompts": ["p"], "completions": ["abc"]}
+        for _ in range(3):  # 3 x 0.8 seconds are more than 1.5
+            assert client.post(server.url, json=body).json() == {"rewards": [3.0]}
+            time.sleep(0.8)
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    kept = connect(server, whole)
+    assert kept.recv(4096).startswith(b"HTTP/1.1 200")
+    kept.sendall(whole[:10])
+    start = time.monotonic()
+    assert closed(kept) and time.monotonic() - start < 4  # the rest never came; idling alone may take five seconds
+
+
+def test_a_function_may_take_longer_than_reading(serve):
+    server = serve("pause", read_timeout=0.5)
+    assert score(server).json() == {"rewards": [3.0]}
+
+
+def test_headers_beyond_the_limit_are_refused(serve):
+    server = serve("length")
+    client = connect(server, b"POST /score HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 40_000)
+    start = time.monotonic()
+    assert closed(client) and time.monotonic() - start < 5

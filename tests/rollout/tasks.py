@@ -1,0 +1,198 @@
+"""Environments with a tiny model that samples at random: whole runs of the pipeline over several turns."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import seed_everything
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from lightrl.algorithms import GRPOLightningModule
+from lightrl.algorithms.hooks import RLCallback
+from lightrl.callbacks import LedgerCanary, WeightSync
+from lightrl.data.prompts import PromptSource
+from lightrl.engines.transformers.engine import TransformersEngine
+from lightrl.environments import Environment, EnvironmentFailedError, Reply, Step
+from lightrl.rollout import EnvironmentEpisode, RolloutDataModule
+from lightrl.types import Experience, Rollouts, SamplingParams
+from tests.environments.families import FAMILIES, make_tokenizer
+from tests.toys import quiet_trainer
+
+
+def chat_model(folder: Path, family: str = "qwen2.5", seed: int = 0) -> str:
+    """A model with a family's chat template and random weights."""
+    tokenizer = make_tokenizer(FAMILIES[family])
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,  # heads of 32, which vLLM can do
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+class Letters(Environment):
+    """Asks again until a reply has an even number of characters; rewards vowels. The policy alone decides the end.
+
+    Attributes:
+        seen: (prompt, seed) of every reset.
+        alive: environments that were reset and not closed.
+    """
+
+    seen: list[tuple[Any, int]] = []  # noqa: RUF012 - of all objects
+    alive = 0
+
+    def __init__(self, delay: float = 0.0) -> None:
+        self.delay = delay
+
+    async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
+        type(self).seen.append((row["prompt"], seed))
+        type(self).alive += 1
+        return [{"role": "user", "content": f"{row['prompt']} {seed % 10}"}]
+
+    async def step(self, reply: Reply) -> Step:
+        await asyncio.sleep(self.delay)
+        reward = sum(c in "aeiou" for c in reply.content) / 10
+        if len(reply.content) % 3 == 0:
+            return Step(reward=reward, done=True)
+        return Step([{"role": "user", "content": f"again {len(reply.content)}"}], reward=reward)
+
+    async def finish(self, stop_reason: str) -> float:
+        return 1.0 if stop_reason == "stop" else 0.0
+
+    async def close(self) -> None:
+        type(self).alive -= 1
+
+
+class Numbered(Letters):
+    """The n-th environment of a run gets a fixed reward after one turn, or fails in some way.
+
+    Args:
+        rewards: n-th -> reward; None fails; the last goes for all that follow.
+    """
+
+    made = 0
+
+    def __init__(self, rewards: list[float | None], how: str = "raise") -> None:
+        super().__init__()
+        self.reward = rewards[min(Numbered.made, len(rewards) - 1)]
+        self.how = how
+        Numbered.made += 1
+
+    async def step(self, reply: Reply) -> Step:
+        if self.reward is not None:
+            return Step(reward=self.reward, done=True)
+        if self.how == "raise":
+            raise EnvironmentFailedError("the sandbox is gone")
+        if self.how == "connection":
+            raise ConnectionResetError("the tool server was killed")
+        return Step(failure="no sandbox left", done=True)
+
+    async def finish(self, stop_reason: str) -> float:
+        return 0.0
+
+
+class Keep(RLCallback):
+    """Remembers rollouts, experiences and metrics.
+
+    Attributes:
+        gaps: per rollout, the largest difference between the trainer's log-probs and those that were sampled.
+    """
+
+    def __init__(self, compare: bool = True) -> None:
+        self.compare = compare
+        self.rollouts: list[Rollouts] = []
+        self.experiences: list[Experience] = []
+        self.metrics: list[dict[str, float]] = []
+        self.evaluated: list[Rollouts] = []
+        self.gaps: list[float] = []
+
+    def on_rollout_scored(self, trainer: Any, module: Any, rollouts: Rollouts) -> None:
+        self.rollouts.append(rollouts)
+        if self.compare:
+            r = rollouts
+            with torch.no_grad():
+                out = module.actor(r.token_ids, r.attention_mask, r.response_mask, group_ids=r.group_ids)
+            self.gaps.append(float((out.logprobs - r.engine_logprobs)[r.response_mask].abs().max()))
+
+    def on_experience_made(self, trainer: Any, module: Any, experience: Experience) -> None:
+        self.experiences.append(experience)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.metrics.append(outputs)
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.evaluated.append(batch)
+
+
+class TimedEngine(TransformersEngine):
+    """Says when it was asked what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+        self.threads: set[str] = set()
+
+    def check_request(self, request: Any) -> None:
+        self.times.append(time.perf_counter())
+        self.threads.add(threading.current_thread().name)
+        super().check_request(request)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def make_data(environment: Any = Letters, episode: Any = None, **kwargs: Any) -> RolloutDataModule:
+    """Rollouts of four prompts, four attempts each."""
+    settings = {"max_turns": 3, "on_truncated": "continue", **(episode or {})}
+    arguments: dict[str, Any] = {
+        "prompts": PromptSource(
+            rows=[{"prompt": f"say {word}", "word": word} for word in ("one", "two", "six", "ten")]
+        ),
+        "engine": TransformersEngine(),
+        "environment": EnvironmentEpisode(environment, **settings),
+        "sampling": SamplingParams(max_new_tokens=6),
+        "group_size": 4,
+        "prompts_per_rollout": 4,
+        "rollouts_per_epoch": 2,
+        "seed": 0,
+    }
+    return RolloutDataModule(**{**arguments, **kwargs})
+
+
+def fit(
+    path: Any,
+    callbacks: Any = (),
+    module: Any = None,
+    trainer: Any = None,
+    ckpt_path: Any = None,
+    compare: bool = True,
+    **data: Any,
+) -> tuple[Any, Keep]:
+    """A whole `Trainer.fit`, with the canary."""
+    seed_everything(0, verbose=False)
+    Letters.seen, Letters.alive, Numbered.made = [], 0, 0
+    keep = Keep(compare)
+    module = module or GRPOLightningModule(path, kl=None, optimizer=sgd)
+    fitter = quiet_trainer(
+        callbacks=[WeightSync(), LedgerCanary(num_trajectories=64), keep, *callbacks], **(trainer or {})
+    )
+    fitter.fit(module, make_data(**data), ckpt_path=ckpt_path)
+    return module, keep

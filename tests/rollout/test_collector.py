@@ -1,0 +1,313 @@
+"""The pipeline with a scripted engine: turns, retries, time limits, restarts, errors, and who waits for what."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lightrl.engines.base import EngineDiedError, EngineRestartedError
+from lightrl.rewards.base import RewardError
+from lightrl.rewards.scorer import RewardScorer
+from lightrl.rollout.collation import collate, trajectory_metrics
+from lightrl.rollout.collector import Collection, Collector, RolloutStalledError
+from lightrl.rollout.episodes import Ask, Episode, SingleTurn, Task, one_turn
+from lightrl.types import GenerationRequest, Prompts, SamplingParams, Trajectory, TrajectoryRow
+from tests.rollout.conftest import ScriptedEngine
+
+PROMPTS = Prompts(token_ids=[[1, 2], [3]], texts=["p", "q"], columns={"answer": ["x", "y"]}, indices=[7, 9])
+
+
+def tasks(group_size: int = 2) -> list[Task]:
+    return [
+        Task(
+            PROMPTS[[i]],
+            tuple(range(group_size)),
+            10 + i,
+            SamplingParams(max_new_tokens=4),
+            None,
+            64,
+            name=f"prompt {i}",
+        )
+        for i in range(2)
+    ]
+
+
+class TwoTurns(Episode):
+    """Each attempt samples twice; between the turns the environment says token 99. Attempts may be told to fail."""
+
+    max_retries = 2
+
+    def __init__(self, fails: Callable[[Task, int], bool] = lambda task, attempt: False) -> None:
+        self.fails = fails
+        self.seen: list[Task] = []
+        self.closed = False
+
+    async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
+        self.seen.append(task)
+        return list(await asyncio.gather(*(self.attempt(task, ask, attempt) for attempt in task.attempts)))
+
+    async def attempt(self, task: Task, ask: Ask, attempt: int) -> Trajectory:
+        ids, turns, versions = list(task.prompt.token_ids[0]), [-1] * len(task.prompt.token_ids[0]), []
+        versions = [-1] * len(ids)
+        for turn in range(2):
+            request = GenerationRequest(list(ids), task.sampling, task.turn_seed(attempt, turn), name=task.name)
+            group = await ask(request)
+            sampled = group.completions[0].token_ids
+            ids, turns = ids + sampled + [99], turns + [turn] * len(sampled) + [-1]
+            versions += [group.policy_version] * len(sampled) + [-1]
+        if self.fails(task, attempt):
+            return task.failed("the sandbox is gone")
+        row = TrajectoryRow(ids, turns, [-0.5 if t >= 0 else 0.0 for t in turns], versions)
+        said = [{"role": "user", "content": task.prompt.texts[0]}, {"role": "assistant", "content": str(attempt)}]
+        return Trajectory([row], f"answer {attempt}", "turns", said, [0.25, 0.5], metrics={"turns": 2.0})
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def collector() -> Iterator[Callable[..., Collector]]:
+    made: list[Collector] = []
+
+    def make(engine: Any = None, episode: Any = None, rewards: Any = (), **kwargs: Any) -> Collector:
+        arguments = {"ready": lambda: None, "world_size": 1, "stall_timeout": 30.0, **kwargs}
+        scorer = RewardScorer(list(rewards)) if rewards else None
+        made.append(Collector(engine or ScriptedEngine(), episode or SingleTurn(), scorer, **arguments))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+        if one.scorer is not None:
+            one.scorer.close()
+    names = ("lightrl-sampling", "lightrl-episodes")
+    assert not [thread for thread in threading.enumerate() if thread.name in names]
+
+
+def test_a_single_turn_asks_once_per_prompt_with_the_prompts_own_seed(collector: Any) -> None:
+    engine = ScriptedEngine()
+    groups = collector(engine).start(tasks()).finish()
+    assert [(r.token_ids, r.seed, r.num_completions) for r in engine.asked] == [([1, 2], 10, 2), ([3], 11, 2)]
+    rows = collate(groups, 0, 1.0)
+    assert rows.token_ids.tolist() == [[1, 2, 49, 50]] * 2 + [[3, 49, 50, 0]] * 2
+    assert rows.trajectory_ids.tolist() == [0, 1, 2, 3] and rows.group_ids.tolist() == [0, 0, 1, 1]
+    assert rows.turn_ids is None and rows.policy_versions is None and rows.policy_version == 3
+    assert rows.stop_reasons == ["stop"] * 4 and not rows.truncated.any() and rows.messages == []
+
+
+def test_an_engine_of_this_process_samples_in_the_calling_thread_and_another_beside_it(collector: Any) -> None:
+    here, beside = ScriptedEngine(), ScriptedEngine(beside=True)
+    for engine in (here, beside):
+        collector(engine).start(tasks()).finish()
+    assert here.threads == {threading.current_thread().name} and beside.threads == {"lightrl-sampling"}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_turn_is_asked_for_while_others_run(beside: bool, collector: Any) -> None:
+    """The second turn of prompt 1 is asked for before the first of prompt 0 is answered."""
+    engine = ScriptedEngine(beside=beside)
+    engine.hold = lambda request: request.token_ids == [1, 2] and len(engine.asked) < 6
+    rows = collate(collector(engine, TwoTurns()).start(tasks()).finish(), 0, 1.0)
+    assert [r.token_ids for r in engine.asked[2:6]] == [[3], [3], [3, 49, 50, 99], [3, 49, 50, 99]]
+    assert rows.token_ids[2].tolist() == [3, 49, 50, 99, 49, 50, 99, 0]
+    assert rows.turn_ids is not None and rows.turn_ids[2].tolist() == [-1, 0, 0, -1, 1, 1, -1, -1]
+    assert rows.response_mask[2].tolist() == [False, True, True, False, True, True, False, False]
+    assert rows.turn_rewards["environment"][2].tolist() == [0, 0, 0.25, 0, 0, 0.5, 0, 0]
+    assert rows.rewards.tolist() == [0.75] * 4 and rows.stop_reasons == ["turns"] * 4 and bool(rows.truncated.all())
+    assert len({r.seed for r in engine.asked}) == 8, "each attempt and turn has a seed of its own"
+
+
+def test_rewards_get_messages_and_copies_of_the_token_ids(collector: Any) -> None:
+    def spoils(completion_ids: list[list[int]], messages: list[Any], answer: list[str], **_: Any) -> list[float]:
+        for ids, said in zip(completion_ids, messages, strict=True):
+            assert ids == [49, 50, 49, 50] and said[1]["role"] == "assistant"
+            ids.clear()
+            said[1]["content"] = "spoilt"
+            said.clear()
+        return [float(i) for i in range(len(answer))]
+
+    rows = collate(collector(episode=TwoTurns(), rewards=[spoils]).start(tasks()).finish(), 0, 1.0)
+    assert rows.token_ids[2].tolist()[:7] == [3, 49, 50, 99, 49, 50, 99]
+    assert rows.rewards.tolist() == [0.75, 1.75, 0.75, 1.75]
+    assert rows.messages[1][1] == {"role": "assistant", "content": "1"}
+
+
+def test_failed_attempts_are_made_again_with_the_same_seeds(collector: Any) -> None:
+    episode = TwoTurns(fails=lambda task, attempt: attempt == 1 and task.retry == 0)
+    engine = ScriptedEngine()
+    collection = collector(engine, episode).start(tasks())
+    groups = collection.finish()
+    assert (collection.retried, collection.failed) == (2, 0)
+    assert [task.attempts for task in episode.seen] == [(0, 1), (0, 1), (1,), (1,)]
+    seeds = [r.seed for r in engine.asked if r.token_ids == [3]]
+    assert len(seeds) == 3 and seeds[2] == seeds[1] != seeds[0]
+    assert [t.stop_reason for group in groups for t in group.trajectories] == ["turns"] * 4
+
+
+def test_what_failed_for_good_has_no_reward_and_is_not_scored(collector: Any) -> None:
+    scored: list[str] = []
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        scored.extend(completions)
+        return [1.0] * len(completions)
+
+    episode = TwoTurns(fails=lambda task, attempt: task.seed == 11 and attempt == 0)
+    collection = collector(episode=episode, rewards=[reward]).start(tasks())
+    groups = collection.finish()
+    rows = collate(groups, 0, 1.0)
+    assert (collection.retried, collection.failed) == (2, 1)
+    assert sorted(scored) == ["answer 0", "answer 1", "answer 1"]
+    assert [math.isnan(r) for r in rows.rewards.tolist()] == [False, False, True, False]
+    assert [math.isnan(r) for r in rows.reward_parts["reward"].tolist()] == [False, False, True, False]
+    assert rows.stop_reasons == ["turns", "turns", "failure", "turns"] and not rows.response_mask[2].any()
+    metrics = trajectory_metrics(groups)
+    assert metrics["rollout/stop_turns"] == 0.75 and metrics["rollout/stop_failure"] == 0.25
+    assert metrics["rollout/turns"] == 2.0, "a mean over those that measured it"
+
+
+def test_too_many_failures_stop_the_run_with_the_cause(collector: Any) -> None:
+    episode = TwoTurns(fails=lambda task, attempt: task.seed == 11 or attempt == 0)
+    with pytest.raises(RuntimeError, match=r"3 of 4 .* each 3 times.*TwoTurns allows max_failed=0.5.*sandbox is gone"):
+        collector(episode=episode).start(tasks()).finish()
+
+
+def test_a_time_limit_cancels_the_request(collector: Any) -> None:
+    class Limited(Episode):
+        async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
+            request = task.prompt.request(0, task.sampling, task.seed, len(task.attempts))
+            try:
+                return one_turn(await asyncio.wait_for(ask(request), 0.1))
+            except TimeoutError:
+                return [Trajectory(task.failed("").rows, "", "time") for _ in task.attempts]
+
+    engine = ScriptedEngine(beside=True)
+    engine.hold = lambda request: request.token_ids == [3]
+    groups = collector(engine, Limited()).start(tasks()).finish()
+    assert [t.stop_reason for group in groups for t in group.trajectories] == ["stop", "stop", "time", "time"]
+    assert [r.token_ids for r in engine.cancelled] == [[3]]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_restarted_engine_is_asked_again_for_what_was_lost(beside: bool, collector: Any) -> None:
+    pushes: list[int] = []
+    deaths = [3, 6]
+
+    def answer(request: GenerationRequest) -> str:
+        if deaths and len(engine.asked) >= deaths[0]:
+            deaths.pop(0)
+            raise EngineRestartedError("died.")
+        return "12"
+
+    engine = ScriptedEngine(answer, beside=beside)
+    rows = collate(collector(engine, TwoTurns(), ready=lambda: pushes.append(0)).start(tasks()).finish(), 0, 1.0)
+    assert len(pushes) == 2 and not deaths
+    whole = collate(collector(episode=TwoTurns()).start(tasks()).finish(), 0, 1.0)
+    assert rows.token_ids.tolist() == whole.token_ids.tolist()
+    assert len({r.seed for r in engine.asked}) == 8, "what is asked again has the seed it had"
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_rollout(collector: Any) -> None:
+    def answer(request: GenerationRequest) -> str:
+        raise EngineRestartedError("died.")
+
+    with pytest.raises(EngineDiedError, match="died 4 times in one rollout"):
+        collector(ScriptedEngine(answer)).start(tasks()).finish()
+    with pytest.raises(EngineDiedError, match="one process only"):
+        collector(ScriptedEngine(answer), world_size=2).start(tasks()).finish()
+    with pytest.raises(EngineRestartedError):
+        collector(ScriptedEngine(answer)).start(tasks(), recover=False).finish()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_error_of_a_reward_function_ends_generation_at_once(beside: bool, collector: Any) -> None:
+    def raises(**_: Any) -> list[float]:
+        raise KeyError("oops")
+
+    engine = ScriptedEngine(beside=beside)
+    engine.hold = lambda request: request.token_ids == [3]  # for ever
+    begin = time.monotonic()
+    with pytest.raises(RewardError, match="raises.*oops"):
+        collector(engine, rewards=[raises]).start(tasks()).finish()
+    assert time.monotonic() - begin < 5
+
+
+def test_an_error_of_an_episode_is_the_runs_error(collector: Any) -> None:
+    class Breaks(Episode):
+        async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
+            raise ZeroDivisionError("mistake")
+
+    with pytest.raises(ZeroDivisionError, match="mistake"):
+        collector(episode=Breaks()).start(tasks()).finish()
+
+
+class Hangs(Episode):
+    async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+
+def hangs(**_: Any) -> list[float]:
+    time.sleep(20)
+    return []
+
+
+def test_a_rollout_without_progress_says_what_it_waits_for(collector: Any) -> None:
+    begin = time.monotonic()
+    quick = {"stall_timeout": 0.3}
+    with pytest.raises(RolloutStalledError, match=r"0.3 seconds.*episodes Hangs \(2 groups, the first of prompt 0\)"):
+        collector(episode=Hangs(), **quick).start(tasks()).finish()
+    with pytest.raises(RolloutStalledError, match=r"reward functions hangs \(2 groups"):
+        collector(rewards=[hangs], **quick).start(tasks()).finish()
+    assert time.monotonic() - begin < 10
+
+
+def test_an_engine_that_hangs_in_another_process_ends_the_rollout(collector: Any) -> None:
+    wake = threading.Event()
+
+    class Hung(ScriptedEngine):
+        def generate(self, requests: Any) -> Any:
+            wake.wait()  # as a call into a stopped process
+            yield from ()
+
+    with pytest.raises(RolloutStalledError, match=r"engine Hung \(2 requests, the first for prompt 0"):
+        collected = collector(Hung(beside=True), stall_timeout=0.3).start(tasks())
+        collected.finish()
+    assert collected.stuck
+    wake.set()
+
+
+def test_slow_progress_is_no_stall(collector: Any) -> None:
+    class Slow(Episode):
+        async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
+            for turn in range(4):
+                await asyncio.sleep(0.15)
+                group = await ask(task.prompt.request(0, task.sampling, task.turn_seed(0, turn), len(task.attempts)))
+            return one_turn(group)
+
+    assert len(collector(episode=Slow(), stall_timeout=0.4).start(tasks()).finish()) == 2
+
+
+def test_giving_up_ends_episodes_threads_and_requests(collector: Any) -> None:
+    engine, episode = ScriptedEngine(beside=True), TwoTurns()
+    engine.hold = lambda request: True
+    made = collector(engine, episode)
+    collection: Collection = made.start(tasks())
+    begin = time.monotonic()
+    assert made.close() is False
+    assert episode.closed and not collection.stuck and time.monotonic() - begin < 3
+
+
+def test_groups_are_handed_out_as_they_finish(collector: Any) -> None:
+    engine = ScriptedEngine(beside=True)
+    held = [True]
+    engine.hold = lambda request: held[0] and request.token_ids == [1, 2]
+    collection = collector(engine).start(tasks())
+    assert collection.next() == [1] and not collection.exhausted
+    held[0] = False
+    assert collection.next() == [0] and collection.exhausted

@@ -1,0 +1,198 @@
+"""Environments with real vLLM, in several processes, killed and resumed.
+
+The file is its own script: Lightning starts the second process of a run by running it again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.algorithms import GRPOLightningModule
+from lightrl.callbacks import RolloutCheckpoint
+from lightrl.objectives.advantages import GroupRelative
+from tests.rollout.tasks import Letters, chat_model, fit, sgd
+from tests.toys import KeptEngine, ThreadEngine
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return chat_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[Any]:
+    pytest.importorskip("vllm")
+    engine = KeptEngine(in_process=False, restart_engine=True, max_model_len=256)
+    yield engine
+    engine.end()
+
+
+def same(module: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+
+
+def close(module: Any, other: Any) -> bool:
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+
+
+# ---- vLLM ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_in_this_process_samples_rows_whose_logprobs_are_those_trained(path: str) -> None:
+    pytest.importorskip("vllm")
+    from lightrl.engines.vllm.engine import VLLMEngine
+
+    _, keep = fit(path, engine=VLLMEngine(max_model_len=256))  # the canary asks vLLM about each row, at 1e-5
+    assert max(keep.gaps) < 2e-5 and keep.metrics[1]["rollout/turns"] > 1
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_forks_of_a_template_that_rewrites_are_proven_by_vllm_too(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    from lightrl.engines.vllm.engine import VLLMEngine
+
+    path = chat_model(tmp_path, "deepseek")
+    _, keep = fit(path, engine=VLLMEngine(max_model_len=256), rollouts_per_epoch=1)
+    assert keep.metrics[0]["rollout/forks"] > 0 and len(keep.rollouts[0]) > 16 and max(keep.gaps) < 2e-5
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_streaming_makes_the_same_update_as_waiting(vllm: Any, path: str) -> None:
+    ends = []
+    for streaming in (False, True):
+        module = GRPOLightningModule(path, kl=None, optimizer=sgd, advantage=GroupRelative(scale="none"))
+        ends.append(fit(path, module=module, engine=vllm, streaming=streaming, compare=False)[0])
+    assert close(ends[0], ends[1])
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_staleness_samples_environments_beside_the_update(vllm: Any, path: str) -> None:
+    _, keep = fit(path, engine=vllm, staleness=1, rollouts_per_epoch=3, compare=False)
+    assert [m["rollout/staleness"] for m in keep.metrics] == [0, 1, 1]
+    assert all(m["rollout/turns"] > 1 for m in keep.metrics)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_engine_that_is_killed_in_the_middle_of_turns_is_started_again(vllm: Any, path: str) -> None:
+    class Kills(Letters):
+        """The tenth reply of the run is answered after the engine is gone."""
+
+        steps = 0
+
+        async def step(self, reply: Any) -> Any:
+            Kills.steps += 1
+            if Kills.steps == 10:
+                for pid in vllm.process_ids:
+                    os.kill(pid, signal.SIGKILL)
+            return await super().step(reply)
+
+    quiet, expected = fit(path, engine=vllm, rollouts_per_epoch=2)
+    module, keep = fit(path, engine=vllm, environment=Kills, rollouts_per_epoch=2)
+    assert torch.equal(keep.rollouts[0].token_ids, expected.rollouts[0].token_ids), "seeds belong to attempts and turns"
+    assert keep.metrics[0]["rollout/stop_failure"] == 0 and close(module, quiet)
+
+
+# ---- staleness and streaming without vLLM: the engine computes in a thread ---------------------------------------
+
+
+def test_streaming_learns_from_trajectories_of_many_rows_as_they_finish(tmp_path: Path) -> None:
+    path = chat_model(tmp_path, "deepseek")
+    ends = []
+    for streaming in (False, True):
+        module = GRPOLightningModule(path, kl=None, optimizer=sgd, advantage=GroupRelative(scale="none"))
+        ends.append(fit(path, module=module, engine=ThreadEngine(), streaming=streaming, compare=False)[0])
+    assert close(ends[0], ends[1])
+
+
+# ---- killed and resumed ----------------------------------------------------------------------------------------------
+
+
+def resumable(folder: Path, path: str, kill_at: int = 0, ckpt_path: str | None = None) -> Any:
+    class Dies(Letters):
+        """The process is killed in the step of that number."""
+
+        steps = 0
+
+        async def step(self, reply: Any) -> Any:
+            Dies.steps += 1
+            if Dies.steps == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return await super().step(reply)
+
+    checkpoint = RolloutCheckpoint(1, dirpath=str(folder / "checkpoints"))
+    trainer = {"enable_checkpointing": True}
+    return fit(path, [checkpoint], environment=Dies, trainer=trainer, rollouts_per_epoch=3, ckpt_path=ckpt_path)[0]
+
+
+@pytest.mark.slow
+def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(path: str, tmp_path: Path) -> None:
+    whole = resumable(tmp_path / "whole", path)
+    command = [sys.executable, __file__, "killed", path, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    resumed = resumable(tmp_path / "again", path, ckpt_path=str(last))
+    assert same(resumed, whole) and resumed.policy_version == whole.policy_version == 3
+
+
+# ---- two ranks -------------------------------------------------------------------------------------------------------
+
+
+def ranks_run(path: str, devices: int) -> Any:
+    module = GRPOLightningModule(path, kl=None, optimizer=sgd, advantage=GroupRelative(scale="none"))
+    strategy = "ddp" if devices > 1 else "auto"
+    trainer = {"devices": devices, "strategy": strategy, "log_every_n_steps": 1}
+    return fit(path, module=module, trainer=trainer, rollouts_per_epoch=2)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_ranks_play_their_own_environments_and_learn_what_one_learns(path: str, tmp_path: Path) -> None:
+    one, keep = ranks_run(path, 1)
+    command = [sys.executable, __file__, "ranks", path, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    both = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    for name, value in one.state_dict().items():
+        assert all(torch.allclose(rank["weights"][name], value, atol=1e-6) for rank in both), name
+    assert sorted(both[0]["prompts"] + both[1]["prompts"]) == sorted(p for r in keep.rollouts for p in r.prompts)
+    for name in ("rollout/turns", "rollout/stop_stop", "reward/mean"):
+        wanted = [m[name] for m in keep.metrics]
+        assert both[0]["metrics"][name] == both[1]["metrics"][name] == pytest.approx(wanted, abs=1e-6)
+
+
+def main(kind: str, path: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    if kind == "killed":
+        resumable(folder, path, kill_at=60)
+        return
+    module, keep = ranks_run(path, 2)
+    names = ("rollout/turns", "rollout/stop_stop", "reward/mean")
+    state = {
+        "weights": module.state_dict(),
+        "prompts": [p for r in keep.rollouts for p in r.prompts],
+        "metrics": {name: [m[name] for m in keep.metrics] for name in names},
+    }
+    torch.save(state, folder / f"{torch.distributed.get_rank()}.pt")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

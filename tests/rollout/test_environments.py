@@ -1,0 +1,265 @@
+"""Environments in whole training runs: rewards, failures, seeds, limits, and the proof of every trained token."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.algorithms import GRPOLightningModule
+from lightrl.callbacks.ledger_canary import LedgerMismatchError
+from lightrl.data.prompts import PromptSource
+from lightrl.objectives.advantages import GroupRelative
+from lightrl.rollout.collector import RolloutStalledError
+from lightrl.types import SamplingParams
+from tests.rollout.tasks import Letters, Numbered, chat_model, fit, make_data, sgd
+from tests.toys import ThreadEngine
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return chat_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Any:
+    yield
+    assert Letters.alive == 0, "an environment was not closed"
+    assert not [t for t in threading.enumerate() if t.name in ("lightrl-sampling", "lightrl-episodes")]
+
+
+def test_a_run_plays_turns_scores_them_and_trains_what_was_sampled(path: str) -> None:
+    _, keep = fit(path)  # the canary looks at every row of it
+    rollouts, metrics = keep.rollouts[0], keep.metrics[0]
+    assert rollouts.turn_ids is not None and int(rollouts.turn_ids.max()) == 2
+    assert torch.equal(rollouts.response_mask, rollouts.turn_ids >= 0)
+    assert len(keep.rollouts) == 2 and bool(rollouts.rewards.isfinite().all())
+    assert set(rollouts.stop_reasons) == {"stop", "turns"}
+    assert rollouts.messages[0][0]["content"].startswith("say ")
+    fractions = [metrics[f"rollout/stop_{r}"] for r in ("stop", "length", "turns", "tokens", "time", "failure")]
+    assert sum(fractions) == pytest.approx(1) and fractions[5] == 0
+    assert 1 < metrics["rollout/turns"] <= 3 and metrics["rollout/retried"] == 0
+    # The trainer's own log-probs of the assembled rows, before the update, are those of sampling.
+    assert len(keep.gaps) == 2 and max(keep.gaps) < 1e-5
+
+
+def test_reset_draws_one_task_for_a_group_one_seed_and_one_row(path: str) -> None:
+    fit(path, rollouts_per_epoch=1)
+    seeds: dict[Any, set[int]] = {}
+    for prompt, seed in Letters.seen:
+        seeds.setdefault(prompt, set()).add(seed)
+    assert len(Letters.seen) == 16 and len(seeds) == 4
+    assert all(len(of_group) == 1 for of_group in seeds.values()) and len(set.union(*seeds.values())) == 4
+
+
+def test_reward_functions_get_the_conversation_beside_the_environments_rewards(path: str) -> None:
+    def polite(messages: list[Any], word: list[str], **_: Any) -> list[float]:
+        assert all(said[0]["content"].startswith(f"say {w}") for said, w in zip(messages, word, strict=True))
+        return [float(sum(m["role"] == "assistant" for m in said)) for said in messages]
+
+    _, keep = fit(path, rollouts_per_epoch=1, rewards=[polite])
+    r = keep.rollouts[0]
+    turns = torch.tensor([float(sum(m["role"] == "assistant" for m in said)) for said in r.messages])
+    assert torch.allclose(r.rewards, turns + r.turn_rewards["environment"].sum(1))
+
+
+@pytest.mark.parametrize("how", ["raise", "connection", "step"])
+def test_a_failed_row_is_not_in_the_baseline_and_not_in_the_loss(how: str, path: str) -> None:
+    """Rewards [1, 1, 0, 0], the second failed for good: advantages 2/3, none, -1/3, -1/3."""
+    rewards = [1.0, None, 0.0, 0.0, None]
+    module = GRPOLightningModule(path, kl=None, optimizer=sgd, advantage=GroupRelative(scale="none"))
+    _, keep = fit(
+        path, module=module, environment=lambda: Numbered(rewards, how), prompts_per_rollout=1, rollouts_per_epoch=1
+    )
+    e, r, metrics = keep.experiences[0], keep.rollouts[0], keep.metrics[0]
+    assert Numbered.made == 6  # four attempts, and the failed one twice again
+    assert r.stop_reasons == ["stop", "failure", "stop", "stop"] and bool(r.rewards[1].isnan())
+    for row, wanted in ((0, 2 / 3), (2, -1 / 3), (3, -1 / 3)):
+        assert torch.allclose(e.advantages[row][e.response_mask[row]], torch.tensor(wanted))
+    assert not e.advantages[1].any() and not bool(e.response_mask[1].any())
+    assert metrics["rollout/stop_failure"] == 0.25 and metrics["rollout/retried"] == 2
+    assert metrics["reward/mean"] == pytest.approx(1 / 3) and metrics["reward/scored_fraction"] == 0.75
+
+
+def test_a_failed_attempt_is_refilled_with_the_same_seeds(path: str) -> None:
+    _, whole = fit(path, environment=lambda: Numbered([0.5]), prompts_per_rollout=1, rollouts_per_epoch=1)
+    _, once = fit(path, environment=lambda: Numbered([0.5, None, 0.5]), prompts_per_rollout=1, rollouts_per_epoch=1)
+    assert once.metrics[0]["rollout/retried"] == 1 and once.metrics[0]["rollout/stop_failure"] == 0
+    assert torch.equal(whole.rollouts[0].token_ids, once.rollouts[0].token_ids)
+
+
+def test_when_too_much_fails_the_run_stops_with_the_cause(path: str) -> None:
+    with pytest.raises(RuntimeError, match=r"trajectories of a rollout failed.*the sandbox is gone"):
+        fit(path, environment=lambda: Numbered([1.0, 0.0, None]))
+
+
+def test_the_mask_is_not_lost_on_the_way_to_the_loss(path: str) -> None:
+    """Tokens of the environment: with no weight on them, other texts of the same length change no gradient term."""
+    _, keep = fit(path, rollouts_per_epoch=1)
+    r, e = keep.rollouts[0], keep.experiences[0]
+    inside = r.attention_mask & ~r.response_mask
+    after = torch.arange(r.token_ids.shape[1]) > r.response_mask.int().argmax(1)[:, None]
+    assert bool((inside & after).any()), "there is context between turns"
+    assert not e.advantages[inside].any() and not bool(e.response_mask[inside].any())
+    assert not r.engine_logprobs[inside].any()
+
+
+def test_group_statistics_count_trajectories_and_not_rows(tmp_path: Path) -> None:
+    """Thoughts that the template drops fork rows; the mean reward and the baseline do not notice."""
+    path = chat_model(tmp_path, "deepseek")
+    module = GRPOLightningModule(path, kl=None, optimizer=sgd, advantage=GroupRelative(scale="none"))
+    _, keep = fit(path, module=module, rollouts_per_epoch=1)
+    r, e = keep.rollouts[0], keep.experiences[0]
+    firsts = [r.trajectory_ids.tolist().index(t) for t in range(16)]
+    assert len(r) > 16 and r.trajectory_ids.unique().tolist() == list(range(16))
+    rewards = r.rewards[firsts]
+    assert keep.metrics[0]["reward/mean"] == pytest.approx(float(rewards.mean()), abs=1e-6)
+    wanted = (rewards.view(4, 4) - rewards.view(4, 4).mean(1, keepdim=True)).flatten()
+    for row, trajectory in enumerate(r.trajectory_ids.tolist()):
+        assert torch.allclose(e.advantages[row][e.response_mask[row]], wanted[trajectory], atol=1e-6)
+
+
+class Straggler(Letters):
+    """One environment of a run hangs in its first step."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        Straggler.made += 1
+        self.delay = 60.0 if Straggler.made == 2 else 0.0
+
+
+def test_one_straggler_is_ended_by_its_time_limit_and_scored(path: str) -> None:
+    Straggler.made = 0
+    began = time.perf_counter()
+    _, keep = fit(path, environment=Straggler, episode={"max_seconds": 0.5}, rollouts_per_epoch=2)
+    assert time.perf_counter() - began < 30
+    assert [r.stop_reasons.count("time") for r in keep.rollouts] == [1, 0]
+    assert bool(keep.rollouts[0].rewards.isfinite().all())
+
+
+def test_one_straggler_without_a_limit_stops_the_run_with_what_it_waits_for(path: str) -> None:
+    Straggler.made = 0
+    with pytest.raises(RolloutStalledError, match=r"stall_timeout=1.*episodes EnvironmentEpisode \(1 groups"):
+        fit(path, environment=Straggler, stall_timeout=1.0)
+
+
+def test_dynamic_sampling_replaces_groups_of_environments_without_spread(path: str) -> None:
+    class Some(Letters):
+        """Prompts with "one" give every attempt the same."""
+
+        async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
+            self.flat = row["word"] == "one"
+            return await super().reset(row, seed=seed)
+
+        async def step(self, reply: Any) -> Any:
+            step = await super().step(reply)
+            step.done, step.reward = True, 0.0 if self.flat else len(reply.content) / 100
+            return step
+
+        async def finish(self, stop_reason: str) -> float:
+            return 0.0
+
+    _, keep = fit(path, environment=Some, max_refills=4, rollouts_per_epoch=1)
+    assert keep.metrics[0]["rollout/dropped_groups"] >= 1 and keep.metrics[0]["rollout/flat_groups"] == 0
+    assert not any(p["word"] == "one" for p in [{"word": w} for w in keep.rollouts[0].columns["word"]])
+
+
+def test_evaluation_and_prediction_play_environments_too(path: str) -> None:
+    from tests.toys import quiet_trainer
+
+    rows = PromptSource(rows=[{"prompt": f"say {i}", "word": "x"} for i in range(3)])
+    module, keep = fit(path, rollouts_per_epoch=1, eval_prompts=rows, eval_sampling=SamplingParams(max_new_tokens=5))
+    assert len(keep.evaluated[0].messages) >= 3 and set(keep.evaluated[0].stop_reasons) <= {"stop", "turns"}
+    from lightrl.callbacks import WeightSync
+
+    trainer = quiet_trainer(callbacks=[WeightSync()])
+    predicted = trainer.predict(module, make_data(predict_prompts=rows))
+    records = [record for batch in predicted or [] for record in batch]
+    assert len(records) == 3 and all(record["reward"] is not None for record in records)
+
+
+@pytest.mark.parametrize("way", [{}, {"streaming": True}, {"staleness": 1}])
+def test_the_canary_stops_the_run_before_a_token_that_was_not_sampled_is_trained(
+    way: dict[str, Any], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightrl.environments.ledger import Ledger
+
+    answer = Ledger.answer
+
+    def tokenised_again(self: Ledger, messages: Any) -> list[int]:
+        ids = answer(self, messages)
+        row = self._rows[-1]
+        turn = row.turn_ids.index(0)
+        row.token_ids[turn] = (row.token_ids[turn] + 1) % 200  # after it was sampled
+        return ids
+
+    monkeypatch.setattr(Ledger, "answer", tokenised_again)
+    module = GRPOLightningModule(path, kl=None, optimizer=sgd, advantage=GroupRelative(scale="none"))
+    with pytest.raises(LedgerMismatchError, match=r"row 0, turn 0, token \d+: sampled with log-prob.*") as error:
+        fit(path, module=module, engine=ThreadEngine(), compare=False, **way)
+    assert "The row before it: '" in str(error.value) and "The turn: '" in str(error.value)
+    assert module.policy_version == 0, "no update was made"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": PromptSource(rows=[{"prompt": "a"}], system_prompt="s")}, "prompts.system_prompt with an environ"),
+        (
+            {"prompts": PromptSource(rows=[{"prompt": "a"}], max_prompt_tokens=9, overlong="truncate_left")},
+            "truncate_left",
+        ),
+        ({"sampling": SamplingParams(max_new_tokens=4, top_p=0.5)}, "LedgerCanary with sampling.top_p=0.5"),
+        ({"sampling": SamplingParams(max_new_tokens=4, temperature=0.5)}, "LedgerCanary with sampling.temperature=0.5"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused_by_name(arguments: dict[str, Any], message: str, path: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(path, **arguments)
+
+
+def test_an_environment_and_its_limits_come_from_yaml(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightrl.cli import main
+
+    config = tmp_path / "run.yaml"
+    config.write_text(f"""
+seed_everything: 1
+trainer:
+  accelerator: cpu
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  callbacks: [{{class_path: WeightSync}}, {{class_path: LedgerCanary, init_args: {{num_trajectories: 2}}}}]
+model:
+  class_path: GRPOLightningModule
+  init_args: {{actor: {{path: {path}}}, kl: null}}
+data:
+  class_path: RolloutDataModule
+  init_args:
+    prompts: {{path: {tmp_path}/rows.jsonl}}
+    engine: TransformersEngine
+    sampling: {{max_new_tokens: 4}}
+    environment:
+      environment: {{class_path: tests.rollout.tasks.Letters, init_args: {{delay: 0.01}}}}
+      max_turns: 2
+      on_truncated: continue
+    group_size: 2
+    prompts_per_rollout: 2
+    rollouts_per_epoch: 1
+""")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "say a"}\n{"prompt": "say b"}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    Letters.seen = []
+    main(["fit", "--config", str(config)])
+    assert {prompt for prompt, _ in Letters.seen} == {"say a", "say b"} and len(Letters.seen) == 4

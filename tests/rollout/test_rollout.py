@@ -1,0 +1,141 @@
+"""The data module's own rules: layout of rows, on-policy, checked rewards, limits, resume."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+
+from lightrl.algorithms import GRPOLightningModule
+from lightrl.callbacks import WeightSync
+from lightrl.engines.base import StaleWeightsError
+from lightrl.rewards.base import RewardError
+from lightrl.rollout.collation import ScoredGroup, collate
+from lightrl.rollout.episodes import one_turn, request_seed
+from lightrl.rollout.sync import EngineSync
+from lightrl.types import Completion, CompletionGroup, Prompts, SamplingParams, Scores
+from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+
+
+def test_rows_are_laid_out_by_hand() -> None:
+    prompts = Prompts(token_ids=[[5, 6], [7]], texts=["p", "q"], columns={"answer": ["x", "y"]})
+    asked = [prompts.request(i, SamplingParams(), 0, 2) for i in range(2)]
+    groups = [
+        CompletionGroup(
+            asked[0], [Completion([8, 1], [-0.5, -0.25], "a", "stop"), Completion([9], [-1.0], "b", "length")], 4
+        ),
+        CompletionGroup(
+            asked[1], [Completion([3], [-2.0], "c", "stop"), Completion([2, 2], [-3.0, -4.0], "d", "stop")], 4
+        ),
+    ]
+    nan = float("nan")
+    scores = [Scores([1.0, nan], {"f": [1.0, nan]}), Scores([0.0, 0.5], {"f": [0.0, 0.5]})]
+    scored = [ScoredGroup(prompts[[i]], one_turn(groups[i]), scores[i]) for i in range(2)]
+    rows = collate(scored, pad_token_id=0, temperature=0.7)
+    assert rows.token_ids.tolist() == [[5, 6, 8, 1], [5, 6, 9, 0], [7, 3, 0, 0], [7, 2, 2, 0]]
+    assert rows.attention_mask.int().tolist() == [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
+    assert rows.response_mask.int().tolist() == [[0, 0, 1, 1], [0, 0, 1, 0], [0, 1, 0, 0], [0, 1, 1, 0]]
+    expected = [[0, 0, -0.5, -0.25], [0, 0, -1.0, 0], [0, -2.0, 0, 0], [0, -3.0, -4.0, 0]]
+    assert rows.engine_logprobs.tolist() == expected
+    assert rows.group_ids.tolist() == [0, 0, 1, 1] and rows.truncated.tolist() == [False, True, False, False]
+    assert rows.columns["answer"] == ["x", "x", "y", "y"] and rows.policy_version == 4 and rows.temperature == 0.7
+    assert math.isnan(float(rows.rewards[1])) and rows.rewards[[0, 2, 3]].tolist() == [1.0, 0.0, 0.5]
+
+
+def test_request_seeds_differ_wherever_something_differs() -> None:
+    seeds = {
+        request_seed(s, stream, c, r) for s in (0, 1) for stream in ("train", "eval") for c in (0, 8) for r in (0, 1)
+    }
+    assert len(seeds) == 16 and all(0 <= seed < 2**62 for seed in seeds)
+
+
+class Idle(EngineSync):
+    """Takes the place of the data module's own, and does nothing."""
+
+    def ensure_synced(self, module: Any, engine: Any) -> None:
+        pass
+
+
+def test_sampling_with_weights_that_were_never_pushed_is_refused(model_path: str) -> None:
+    with pytest.raises(
+        StaleWeightsError, match=r"policy version -1 \(-1: never synced\), the trainer 0: Idle did not push the weights"
+    ):
+        quiet_trainer(callbacks=[Idle()]).fit(GRPOLightningModule(model_path, kl=None), sums_data())
+
+
+def raising(completions: list[str], **_: Any) -> list[float]:
+    raise KeyError("oops")
+
+
+def too_few(completions: list[str], **_: Any) -> list[float]:
+    return [0.0]
+
+
+def not_a_number(completions: list[str], **_: Any) -> list[float]:
+    return [float("nan")] * len(completions)
+
+
+@pytest.mark.parametrize("function", [raising, too_few, not_a_number])
+def test_a_bad_reward_function_is_named(function: Any, model_path: str) -> None:
+    data = sums_data(rewards=[function])
+    with pytest.raises(RewardError, match=function.__name__):
+        quiet_trainer().fit(GRPOLightningModule(model_path, kl=None), data)
+    assert not data.engine.started, "a failed run must leave no engine behind"
+
+
+def test_a_missing_reward_column_is_found_before_anything_is_sampled(model_path: str) -> None:
+    def solved(completions: list[str], solution: list[str]) -> list[float]:
+        raise AssertionError("called")
+
+    def talked(completions: list[str], messages: list[Any]) -> list[float]:
+        raise AssertionError("called")
+
+    module = GRPOLightningModule(model_path)
+    with pytest.raises(ValueError, match=r"'solved'.*takes solution, which is neither a column"):
+        quiet_trainer().fit(module, sums_data(rewards=[solved]))
+    with pytest.raises(ValueError, match=r"'talked'.*takes messages"):
+        quiet_trainer().fit(module, sums_data(rewards=[talked]))
+
+
+def test_more_tokens_than_the_model_holds_are_refused(model_path: str) -> None:
+    data = sums_data(sampling=SamplingParams(max_new_tokens=600))
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        quiet_trainer().fit(GRPOLightningModule(model_path, kl=None), data)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"group_size": 1}, "group_size=1 with GRPOLightningModule"),
+        ({"sampling": SamplingParams(temperature=0.0)}, "sampling.temperature=0"),
+        ({"prompts_per_rollout": 0}, "prompts_per_rollout=0"),
+    ],
+)
+def test_counts_that_cannot_work_are_refused(arguments: dict[str, Any], message: str, model_path: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer().fit(GRPOLightningModule(model_path, kl=None), sums_data(**arguments))
+
+
+def some_rows(completions: list[str], **_: Any) -> list[float | None]:
+    return [None if i % 2 else float(i) for i in range(len(completions))]
+
+
+def test_rows_without_reward_learn_nothing(model_path: str, tmp_path: Path) -> None:
+    seed_everything(0, verbose=False)
+    module = GRPOLightningModule(model_path, kl=None)
+    seen: list[Any] = []
+    original = module.compute_loss
+    module.compute_loss = lambda m: (seen.append(m), original(m))[1]  # type: ignore[method-assign]
+    quiet_trainer(callbacks=[WeightSync()]).fit(module, sums_data(rewards=[some_rows], rollouts_per_epoch=1))
+    for micro in seen:
+        assert bool((micro.advantages[~micro.valid] == 0).all()) and bool(torch.isfinite(micro.advantages).all())
+    assert sum(int((m.advantages != 0).any(1).sum()) for m in seen) == 16

@@ -1,0 +1,278 @@
+"""Rollouts sampled ahead: how old their policy is, what it is corrected by, and everything that may come in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+
+from lightrl.algorithms import GRPOLightningModule, RLOOLightningModule
+from lightrl.algorithms.hooks import RLCallback
+from lightrl.callbacks import EMA, RolloutCheckpoint, WeightSync
+from lightrl.data.prompts import PromptSource
+from lightrl.engines import VLLMEngine
+from lightrl.engines.transformers.engine import TransformersEngine
+from lightrl.models.policy import PolicyModel
+from lightrl.objectives.kl import KLInReward
+from lightrl.objectives.losses import PPOClip
+from lightrl.objectives.off_policy import OffPolicyCorrection, OffPolicySequenceMask
+from lightrl.rewards.base import RewardError
+from lightrl.types import Rollouts, SamplingParams
+from tests.algorithms import test_bandit as bandit
+from tests.toys import ThreadEngine, digits_reward, quiet_trainer, sums_data
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5)
+
+
+class Watch(RLCallback):
+    """Keeps every policy's weights, and the rollouts with when they were learnt from."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+        self.rollouts: list[Rollouts] = []
+        self.evaluated: list[tuple[int, Rollouts]] = []
+        self.metrics: list[dict[str, float]] = []
+        self.updates: list[tuple[float, float]] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.weights[module.policy_version] = {k: v.clone() for k, v in module.actor.state_dict().items()}
+        self.began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.updates.append((self.began, time.perf_counter()))
+        self.rollouts.append(batch)
+        self.metrics.append(outputs)
+        self.weights[module.policy_version] = {k: v.clone() for k, v in module.actor.state_dict().items()}
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.evaluated.append((module.policy_version, batch))
+
+    def gap(self, module: Any, version: int, rows: Rollouts) -> float:
+        """Largest difference between the engine's log-probs of some rows and those of one version's weights."""
+        model: PolicyModel = module.actor
+        model.load_state_dict(self.weights[version])
+        with torch.no_grad():
+            out = model(rows.token_ids, rows.attention_mask, rows.response_mask, group_ids=rows.group_ids)
+        return float((out.logprobs - rows.engine_logprobs)[rows.response_mask].abs().max())
+
+
+def run(path: str, *callbacks: Any, module: Any = None, ckpt_path: str | None = None, **data: Any) -> tuple[Any, Watch]:
+    seed_everything(0, verbose=False)
+    module = module or GRPOLightningModule(path, kl=None, optimizer=sgd)
+    watch = Watch()
+    trainer = quiet_trainer(
+        callbacks=[WeightSync(), watch, *callbacks],
+        max_epochs=data.pop("max_epochs", 1),
+        enable_checkpointing=any(isinstance(callback, RolloutCheckpoint) for callback in callbacks),
+    )
+    trainer.fit(module, sums_data(**{"engine": ThreadEngine(), **data}), ckpt_path=ckpt_path)
+    return module, watch
+
+
+def staleness(watch: Watch) -> list[float]:
+    return [m["rollout/staleness"] for m in watch.metrics]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    yield
+    assert not [t for t in threading.enumerate() if t.name == "lightrl-sampling"]
+
+
+@pytest.mark.parametrize(("bound", "expected"), [(1, [0, 1, 1, 1, 1]), (2, [0, 1, 2, 1, 2])])
+def test_rollouts_are_of_the_policy_they_say(bound: int, expected: list[int], side_model: str) -> None:
+    module, watch = run(side_model, staleness=bound, rollouts_per_epoch=5)
+    assert staleness(watch) == [m["rollout/staleness_updates"] for m in watch.metrics] == expected
+    for number, (rollouts, behind) in enumerate(zip(watch.rollouts, expected, strict=True)):
+        assert rollouts.policy_version == number - behind
+        assert watch.gap(module, number - behind, rollouts) < 1e-4
+        if behind:
+            assert watch.gap(module, number, rollouts) > 1e-2
+
+
+def test_runs_repeat_and_staleness_matters(side_model: str) -> None:
+    ends = [list(run(side_model, staleness=s)[0].actor.parameters()) for s in (1, 1, 0)]
+    assert all(torch.equal(a, b) for a, b in zip(ends[0], ends[1], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(ends[0], ends[2], strict=True))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_next_rollout_is_sampled_during_the_update(side_engine: Any, side_model: str) -> None:
+    scored: list[float] = []
+
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        scored.append(time.perf_counter())
+        return digits_reward(prompts, completions)
+
+    class Slow(GRPOLightningModule):
+        def compute_loss(self, minibatch: Any) -> Any:
+            time.sleep(0.3)  # long enough for any machine to sample in the meantime
+            return super().compute_loss(minibatch)
+
+    module, watch = run(
+        side_model, module=Slow(side_model, kl=None, optimizer=sgd), engine=side_engine, staleness=1, rewards=[reward]
+    )
+    assert staleness(watch) == [0, 1, 1, 1]
+    for rollouts, (begin, end) in zip(range(3), watch.updates, strict=False):
+        next_scores = scored[8 * (rollouts + 1) : 8 * (rollouts + 2)]
+        assert sum(begin < at < end for at in next_scores) >= 4
+    assert watch.metrics[2]["time/wait"] < 0.3
+    for number in (1, 3):
+        assert watch.gap(module, number - 1, watch.rollouts[number]) < 1e-4
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_killed_engine_is_started_again_with_the_policy_of_then(side_engine: Any, side_model: str) -> None:
+    class Kill(RLCallback):
+        def on_experience_made(self, trainer: Any, module: Any, experience: Any) -> None:
+            if module.policy_version == 1:
+                for pid in side_engine.process_ids:
+                    os.kill(pid, signal.SIGKILL)
+
+    module, watch = run(
+        side_model, Kill(), engine=side_engine, staleness=1, sampling=SamplingParams(max_new_tokens=40, ignore_eos=True)
+    )
+    # Rollout 2 was under way: it is sampled anew, and the policy has learnt from rollout 1 by then.
+    assert staleness(watch) == [0, 1, 0, 1]
+    assert watch.gap(module, 2, watch.rollouts[2]) < 1e-4
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_cancelled_generation_ends_and_leaves_the_engine_idle(side_engine: Any, side_model: str) -> None:
+    """The update fails while rollouts are sampled: the thread leaves the engine, which serves the next run."""
+
+    class Fails(RLCallback):
+        def on_experience_made(self, *_: Any) -> None:
+            raise ZeroDivisionError
+
+    long = SamplingParams(max_new_tokens=50, ignore_eos=True)
+    with pytest.raises(ZeroDivisionError):
+        run(side_model, Fails(), engine=side_engine, staleness=2, sampling=long, group_size=64, prompts_per_rollout=16)
+    assert not side_engine._running().busy
+    assert staleness(run(side_model, engine=side_engine, staleness=1)[1]) == [0, 1, 1, 1]
+
+
+def test_evaluation_in_between_is_of_the_newest_policy(side_model: str) -> None:
+    evaluation = {"eval_prompts": PromptSource(rows=[{"prompt": f"{a}+{a}="} for a in range(6)]), "eval_batch_size": 4}
+    module, watch = run(side_model, staleness=2, rollouts_per_epoch=2, max_epochs=2, **evaluation)
+    assert staleness(watch) == [0, 1, 2, 1]
+    assert [version for version, _ in watch.evaluated] == [2, 2, 4, 4]
+    for version, rows in watch.evaluated:
+        assert rows.policy_version == version and watch.gap(module, version, rows) < 1e-4
+    assert watch.gap(module, 0, watch.rollouts[2]) < 1e-4  # sampled before the evaluation, learnt from after it
+
+
+def test_an_average_that_evaluates_does_not_reach_the_training_samples(side_model: str) -> None:
+    evaluation = {"eval_prompts": PromptSource(rows=[{"prompt": "1+1="}])}
+    module, watch = run(side_model, EMA(0.9), staleness=1, rollouts_per_epoch=2, max_epochs=2, **evaluation)
+    assert staleness(watch) == [0, 1, 1, 1]
+    for number, behind in enumerate((0, 1, 1, 1)):
+        assert watch.gap(module, number - behind, watch.rollouts[number]) < 1e-4
+
+
+def test_a_resumed_run_samples_anew_what_was_under_way(side_model: str, tmp_path: Path) -> None:
+    checkpoint = RolloutCheckpoint(every_n_rollouts=2, dirpath=str(tmp_path), save_top_k=-1)
+    _, whole = run(side_model, checkpoint, staleness=1)
+    (saved,) = [path for path in tmp_path.glob("*.ckpt") if torch.load(path, weights_only=True)["global_step"] == 2]
+    assert torch.load(saved, weights_only=True)["RolloutDataModule"]["prompt_cursor"] == 16
+    module, rest = run(side_model, staleness=1, ckpt_path=str(saved))
+    assert [r.prompts for r in rest.rollouts] == [r.prompts for r in whole.rollouts[2:]]
+    assert staleness(rest) == [0, 1] and rest.gap(module, 2, rest.rollouts[0]) < 1e-4
+
+
+def test_nothing_is_sampled_that_nobody_learns_from(side_model: str) -> None:
+    calls: list[int] = []
+
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        calls.append(len(prompts))
+        return digits_reward(prompts, completions)
+
+    run(side_model, staleness=3, rewards=[reward])
+    assert len(calls) == 4 * 8
+
+
+def some_flat(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [float(i) if int(p[1]) % 2 == 0 else 1.0 for i, p in enumerate(prompts)]
+
+
+def test_refills_go_on_in_the_background(side_model: str) -> None:
+    _, ahead = run(side_model, staleness=1, max_refills=8, rewards=[some_flat])
+    _, serial = run(side_model, max_refills=8, rewards=[some_flat])
+    assert all(m["rollout/flat_groups"] == 0 for m in ahead.metrics)
+    assert any(m["rollout/dropped_groups"] > 0 for m in ahead.metrics)
+    assert [r.prompts for r in ahead.rollouts] == [r.prompts for r in serial.rollouts]
+
+
+def test_an_error_in_the_background_stops_the_run(side_model: str) -> None:
+    calls: list[int] = []
+
+    def breaks(completions: list[str], **_: Any) -> list[float]:
+        calls.append(0)
+        if len(calls) > 20:
+            raise KeyError("oops")
+        return [float(i) for i in range(len(completions))]
+
+    with pytest.raises(RewardError, match="breaks"):
+        run(side_model, staleness=1, rewards=[breaks])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"staleness": -1}, "staleness=-1: must be 0"),
+        ({"staleness": 1, "engine": TransformersEngine()}, r"engine=TransformersEngine in the trainer's process.*VLLM"),
+        ({"streaming": True, "engine": VLLMEngine()}, r"streaming=True with engine=VLLMEngine.*in_process=False"),
+        ({"staleness": 1, "streaming": True}, "staleness=1 with streaming=True"),
+        ({"staleness": 1, "engine": VLLMEngine(in_process=False, sleep_level=1)}, "sleep_level=0"),
+        ({"streaming": True, "max_refills": 2}, "streaming=True with max_refills"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sums_data(**{"engine": ThreadEngine(), **arguments})
+
+
+def test_the_correction_is_on_unless_switched_off(side_model: str) -> None:
+    few: dict[str, Any] = {"rollouts_per_epoch": 2}
+    corrected, watch = run(side_model, staleness=1, **few)
+    assert isinstance(corrected.loss, OffPolicyCorrection) and isinstance(corrected.loss.loss, PPOClip)
+    assert watch.metrics[0]["off_policy/kl"] < 1e-6 < 1e-4 < watch.metrics[1]["off_policy/kl"]
+    plain = GRPOLightningModule(side_model, kl=None, optimizer=sgd, off_policy_correction=False)
+    plain, watch = run(side_model, module=plain, staleness=1, **few)
+    assert isinstance(plain.loss, PPOClip) and "off_policy/kl" not in watch.metrics[1]
+    assert any(not torch.equal(a, b) for a, b in zip(corrected.parameters(), plain.parameters(), strict=True))
+    assert isinstance(run(side_model, **few)[0].loss, PPOClip)
+    own = GRPOLightningModule(side_model, kl=None, optimizer=sgd, loss=OffPolicySequenceMask(PPOClip()))
+    assert isinstance(run(side_model, module=own, staleness=1, **few)[0].loss, OffPolicySequenceMask)
+    with pytest.raises(ValueError, match=r"repetition_penalty=1\.2.*off_policy_correction=False"):
+        run(side_model, staleness=1, sampling=SamplingParams(max_new_tokens=6, repetition_penalty=1.2))
+
+
+def test_a_stale_bandit_reaches_its_optimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rollout but the first is one update old; see tests/algorithms/test_bandit.py."""
+    monkeypatch.setattr(bandit, "TransformersEngine", ThreadEngine)
+    kept = bandit.RolloutDataModule
+    monkeypatch.setattr(bandit, "RolloutDataModule", lambda **kwargs: kept(**kwargs, staleness=1))
+    modules: list[Any] = []
+
+    def make(spec: Any) -> Any:
+        modules.append(RLOOLightningModule(spec, kl=KLInReward(coef=bandit.BETA), **bandit.COMMON))
+        return modules[0]
+
+    pi, reference, optimum = bandit.learned(make, tmp_path)
+    assert isinstance(modules[0].loss, OffPolicyCorrection)
+    assert bandit.tv(optimum, reference) > 0.1
+    assert bandit.tv(pi, optimum) <= 0.01, f"total variation {bandit.tv(pi, optimum):.4f}"

@@ -1,0 +1,91 @@
+"""Nothing in training mixes host and device tensors, and the host waits for the device only where it is named."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl import algorithms, objectives
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+NAMED = [name for name in algorithms.__all__ if name.endswith("LightningModule")]
+LOSSES = ["CISPO", "CPG", "GMPO", "GSPO", "OffPolicyCorrection", "OffPolicySequenceMask", "PPOClip", "RLOOSequence"]
+LOSSES += ["SAPO", "VESPO", "EngineRatio", "DPPO", "DRO", "GeometricEngineMask"]
+ADVANTAGES = ["GAE", "GDPO", "OPO", "RLOO", "GroupRelative", "MaxRL", "PassAtK", "Reinforce", "ReinforcePlusPlus"]
+ADVANTAGES += ["ReinforcePlusPlusBaseline", "TurnReturns", "TurnGAE", "GiGPO"]
+CASES = [
+    *NAMED, *(f"loss {name}" for name in LOSSES), *(f"advantage {name}" for name in ADVANTAGES),
+    *(f"aggregation {name}" for name in ("ConstantLength", "SequenceMean", "SequenceSum", "TokenMean")),
+    "layout padded", "layout packed", "layout shared_prefix", "lora", "gradient checkpointing", "shared critic",
+    "critic and reference of their own", "frozen reference in bfloat16", "bf16-mixed", "bf16-true",
+    "masks, clips and an entropy bonus", "vision", "callbacks that take part", "adaptive KL", "linear KL",
+    "checkpoint and resume", "the same update as on the CPU", "a planted mix-up",
+]  # fmt: skip
+PER_MICRO_BATCH = {"ppo": 0.0, "grpo": 0.0}
+"""Host reads that one more micro-batch costs: layouts are planned from the copies that records keep on the host."""
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Name -> what the case's run wrote; one process runs all that were selected, budgets always."""
+    chosen = [item.callspec.params["name"] for item in request.session.items if "sim" in item.nodeid
+              and hasattr(item, "callspec") and "name" in item.callspec.params]  # fmt: skip
+    out = tmp_path_factory.mktemp("sim") / "results.jsonl"
+    names = [*dict.fromkeys(chosen), *(f"budget {a} {size}" for a in PER_MICRO_BATCH for size in ("few", "many"))]
+    command = [sys.executable, "-m", "tests.sim", str(out), *names]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=800, capture_output=True)
+    return {line["name"]: line for line in map(json.loads, out.read_text().splitlines())}
+
+
+LONG = {f"loss {name}" for name in ("CPG", "GMPO", "GSPO", "PPOClip", "RLOOSequence", "SAPO")}
+LONG |= {f"advantage {name}" for name in ("GAE", "GroupRelative", "RLOO", "ReinforcePlusPlus", "MaxRL", "OPO")}
+LONG |= {f"aggregation {name}" for name in ("ConstantLength", "SequenceMean", "TokenMean")}
+LONG |= {"DAPOLightningModule", "DrGRPOLightningModule", "frozen reference in bfloat16", "linear KL", "layout padded"}
+"""What an algorithm with a case of its own uses, and close variants of other cases: with `-m long` only."""
+
+
+def marked(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.long) if name in LONG else name
+
+
+@pytest.mark.parametrize("name", map(marked, CASES))
+def test_a_step_mixes_no_devices(name: str, results: dict[str, Any]) -> None:
+    assert results[name]["error"] is None, results[name]["error"]
+
+
+@pytest.mark.parametrize("algorithm", PER_MICRO_BATCH)
+def test_host_reads_of_a_micro_batch_stay_within_the_budget(algorithm: str, results: dict[str, Any]) -> None:
+    few, many = (results[f"budget {algorithm} {size}"] for size in ("few", "many"))
+    assert few["error"] is None and many["error"] is None
+    more = many["micro_batches"] - few["micro_batches"]
+    assert more >= 4
+    lines = {line: (count - few["reads"].get(line, 0)) / more for line, count in many["reads"].items()}
+    listed = "\n".join(f"{reads:.1f} per micro-batch at {line}" for line, reads in sorted(lines.items()) if reads > 0)
+    assert sum(lines.values()) <= PER_MICRO_BATCH[algorithm], listed
+
+
+def test_every_exported_loss_and_estimator_has_a_case() -> None:
+    known = {*LOSSES, *ADVANTAGES}
+    assert set(CASES) >= LONG
+    for name in objectives.__all__:
+        kind = getattr(objectives, name)
+        if isinstance(kind, type) and issubclass(kind, (objectives.PolicyLoss, objectives.AdvantageEstimator)):
+            assert name in known or getattr(kind, "__abstractmethods__", None), name
+
+
+def test_the_device_is_imported_by_no_other_test() -> None:
+    """It changes torch for the process: only `python -m tests.sim` may."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "tests.sim.device":
+                assert path.name in ("cases.py", "__main__.py"), path

@@ -1,0 +1,27 @@
+"""The script for the first GPU runs through on a CPU, reports each step and outlives one that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_step_runs_on_a_cpu_and_a_failure_stops_none(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = [str(root / "scripts" / "gpu_check.sh"), "--device", "cpu", "--tiny", "--out", str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=840)
+    steps = json.loads(out.read_text())["steps"]
+    assert list(steps) == ["versions", "attention", "head", "training", "sharded", "ipc", "memory", "benchmark"]
+    assert {name: step["result"] for name, step in steps.items() if not step["ok"]} == {} and done.returncode == 0
+    assert all(row.get("ok", True) for row in steps["attention"]["result"])
+    # without a GPU the default device is refused, with the way to try the script
+    refused = subprocess.run(command[:1], env=environment, capture_output=True, text=True)
+    assert refused.returncode == 2 and "--device cpu --tiny" in refused.stderr

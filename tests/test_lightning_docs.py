@@ -1,0 +1,175 @@
+"""docs/lightning.md: every argument of the Trainer is in its table, and each row does what it says."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, callbacks
+from lightning.pytorch.loggers import CSVLogger
+
+from lightrl.algorithms import GRPOLightningModule, LRSchedule
+from lightrl.data.prompts import PromptSource
+from lightrl.rollout import RolloutDataModule
+from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+PAGE = (Path(__file__).parent.parent / "docs" / "lightning.md").read_text()
+ROWS = dict(re.findall(r"^\| `(\w+)` \| (works|refused) \|", PAGE, re.MULTILINE))
+ROW_NAMES = [{"prompt": f"{a}+1=", "answer": a + 1} for a in range(6)]
+REFUSED: dict[str, Any] = {
+    "overfit_batches": (1, "prompts.limit"),
+    "accumulate_grad_batches": (2, "micro_batch_tokens"),
+    "gradient_clip_val": (0.5, "max_grad_norm=0.5"),
+    "gradient_clip_algorithm": ("value", "max_grad_norm"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+    return quickstart_model(tmp_path_factory.mktemp("model"), **sizes)
+
+
+def data(**kwargs: Any) -> RolloutDataModule:
+    sizes = {"prompts": ROW_NAMES, "prompts_per_rollout": 2, "group_size": 2, "rollouts_per_epoch": 2}
+    return sums_data(**{**sizes, **kwargs})
+
+
+def module(model: str, **kwargs: Any) -> GRPOLightningModule:
+    return GRPOLightningModule(model, kl=None, **kwargs)
+
+
+def test_every_argument_of_the_trainer_has_a_row() -> None:
+    assert set(inspect.signature(Trainer).parameters) <= set(ROWS)
+    assert {name for name, says in ROWS.items() if says == "refused" and name[0].islower()} == set(REFUSED)
+
+
+@pytest.mark.parametrize("argument", sorted(REFUSED))
+def test_a_refused_argument_is_refused_with_the_way_out(argument: str, model: str) -> None:
+    value, way_out = REFUSED[argument]
+    with pytest.raises(ValueError, match=re.escape(f"trainer.{argument}={value}")) as error:
+        quiet_trainer(**{argument: value}).fit(module(model), data())
+    assert way_out in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name, says in ROWS.items() if says == "refused" and name[0].isupper()])
+def test_a_refused_callback_is_refused_by_name(name: str, model: str) -> None:
+    arguments = {
+        "GradientAccumulationScheduler": {"scheduling": {0: 1}},
+        "StochasticWeightAveraging": {"swa_lrs": 1e-2},
+    }
+    callback = getattr(callbacks, name)(**arguments.get(name, {}))
+    with pytest.raises(ValueError, match=f"{name} does not go with manual optimisation"):
+        quiet_trainer(callbacks=[callback]).fit(module(model), data())
+
+
+def test_a_compiled_module_is_refused_in_one_line(model: str) -> None:
+    with pytest.raises(ValueError, match=r"torch\.compile\(module\)"):
+        quiet_trainer().fit(torch.compile(module(model)), data())
+
+
+def test_what_works_works_in_one_run_without_a_callback_for_weights(model: str, tmp_path: Path) -> None:
+    seen: list[int] = []
+    own = [
+        callbacks.EarlyStopping("eval/reward", mode="max", patience=10),
+        callbacks.ModelCheckpoint(monitor="eval/reward", mode="max"),
+        callbacks.LearningRateMonitor(),
+        callbacks.Timer(),
+        callbacks.LambdaCallback(on_train_batch_end=lambda trainer, *_: seen.append(trainer.global_step)),
+        callbacks.TQDMProgressBar(),
+        callbacks.OnExceptionCheckpoint(tmp_path),
+    ]
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=1,
+        strategy="auto",
+        precision="32-true",
+        logger=CSVLogger(tmp_path / "csv"),
+        callbacks=own,
+        max_epochs=2,
+        min_epochs=1,
+        limit_train_batches=1,
+        limit_val_batches=1,
+        val_check_interval=1,
+        check_val_every_n_epoch=1,
+        num_sanity_val_steps=1,
+        log_every_n_steps=1,
+        deterministic=True,
+        benchmark=False,
+        inference_mode=False,
+        profiler="simple",
+        detect_anomaly=True,
+        sync_batchnorm=True,
+        reload_dataloaders_every_n_epochs=1,
+        default_root_dir=tmp_path,
+    )
+    schedule = LRSchedule("linear")
+    own_data = data(eval_prompts={"small": ROW_NAMES[:2], "large": ROW_NAMES}, eval_batch_size=8)
+    own[0].monitor = own[1].monitor = "eval/small/reward"
+    trainer.fit(module(model, lr_scheduler=schedule), own_data)
+    assert seen == [1, 2] and trainer.checkpoint_callback.best_model_path
+    with open(trainer.logger.log_dir + "/metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    rates = [float(row["optim/lr_policy"]) for row in rows if row["optim/lr_policy"]]
+    assert rates == pytest.approx([1e-6, 0.5e-6])  # linear over the 2 updates that the run makes
+    assert {"eval/small/reward", "eval/large/reward", "rollout/response_length_min"} <= rows[0].keys()
+    torch.set_anomaly_enabled(False)
+    torch.use_deterministic_algorithms(False)
+
+
+def test_max_steps_counts_updates_and_barebones_runs(model: str) -> None:
+    trainer = Trainer(accelerator="cpu", max_steps=3, min_steps=1, max_time="00:01:00:00", barebones=True)
+    trainer.fit(module(model), data())
+    assert trainer.global_step == 3
+
+
+def test_a_null_number_of_rollouts_is_one_pass_in_the_order_of_the_rows(model: str) -> None:
+    seen: list[str] = []
+
+    def note(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        seen.extend(prompts)
+        return [float(len(text)) for text in completions]
+
+    own = data(rollouts_per_epoch=None, shuffle=False, rewards=[note], prompts_per_rollout=3)
+    trainer = quiet_trainer(callbacks=[])
+    trainer.fit(module(model), own)
+    assert trainer.global_step == 2
+    assert list(dict.fromkeys(seen)) == [row["prompt"] for row in ROW_NAMES] and len(seen) == 12
+
+
+def test_prompts_are_taken_as_rows_a_path_or_a_data_set_and_nothing_else(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    assert data(prompts=Dataset.from_list(ROW_NAMES)).prompts.read()[1]["answer"] == 2
+    assert data(prompts=tmp_path / "rows.jsonl").prompts == PromptSource(path=str(tmp_path / "rows.jsonl"))
+    for wrong in (3, ["text"], None):
+        with pytest.raises(ValueError, match="prompts="):
+            data(prompts=wrong)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (LRSchedule("constant", warmup=2), [0.5, 1, 1, 1]),
+        (LRSchedule("linear", floor=0.2), [1, 0.8, 0.6, 0.4]),
+        (LRSchedule("cosine", warmup=0.25), [1, 1, 0.75, 0.25]),
+    ],
+)
+def test_schedules_by_hand(schedule: LRSchedule, expected: list[float]) -> None:
+    assert [schedule.factor(update, 4) for update in range(4)] == pytest.approx(expected)
+
+
+def test_the_python_block_builds(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "rewards.py").write_text("def correct(completions, **_):\n    return [1.0 for _ in completions]\n")
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block.replace("MODEL", model), names)
+    assert names["data"].rollouts_per_epoch is None and names["module"].lr_scheduler_factory.warmup == 0.03

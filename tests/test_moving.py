@@ -1,0 +1,124 @@
+"""What a TRL script says becomes a configuration that the real command line builds, and nothing is lost in silence."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import lightrl
+from lightrl.cli import main, run
+from lightrl.compat.parser_messages import parameters
+from lightrl.moving import convert_trl
+from tests.toys import quickstart_model
+
+SCRIPT: dict[str, Any] = {
+    "model_name_or_path": "MODEL",
+    "dataset_name": "rows.jsonl",
+    "reward_funcs": ["think_format_reward", "rewards.right"],
+    "reward_weights": [0.5, 1.0],
+    "learning_rate": 2.0e-5,
+    "warmup_ratio": 0.1,
+    "lr_scheduler_type": "cosine",
+    "num_generations": 4,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "num_iterations": 2,
+    "max_completion_length": 6,
+    "beta": 0.04,
+    "loss_type": "dr_grpo",
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "num_train_epochs": 1,
+    "save_strategy": "no",
+    "output_dir": "outputs/moved",
+    "ddp_timeout": 100,
+    "made_up": 3,
+}
+
+
+def test_sizes_objective_and_schedule_are_those_of_the_script() -> None:
+    config, notes = convert_trl(SCRIPT)
+    model, data = config["model"]["init_args"], config["data"]["init_args"]
+    # 4 per device x 4 steps = 16 completions = 4 prompts x 4; an update has 4 x 2 of them
+    assert (data["prompts_per_rollout"], data["group_size"]) == (4, 4)
+    assert (model["minibatch_size"], model["ppo_epochs"]) == (8, 2)
+    assert model["aggregation"] == {"class_path": "ConstantLength", "init_args": {"length": 6}}
+    assert model["kl"]["init_args"]["coef"] == 0.04
+    assert model["lr_scheduler"] == {"name": "cosine", "warmup": 0.1, "floor": 0.0}
+    assert config["trainer"]["precision"] == "32-true" and data["rollouts_per_epoch"] is None
+    assert any(note.startswith("ddp_timeout: 100") and "strategy" in note for note in notes)
+    assert any(note.startswith("made_up: 3") for note in notes)
+
+
+def test_the_defaults_of_trl_are_written_out() -> None:
+    config, _ = convert_trl({"model_name_or_path": "m", "dataset_name": "d", "use_vllm": True})
+    model = config["model"]["init_args"]
+    assert model["kl"] is None and model["aggregation"] == {"class_path": "TokenMean", "init_args": {}}
+    loss = model["loss"]["init_args"]
+    assert (loss["level"], loss["mode"], loss["high"]) == ("sequence", "mask", 3.0)
+    assert config["seed_everything"] == 42 and config["trainer"]["max_epochs"] == 3
+
+
+def test_rloo_has_its_estimator_and_its_kl_in_the_reward() -> None:
+    config, _ = convert_trl({"model_name_or_path": "m", "dataset_name": "d", "reward_clip_range": [-2, 2]}, "rloo")
+    model = config["model"]["init_args"]
+    assert config["model"]["class_path"] == "RLOOLightningModule" and model["reward_clip"] == 2
+    assert model["kl"] == {"class_path": "KLInReward", "init_args": {"estimator": "k1", "coef": 0.05}}
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="generation_batch_size=8 .* multiple of num_generations=3"):
+        convert_trl({"model_name_or_path": "m", "dataset_name": "d", "num_generations": 3})
+
+
+def test_the_command_line_trains_with_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    model = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"{a}+1="}) for a in range(8)))
+    (tmp_path / "rewards.py").write_text(
+        "def right(completions, **_):\n    return [len(set(c)) for c in completions]\n"
+    )
+    (tmp_path / "trl.yaml").write_text(yaml.safe_dump({**SCRIPT, "model_name_or_path": model}))
+    main(["from-trl", "trl.yaml"])
+    assert "made_up: 3 has no counterpart" in capsys.readouterr().out
+    assert "made_up" in (tmp_path / "config.yaml").read_text()
+    quiet = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+    cli = run(["fit", "--config=config.yaml", *quiet])
+    assert cli.trainer.global_step == 8  # 8 prompts are 2 rollouts of 2 x 2 updates
+    assert cli.model.optimizers().param_groups[0]["lr"] < 2e-6  # cosine: almost 0 at the end
+
+
+def rows_of_the_tables(root: Path) -> list[tuple[str, str]]:
+    """(their option, ours) of every row of docs/moving.md."""
+    rows = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|", (root / "docs" / "moving.md").read_text(), re.MULTILINE)
+    return [(theirs, ours.strip()) for theirs, ours in rows]
+
+
+def test_our_side_of_every_row_exists(root: Path) -> None:
+    from lightning.pytorch import Trainer
+
+    from lightrl import algorithms, callbacks, data, engines, environments, objectives, rewards
+    from lightrl.algorithms.schedule import LRSchedule
+
+    rooms = (lightrl, algorithms, callbacks, engines, objectives, rewards, data, environments)
+    rows = rows_of_the_tables(root)
+    assert len(rows) > 90
+    known: dict[str, Any] = {"Trainer": Trainer, "LRSchedule": LRSchedule}
+    for theirs, ours in rows:
+        names = re.findall(r"`([A-Z]\w+)(?:\.(\w+))?", ours)
+        assert names or ours.startswith("-"), (theirs, ours)
+        for owner, argument in names:
+            cls = known.get(owner) or next((getattr(room, owner) for room in rooms if hasattr(room, owner)), None)
+            assert cls is not None, (theirs, owner)
+            if argument:
+                assert argument in parameters([f"{cls.__module__}.{cls.__name__}"]), (theirs, owner, argument)

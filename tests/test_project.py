@@ -1,0 +1,78 @@
+"""`lightrl init` as a new user meets it: the project it writes runs, and nothing of theirs is overwritten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightrl.cli import main
+from lightrl.project import TASKS
+from tests.toys import quickstart_model
+
+SMALL = [
+    *("--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"),
+    *("--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"),
+]
+ROLLOUTS = ["--data.init_args.engine=TransformersEngine", "--data.init_args.sampling.max_new_tokens=4"]
+
+
+@pytest.fixture()
+def model(tmp_path: Path) -> str:
+    return quickstart_model(tmp_path / "model")
+
+
+@pytest.fixture(autouse=True)
+def _in_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+
+
+def test_every_task_has_a_template() -> None:
+    assert TASKS == ("grpo", "rlhf", "sft")
+
+
+def test_the_grpo_project_runs_with_rows_and_reward_of_ones_own(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["init", "mine", "--model", model])
+    assert "lightrl fit --config config.yaml" in capsys.readouterr().out
+    rows = [{"prompt": f"{a}+{a}=", "wanted": 2 * a} for a in range(8)]
+    (tmp_path / "mine" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "mine" / "rewards.py").write_text(
+        "def correct(completions, wanted, **_):\n    return [len(c) + w for c, w in zip(completions, wanted)]\n"
+    )
+    monkeypatch.chdir(tmp_path / "mine")
+    main(["fit", "--config", "config.yaml", *SMALL, *ROLLOUTS])
+    assert (tmp_path / "mine/outputs/grpo/model/model.safetensors").is_file()
+    main(["report", "outputs/grpo"])
+    assert list((tmp_path / "mine/outputs/grpo").rglob("*.html"))
+
+
+def test_the_rlhf_project_goes_through_its_three_steps(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["init", "mine", "--task", "rlhf", "--model", model])
+    monkeypatch.chdir(tmp_path / "mine")
+    for step in ("sft", "reward"):
+        main(["fit", "--config", f"{step}.yaml", *SMALL])
+    main(["fit", "--config", "ppo.yaml", *SMALL, *ROLLOUTS])
+    assert (tmp_path / "mine/outputs/ppo/model/model.safetensors").is_file()
+
+
+def test_the_sft_project_runs(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main(["init", "mine", "--task", "sft", "--model", model])
+    monkeypatch.chdir(tmp_path / "mine")
+    main(["fit", "--config", "config.yaml", *SMALL])
+    assert (tmp_path / "mine/outputs/sft/model/model.safetensors").is_file()
+
+
+def test_what_is_there_is_not_overwritten(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "rewards.py").write_text("# mine")
+    with pytest.raises(SystemExit):
+        main(["init", "mine", "--model", model])
+    assert "would be overwritten" in capsys.readouterr().err
+    assert (tmp_path / "mine" / "rewards.py").read_text() == "# mine"
+    assert not (tmp_path / "mine" / "config.yaml").exists()

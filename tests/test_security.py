@@ -1,0 +1,50 @@
+"""What others wrote is read as data: a model folder's code and a checkpoint's pickled calls do not run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.distributed.checkpoint_io import CheckedCheckpointIO
+from lightrl.distributed.consolidate import read_checkpoint
+from lightrl.models.loading import load_causal_lm
+from lightrl.models.spec import ModelSpec
+from tests.toys import quickstart_model
+
+
+class Calls:
+    """Pickled, it makes a folder when it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("read", [read_checkpoint, CheckedCheckpointIO().load_checkpoint])
+def test_a_checkpoint_that_calls_something_is_refused(read: Any, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": {"weight": torch.ones(1)}, "callbacks": Calls(tmp_path / "called")}, path)
+    with pytest.raises(ValueError, match=r"last.ckpt' cannot be read as a plain checkpoint"):
+        read(path)
+    assert not (tmp_path / "called").exists()
+    torch.load(path, weights_only=False)
+    assert (tmp_path / "called").exists(), "the toy must be dangerous"
+
+
+def test_the_code_of_a_model_folder_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    quickstart_model(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    config = json.loads((folder / "config.json").read_text())
+    own = {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}}
+    (folder / "config.json").write_text(json.dumps(config | own))
+    (folder / "theirs.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'called')!r})\n")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_causal_lm(ModelSpec(str(folder)), trainable=True)
+    assert not (tmp_path / "called").exists()

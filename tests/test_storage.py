@@ -1,0 +1,257 @@
+"""What is written is there as a whole or not at all, is checked when read, belongs to one run, and holds no secret."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.storage import (
+    DamagedError,
+    FolderLock,
+    StorageError,
+    append_lines,
+    atomic_folder,
+    atomic_write,
+    clean_leftovers,
+    plain_secrets,
+    redact,
+    redact_text,
+    verify,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def in_a_process(code: str, folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+# ---- whole or not at all ---------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_fails_half_written_leaves_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "x.bin"
+    path.write_bytes(b"before")
+    with pytest.raises(KeyError), atomic_write(path) as file:
+        file.write(b"half")
+        raise KeyError
+    assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_process_killed_while_it_writes_leaves_the_file_before_and_a_leftover_that_is_cleaned(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"before")
+    code = "import os\nfrom lightrl.storage import atomic_write\n"
+    code += "with atomic_write('x.bin') as f:\n f.write(b'half'); f.flush(); os.kill(os.getpid(), 9)"
+    assert in_a_process(code, tmp_path).wait(60) == -signal.SIGKILL
+    assert (tmp_path / "x.bin").read_bytes() == b"before"
+    assert len(list(tmp_path.iterdir())) == 2
+    assert len(clean_leftovers(tmp_path)) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
+
+
+def test_a_living_writers_file_is_not_cleaned(tmp_path: Path) -> None:
+    with atomic_write(tmp_path / "x.bin") as file:
+        parent = next(tmp_path.glob(".x.bin.*.partial"))
+        other = parent.rename(str(parent).replace(f".{os.getpid()}.", f".{os.getppid()}."))
+        assert clean_leftovers(tmp_path) == []
+        other.rename(parent)
+        file.write(b"x")
+    assert (tmp_path / "x.bin").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("write", ["bytes", "torch"])
+def test_a_full_disk_is_one_message_and_leaves_the_file_before(write: str, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk; `torch.save` hides the reason behind an error of its own."""
+    path = tmp_path / "x.ckpt"
+    path.write_bytes(b"before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        message = "x.ckpt.*File too large.*What stood there before is untouched"
+        with pytest.raises(StorageError, match=message), atomic_write(path) as file:
+            torch.save(torch.zeros(10_000), file) if write == "torch" else file.write(b"x" * 10_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_is_replaced_as_a_whole_and_what_others_put_there_stays(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    for names in (("a", "b"), ("b", "c")):
+        with atomic_folder(target) as folder:
+            for name in names:
+                (folder / name).write_text(names[0])
+        (target / "mine").write_text("mine")
+    assert {path.name: path.read_text() for path in target.iterdir() if path.name != "SHA256SUMS"} == {
+        "b": "b",
+        "c": "b",
+        "mine": "mine",
+    }
+    with pytest.raises(KeyError), atomic_folder(target) as folder:
+        (folder / "b").write_text("new")
+        raise KeyError
+    assert (target / "b").read_text() == "b" and list(tmp_path.iterdir()) == [target]
+
+
+def test_a_folder_of_someone_else_keeps_its_files(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years of work")
+    with atomic_folder(tmp_path / "home") as folder:
+        (folder / "config.json").write_text("{}")
+    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["SHA256SUMS", "config.json", "thesis.tex"]
+
+
+def test_a_folder_whose_replacement_was_interrupted_comes_back(tmp_path: Path) -> None:
+    (tmp_path / ".last.ckpt.old").mkdir()
+    (tmp_path / ".last.ckpt.old" / "x").write_text("x")
+    (tmp_path / ".last.ckpt.shared.partial").mkdir()
+    clean_leftovers(tmp_path)
+    assert (tmp_path / "last.ckpt" / "x").read_text() == "x" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_lines_are_appended_after_half_a_line_was_cut_away(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    append_lines(path, ["1", "2"])
+    with path.open("a") as file:
+        file.write('{"hal')
+    append_lines(path, ["3"])
+    assert path.read_text() == "1\n2\n3\n"
+
+
+# ---- checksums -------------------------------------------------------------------------------------------------------
+
+
+def saved(path: Path, **options: Any) -> Path:
+    with atomic_write(path, **options) as file:
+        torch.save({"x": torch.arange(100.0)}, file)
+    return path
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_flipped_bit_a_cut_file_and_an_empty_one_are_found(checksum: bool, tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.ckpt", checksum=checksum)
+    verify(path)
+    whole = path.read_bytes()
+    place = whole.index(torch.arange(100.0).numpy().tobytes()) + 40
+    for broken in (
+        whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :],
+        whole[: len(whole) // 2],
+        b"",
+        b"text",
+    ):
+        path.write_bytes(broken)
+        with pytest.raises(DamagedError):
+            verify(path)
+    with pytest.raises(DamagedError, match="does not exist"):
+        verify(tmp_path / "nosuch")
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3])
+def test_a_run_killed_at_any_rename_leaves_a_file_that_verifies(moment: int, tmp_path: Path) -> None:
+    """The three: the list of both sums, the file, the list of the new one."""
+    saved(tmp_path / "x.ckpt", checksum=True)
+    code = f"""
+import os
+from lightrl.storage import atomic_write
+calls, replace = 0, os.replace
+def replaced(*args):
+    global calls
+    calls += 1
+    replace(*args)
+    if calls == {moment}:
+        os.kill(os.getpid(), 9)
+os.replace = replaced
+with atomic_write('x.ckpt', checksum=True) as f:
+    f.write(b'new')
+"""
+    assert in_a_process(code, tmp_path).wait(60) == -signal.SIGKILL
+    verify(tmp_path / "x.ckpt")
+    assert ((tmp_path / "x.ckpt").read_bytes() == b"new") == (moment > 1)
+
+
+def test_a_folder_with_a_changed_or_missing_file_is_found(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "f") as folder:
+        (folder / "part").mkdir()
+        (folder / "part" / "a").write_text("a")
+    verify(tmp_path / "f")
+    (tmp_path / "f" / "part" / "a").write_text("b")
+    with pytest.raises(DamagedError, match="part/a are not those"):
+        verify(tmp_path / "f")
+    (tmp_path / "f" / "part" / "a").unlink()
+    with pytest.raises(DamagedError, match="part/a is missing"):
+        verify(tmp_path / "f")
+
+
+# ---- one run at a time -----------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_is_refused_by_name_until_the_first_is_gone(tmp_path: Path) -> None:
+    code = "import time; from lightrl.storage import FolderLock as F; held = F('run'); print('held', flush=True); "
+    code += "time.sleep(60)"
+    first = in_a_process(code, tmp_path)
+    try:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=rf"in use by process {first.pid} on .*two runs in one folder"):
+            FolderLock(tmp_path / "run")
+    finally:
+        first.kill()
+        first.wait()
+    lock = FolderLock(tmp_path / "run")  # taken over from the dead one
+    assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+    lock.release()
+
+
+# ---- secrets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"token": "abc"}, {"token": "***"}),
+        ({"api_key": "${env:KEY}"}, {"api_key": "${env:KEY}"}),
+        ({"headers": {"Authorization": "Bearer abcdefghijk"}}, {"headers": {"Authorization": "***"}}),
+        ({"eos_token": "<eos>", "max_new_tokens": 3, "tokenizer": "gpt2"}, None),
+        ({"url": "http://user:pass@host/x?a=1&api_key=k1&b=2"}, {"url": "http://user:***@host/x?a=1&api_key=***&b=2"}),
+        ({"url": "http://user:${env:PW}@host"}, None),
+        ({"path": "org/model", "url": "http://host:8000/v1"}, None),
+        ([{"x": "hf_abcdefghijklmnopqrst"}], [{"x": "***"}]),
+    ],
+)
+def test_what_is_redacted(value: Any, expected: Any) -> None:
+    assert redact(value) == (value if expected is None else expected)
+    assert bool(list(plain_secrets(value))) == (expected is not None and "${env" not in str(value))
+
+
+def test_text_is_redacted() -> None:
+    assert redact_text("401 for http://u:p4ss@h/ with sk-abcdefghijklmnopqrstu") == "401 for http://u:***@h/ with ***"
+
+
+def test_logs_and_warnings_are_redacted() -> None:
+    """Of a process that the command line started: Lightning's and the rewards' own messages quote URLs."""
+    script = """
+import logging, warnings
+from lightrl.storage import redact_messages, remember_secret
+redact_messages()
+redact_messages()
+remember_secret("open sesame")
+warnings.warn("said open sesame")
+logging.getLogger("any").warning("%s for %s", 401, "http://u:p4ss@h/")
+try:
+    logging.getLogger("any").warning("%d of no number", "x")
+except Exception:
+    print("lost")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "UserWarning: said ***" in done.stderr and "401 for http://u:***@h/" in done.stderr
+    assert "p4ss" not in done.stderr and "lost" not in done.stdout

@@ -1,0 +1,59 @@
+"""What the pages for new users say runs, and the messages that they quote are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from lightrl.cli import main
+from tests.toys import quickstart_model
+
+SMALL = [
+    *("--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"),
+    *("--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"),
+    *("--data.init_args.engine=TransformersEngine", "--data.init_args.sampling.max_new_tokens=4"),
+]
+
+
+def strings_of(folder: Path) -> list[str]:
+    """Every string of the code, those of implicit concatenation joined, with … for what is filled in."""
+    found = []
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code(root: Path) -> None:
+    page = (root / "docs" / "troubleshooting.md").read_text().split("## It runs")[0]
+    cells = re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)
+    quoted = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+    code = strings_of(root / "lightrl")
+    assert len(quoted) > 20
+    missing = [message for message in quoted if not any(message in text for text in code)]
+    assert not missing, missing
+
+
+def test_the_first_task_runs_as_it_is_written(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (root / "docs" / "first_task.md").read_text()
+    (rows,), (reward,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("json", "python"))
+    commands = [line.split("#")[0].split() for line in re.findall(r"^lightrl .*$", page, re.MULTILINE)]
+    model = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    assert [command[1] for command in commands] == ["init", "fit", "fit", "report", "export"]
+    main([*commands[0][1:], "--model", model])
+    monkeypatch.chdir(tmp_path / "my_task")
+    (tmp_path / "my_task" / "rows.jsonl").write_text(rows)
+    (tmp_path / "my_task" / "rewards.py").write_text(reward)
+    main([*commands[1][1:], *SMALL])
+    for command in commands[3:]:
+        main(command[1:])
+    assert (tmp_path / "my_task/outputs/grpo/model/model.safetensors").is_file()
+    assert (tmp_path / "my_task/exported/model.safetensors").is_file()
