@@ -37,6 +37,16 @@ def _one_thread_and_a_seed() -> None:
     torch.manual_seed(0)
 
 
+# Left in `os.environ` by Lightning's launchers: a command started afterwards would take itself for one of their ranks.
+RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def _no_rank_of_an_earlier_test() -> None:
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository."""
