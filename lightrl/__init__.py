@@ -33,8 +33,9 @@ if TYPE_CHECKING:
         SFTSource,
     )
     from lightrl.engines import ServerEngine, TransformersEngine, VLLMEngine
+    from lightrl.environments import AgentProgram, EnvironmentEpisode
     from lightrl.models.spec import LoraSpec, ModelSpec
-    from lightrl.rollout import EnvironmentEpisode, RolloutDataModule
+    from lightrl.rollout import RolloutDataModule
     from lightrl.types import Experience, Rollouts, SamplingParams
 
 _HOMES = {
@@ -62,7 +63,8 @@ _HOMES = {
         "RLOOLightningModule",
         "SFTLightningModule",
     ],
-    "rollout": ["EnvironmentEpisode", "RolloutDataModule"],
+    "environments": ["AgentProgram", "EnvironmentEpisode"],
+    "rollout": ["RolloutDataModule"],
     "types": ["Experience", "Rollouts", "SamplingParams"],
 }
 _MODULE_OF = {name: f"lightrl.{home}" for home, names in _HOMES.items() for name in names}
@@ -72,6 +74,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "PreferenceDataModule",
     "PreferenceSource",
     "PromptSource",
+    "AgentProgram",
     "EnvironmentEpisode",
     "RolloutDataModule",
     "SFTDataModule",

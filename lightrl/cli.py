@@ -73,12 +73,11 @@ def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None,
         seed: of the environment's `reset`.
 
     Raises:
-        ValueError: the configuration has no `data.environment`.
+        ValueError: the configuration has no `EnvironmentEpisode`.
     """
     from lightrl.data.templates import load_tokenizer
-    from lightrl.environments import Attempts
+    from lightrl.environments import EnvironmentEpisode
     from lightrl.report.check_env import play
-    from lightrl.rollout.environments import EnvironmentEpisode
 
     if rows < 1:
         raise ValueError(f"rows={rows}: must be at least 1.")
@@ -86,11 +85,9 @@ def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None,
     module, data = built.model, built.datamodule
     episode = getattr(data, "episode", None)
     if not isinstance(episode, EnvironmentEpisode):
-        raise ValueError(f"{config_file}: it has no data.environment, so there is nothing to play.")
-    if not isinstance(episode.attempts, Attempts):
         raise ValueError(
-            f"{config_file}: data.environment is a {type(episode.attempts).__name__}, which asks what it likes: "
-            "scripted replies cannot play it. Run the program against any model's endpoint to try it."
+            f"{config_file}: data.episode is {type(episode).__name__}; scripted replies play an EnvironmentEpisode "
+            "only. Run a program of your own against any model's endpoint to try it."
         )
     tokenizer = load_tokenizer(data.tokenizer_path or module.actor_spec.path)
     episode.setup(tokenizer)
@@ -101,7 +98,7 @@ def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None,
         for i in range(len(batch))
     ]
     found = play(
-        episode.attempts,
+        episode,
         drawn,
         tokenizer,
         data.sampling,

@@ -36,7 +36,7 @@ PATH = {
     "rollout/weight_sync.py": "the push and the canary",
     "rollout/collector.py": "episodes, engine and scorer brought together",
     "rollout/background.py": "the thread of the episodes",
-    "rollout/episodes.py": "one attempt: ask the engine once",
+    "environments/episodes.py": "one attempt: ask the engine once",
     "engines/base.py": "the engine's contract and its queue",
     "engines/transformers/engine.py": "an engine in this process",
     "engines/transformers/decoding.py": "continuous batching",

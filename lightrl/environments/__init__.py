@@ -3,19 +3,23 @@
 from lightrl.environments.base import Environment, EnvironmentFailedError, Reply, Step, ToolCall
 from lightrl.environments.canary import LedgerMismatch, check_trajectories
 from lightrl.environments.endpoint import AgentProgram
-from lightrl.environments.episode import Attempts
+from lightrl.environments.episodes import Episode, SingleTurn, Task
 from lightrl.environments.ledger import Ledger
+from lightrl.environments.playing import EnvironmentEpisode
 from lightrl.environments.tools import ToolEnvironment
 
 __all__ = [
     "AgentProgram",
-    "Attempts",
     "Environment",
+    "EnvironmentEpisode",
     "EnvironmentFailedError",
+    "Episode",
     "Ledger",
     "LedgerMismatch",
     "Reply",
+    "SingleTurn",
     "Step",
+    "Task",
     "ToolCall",
     "ToolEnvironment",
     "check_trajectories",

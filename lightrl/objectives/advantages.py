@@ -635,7 +635,7 @@ class GiGPO(AdvantageEstimator):
         if anchors is None and turns.there.shape[1] > 1:
             raise ValueError(
                 "GiGPO: anchors=None: it compares turns in equal states, and nothing says which state a turn began "
-                "in. Use an environment (`data.environment`), or TurnReturns."
+                "in. Use an environment (`EnvironmentEpisode`), or TurnReturns."
             )
         seen = turns.there & valid[:, None]
         owners, _ = seen.nonzero(as_tuple=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrl.environments import Attempts, Environment
+from lightrl.environments import Environment, EnvironmentEpisode
 from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
 
 __all__ = ["EnvironmentCheck", "Played", "play"]
@@ -140,7 +140,7 @@ def _seconds(trajectory: Trajectory) -> float:
 
 
 def play(
-    attempts: Attempts,
+    episode: EnvironmentEpisode,
     rows: Sequence[Mapping[str, Any]],
     tokenizer: Any,
     sampling: SamplingParams,
@@ -155,16 +155,16 @@ def play(
     breaks off; a reply that the token limit cuts; and `replies`.
 
     Args:
-        attempts: set up with the tokenizer. rows: of the data set.
+        episode: set up with the tokenizer. rows: of the data set.
         tokenizer: of the policy. sampling: its limits.
         seed: of the groups. replies: texts of a further script, one per turn, the last one again and again.
         reward_functions: whether the run has some, so that the environment need not give rewards.
     """
-    return asyncio.run(_play(attempts, rows, tokenizer, sampling, seed, replies, reward_functions))
+    return asyncio.run(_play(episode, rows, tokenizer, sampling, seed, replies, reward_functions))
 
 
 async def _play(
-    attempts: Attempts,
+    episode: EnvironmentEpisode,
     rows: Sequence[Mapping[str, Any]],
     tokenizer: Any,
     sampling: SamplingParams,
@@ -174,7 +174,7 @@ async def _play(
 ) -> EnvironmentCheck:
     check = EnvironmentCheck([], reward_functions=reward_functions)
     for number, row in enumerate(rows):
-        scripts = await _scripts(attempts, row, tokenizer, seed, replies, check.notes)
+        scripts = await _scripts(episode, row, tokenizer, seed, replies, check.notes)
         names = [name for name in scripts for _ in range(2)]
         said: list[list[list[int]]] = [[] for _ in names]
 
@@ -184,7 +184,7 @@ async def _play(
             said: list[list[list[int]]] = said,
             scripts: dict[str, list[_Reply]] = scripts,
         ) -> CompletionGroup:
-            attempt, turn = divmod(request.seed, attempts.max_turns)
+            attempt, turn = divmod(request.seed, episode.max_turns)
             script = scripts[names[attempt]]
             reply = script[min(turn, len(script) - 1)]
             ids = reply.ids[: request.sampling.max_new_tokens]
@@ -194,12 +194,12 @@ async def _play(
             done = Completion(ids, [0.0] * len(ids), text, "length" if cut else "stop")
             return CompletionGroup(request, [done], 0)
 
-        trajectories = await attempts.group(
+        trajectories = await episode.group(
             row,
             ask,
             attempts=range(len(names)),
             seed=seed,
-            turn_seed=lambda attempt, turn: attempt * attempts.max_turns + turn,
+            turn_seed=lambda attempt, turn: attempt * episode.max_turns + turn,
             sampling=sampling,
         )
         check.played += [
@@ -219,7 +219,7 @@ class _Reply:
 
 
 async def _scripts(
-    attempts: Attempts,
+    episode: EnvironmentEpisode,
     row: Mapping[str, Any],
     tokenizer: Any,
     seed: int,
@@ -236,7 +236,7 @@ async def _scripts(
     scripts = {"plain answer": [_Reply(plain + end)], "cut off": [_Reply(plain, cut=True)]}
     if replies:
         scripts["--replies"] = [_Reply(ids(text) + end) for text in replies]
-    environment: Environment = attempts.environment()
+    environment: Environment = episode.environment()
     try:
         messages = await environment.reset(row, seed=seed)
         tools = list(environment.tools)
@@ -247,7 +247,7 @@ async def _scripts(
     for tool in tools:
         function = tool.get("function", tool)
         name = function["name"]
-        text = _call_text(tokenizer, messages, tools, name, _arguments(function), attempts.template_kwargs)
+        text = _call_text(tokenizer, messages, tools, name, _arguments(function), episode.template_kwargs)
         if text is None:
             notes.append(
                 "the chat template gives no text for a tool call after this prompt; calls were not played. Write one "

@@ -24,10 +24,10 @@ from lightrl.engines.base import (
     GenerationCancelledError,
     RequestQueue,
 )
+from lightrl.environments.episodes import Episode, Task
 from lightrl.rewards.scorer import RewardScorer, ScoreHandle
 from lightrl.rollout.background import BackgroundLoop, in_background
 from lightrl.rollout.collation import ScoredGroup
-from lightrl.rollout.episodes import Episode, Task
 from lightrl.types import CompletionGroup, GenerationRequest, Scores, Trajectory
 
 __all__ = ["MAX_RESTARTS", "Collection", "Collector", "RolloutStalledError", "may_restart"]

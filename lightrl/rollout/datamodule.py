@@ -23,13 +23,12 @@ from lightrl.data.sft import SFTLoader, SFTSource
 from lightrl.data.templates import load_tokenizer
 from lightrl.engines.base import Engine, StaleWeightsError
 from lightrl.engines.vllm.engine import VLLMEngine
+from lightrl.environments.episodes import Episode, SingleTurn, Task, request_seed
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collation import ScoredGroup, collate, trajectory_metrics
 from lightrl.rollout.collector import LEAVE_SECONDS, Collection, Collector
 from lightrl.rollout.dynamic_sampling import gather_numbers, refill
-from lightrl.rollout.environments import EnvironmentEpisode
-from lightrl.rollout.episodes import Episode, SingleTurn, Task, request_seed
 from lightrl.rollout.learner import RolloutLearner
 from lightrl.rollout.loaders import EvalLoader, RolloutLoader
 from lightrl.rollout.sources import CollectedRollout, StaleSource, StreamedRollouts
@@ -60,9 +59,8 @@ class RolloutDataModule(LightningDataModule):
         rewards: reward functions: import paths (`package.module:function`, `file.py:function`) or configured classes.
         engine: what samples. The default is vLLM in this process.
         sampling: how training completions are sampled; temperature above 0.
-        episode: how the attempts at a prompt come about; one completion each by default.
-        environment: what answers the policy over many turns, and its limits; None for one completion each. Its rewards
-            are added to those of `rewards`, which may be empty.
+        episode: how the attempts at a prompt come about: one completion each by default; over many turns
+            `EnvironmentEpisode` or `AgentProgram`, whose rewards are added to those of `rewards`, which may be empty.
         group_size: G, attempts per prompt; None takes the algorithm's own (PPO 1, group algorithms 8).
         prompts_per_rollout: P, prompts in one rollout, over all ranks; must be a multiple of their number.
         rollouts_per_epoch: rollouts in one Lightning epoch; None makes an epoch one pass over the prompts, the last
@@ -111,7 +109,6 @@ class RolloutDataModule(LightningDataModule):
         engine: Engine = lazy_instance(VLLMEngine),  # noqa: B008
         sampling: SamplingParams = SamplingParams(),  # noqa: B008
         episode: Episode = lazy_instance(SingleTurn),  # noqa: B008
-        environment: EnvironmentEpisode | None = None,
         group_size: int | None = None,
         prompts_per_rollout: int = 32,
         rollouts_per_epoch: int | None = 10,
@@ -152,7 +149,7 @@ class RolloutDataModule(LightningDataModule):
         }
         self.predict_prompts = None if predict_prompts is None else prompt_source(predict_prompts, "predict_prompts")
         self.engine = realized(engine)
-        self.episode = realized(episode) if environment is None else environment
+        self.episode = realized(episode)
         self.sampling = sampling
         self.eval_sampling = eval_sampling or replace(sampling, fire_temperature=None)
         self.eval_group_size = eval_group_size
@@ -176,10 +173,6 @@ class RolloutDataModule(LightningDataModule):
         self._stale_source: StaleSource | None = None
         self._side_group: Any = None
         self._default_sync = WeightSync()
-        if environment is not None and not isinstance(episode, SingleTurn):
-            raise ValueError(
-                f"environment with episode={type(episode).__name__}: both say how attempts come about. Drop one."
-            )
         self._check_arguments(rewards=bool(rewards))
         # Without functions the rewards come from the module's reward models alone.
         self.scorer = (

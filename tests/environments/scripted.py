@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrl.environments import AgentProgram, Attempts, Environment, Reply, Step, ToolCall
+from lightrl.environments import Environment, EnvironmentEpisode, Reply, Step, ToolCall
+from lightrl.environments.multi_turn import MultiTurn
 from lightrl.environments.parsing import ReplyParser
 from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
 
@@ -93,7 +94,7 @@ class ScriptedEngine:
         return CompletionGroup(request, [completion], number)  # type: ignore[arg-type]
 
 
-class ScriptedAttempts(Attempts):
+class ScriptedAttempts(EnvironmentEpisode):
     """Attempts whose replies are known and need no parsing."""
 
     turns: Sequence[Turn] = ()
@@ -122,7 +123,7 @@ async def play(
 
 
 async def alone(
-    attempts: Attempts | AgentProgram,
+    attempts: MultiTurn,
     ask: Any,
     row: Mapping[str, Any],
     sampling: SamplingParams,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from jsonargparse import ArgumentParser
 
-from lightrl.environments import Attempts, Environment, EnvironmentFailedError, Reply, Step, ToolEnvironment
+from lightrl.environments import Environment, EnvironmentEpisode, EnvironmentFailedError, Reply, Step, ToolEnvironment
 from lightrl.types import CompletionGroup, GenerationRequest, SamplingParams, Trajectory
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import Script, ScriptedAttempts, ScriptedEngine, Turn, alone, call, spell
@@ -115,7 +115,7 @@ def test_tools_are_the_public_methods_with_schemas_from_hints_and_docstrings() -
 
 def test_a_class_is_found_by_its_import_path_as_yaml_writes_it() -> None:
     parser = ArgumentParser()
-    parser.add_class_arguments(Attempts, "attempts")
+    parser.add_class_arguments(EnvironmentEpisode, "attempts")
     environment = {
         "class_path": "lightrl.environments.ToolEnvironment",
         "init_args": {"factory": f"{__name__}.Calculator", "tool_timeout": 5},
@@ -384,7 +384,7 @@ def test_an_engine_that_died_is_raised_and_not_a_failed_trajectory() -> None:
     async def ask(request: GenerationRequest) -> CompletionGroup:
         raise EngineDiedError("gone")
 
-    attempts = Attempts(lambda: Script([], tools=False))
+    attempts = EnvironmentEpisode(lambda: Script([], tools=False))
     attempts.setup(TOKENIZER)
     with pytest.raises(EngineDiedError):
         asyncio.run(alone(attempts, ask, {}, SAMPLING))
@@ -412,7 +412,7 @@ def test_images_are_refused_by_name() -> None:
 )
 def test_settings_that_cannot_be_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Attempts(lambda: Script([]), **arguments)
+        EnvironmentEpisode(lambda: Script([]), **arguments)
 
 
 def test_rendering_a_turn_does_not_cost_more_with_more_turns_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import httpx
 import openai
 import pytest
 
-from lightrl.environments import AgentProgram, Attempts, ToolEnvironment
+from lightrl.environments import AgentProgram, EnvironmentEpisode, ToolEnvironment
 from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
 from tests.environments import plain_program, programs
 from tests.environments.families import FAMILIES, make_tokenizer
@@ -119,7 +119,7 @@ def native(engine: Engine, number: int = 1) -> list[Trajectory]:
         def get_reward(self) -> float:
             return self.right
 
-    attempts = Attempts(lambda: ToolEnvironment(Calculator))
+    attempts = EnvironmentEpisode(lambda: ToolEnvironment(Calculator))
     attempts.setup(TOKENIZER)
     return asyncio.run(group(attempts, engine, {"prompt": programs.QUESTION}, number))
 

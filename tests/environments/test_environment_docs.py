@@ -39,7 +39,7 @@ def test_every_code_block_of_the_guide_runs(root: Path) -> None:
     submit = call(0, answer=6)
     submit.name = "submit"
     row = {"prompt": "What is 2 x 3?", "answer": 6}
-    handed_in = play(names["attempts"].environment, [said("", submit), said("done")], row)
+    handed_in = play(names["episode"].environment, [said("", submit), said("done")], row)
     assert handed_in.turn_rewards == [0.0, 1.0]
     assert handed_in.messages[2]["content"] == "Thank you."
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lightrl.cli import main
-from lightrl.environments import Attempts, Environment, Reply, Step, ToolEnvironment
+from lightrl.environments import Environment, EnvironmentEpisode, Reply, Step, ToolEnvironment
 from lightrl.report.check_env import EnvironmentCheck, play
 from lightrl.types import SamplingParams
 from tests.environments.families import FAMILIES, make_tokenizer
@@ -72,7 +72,7 @@ class NotFinite(Says):
 
 def check(environment: Any, family: str = "qwen2.5", **kwargs: Any) -> EnvironmentCheck:
     tokenizer = make_tokenizer(FAMILIES[family])
-    attempts = Attempts(environment, max_turns=3)
+    attempts = EnvironmentEpisode(environment, max_turns=3)
     attempts.setup(tokenizer)
     rows = [{"prompt": "add 1 and 2"}, {"prompt": "add 2 and 3"}]
     return play(attempts, rows, tokenizer, SamplingParams(max_new_tokens=200), **kwargs)
@@ -123,7 +123,10 @@ def test_the_command_reads_the_class_from_a_configuration(tmp_path: Path, capsys
                 "class_path": "RolloutDataModule",
                 "init_args": {
                     "prompts": {"path": str(tmp_path / "rows.jsonl")},
-                    "environment": {"environment": {"class_path": f"{__name__}.{environment}"}, "max_turns": 2},
+                    "episode": {
+                        "class_path": "EnvironmentEpisode",
+                        "init_args": {"environment": {"class_path": f"{__name__}.{environment}"}, "max_turns": 2},
+                    },
                 },
             },
         }

@@ -18,8 +18,8 @@ from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import LedgerCanary, WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
-from lightrl.environments import Environment, EnvironmentFailedError, Reply, Step
-from lightrl.rollout import EnvironmentEpisode, RolloutDataModule
+from lightrl.environments import Environment, EnvironmentEpisode, EnvironmentFailedError, Reply, Step
+from lightrl.rollout import RolloutDataModule
 from lightrl.types import Experience, Rollouts, SamplingParams
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.toys import quiet_trainer
@@ -167,7 +167,7 @@ def make_data(environment: Any = Letters, episode: Any = None, **kwargs: Any) ->
             rows=[{"prompt": f"say {word}", "word": word} for word in ("one", "two", "six", "ten")]
         ),
         "engine": TransformersEngine(),
-        "environment": EnvironmentEpisode(environment, **settings),
+        "episode": EnvironmentEpisode(environment, **settings),
         "sampling": SamplingParams(max_new_tokens=6),
         "group_size": 4,
         "prompts_per_rollout": 4,

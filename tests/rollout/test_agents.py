@@ -17,9 +17,8 @@ from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import LedgerCanary, WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
-from lightrl.environments import AgentProgram
-from lightrl.rollout import AgentEpisode, RolloutDataModule
-from lightrl.rollout.episodes import Episode
+from lightrl.environments import AgentProgram, Episode
+from lightrl.rollout import RolloutDataModule
 from lightrl.types import SamplingParams
 from tests.rollout.tasks import Keep, chat_model, sgd
 from tests.toys import quiet_trainer
@@ -72,7 +71,7 @@ def run(path: str, episode: Any) -> Keep:
 
 @pytest.mark.parametrize("family", ["qwen2.5", "qwen3"])
 def test_a_program_is_trained_on_the_log_probs_that_the_engine_sampled_with(family: str, tmp_path: Path) -> None:
-    keep = run(chat_model(tmp_path, family), AgentEpisode(AgentProgram(main, max_environments=16)))
+    keep = run(chat_model(tmp_path, family), AgentProgram(main, max_environments=16))
     assert len(keep.rollouts) == 2
     assert max(keep.gaps) < 1e-5
     for rollouts in keep.rollouts:
@@ -112,15 +111,14 @@ def test_the_example_begins_to_train(tmp_path: Path, root: Path, monkeypatch: py
 def test_a_program_is_given_in_yaml() -> None:
     parser = ArgumentParser()
     parser.add_argument("--episode", type=Episode)
-    program = {"class_path": "lightrl.environments.AgentProgram", "init_args": {"run": f"{__file__}:main"}}
-    episode = {"class_path": "lightrl.rollout.AgentEpisode", "init_args": {"program": program, "max_retries": 1}}
+    episode = {"class_path": "AgentProgram", "init_args": {"run": f"{__file__}:main", "max_retries": 1}}
     made = parser.instantiate_classes(parser.parse_object({"episode": episode})).episode
-    assert made.attempts.runner.function.__name__ == "main"
+    assert made.runner.function.__name__ == "main"
     assert made.max_retries == 1
 
 
 def test_a_program_that_always_fails_stops_the_run_with_the_cause(tmp_path: Path) -> None:
-    episode = AgentEpisode(AgentProgram(failing), max_retries=0)
+    episode = AgentProgram(failing, max_retries=0)
     with pytest.raises(RuntimeError, match="the program failed: RuntimeError: no sandbox"):
         run(chat_model(tmp_path), episode)
 
@@ -128,4 +126,4 @@ def test_a_program_that_always_fails_stops_the_run_with_the_cause(tmp_path: Path
 def test_prompt_sources_are_the_programs_own_business() -> None:
     source = PromptSource(rows=[{"prompt": "x"}], system_prompt="Be brief.")
     with pytest.raises(ValueError, match="prompts.system_prompt"):
-        AgentEpisode(AgentProgram(main)).check_prompts(source)
+        AgentProgram(main).check_prompts(source)

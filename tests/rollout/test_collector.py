@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from lightrl.engines.base import EngineDiedError, EngineRestartedError
+from lightrl.environments.episodes import Ask, Episode, SingleTurn, Task, one_turn
 from lightrl.rewards.base import RewardError
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collation import collate, trajectory_metrics
 from lightrl.rollout.collector import Collection, Collector, RolloutStalledError
-from lightrl.rollout.episodes import Ask, Episode, SingleTurn, Task, one_turn
 from lightrl.types import GenerationRequest, Prompts, SamplingParams, Trajectory, TrajectoryRow
 from tests.rollout.conftest import ScriptedEngine
 

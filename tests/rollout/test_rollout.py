@@ -13,9 +13,9 @@ from lightning.pytorch import seed_everything
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines.base import StaleWeightsError
+from lightrl.environments.episodes import one_turn, request_seed
 from lightrl.rewards.base import RewardError
 from lightrl.rollout.collation import ScoredGroup, collate
-from lightrl.rollout.episodes import one_turn, request_seed
 from lightrl.rollout.sync import EngineSync
 from lightrl.types import Completion, CompletionGroup, Prompts, SamplingParams, Scores
 from tests.toys import quickstart_model, quiet_trainer, sums_data

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lightrl.engines.transformers.engine import TransformersEngine
+from lightrl.environments.episodes import one_turn
 from lightrl.models.lora import named_hf_weights
 from lightrl.models.spec import LoraSpec
 from lightrl.rollout.collation import ScoredGroup, collate
-from lightrl.rollout.episodes import one_turn
 from lightrl.types import EngineContext, Prompts, Rollouts, SamplingParams
 from tests.engines.conftest import ask
 from tests.vision.conftest import mixed_rows, picture

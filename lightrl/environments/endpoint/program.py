@@ -8,17 +8,14 @@ import importlib.util
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
-from lightrl.environments.bridges import Bridge, RendererBridge, TemplateBridge, make_renderer
 from lightrl.environments.endpoint.running import InProcess, InSubprocess, ProgramError, Runner, load
 from lightrl.environments.endpoint.session import Session
-from lightrl.environments.episode import Ask
-from lightrl.environments.parsing import ReplyParser, choose_parser
-from lightrl.types import SamplingParams, StopReason, Trajectory
+from lightrl.environments.multi_turn import Attempt, MultiTurn
+from lightrl.types import StopReason, Trajectory
 
 if TYPE_CHECKING:
     from lightrl.environments.endpoint.server import Endpoint
@@ -28,12 +25,13 @@ __all__ = ["AgentProgram"]
 _STARTING = threading.Lock()  # one endpoint at a time starts or stops
 
 
-class AgentProgram:
-    """Plays attempts of a program that talks to a model server, many at once.
+class AgentProgram(MultiTurn):
+    """Has each attempt made by a program that takes the policy for a model server.
 
     The program is a function `main(row, base_url, api_key)`, sync or async, that returns a reward or None (the reward
-    functions then score the trajectory). It asks `base_url` for replies by OpenAI's chat completions or responses or
-    by Anthropic's messages, plain or streaming, with any client. What it gets are turns of the policy.
+    functions then score the trajectory). `row` has the data set's columns and the column `prompt`. It asks `base_url`
+    for replies by OpenAI's chat completions or responses or by Anthropic's messages, plain or streaming, with any
+    client. What it gets are turns of the policy.
 
     Each attempt has a key of its own, void after its end. A request that continues one of the attempt's conversations
     word for word extends its row where that is proven; any other begins a new row, with what was sampled before as
@@ -52,20 +50,14 @@ class AgentProgram:
         python: the interpreter of such processes; None takes this one.
         env: environment variables of such processes, beside this one's.
         max_turns: most turns of an attempt; a request beyond is refused with status 403.
-        max_tokens_per_turn: most tokens of a reply; None takes the sampling's `max_new_tokens`.
-        max_tokens: most tokens of a row, context included; None leaves only the engine's limit. A longer conversation
-            is refused as one that is too long for the model's context; the program may shorten it and go on.
         max_seconds: most seconds that the program may take for an attempt; None is no limit. Waiting for the engine
             does not count.
         limit_reward: reward of an attempt that a limit ended before the program returned one; None leaves it to the
             reward functions.
-        max_environments: most attempts at once in this process.
         max_requests: most requests of one attempt in flight; more are refused with status 429.
         max_body_bytes: largest body of a request.
-        renderer: as of `Attempts`.
-        tool_parser: as of `Attempts`.
-        reasoning_parser: as of `Attempts`.
-        template_kwargs: as of `Attempts`.
+        limits: retries, renderer and parsers too: the other arguments of `MultiTurn`. A conversation longer than
+            `max_tokens` is refused as too long for the model's context; the program may shorten it and go on.
 
     Raises:
         ValueError: a value is out of its range, the program cannot be loaded, or the server's packages are missing.
@@ -79,31 +71,14 @@ class AgentProgram:
         python: str | None = None,
         env: Mapping[str, str] | None = None,
         max_turns: int = 32,
-        max_tokens_per_turn: int | None = None,
-        max_tokens: int | None = None,
         max_seconds: float | None = 600.0,
         limit_reward: float | None = 0.0,
-        max_environments: int = 64,
         max_requests: int = 16,
         max_body_bytes: int = 32 * 2**20,
-        renderer: str | None = None,
-        tool_parser: str | None = None,
-        reasoning_parser: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        **limits: Any,
     ) -> None:
-        limits = {
-            "max_turns": max_turns,
-            "max_tokens_per_turn": max_tokens_per_turn,
-            "max_tokens": max_tokens,
-            "max_environments": max_environments,
-            "max_requests": max_requests,
-            "max_body_bytes": max_body_bytes,
-        }
-        for name, value in limits.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
-        if max_seconds is not None and max_seconds <= 0:
-            raise ValueError(f"max_seconds must be more than 0 seconds, got {max_seconds}; None is no limit.")
+        super().__init__(max_turns=max_turns, max_seconds=max_seconds, **limits)
+        self.refuse_below_one(max_requests=max_requests, max_body_bytes=max_body_bytes)
         if limit_reward is not None and not math.isfinite(limit_reward):
             raise ValueError(f"limit_reward must be a finite number or None, got {limit_reward}.")
         missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
@@ -117,105 +92,33 @@ class AgentProgram:
             self.runner: Runner = InSubprocess(str(run), python, env)
         else:
             self.runner = InProcess(load(run) if isinstance(run, str) else run)
-        self.max_turns = max_turns
-        self.max_tokens_per_turn = max_tokens_per_turn
-        self.max_tokens = max_tokens
-        self.max_seconds = max_seconds
         self.limit_reward = limit_reward
-        self.max_environments = max_environments
         self.max_requests = max_requests
         self.max_body_bytes = max_body_bytes
-        self.renderer = renderer
-        self.tool_parser = tool_parser
-        self.reasoning_parser = reasoning_parser
-        self.template_kwargs = dict(template_kwargs or {})
-        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-        self._tokenizer: Any = None
-        self._renderer: Any = None
-        self._bridge: Bridge | None = None
         self._endpoint: Endpoint | None = None
         self._users = 0
 
-    def setup(self, tokenizer: Any) -> None:
-        """Takes the policy's tokenizer. Once, before the first attempt.
-
-        Raises:
-            ValueError: it has no chat template, or `renderer` names none.
-        """
-        self._tokenizer = tokenizer
-        self._renderer = make_renderer(tokenizer, self.renderer, self.template_kwargs)
-        if self._renderer is not None:
-            self._bridge = RendererBridge(self._renderer, tokenizer)
-        else:
-            self._bridge = TemplateBridge(tokenizer, self.template_kwargs)
-
-    async def group(
-        self,
-        row: Mapping[str, Any],
-        ask: Ask,
-        *,
-        attempts: Sequence[int],
-        seed: int,
-        turn_seed: Callable[[int, int], int],
-        sampling: SamplingParams,
-        max_model_len: int | None = None,
-    ) -> list[Trajectory]:
-        """Plays attempts of one group at once.
-
-        Args:
-            row: a row of the data set, a copy of which the program gets.
-            ask: has the engine complete a request.
-            attempts: numbers of the attempts within the group.
-            seed: of the group; not used: what is random in the task is the program's.
-            turn_seed: from the numbers of attempt and turn to the seed of the request.
-            sampling: the distribution; its `max_new_tokens` is the most that one turn may bring.
-            max_model_len: most tokens that the engine holds.
-
-        Returns:
-            a trajectory per attempt, in their order.
-
-        Raises:
-            ValueError: the program returns what is no reward.
-        """
-        assert self._bridge is not None, "setup comes first"
-        places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_environments))
-        bridge = self._bridge
-        room = [limit for limit in (self.max_tokens, max_model_len) if limit is not None]
-        wanted = min(sampling.max_new_tokens, self.max_tokens_per_turn or sampling.max_new_tokens)
-
-        async def one(number: int, endpoint: Endpoint) -> Trajectory:
-            async with places:
-                session = Session(
-                    bridge=bridge,
-                    parser=self.parser,
-                    ask=ask,
-                    turn_seed=lambda turn: turn_seed(number, turn),
-                    sampling=replace(sampling, max_new_tokens=wanted),
-                    max_turns=self.max_turns,
-                    max_tokens=min(room) if room else None,
-                    max_requests=self.max_requests,
-                    name=f"attempt {number}",
-                )
-                return await self._play(session, endpoint, row)
-
+    @contextlib.asynccontextmanager
+    async def player(self) -> AsyncIterator[Callable[[Attempt], Awaitable[Trajectory]]]:
+        """See `MultiTurn.player`. Programs have ended before their attempt is over."""
         async with self._served() as endpoint:
-            tasks = [asyncio.ensure_future(one(number, endpoint)) for number in attempts]
-            try:
-                return list(await asyncio.gather(*tasks))
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)  # programs have ended before this returns
 
-    def parser(self, tools: Sequence[dict[str, Any]]) -> ReplyParser:
-        """The parser of replies to requests with these tools."""
-        return choose_parser(
-            self._tokenizer,
-            renderer=self._renderer,
-            tool_parser=self.tool_parser,
-            reasoning_parser=self.reasoning_parser,
-            tools=bool(tools),
-        )
+            async def play(attempt: Attempt) -> Trajectory:
+                most = attempt.sampling.max_new_tokens
+                session = Session(
+                    bridge=self.bridge,
+                    parser=self.parser,
+                    ask=attempt.ask,
+                    turn_seed=attempt.turn_seed,
+                    sampling=replace(attempt.sampling, max_new_tokens=min(most, self.max_tokens_per_turn or most)),
+                    max_turns=self.max_turns,
+                    max_tokens=attempt.max_tokens,
+                    max_requests=self.max_requests,
+                    name=attempt.name,
+                )
+                return await self._play(session, endpoint, attempt.row)
+
+            yield play
 
     @contextlib.asynccontextmanager
     async def _served(self) -> AsyncIterator[Endpoint]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightrl.environments.base import Message, Reply
 from lightrl.environments.bridges import Bridge
-from lightrl.environments.episode import Ask
+from lightrl.environments.episodes import Ask
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.parsing import ReplyParser
 from lightrl.types import GenerationRequest, SamplingParams, StopReason, TrajectoryRow

@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.environments.base import Environment, Message, Reply, Step
-from lightrl.environments.bridges import Bridge, RendererBridge, TemplateBridge, make_renderer
+from lightrl.environments.bridges import Bridge
 from lightrl.environments.ledger import Ledger
-from lightrl.environments.parsing import ReplyParser, choose_parser
-from lightrl.types import CompletionGroup, GenerationRequest, SamplingParams, StopReason, Trajectory, TrajectoryRow
+from lightrl.environments.multi_turn import Attempt, MultiTurn
+from lightrl.environments.parsing import ReplyParser
+from lightrl.types import GenerationRequest, StopReason, Trajectory, TrajectoryRow
 
-__all__ = ["Ask", "Attempts"]
-
-Ask = Callable[[GenerationRequest], Awaitable[CompletionGroup]]
-"""How an attempt asks the engine."""
+__all__ = ["EnvironmentEpisode"]
 
 
-class Attempts:
-    """Plays attempts in environments, many at once.
+class EnvironmentEpisode(MultiTurn):
+    """Plays each attempt in an environment of its own.
 
-    Limits end a trajectory with their name as its stop reason; it is scored like any other, because the policy caused
-    them. What the policy did not cause (an exception in the environment, `Step.failure`, a reset that takes too long)
-    ends it with "failure": it is in no loss and no baseline. An error of the engine is raised.
+    A group's environments are reset with one row, its columns and the column `prompt`, and one seed. Limits end a
+    trajectory with their name as its stop reason; it is scored like any other, because the policy caused them. What the
+    policy did not cause (an exception in the environment, `Step.failure`, a reset that takes too long) ends it with
+    "failure": it is in no loss and no baseline. An error of the engine is raised.
 
     Args:
-        environment: makes one; called once for each attempt.
-        max_turns: most replies of the policy in a trajectory.
-        max_tokens_per_turn: most tokens of a reply; None takes the sampling's `max_new_tokens`.
-        max_tokens: most tokens of a trajectory's row, prompt and context included; None leaves only the engine's limit.
-        max_seconds: most seconds that the environment may take for a trajectory after `reset`; None is no limit.
-            Waiting for the engine does not count.
+        environment: makes one; in YAML a class with its arguments. Called once for each attempt.
         environment_timeout: seconds that each of the environment's `reset`, `finish` and `close` may take; a `reset`
-            or `finish` that takes longer is a failure. None waits for ever.
-        max_environments: most environments that live at once in this process.
+            or `finish` that takes longer is a failure. None waits for ever. `max_seconds` counts from after `reset`.
         on_parse_error: what follows a reply with a tool call that cannot be read. "message": the policy is told, in a
             message of `parse_error_message`, and goes on; "end": the trajectory ends; "environment": the environment's
             `step` decides (`Reply.errors`).
@@ -50,52 +43,28 @@ class Attempts:
         train_parse_errors: False trains on no token of such a turn; it stays context.
         on_truncated: what follows a reply that was cut by `max_tokens_per_turn`. "end": the trajectory ends with stop
             reason "length"; "continue": the environment answers it.
-        renderer: the family's name in the package `renderers`, such as "qwen3", for local folders and fine-tunes that
-            keep their model's chat template; "template" takes the chat template; None takes a renderer for the models
-            that the package knows by their exact hub name, otherwise the chat template.
-        tool_parser: vLLM's name of the parser of tool calls, such as "hermes"; None takes the renderer's, or else
-            the one that fits the chat template.
-        reasoning_parser: vLLM's name of the parser of thoughts, such as "deepseek_r1"; None takes the renderer's,
-            otherwise thoughts stay in the content.
-        template_kwargs: variables of the chat template, such as `enable_thinking`.
+        limits: retries, renderer and parsers too: the arguments of `MultiTurn`.
 
     Raises:
-        ValueError: a value is out of its range; the message names the argument.
+        ValueError: a value is out of its range; on playing, a template without tool messages, a `reset` that draws
+            another task for each attempt, a prompt that does not fit.
     """
 
     def __init__(
         self,
         environment: Callable[[], Environment],
         *,
-        max_turns: int = 8,
-        max_tokens_per_turn: int | None = None,
-        max_tokens: int | None = None,
-        max_seconds: float | None = None,
         environment_timeout: float | None = 300.0,
-        max_environments: int = 64,
         on_parse_error: Literal["message", "end", "environment"] = "message",
         parse_error_message: str = "Error: {error}",
         parse_error_role: Literal["user", "tool"] = "user",
         parse_error_reward: float = 0.0,
         train_parse_errors: bool = True,
         on_truncated: Literal["end", "continue"] = "end",
-        renderer: str | None = None,
-        tool_parser: str | None = None,
-        reasoning_parser: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        **limits: Any,
     ) -> None:
-        limits = {
-            "max_turns": max_turns,
-            "max_tokens_per_turn": max_tokens_per_turn,
-            "max_tokens": max_tokens,
-            "max_environments": max_environments,
-        }
-        for name, value in limits.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
-        for name, seconds in {"max_seconds": max_seconds, "environment_timeout": environment_timeout}.items():
-            if seconds is not None and seconds <= 0:
-                raise ValueError(f"{name} must be more than 0 seconds, got {seconds}; None is no limit.")
+        super().__init__(**limits)
+        self.refuse_no_seconds(environment_timeout=environment_timeout)
         choices = {
             "on_parse_error": (on_parse_error, ("message", "end", "environment")),
             "parse_error_role": (parse_error_role, ("user", "tool")),
@@ -105,107 +74,19 @@ class Attempts:
             if word not in words:
                 raise ValueError(f"{name} must be one of {', '.join(words)}, got {word!r}.")
         self.environment = environment
-        self.max_turns = max_turns
-        self.max_tokens_per_turn = max_tokens_per_turn
-        self.max_tokens = max_tokens
-        self.max_seconds = max_seconds
         self.environment_timeout = environment_timeout
-        self.max_environments = max_environments
         self.on_parse_error = on_parse_error
         self.parse_error_message = parse_error_message
         self.parse_error_role = parse_error_role
         self.parse_error_reward = parse_error_reward
         self.train_parse_errors = train_parse_errors
         self.on_truncated = on_truncated
-        self.renderer = renderer
-        self.tool_parser = tool_parser
-        self.reasoning_parser = reasoning_parser
-        self.template_kwargs = dict(template_kwargs or {})
-        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-        self._tokenizer: Any = None
-        self._renderer: Any = None
-        self._bridge: Bridge | None = None
 
-    def setup(self, tokenizer: Any) -> None:
-        """Takes the policy's tokenizer. Once, before the first attempt.
-
-        Raises:
-            ValueError: it has no chat template, or `renderer` names none.
-        """
-        self._tokenizer = tokenizer
-        self._renderer = make_renderer(tokenizer, self.renderer, self.template_kwargs)
-        if self._renderer is not None:
-            self._bridge = RendererBridge(self._renderer, tokenizer)
-        else:
-            self._bridge = TemplateBridge(tokenizer, self.template_kwargs)
-
-    async def group(
-        self,
-        row: Mapping[str, Any],
-        ask: Ask,
-        *,
-        attempts: Sequence[int],
-        seed: int,
-        turn_seed: Callable[[int, int], int],
-        sampling: SamplingParams,
-        max_model_len: int | None = None,
-    ) -> list[Trajectory]:
-        """Plays attempts of one group at once.
-
-        Args:
-            row: a row of the data set.
-            ask: has the engine complete a request.
-            attempts: numbers of the attempts within the group.
-            seed: of the group, for `Environment.reset`.
-            turn_seed: from the numbers of attempt and turn to the seed of the request.
-            sampling: the distribution; its `max_new_tokens` is the most that one request may bring.
-            max_model_len: most tokens that the engine holds.
-
-        Returns:
-            a trajectory per attempt, in their order.
-
-        Raises:
-            ValueError: a mistake of the user's: a template without tool messages, a `reset` that draws another task for
-                each attempt, a prompt that does not fit.
-        """
-        assert self._bridge is not None, "setup comes first"
-        loop = asyncio.get_running_loop()
-        places = self._places.setdefault(loop, asyncio.Semaphore(self.max_environments))
+    @contextlib.asynccontextmanager
+    async def player(self) -> AsyncIterator[Callable[[Attempt], Awaitable[Trajectory]]]:
+        """See `MultiTurn.player`. Environments are closed before an attempt is over."""
         first: list[list[Message]] = []
-        room = [limit for limit in (self.max_tokens, max_model_len) if limit is not None]
-
-        async def one(number: int, bridge: Bridge) -> Trajectory:
-            async with places:
-                played = _Attempt(
-                    settings=self,
-                    bridge=bridge,
-                    row=row,
-                    ask=ask,
-                    seed=seed,
-                    turn_seed=lambda turn: turn_seed(number, turn),
-                    sampling=sampling,
-                    max_tokens=min(room) if room else None,
-                    name=f"attempt {number}",
-                )
-                return await played.play(first)
-
-        tasks = [asyncio.ensure_future(one(number, self._bridge)) for number in attempts]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # environments are closed before this returns
-
-    def parser(self, tools: Sequence[dict[str, Any]]) -> ReplyParser:
-        """The parser of replies in an environment with these tools."""
-        return choose_parser(
-            self._tokenizer,
-            renderer=self._renderer,
-            tool_parser=self.tool_parser,
-            reasoning_parser=self.reasoning_parser,
-            tools=bool(tools),
-        )
+        yield lambda attempt: _Played(settings=self, bridge=self.bridge, **vars(attempt)).play(first)
 
 
 class _Failed(Exception):
@@ -213,18 +94,11 @@ class _Failed(Exception):
 
 
 @dataclass
-class _Attempt:
-    """One attempt while it is played. `max_tokens`: of a row; `turn_seed`: from a turn's number."""
+class _Played(Attempt):
+    """An attempt while it is played."""
 
-    settings: Attempts
+    settings: EnvironmentEpisode
     bridge: Bridge
-    row: Mapping[str, Any]
-    ask: Ask
-    seed: int
-    turn_seed: Callable[[int], int]
-    sampling: SamplingParams
-    max_tokens: int | None
-    name: str
     ledger: Ledger | None = None
     rewards: list[float] = field(default_factory=list)
     states: list[str] = field(default_factory=list)

@@ -89,16 +89,14 @@ class Episode(ABC):
         max_retries: times that failed attempts are made again.
         max_failed: fraction of a rollout's trajectories on a rank, in [0, 1], that may have failed for good; with
             more the run stops with the cause.
+        max_tokens: most tokens of one row of a trajectory, by which the engine is sized; None for what the engine
+            holds.
     """
 
     multi_turn: bool = True
     max_retries: int = 2
     max_failed: float = 0.5
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Most tokens of one row of a trajectory, by which the engine is sized; None for what the engine holds."""
-        return None
+    max_tokens: int | None = None
 
     def setup(self, tokenizer: Any) -> None:  # noqa: B027 - most need none before a task brings it
         """Takes the policy's tokenizer, before anything runs. A ValueError if it will not do."""

@@ -1,0 +1,239 @@
+"""Attempts of many turns: what environments and programs that are played have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from lightrl.data.prompts import PromptMixture, PromptSource
+from lightrl.environments.bridges import Bridge, RendererBridge, TemplateBridge, make_renderer
+from lightrl.environments.episodes import Ask, Episode, Task
+from lightrl.environments.parsing import ReplyParser, choose_parser
+from lightrl.types import CompletionGroup, GenerationRequest, SamplingParams, Trajectory
+
+__all__ = ["Attempt", "MultiTurn"]
+
+
+@dataclass
+class Attempt:
+    """One attempt of a `MultiTurn` episode.
+
+    Attributes:
+        row: a row of the data set.
+        ask: has the engine complete a request.
+        seed: of the group.
+        turn_seed: from a turn's number to the seed of its request.
+        sampling: the distribution; its `max_new_tokens` is the most that one request may bring.
+        max_tokens: most tokens of a row, context included; None where nothing limits them.
+        name: how messages call it.
+    """
+
+    row: Mapping[str, Any]
+    ask: Ask
+    seed: int
+    turn_seed: Callable[[int], int]
+    sampling: SamplingParams
+    max_tokens: int | None
+    name: str
+
+
+class MultiTurn(Episode):
+    """Plays the attempts of a group at once, each a conversation of its own.
+
+    Args:
+        max_turns: most turns of the policy in a trajectory.
+        max_tokens_per_turn: most tokens of a reply; None takes the sampling's `max_new_tokens`.
+        max_tokens: most tokens of a trajectory's row, prompt and context included; None leaves only the engine's limit.
+        max_seconds: most seconds that an attempt may take; None is no limit. Waiting for the engine does not count.
+        max_environments: most attempts at once in this process.
+        max_retries: times that an attempt is made again that failed for something the policy did not cause.
+        max_failed: fraction of a rollout's trajectories on a rank, in [0, 1], that may have failed for good; with
+            more the run stops with the cause.
+        renderer: the family's name in the package `renderers`, such as "qwen3", for local folders and fine-tunes that
+            keep their model's chat template; "template" takes the chat template; None takes a renderer for the models
+            that the package knows by their exact hub name, otherwise the chat template.
+        tool_parser: vLLM's name of the parser of tool calls, such as "hermes"; None takes the renderer's, or else
+            the one that fits the chat template.
+        reasoning_parser: vLLM's name of the parser of thoughts, such as "deepseek_r1"; None takes the renderer's,
+            otherwise thoughts stay in the content.
+        template_kwargs: variables of the chat template, such as `enable_thinking`.
+
+    Raises:
+        ValueError: a value is out of its range; the message names the argument.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_turns: int = 8,
+        max_tokens_per_turn: int | None = None,
+        max_tokens: int | None = None,
+        max_seconds: float | None = None,
+        max_environments: int = 64,
+        max_retries: int = 2,
+        max_failed: float = 0.5,
+        renderer: str | None = None,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.refuse_below_one(
+            max_turns=max_turns,
+            max_tokens_per_turn=max_tokens_per_turn,
+            max_tokens=max_tokens,
+            max_environments=max_environments,
+        )
+        self.refuse_no_seconds(max_seconds=max_seconds)
+        if max_retries < 0:
+            raise ValueError(f"max_retries={max_retries}: must be 0 (give up at once) or more.")
+        if not 0 <= max_failed <= 1:
+            raise ValueError(f"max_failed={max_failed}: must be a fraction in [0, 1].")
+        self.max_turns = max_turns
+        self.max_tokens_per_turn = max_tokens_per_turn
+        self.max_tokens = max_tokens
+        self.max_seconds = max_seconds
+        self.max_environments = max_environments
+        self.max_retries = max_retries
+        self.max_failed = max_failed
+        self.renderer = renderer
+        self.tool_parser = tool_parser
+        self.reasoning_parser = reasoning_parser
+        self.template_kwargs = dict(template_kwargs or {})
+        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._tokenizer: Any = None
+        self._renderer: Any = None
+        self._bridge: Bridge | None = None
+
+    @staticmethod
+    def refuse_below_one(**limits: int | None) -> None:
+        """Raises a ValueError about counts that are given and below 1."""
+        for name, value in limits.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+
+    @staticmethod
+    def refuse_no_seconds(**limits: float | None) -> None:
+        """Raises a ValueError about times that are given and not above 0."""
+        for name, seconds in limits.items():
+            if seconds is not None and seconds <= 0:
+                raise ValueError(f"{name} must be more than 0 seconds, got {seconds}; None is no limit.")
+
+    @abstractmethod
+    def player(self) -> AbstractAsyncContextManager[Callable[[Attempt], Awaitable[Trajectory]]]:
+        """What plays one attempt; entered once for each group, and left when all its attempts are over."""
+
+    def setup(self, tokenizer: Any) -> None:
+        """Takes the policy's tokenizer. Once, before the first attempt.
+
+        Raises:
+            ValueError: it has no chat template, or `renderer` names none.
+        """
+        self._tokenizer = tokenizer
+        self._renderer = make_renderer(tokenizer, self.renderer, self.template_kwargs)
+        if self._renderer is not None:
+            self._bridge = RendererBridge(self._renderer, tokenizer)
+        else:
+            self._bridge = TemplateBridge(tokenizer, self.template_kwargs)
+
+    @property
+    def bridge(self) -> Bridge:
+        """What carries conversations into tokens; there after `setup`."""
+        assert self._bridge is not None, "setup comes first"
+        return self._bridge
+
+    def parser(self, tools: Sequence[dict[str, Any]]) -> ReplyParser:
+        """The parser of replies where there are these tools."""
+        return choose_parser(
+            self._tokenizer,
+            renderer=self._renderer,
+            tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
+            tools=bool(tools),
+        )
+
+    def check_prompts(self, prompts: PromptSource | PromptMixture) -> None:
+        """See `Episode.check_prompts`."""
+        for source in prompts.sources if isinstance(prompts, PromptMixture) else [prompts]:
+            if source.system_prompt is not None:
+                raise ValueError(
+                    "prompts.system_prompt with an environment: its `reset` makes the first messages. Put the system's "
+                    "turn there, or into the prompt, a conversation."
+                )
+            if source.template_kwargs:
+                raise ValueError("prompts.template_kwargs with an environment: set episode.template_kwargs.")
+            if source.max_prompt_tokens is not None and source.overlong == "truncate_left":
+                raise ValueError(
+                    'prompts.overlong="truncate_left" with an environment, which gets the row and not its tokens: take '
+                    '"drop" or "error".'
+                )
+
+    async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
+        """See `Episode.run`."""
+        if task.prompt.media and task.prompt.media[0]:
+            raise ValueError(f"{task.name} has media: environments are text only so far. Leave such rows out.")
+
+        async def named(request: GenerationRequest) -> CompletionGroup:
+            return await ask(replace(request, name=f"{request.name} at {task.name}"))
+
+        return await self.group(
+            {**task.columns, "prompt": task.prompt.raw[0]},
+            named,
+            attempts=task.attempts,
+            seed=task.seed,
+            turn_seed=task.turn_seed,
+            sampling=task.sampling,
+            max_model_len=task.max_model_len,
+        )
+
+    async def group(
+        self,
+        row: Mapping[str, Any],
+        ask: Ask,
+        *,
+        attempts: Sequence[int],
+        seed: int,
+        turn_seed: Callable[[int, int], int],
+        sampling: SamplingParams,
+        max_model_len: int | None = None,
+    ) -> list[Trajectory]:
+        """Plays attempts of one group at once.
+
+        Args:
+            row: a row of the data set.
+            ask: has the engine complete a request.
+            attempts: numbers of the attempts within the group.
+            seed: of the group.
+            turn_seed: from the numbers of attempt and turn to the seed of the request.
+            sampling: the distribution; its `max_new_tokens` is the most that one request may bring.
+            max_model_len: most tokens that the engine holds.
+
+        Returns:
+            a trajectory per attempt, in their order.
+
+        Raises:
+            ValueError: a mistake of the user's, such as a prompt that does not fit.
+        """
+        places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_environments))
+        room = [limit for limit in (self.max_tokens, max_model_len) if limit is not None]
+
+        async def one(number: int, play: Callable[[Attempt], Awaitable[Trajectory]]) -> Trajectory:
+            def seeds(turn: int) -> int:
+                return turn_seed(number, turn)
+
+            longest = min(room) if room else None
+            async with places:
+                return await play(Attempt(row, ask, seed, seeds, sampling, longest, f"attempt {number}"))
+
+        async with self.player() as play:
+            tasks = [asyncio.ensure_future(one(number, play)) for number in attempts]
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)  # all have ended before this returns
