@@ -454,6 +454,21 @@ class Scores:
     metrics: dict[str, float] = field(default_factory=dict)
     extra: dict[str, list[Any]] = field(default_factory=dict)
 
+    def spread(self, rows: Sequence[int], count: int) -> Scores:
+        """The same as of `count` rows, of which these are the given ones and all others were not scored."""
+
+        def among(values: list[Any], empty: Any) -> list[Any]:
+            of_row = dict(zip(rows, values, strict=True))
+            return [of_row.get(row, empty) for row in range(count)]
+
+        nan = float("nan")
+        return Scores(
+            total=among(self.total, nan),
+            parts={name: among(part, nan) for name, part in self.parts.items()},
+            metrics=self.metrics,
+            extra={name: among(column, None) for name, column in self.extra.items()},
+        )
+
     @staticmethod
     def concat(pieces: Sequence[Scores]) -> Scores:
         """The rows of several submissions, one after another; metrics are means over the pieces that have them."""

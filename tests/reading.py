@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 CORE = {
     "algorithms/ppo.py": "the module: one rollout to updates, hooks in the order in which they run",
     "algorithms/variants.py": "which parts GRPO, DAPO, RLOO... are made of",
-    "objectives/advantages.py": "all advantage estimators",
+    "objectives/advantages.py": "all advantage estimators but those of turns",
     "objectives/losses.py": "all policy losses",
 }
 """Step, objective and variants."""
@@ -35,7 +35,7 @@ PATH = {
     "rollout/sync.py": "what it asks of a weight sync",
     "rollout/weight_sync.py": "the push and the canary",
     "rollout/collector.py": "episodes, engine and scorer brought together",
-    "rollout/background.py": "the thread of the episodes",
+    "background.py": "threads beside the caller's",
     "environments/episodes.py": "one attempt: ask the engine once",
     "engines/base.py": "the engine's contract and its queue",
     "engines/transformers/engine.py": "an engine in this process",

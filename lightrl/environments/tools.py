@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from lightrl.background import in_thread
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step, ToolCall
 
 __all__ = ["ToolEnvironment"]
@@ -187,31 +187,12 @@ async def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> A
     """The function's result: awaited, or from a thread that does not keep the process alive."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():  # nobody waits any more
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result: Any = None
-        failed: BaseException | None = None
-        try:
-            result = function(**arguments)
-        except StopIteration as error:  # cannot be set on a future
-            failed = RuntimeError(f"StopIteration: {error}")
-        except BaseException as error:
-            failed = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failed)
-
-    threading.Thread(target=run, daemon=True, name=f"tool {getattr(function, '__name__', '')}").start()
-    return await future
+    result, error = await in_thread(lambda: function(**arguments), f"tool {getattr(function, '__name__', '')}")
+    if error is None:
+        return result
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which a coroutine cannot raise
+        raise error
+    raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def _are_blocks(content: Sequence[Any]) -> bool:

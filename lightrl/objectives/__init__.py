@@ -6,7 +6,7 @@ from lightrl.objectives.advantages import (
     OPO,
     RLOO,
     AdvantageEstimator,
-    GiGPO,
+    EstimatorInput,
     GroupRelative,
     MaxRL,
     PassAtK,
@@ -14,8 +14,6 @@ from lightrl.objectives.advantages import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     SequenceEstimator,
-    TurnGAE,
-    TurnReturns,
 )
 from lightrl.objectives.aggregation import Aggregation, ConstantLength, SequenceMean, SequenceSum, TokenMean
 from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
@@ -27,6 +25,7 @@ from lightrl.objectives.off_policy import (
     OffPolicyCorrection,
     OffPolicySequenceMask,
 )
+from lightrl.objectives.turn_advantages import GiGPO, TurnGAE, TurnReturns
 
 __all__ = [
     "CISPO",
@@ -45,6 +44,7 @@ __all__ = [
     "Aggregation",
     "ConstantLength",
     "EngineRatio",
+    "EstimatorInput",
     "GeometricEngineMask",
     "GiGPO",
     "GroupRelative",

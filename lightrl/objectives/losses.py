@@ -143,13 +143,35 @@ class PPOClip(PolicyLoss):
         return _on(mask, clipped.loss), metrics
 
 
-class GSPO(PolicyLoss):
+class SequenceClip(PolicyLoss):
+    """PPO's clip on one ratio per sequence, which children say; clip fractions count tokens of clipped sequences."""
+
+    zero_advantage_is_zero_loss = True
+    one_ratio_per_trajectory = True
+
+    def __init__(self, eps_low: float, eps_high: float) -> None:
+        self.eps_low, self.eps_high = _bounds(type(self).__name__, eps_low, eps_high)
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
+    ) -> tuple[Tensor, Metrics]:
+        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        ratio = self.sequence_log_ratio(log_ratio, mask).exp().expand_as(log_ratio)
+        clipped = clipped_policy_loss(ratio, advantages, self.eps_low, self.eps_high)
+        return _on(mask, clipped.loss), ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(clipped, mask)
+
+    @abstractmethod
+    def sequence_log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """(B, 1) log-ratio of each sequence from (B, T) log-ratios of its tokens, 0 off the mask."""
+
+
+class GSPO(SequenceClip):
     """PPO's clip on the length-normalised ratio of the sequence: `s = exp(1 / len * sum_t log r_t)`.
 
         L = -min(s * A, clip(s, 1 - eps_low, 1 + eps_high) * A)
 
-    The ratio lies close to 1, so the bounds are hundreds of times narrower than PPO's. Clip fractions count the tokens
-    of clipped sequences. Use `SequenceMean` (the paper), or `SequenceSum` with bounds of 2e-3 and 2.5e-3 (LUSPO).
+    The ratio lies close to 1, so the bounds are hundreds of times narrower than PPO's. Use `SequenceMean`
+    (the paper), or `SequenceSum` with bounds of 2e-3 and 2.5e-3 (LUSPO).
 
     Args:
         eps_low: in [0, 1].
@@ -162,22 +184,15 @@ class GSPO(PolicyLoss):
         a sequence it is their mean that counts. TRL's defaults leave the bounds at PPO's 0.2, which never clip.
     """
 
-    zero_advantage_is_zero_loss = True
-    one_ratio_per_trajectory = True
-
     def __init__(self, eps_low: float = 3e-4, eps_high: float = 4e-4) -> None:
-        self.eps_low, self.eps_high = _bounds("GSPO", eps_low, eps_high)
+        super().__init__(eps_low, eps_high)
 
-    def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
-    ) -> tuple[Tensor, Metrics]:
-        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-        ratio = _sequence_mean(log_ratio, mask).exp().expand_as(log_ratio)
-        clipped = clipped_policy_loss(ratio, advantages, self.eps_low, self.eps_high)
-        return _on(mask, clipped.loss), ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(clipped, mask)
+    def sequence_log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """See the class."""
+        return sequence_mean(log_ratio, mask)
 
 
-class RLOOSequence(PolicyLoss):
+class RLOOSequence(SequenceClip):
     """PPO's clip on the probability ratio of the whole response: `s = exp(sum_t log r_t)`, the response one action.
 
         L = -min(s * A, clip(s, 1 - eps_low, 1 + eps_high) * A)
@@ -195,20 +210,12 @@ class RLOOSequence(PolicyLoss):
     Source: https://arxiv.org/abs/2402.14740; TRL's `RLOOTrainer`.
     """
 
-    zero_advantage_is_zero_loss = True
-    one_ratio_per_trajectory = True
-
     def __init__(self, eps_low: float = 0.2, eps_high: float = 0.2) -> None:
-        self.eps_low, self.eps_high = _bounds("RLOOSequence", eps_low, eps_high)
+        super().__init__(eps_low, eps_high)
 
-    def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
-    ) -> tuple[Tensor, Metrics]:
-        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-        total = log_ratio.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        ratio = total.exp().expand_as(log_ratio)
-        clipped = clipped_policy_loss(ratio, advantages, self.eps_low, self.eps_high)
-        return _on(mask, clipped.loss), ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(clipped, mask)
+    def sequence_log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """See the class."""
+        return log_ratio.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 class GMPO(PolicyLoss):
@@ -245,7 +252,7 @@ class GMPO(PolicyLoss):
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         upper, lower = log_ratio.clamp(max=self.eps_high), log_ratio.clamp(min=-self.eps_low)
         bounded = torch.where(advantages > 0, upper, torch.where(advantages < 0, lower, log_ratio))
-        ratio = _sequence_mean(bounded, mask).exp().expand_as(log_ratio)
+        ratio = sequence_mean(bounded, mask).exp().expand_as(log_ratio)
         low, high = log_ratio < -self.eps_low, log_ratio > self.eps_high
         clips = ClippedLoss(log_ratio, low & (advantages < 0), high & (advantages > 0), low)
         return _on(mask, -advantages * ratio), ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(clips, mask)
@@ -489,7 +496,7 @@ def _on(mask: Tensor, x: Tensor) -> Tensor:
     return torch.where(mask, x, torch.zeros_like(x))
 
 
-def _sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
+def sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
     """(B, 1) mean over the masked tokens of each sequence; `x` is 0 off the mask or is made so."""
     return _on(mask, x).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 

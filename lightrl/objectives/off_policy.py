@@ -6,18 +6,63 @@ The engine samples with its own kernels and dtype, and possibly older weights: `
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightrl.objectives.losses import Metrics, PolicyLoss, ratio_metrics
+from lightrl.objectives.losses import Metrics, PolicyLoss, ratio_metrics, sequence_mean
 from lightrl.ops.kl import MAX_LOG_RATIO
 
-__all__ = ["VESPO", "EngineRatio", "GeometricEngineMask", "OffPolicyCorrection", "OffPolicySequenceMask"]
+__all__ = [
+    "VESPO",
+    "EngineRatio",
+    "GeometricEngineMask",
+    "OffPolicyCorrection",
+    "OffPolicySequenceMask",
+    "WeightedLoss",
+]
 
 
-class OffPolicyCorrection(PolicyLoss):
+class WeightedLoss(PolicyLoss):
+    """Another loss, each token weighted by how far off-policy it is; a weight of 0 leaves it out.
+
+    Args:
+        loss: what is weighted.
+    """
+
+    reads_engine_logprobs = True
+
+    def __init__(self, loss: PolicyLoss) -> None:
+        self.loss = loss
+        self.takes_over_from(loss)
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        engine_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        loss, metrics = self.loss(logprobs, old_logprobs, advantages, mask, engine_logprobs=engine_logprobs)
+        weight, more = self.weights(logprobs.detach(), old_logprobs, advantages, mask, engine_logprobs)
+        return torch.where(weight == 0, torch.zeros_like(loss), weight * loss), metrics | more
+
+    @abstractmethod
+    def weights(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, engine_logprobs: Tensor | None
+    ) -> tuple[Tensor, Metrics]:
+        """(B, T) or (B, 1) weights, and metrics. All are without gradient; arguments as of `PolicyLoss.__call__`.
+
+        Raises:
+            ValueError: it needs the engine's log-probs and there are none.
+        """
+
+
+class OffPolicyCorrection(WeightedLoss):
     """Weights token losses by `w = pi_old / pi_engine`, bounded.
 
         level "token":     w_t = exp(old_t - engine_t)
@@ -44,8 +89,6 @@ class OffPolicyCorrection(PolicyLoss):
         https://ringtech.notion.site/icepop. TRL's `vllm_importance_sampling_mode` has the same four combinations.
     """
 
-    reads_engine_logprobs = True
-
     def __init__(
         self,
         loss: PolicyLoss,
@@ -62,31 +105,20 @@ class OffPolicyCorrection(PolicyLoss):
             raise ValueError(f"OffPolicyCorrection(high={high}): must be at least 1, the weight of an exact engine.")
         if not 0 <= low <= 1:
             raise ValueError(f"OffPolicyCorrection(low={low}): must be in [0, 1]; 0 turns it off.")
-        self.loss = loss
+        super().__init__(loss)
         self.level = level
         self.mode = mode
         self.high = high
         self.low = low
-        self.takes_over_from(loss)
         self.needs_whole_trajectories |= level == "sequence"
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        engine_logprobs: Tensor | None = None,
+    @torch.no_grad()
+    def weights(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, engine_logprobs: Tensor | None
     ) -> tuple[Tensor, Metrics]:
+        """See `WeightedLoss.weights`."""
         if engine_logprobs is None:
             raise ValueError("OffPolicyCorrection: engine_logprobs=None: it compares the engine's log-probs to ours.")
-        loss, metrics = self.loss(logprobs, old_logprobs, advantages, mask, engine_logprobs=engine_logprobs)
-        weight, more = self._weights(old_logprobs, engine_logprobs, mask)
-        return weight * loss, metrics | more
-
-    @torch.no_grad()
-    def _weights(self, old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:
         token = torch.where(mask, old_logprobs - engine_logprobs, torch.zeros_like(old_logprobs))
         log_weight = token.sum(-1, keepdim=True).expand_as(token) if self.level == "sequence" else token
         raw = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -142,7 +174,7 @@ class EngineRatio(PolicyLoss):
         return self.loss(logprobs, engine_logprobs, advantages, mask)
 
 
-class OffPolicySequenceMask(PolicyLoss):
+class OffPolicySequenceMask(WeightedLoss):
     """Leaves out bad samples that the policy has moved away from.
 
         m_t = 0 where A_t < 0 and mean_t (log pi_sampler - log pi) > threshold, else 1
@@ -160,36 +192,25 @@ class OffPolicySequenceMask(PolicyLoss):
     Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556 eq. 8-9; TRL's `off_policy_mask_threshold`.
     """
 
-    reads_engine_logprobs = True
-
     def __init__(self, loss: PolicyLoss, threshold: float = 0.5) -> None:
         if not threshold > 0:
             raise ValueError(f"OffPolicySequenceMask(threshold={threshold}): must be above 0.")
-        self.loss = loss
+        super().__init__(loss)
         self.threshold = threshold
-        self.takes_over_from(loss)
         self.needs_whole_trajectories = True
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        engine_logprobs: Tensor | None = None,
+    @torch.no_grad()
+    def weights(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, engine_logprobs: Tensor | None
     ) -> tuple[Tensor, Metrics]:
-        loss, metrics = self.loss(logprobs, old_logprobs, advantages, mask, engine_logprobs=engine_logprobs)
+        """See `WeightedLoss.weights`."""
         sampler = old_logprobs if engine_logprobs is None else engine_logprobs
-        gap = torch.where(mask, sampler - logprobs.detach(), torch.zeros_like(sampler))
-        drift = gap.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+        drift = sequence_mean(sampler - logprobs, mask)
         dropped = mask & (advantages < 0) & (drift > self.threshold)
-        return torch.where(dropped, torch.zeros_like(loss), loss), metrics | {
-            "off_policy/masked_fraction": dropped.float()
-        }
+        return (~dropped).float(), {"off_policy/masked_fraction": dropped.float()}
 
 
-class GeometricEngineMask(PolicyLoss):
+class GeometricEngineMask(WeightedLoss):
     """Leaves out whole responses that engine and trainer score too differently.
 
         m = 1 where low <= exp(mean_t (old_t - engine_t)) <= high, else 0, for all tokens of the response
@@ -208,37 +229,26 @@ class GeometricEngineMask(PolicyLoss):
     Source: https://richardli.xyz/rl-collapse; verl's `rollout_rs=seq_mean_k1` with its threshold "0.999_1.001".
     """
 
-    reads_engine_logprobs = True
-
     def __init__(self, loss: PolicyLoss, low: float = 0.999, high: float = 1.001) -> None:
         if not 0 < low <= 1:
             raise ValueError(f"GeometricEngineMask(low={low}): must be in (0, 1].")
         if not high >= 1:
             raise ValueError(f"GeometricEngineMask(high={high}): must be at least 1, the ratio of an exact engine.")
-        self.loss = loss
+        super().__init__(loss)
         self.low = low
         self.high = high
-        self.takes_over_from(loss)
         self.needs_whole_trajectories = True
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        engine_logprobs: Tensor | None = None,
+    @torch.no_grad()
+    def weights(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, engine_logprobs: Tensor | None
     ) -> tuple[Tensor, Metrics]:
+        """See `WeightedLoss.weights`."""
         if engine_logprobs is None:
             raise ValueError("GeometricEngineMask: engine_logprobs=None: it compares the engine's log-probs to ours.")
-        loss, metrics = self.loss(logprobs, old_logprobs, advantages, mask, engine_logprobs=engine_logprobs)
-        gap = torch.where(mask, old_logprobs - engine_logprobs, torch.zeros_like(old_logprobs))
-        mean = (gap.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).exp()
+        mean = sequence_mean(old_logprobs - engine_logprobs, mask).exp()
         dropped = mask & ((mean < self.low) | (mean > self.high))
-        return torch.where(dropped, torch.zeros_like(loss), loss), metrics | {
-            "off_policy/geometric_masked_fraction": dropped.float()
-        }
+        return (~dropped).float(), {"off_policy/geometric_masked_fraction": dropped.float()}
 
 
 class VESPO(PolicyLoss):

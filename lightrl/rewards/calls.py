@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import math
 import numbers
-import threading
 import traceback
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from lightrl.background import in_thread
 from lightrl.rewards.base import RewardError, RewardFn
 from lightrl.rewards.media import MEDIA
 
@@ -87,7 +86,7 @@ class RewardFunction:
         num_rows = len(rows["completions"])
         log = CallLog(self.name, num_rows)
         arguments = self._arguments({**rows, "log_metric": log.log_metric, "log_extra": log.log_extra})
-        call = _settle(self.function(**arguments)) if self.is_async else self._in_thread(arguments)
+        call = _settle(self.function(**arguments)) if self.is_async else self._beside(arguments)
         task = asyncio.ensure_future(call)
         try:
             await asyncio.wait({task}, timeout=timeout)
@@ -118,31 +117,13 @@ class RewardFunction:
             if name in self.takes or (self.takes_all and name not in MEDIA)
         }
 
-    async def _in_thread(self, arguments: Mapping[str, Any]) -> Outcome:
-        """Runs the function in a daemon thread of its own.
-
-        A pool would lose a worker to every call that never returns, and its threads would be waited for at exit.
-        """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Outcome] = loop.create_future()
-
-        def finish(outcome: Literal["returned", "raised"], value: Any) -> None:
-            if not future.done():
-                future.set_result((outcome, value))
-
-        def work() -> None:
-            try:
-                outcome: Outcome = "returned", self.function(**arguments)
-            except BaseException as error:  # SystemExit in a thread would otherwise vanish and never answer
-                outcome = "raised", error
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this call any more
-                loop.call_soon_threadsafe(finish, *outcome)
-
-        threading.Thread(target=work, name=f"reward-{self.name}", daemon=True).start()
-        outcome, value = await future
-        if outcome == "returned" and inspect.isawaitable(value):  # a plain function that hands out a coroutine
+    async def _beside(self, arguments: Mapping[str, Any]) -> Outcome:
+        value, error = await in_thread(lambda: self.function(**arguments), f"reward-{self.name}")
+        if error is not None:
+            return "raised", error
+        if inspect.isawaitable(value):  # a plain function that hands out a coroutine
             return await _settle(value)
-        return outcome, value
+        return "returned", value
 
 
 async def _settle(call: Any) -> Outcome:
@@ -223,7 +204,7 @@ def copied(value: Any) -> Any:
 def users_lines(error: BaseException) -> str:
     """Where the user's code raised: file, line and code of each frame below our own, the innermost last."""
     frames = traceback.extract_tb(error.__traceback__)
-    while frames and frames[0].filename == __file__:
+    while frames and frames[0].filename in (__file__, in_thread.__code__.co_filename):
         del frames[0]
     if len(frames) > _SHOWN_FRAMES:
         del frames[1 : len(frames) - _SHOWN_FRAMES + 1]  # the user's first frame stays, and the innermost ones

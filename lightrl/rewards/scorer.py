@@ -10,11 +10,11 @@ import concurrent.futures
 import inspect
 import logging
 import math
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
+from lightrl.background import BackgroundLoop
 from lightrl.rewards.base import RewardError, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import MAX_REWARD, CallFailed, CallLog, RewardFunction
 from lightrl.rewards.media import MEDIA
@@ -38,9 +38,9 @@ class ScoreHandle:
         """Whether `result` would return or raise at once."""
         return self._future.done()
 
-    def when_done(self, function: Callable[[], None]) -> None:
-        """Calls the function once `done`, in whatever thread that happens; at once if it already is."""
-        self._future.add_done_callback(lambda _: function())
+    def __await__(self) -> Generator[Any, None, Scores]:
+        """Waits on an event loop; a wait that is cancelled gives the scoring up."""
+        return asyncio.wrap_future(self._future).__await__()
 
     def result(self, timeout: float | None = None) -> Scores:
         """Waits for the scores.
@@ -113,9 +113,8 @@ class RewardScorer:
         self.on_error = on_error
         self._functions = [RewardFunction(name, function) for name, function in zip(self.names, loaded, strict=True)]
         self._limits = [getattr(function, "max_concurrency", None) or max_concurrency for function in loaded]
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._slots: list[asyncio.Semaphore] = []
+        self._loop = BackgroundLoop("rewards")
+        self._slots = [asyncio.Semaphore(limit) for limit in self._limits]
         self._warned: set[str] = set()
 
     def submit(
@@ -145,7 +144,7 @@ class RewardScorer:
         if wrong:
             raise ValueError(f"RewardScorer.submit: {len(completions)} completions, but {wrong} values.")
         weights = self._row_weights(rows, len(completions))
-        return ScoreHandle(asyncio.run_coroutine_threadsafe(self._score(rows, weights), self._start()))
+        return ScoreHandle(self._loop.submit(self._score(rows, weights)))
 
     def require_columns(self, columns: Iterable[str]) -> None:
         """Raises a `ValueError` where a function needs what neither these data-set columns nor LightRL offer."""
@@ -168,30 +167,13 @@ class RewardScorer:
 
         Safe to call twice; `submit` starts it again.
         """
-        loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
-        if loop is None or thread is None:
-            return
         try:
-            asyncio.run_coroutine_threadsafe(self._shut_down(), loop).result(timeout)
+            self._loop.close(self._close_functions, timeout)
         except concurrent.futures.TimeoutError:
             log.warning("a reward function blocks the event loop and was left behind.")
-        finally:
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join(timeout=1)
+        self._slots = [asyncio.Semaphore(limit) for limit in self._limits]  # those of before belong to the old loop
 
-    def _start(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._slots = [asyncio.Semaphore(limit) for limit in self._limits]
-            self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="rewards", daemon=True)
-            self._thread.start()
-        return self._loop
-
-    async def _shut_down(self) -> None:
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def _close_functions(self) -> None:
         for function in self._functions:
             close = getattr(function.function, "close", None)
             closing = close() if callable(close) else None
@@ -225,10 +207,10 @@ class RewardScorer:
             for task in tasks:  # one failed: the others are not worth waiting for
                 task.cancel()
         scores = Scores(total=[], parts={})
-        for name, (values, metrics, extra) in zip(self.names, parts, strict=True):
-            scores.parts[name] = values
-            scores.metrics.update(metrics)
-            scores.extra.update(extra)
+        for name, part in zip(self.names, parts, strict=True):
+            scores.parts[name] = part.total
+            scores.metrics.update(part.metrics)
+            scores.extra.update(part.extra)
         for row, row_weights in enumerate(weights):
             scored = [
                 weight * scores.parts[name][row]
@@ -254,14 +236,12 @@ class RewardScorer:
             )
         return total
 
-    async def _part(
-        self, index: int, rows: Mapping[str, Sequence[Any]], weights: list[dict[str, float]]
-    ) -> tuple[list[float], dict[str, float], dict[str, list[Any]]]:
-        """One function's values, metrics and extra columns for all n rows."""
+    async def _part(self, index: int, rows: Mapping[str, Sequence[Any]], weights: list[dict[str, float]]) -> Scores:
+        """One function's values (as `total`), metrics and extra columns for all n rows."""
         function = self._functions[index]
         asked = [row for row, row_weights in enumerate(weights) if function.name in row_weights]
         if not asked:
-            return [math.nan] * len(weights), {}, {}
+            return Scores([], {}).spread([], len(weights))
         chosen = {name: [values[row] for row in asked] for name, values in rows.items()}
         calls, failed = CallLog(function.name, len(asked)), 0.0
         try:
@@ -275,29 +255,13 @@ class RewardScorer:
         metrics = {name: math.fsum(numbers) / len(numbers) for name, numbers in calls.metrics.items()}
         if self.on_error == "none":
             metrics[f"reward/{function.name}/failed"] = failed
-        extra = {name: _scatter(column, asked, len(weights), None) for name, column in calls.extra.items()}
-        return _scatter(values, asked, len(weights), math.nan), metrics, extra
+        return Scores(values, {}, metrics, dict(calls.extra)).spread(asked, len(weights))
 
     def _warn(self, name: str, error: CallFailed) -> None:
         first = name not in self._warned
         self._warned.add(name)
         hint = " Its rows count as not scored (on_error='none'); later ones are logged without traceback."
         log.warning("%s%s", error, hint if first else "", exc_info=error if first else None)
-
-
-def _scatter(values: Sequence[Any], rows: Sequence[int], num_rows: int, empty: Any) -> list[Any]:
-    out = [empty] * num_rows
-    for row, value in zip(rows, values, strict=True):
-        out[row] = value
-    return out
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
 
 
 def _weights(

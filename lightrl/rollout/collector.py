@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightrl.background import BackgroundLoop, in_background
 from lightrl.engines.base import (
     Engine,
     EngineDiedError,
@@ -26,7 +27,6 @@ from lightrl.engines.base import (
 )
 from lightrl.environments.episodes import Episode, Task
 from lightrl.rewards.scorer import RewardScorer, ScoreHandle
-from lightrl.rollout.background import BackgroundLoop, in_background
 from lightrl.rollout.collation import ScoredGroup
 from lightrl.types import CompletionGroup, GenerationRequest, Scores, Trajectory
 
@@ -104,7 +104,7 @@ class Collector:
         self.ready = ready
         self.world_size = world_size
         self.stall_timeout = stall_timeout
-        self.loop = BackgroundLoop()
+        self.loop = BackgroundLoop("lightrl-episodes")
         self._live: list[Collection] = []
 
     def start(self, tasks: Sequence[Task], *, recover: bool = True) -> Collection:
@@ -281,7 +281,7 @@ class Collection:
 
     def _drive_beside(self) -> None:
         self._driven = True
-        self._thread = in_background(self._drive)
+        self._thread = in_background(self._drive, "lightrl-sampling")
 
     def _drive(self) -> None:
         """Has the engine answer requests until the last episode is over. What goes wrong is news, Ctrl-C apart."""
@@ -397,18 +397,11 @@ class Collection:
         if scorer is None:
             return None
         sound = [i for i, t in enumerate(trajectories) if t.stop_reason != "failure"]
-        count, nan = len(trajectories), float("nan")
+        count = len(trajectories)
         if not sound:
-            return Scores([nan] * count, {name: [nan] * count for name in scorer.names})
-        scores = await _done(_submit(scorer, self.tasks[number], number, [trajectories[i] for i in sound]))
-        if len(sound) == count:
-            return scores
-        return Scores(
-            total=_spread(scores.total, sound, count, nan),
-            parts={name: _spread(part, sound, count, nan) for name, part in scores.parts.items()},
-            metrics=scores.metrics,
-            extra={name: _spread(column, sound, count, None) for name, column in scores.extra.items()},
-        )
+            return Scores([], {name: [] for name in scorer.names}).spread([], count)
+        scores = await _submit(scorer, self.tasks[number], number, [trajectories[i] for i in sound])
+        return scores.spread(sound, count)
 
     async def _watch(self, timeout: float) -> None:
         """Fails the rollout when nothing has moved for `timeout` seconds."""
@@ -458,29 +451,3 @@ def _submit(scorer: RewardScorer, task: Task, number: int, trajectories: Sequenc
         group_ids=[number] * count,
         media=media,
     )
-
-
-async def _done(handle: ScoreHandle) -> Scores:
-    """The scores, without holding up the loop."""
-    loop = asyncio.get_running_loop()
-    waiter: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    def hear() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(wake)
-
-    handle.when_done(hear)
-    await waiter
-    return handle.result(0)
-
-
-def _spread(values: Sequence[Any], places: Sequence[int], count: int, empty: Any) -> list[Any]:
-    """The values at their places among `count`."""
-    out = [empty] * count
-    for place, value in zip(places, values, strict=True):
-        out[place] = value
-    return out

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from lightrl.background import in_background
 from lightrl.engines.base import EngineRestartedError
-from lightrl.rollout.background import in_background
 from lightrl.rollout.collation import ScoredGroup
 from lightrl.rollout.collector import Collection, may_restart
 from lightrl.types import Piece, Rollouts
@@ -121,7 +121,8 @@ class StaleSource:
         seconds, number = self._ready(), self._taken if number is None else number
         flights = [_Flight(Future(), self._version(), number) for _ in range(count)]
         self._flights.extend(flights)
-        self._thread = in_background(lambda: self._work(cursor, [flight.future for flight in flights]))
+        futures = [flight.future for flight in flights]
+        self._thread = in_background(lambda: self._work(cursor, futures), "lightrl-sampling")
         return seconds
 
     def _work(self, cursor: int, futures: list[Future[CollectedRollout]]) -> None:

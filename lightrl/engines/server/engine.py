@@ -6,7 +6,6 @@ brings the weights, `checks` looks at servers beforehand.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import queue
@@ -21,9 +20,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightrl.background import BackgroundLoop
 from lightrl.engines.base import Engine, EngineDiedError, RequestQueue, StaleWeightsError
 from lightrl.engines.server.checks import API_KEY, check_length, learn
-from lightrl.engines.server.http import LoopThread, Server
+from lightrl.engines.server.http import Server
 from lightrl.engines.server.pool import ServerPool
 from lightrl.engines.server.protocols import PROTOCOLS
 from lightrl.engines.server.weights import FolderTransport, TransferTransport, Transport
@@ -129,7 +129,7 @@ class ServerEngine(Engine):
         self.progress_timeout = progress_timeout
         self.start_timeout = start_timeout
         self.protocol = PROTOCOLS[kind]()
-        self._loop: LoopThread | None = None
+        self._loop: BackgroundLoop | None = None
         self._transport: Transport | None = None
         self._rank = 0
         self._world_size = 1
@@ -140,7 +140,7 @@ class ServerEngine(Engine):
         """See `Engine.check`."""
         if self._loop is not None:
             return
-        self._loop = loop = LoopThread()
+        self._loop = loop = BackgroundLoop("lightrl-servers")
         key = self.api_key or os.environ.get(API_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         servers = [Server(url, headers, self.timeout, self.progress_timeout) for url in self.urls]
@@ -211,12 +211,12 @@ class ServerEngine(Engine):
                 loop.run(server.close())
             loop.close()
 
-    def _running(self) -> LoopThread:
+    def _running(self) -> BackgroundLoop:
         if self._loop is None or self._transport is None:
             raise RuntimeError("ServerEngine is not started: call start(context) first.")
         return self._loop
 
-    def _wait_for_servers(self, loop: LoopThread) -> None:
+    def _wait_for_servers(self, loop: BackgroundLoop) -> None:
         deadline, told = time.monotonic() + self.start_timeout, False
         while missing := [server for server in self._pool.servers if not loop.run(server.healthy())]:
             names = ", ".join(server.url for server in missing)
@@ -252,7 +252,7 @@ class ServerEngine(Engine):
 
     def _stream(self, requests: RequestQueue) -> Iterator[CompletionGroup]:
         news: queue.SimpleQueue[GenerationRequest | None] = queue.SimpleQueue()  # None: the queue has changed
-        loop = self._running().loop
+        loop = self._running()
         running: dict[GenerationRequest, Future[CompletionGroup]] = {}
         requests.listen(lambda: news.put(None))
         self._queues.add(requests)
@@ -260,7 +260,7 @@ class ServerEngine(Engine):
             while True:
                 for request in requests.take(wait=False):
                     self.check_request(request)
-                    running[request] = work = asyncio.run_coroutine_threadsafe(self._pool.group(request), loop)
+                    running[request] = work = loop.submit(self._pool.group(request))
                     work.add_done_callback(partial(_put, news, request))
                 for request in requests.take_cancelled():
                     if request in running:

@@ -1,4 +1,4 @@
-"""HTTP to engine servers: an event loop in a thread of its own, and what is known of each server.
+"""HTTP to engine servers, and what is known of each.
 
 A single request has no time limit, since nobody knows how long a good completion takes. What ends it is the server's
 death: each server is asked for its health all the time, and all that waits on one that stopped answering, or that
@@ -10,14 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
-from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import httpx
 
-__all__ = ["LoopThread", "Server", "ServerError", "ServerLostError"]
+__all__ = ["Server", "ServerError", "ServerLostError"]
 
 log = logging.getLogger(__name__)
 
@@ -37,38 +35,6 @@ class ServerError(RuntimeError):
 
 class ServerLostError(RuntimeError):
     """A server stopped answering."""
-
-
-class LoopThread:
-    """An event loop in a daemon thread."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="lightrl-servers", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Waits for the result of `work`; cancels it when the waiting is interrupted."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """Cancels what still runs and ends the thread."""
-
-        async def cancel_all() -> None:
-            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        self.run(cancel_all())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout=5)
-        self.loop.close()
 
 
 class Server:

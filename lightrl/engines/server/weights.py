@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrl.background import BackgroundLoop
 from lightrl.compat.vllm import transfer_group
 from lightrl.engines.base import EngineDiedError
-from lightrl.engines.server.http import LoopThread, Server, ServerError, ServerLostError
+from lightrl.engines.server.http import Server, ServerError, ServerLostError
 from lightrl.engines.server.protocols import ServerProtocol
 from lightrl.engines.vllm.setup import free_port
 
@@ -39,7 +40,7 @@ class Transport(ABC):
         dtype: of matrices on the servers; vectors keep their own precision.
     """
 
-    def __init__(self, loop: LoopThread, protocol: ServerProtocol, dtype: torch.dtype | None) -> None:
+    def __init__(self, loop: BackgroundLoop, protocol: ServerProtocol, dtype: torch.dtype | None) -> None:
         self.loop = loop
         self.protocol = protocol
         self.dtype = dtype
@@ -101,7 +102,7 @@ class FolderTransport(Transport):
     """
 
     def __init__(
-        self, loop: LoopThread, protocol: ServerProtocol, dtype: torch.dtype | None, folder: Path, config: Any
+        self, loop: BackgroundLoop, protocol: ServerProtocol, dtype: torch.dtype | None, folder: Path, config: Any
     ) -> None:
         super().__init__(loop, protocol, dtype)
         self.folder = folder
@@ -161,7 +162,7 @@ class TransferTransport(Transport):
 
     def __init__(
         self,
-        loop: LoopThread,
+        loop: BackgroundLoop,
         protocol: ServerProtocol,
         dtype: torch.dtype | None,
         address: str | None,
@@ -196,7 +197,7 @@ class TransferTransport(Transport):
         host, port = self.address or _own_address(server.url), free_port("")
         group = {"master_address": host, "master_port": port, "world_size": size}
         body = {"init_info": group | {"rank_offset": 1, "packed": False}}
-        request = asyncio.run_coroutine_threadsafe(server.post("/init_weight_transfer_engine", body), self.loop.loop)
+        request = self.loop.submit(server.post("/init_weight_transfer_engine", body))
         self._groups[server.life] = self._open(host, port, size)
         request.result()
 
@@ -205,9 +206,7 @@ class TransferTransport(Transport):
         return transfer_group(host, port, size)
 
     def _send(self, server: Server, update: dict[str, Any], tensors: Iterable[Tensor]) -> None:
-        request = asyncio.run_coroutine_threadsafe(
-            server.post("/update_weights", {"update_info": update}), self.loop.loop
-        )
+        request = self.loop.submit(server.post("/update_weights", {"update_info": update}))
         for tensor in tensors:
             self._groups[server.life].broadcast(tensor, src=0)
         self._drain(request)

@@ -22,6 +22,8 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightrl.background import in_thread
+
 __all__ = ["InProcess", "InSubprocess", "ProgramError", "Runner", "load"]
 
 CHILD = Path(__file__).with_name("child.py")
@@ -71,35 +73,6 @@ def load(run: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-async def _in_thread(work: Callable[[], Any], name: str) -> Any:
-    """The result of `work` in a thread that does not keep this process alive; cancelling it leaves the thread."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():  # nobody waits any more
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result: Any = None
-        failed: BaseException | None = None
-        try:
-            result = work()
-        except Exception as error:
-            failed = ProgramError(f"{type(error).__name__}: {error}")
-        except BaseException as error:  # SystemExit, or cancelled
-            failed = ProgramError(type(error).__name__)
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, result, failed)
-
-    threading.Thread(target=run, daemon=True, name=name).start()
-    return await future
-
-
 class InProcess(Runner):
     """Calls a function in a thread; an async one gets an event loop of its own there.
 
@@ -116,9 +89,13 @@ class InProcess(Runner):
     async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
         """See `Runner.run`."""
         call = _Call(self.function, (deepcopy(dict(row)), base_url, api_key))
-        task = asyncio.ensure_future(_in_thread(call, "program"))
+        task = asyncio.ensure_future(in_thread(call, "program"))
         try:
-            return await asyncio.shield(task)
+            result, error = await asyncio.shield(task)
+            if error is None:
+                return result
+            said = f": {error}" if isinstance(error, Exception) else ""  # SystemExit, or cancelled
+            raise ProgramError(f"{type(error).__name__}{said}")
         finally:
             if not task.done():
                 call.cancel()
@@ -126,8 +103,6 @@ class InProcess(Runner):
                 if not task.done():
                     rank_zero_warn("A program did not end when its attempt did; its thread is left behind.")
                 task.cancel()
-            if not task.cancelled() and task.done():
-                task.exception()  # seen
 
 
 class _Call:
@@ -227,9 +202,11 @@ class InSubprocess(Runner):
                 # Not reaped yet, so that nothing else can have its number when its group is killed.
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
-            waiting = asyncio.ensure_future(_in_thread(ended, "program's process"))
+            waiting = asyncio.ensure_future(in_thread(ended, "program's process"))
             try:
-                await asyncio.shield(waiting)
+                _, failed = await asyncio.shield(waiting)
+                if failed is not None:
+                    raise ProgramError(f"{type(failed).__name__}: {failed}")
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,114 @@
+"""Work beside the calling thread, in daemon threads: an event loop, or a function that may take long or for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+__all__ = ["BackgroundLoop", "in_background", "in_thread"]
+
+T = TypeVar("T")
+
+
+def in_background(work: Callable[[], object], name: str) -> threading.Thread:
+    """Starts a thread that does not keep the process alive."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+async def in_thread(work: Callable[[], T], name: str) -> tuple[T, None] | tuple[None, BaseException]:
+    """What `work` returned in a thread of its own, or what it raised, SystemExit and StopIteration among it.
+
+    A pool would lose a worker to every call that never returns, and its threads would be waited for at exit. Cancelling
+    leaves the thread behind.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(outcome: Any) -> None:
+        if not future.done():  # else nobody waits any more
+            future.set_result(outcome)
+
+    def run() -> None:
+        outcome: Any
+        try:
+            outcome = work(), None
+        except BaseException as error:  # SystemExit in a thread would otherwise vanish and never answer
+            outcome = None, error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, outcome)
+
+    in_background(run, name)
+    return await future  # type: ignore[no-any-return]
+
+
+class BackgroundLoop:
+    """An event loop in a thread of its own, which starts with the first call; also again after `close`.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine there."""
+        if self._loop is None:
+            self._loop = loop = asyncio.new_event_loop()
+            self._thread = in_background(lambda: _serve(loop), self.name)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Waits for the result of a coroutine there; cancels it when the waiting is interrupted."""
+        future = self.submit(coroutine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """Has the loop call a function soon; nothing happens where the loop was closed."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # closed between the two lines
+                self._loop.call_soon_threadsafe(function, *args)
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None, timeout: float = 5.0) -> None:
+        """Cancels what runs, runs `last`, and ends the thread, in at most about `timeout` seconds.
+
+        Raises:
+            TimeoutError: a coroutine blocks the loop, whose thread is left behind.
+        """
+        loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        if loop is None or thread is None:
+            return
+
+        async def shut_down() -> None:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if last is not None:
+                await last()
+
+        try:
+            asyncio.run_coroutine_threadsafe(shut_down(), loop).result(timeout)
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(min(timeout, 1.0))  # longer only where a coroutine blocks it
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()

@@ -1,0 +1,200 @@
+"""Advantage estimators that give turns credit of their own."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightrl.objectives.advantages import AdvantageEstimator, EstimatorInput, fraction, positive, unscored_at_values
+from lightrl.ops.advantages import gae, group_stats, leave_one_out, returns_to_go
+
+__all__ = ["GiGPO", "TurnGAE", "TurnReturns", "Turns"]
+
+
+class TurnReturns(AdvantageEstimator):
+    """Return from each turn on, minus the mean of the group's other attempts at that turn, on the turn's tokens.
+
+        A_ik = G_ik - 1 / (n - 1) * sum_{j != i} G_j,min(k, last_j),    G_ik = r_ik + gamma * G_i,k+1
+
+    The baseline of a turn takes one return from every other attempt, from its last turn where it ended sooner. So it
+    depends on the others alone, whichever turn the attempt itself stops at, and with gamma = 1 the expected gradient
+    is the policy gradient. With a reward at the end alone it is RLOO. A group of one valid attempt gets 0.
+
+    Args:
+        gamma: discount per turn, in [0, 1].
+
+    Raises:
+        ValueError: gamma is out of range.
+
+    Source: leave-one-out https://arxiv.org/abs/2402.14740, per turn; why not MT-GRPO's normalisation per turn number
+        (https://arxiv.org/abs/2505.11821): it subtracts a mean only from those that take another turn, which is a
+        hidden penalty on taking one (https://github.com/verl-project/verl/issues/7244).
+    """
+
+    needs_groups = True
+    needs_turns = True
+
+    def __init__(self, gamma: float = 1.0) -> None:
+        self.gamma = fraction("TurnReturns", "gamma", gamma)
+
+    def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:
+        """See the class."""
+        turns = Turns(given)
+        returns = returns_to_go(turns.rewards, turns.there, self.gamma)
+        reached = turns.held(returns)
+        columns = [leave_one_out(column, given.groups, given.valid) for column in reached.unbind(1)]
+        return turns.spread(torch.stack(columns, 1)), None
+
+
+class TurnGAE(AdvantageEstimator):
+    """Generalised advantage estimation whose steps are turns; a turn's tokens share its advantage and its return.
+
+        delta_k = r_k + gamma * V_k+1 - V_k,    A_k = delta_k + gamma * lam * A_k+1,    R_k = A_k + V_k
+
+    V_k is the critic's value before the first token of turn k, 0 after the last turn. lam = 1 needs no true critic:
+    the expected gradient is the policy gradient (gamma = 1) whatever V is.
+
+    Args:
+        gamma: discount per turn, in [0, 1].
+        lam: in [0, 1].
+
+    Raises:
+        ValueError: an argument is out of range; on call, `values` is missing.
+
+    Source: https://arxiv.org/abs/1506.02438; turns as steps: https://arxiv.org/abs/2512.17008, whose clip per turn is
+        a loss's matter and not here.
+    """
+
+    needs_critic = True
+    needs_turns = True
+
+    def __init__(self, gamma: float = 1.0, lam: float = 0.95) -> None:
+        self.gamma = fraction("TurnGAE", "gamma", gamma)
+        self.lam = fraction("TurnGAE", "lam", lam)
+
+    def estimate(self, given: EstimatorInput) -> tuple[Tensor, Tensor]:
+        """See the class."""
+        if given.values is None:
+            raise ValueError("TurnGAE: values=None: it needs a critic. Give the module one, or use TurnReturns.")
+        turns = Turns(given)
+        advantages, returns = gae(turns.rewards, turns.first(given.values), turns.there, self.gamma, self.lam)
+        return turns.spread(advantages), unscored_at_values(turns.spread(returns), given, given.values)
+
+
+class GiGPO(AdvantageEstimator):
+    """Credit of the whole attempt plus credit of the turn among all turns of the group that began in the same state.
+
+        A_ik = (R_i - mean_others) / F + step_weight * (G_ik - mean of the others' G in the state of turn k) / F_state
+
+    R is the attempt's summed reward, G_ik the return from turn k on, discounted by gamma per turn. F is 1, or the std
+    plus eps. A state that no other attempt saw adds nothing. States are equal where `Environment.state_key` is. With
+    scale "none" and gamma = 1 the expected gradient is the policy gradient plus `step_weight` times the same with each
+    state weighted by the chance that another attempt saw it.
+
+    Args:
+        gamma: discount per turn, in [0, 1]; the paper takes 0.95.
+        step_weight: weight of the turn's credit, at least 0.
+        scale: "group" divides by the std of the attempts', and of the state's, returns; "none" by 1.
+        eps: added to the std, above 0.
+
+    Raises:
+        ValueError: an argument is out of its range; on call, a turn has no state.
+
+    Source: https://arxiv.org/abs/2505.10978, eq. 3-8. There means are of the whole group; here they leave the attempt
+        out, with all its visits, so that they do not depend on when it stops.
+    """
+
+    needs_groups = True
+    needs_turns = True
+    needs_anchors = True
+
+    def __init__(
+        self,
+        gamma: float = 0.95,
+        step_weight: float = 1.0,
+        scale: Literal["group", "none"] = "group",
+        eps: float = 1e-4,
+    ) -> None:
+        if scale not in ("group", "none"):
+            raise ValueError(f"GiGPO(scale={scale!r}): must be 'group' or 'none'.")
+        if not step_weight >= 0:
+            raise ValueError(f"GiGPO(step_weight={step_weight}): must be at least 0.")
+        self.gamma = fraction("GiGPO", "gamma", gamma)
+        self.step_weight = step_weight
+        self.scale = scale
+        self.eps = positive("GiGPO", "eps", eps)
+
+    def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:
+        """See the class."""
+        turns, groups, anchors = Turns(given), given.groups, given.anchors
+        attempts = leave_one_out(given.scores, groups, given.valid)
+        if self.scale == "group":
+            attempts = attempts / (group_stats(given.scores, groups, given.valid).std + self.eps)
+        returns = returns_to_go(turns.rewards, turns.there, self.gamma)
+        keys = torch.zeros_like(groups)[:, None].expand_as(returns) if anchors is None else turns.first(anchors)
+        if anchors is None and turns.there.shape[1] > 1:
+            raise ValueError(
+                "GiGPO: anchors=None: it compares turns in equal states, and nothing says which state a turn began "
+                "in. Use an environment (`EnvironmentEpisode`), or TurnReturns."
+            )
+        seen = turns.there & given.valid[:, None]
+        owners, _ = seen.nonzero(as_tuple=True)
+        pairs = torch.stack([groups[owners], keys[seen].long()], 1)
+        states = pairs.unique(dim=0, return_inverse=True)[1] if len(pairs) else owners
+        steps = torch.zeros_like(returns)
+        steps[seen] = self._against_others(returns[seen], states, owners)
+        return turns.spread(torch.where(seen, attempts[:, None] + self.step_weight * steps, 0.0)), None
+
+    def _against_others(self, returns: Tensor, states: Tensor, owners: Tensor) -> Tensor:
+        """(m,) returns less the mean of those of other owners in the same state, over its std where asked for."""
+        stats = group_stats(returns, states, torch.ones_like(returns, dtype=torch.bool))
+        visits = torch.stack([states, owners], 1).unique(dim=0, return_inverse=True)[1] if len(states) else states
+        own = group_stats(returns, visits, torch.ones_like(returns, dtype=torch.bool))
+        others = stats.size - own.size
+        mean = (stats.mean * stats.size - own.mean * own.size) / others.clamp(min=1)
+        against = torch.where((others > 0) & stats.varied, returns - mean, torch.zeros_like(returns))
+        return against / (stats.std + self.eps) if self.scale == "group" else against
+
+
+class Turns:
+    """Moves numbers between B rows of tokens and K turns.
+
+    Args:
+        given: its `turn_ids` say which turn a token belongs to; one turn per row where they are None.
+
+    Attributes:
+        there: (B, K) bool, whether the row has tokens of the turn.
+        rewards: (B, K) sums of the rewards over each turn's tokens.
+    """
+
+    def __init__(self, given: EstimatorInput) -> None:
+        mask, ids = given.mask, given.turn_ids
+        self._mask = mask
+        self._ids = torch.where(mask, torch.zeros_like(mask, dtype=torch.long) if ids is None else ids, 0)
+        count = int(self._ids.max()) + 1 if self._ids.numel() else 1
+        self.there = self._per_turn(count, mask.long()) > 0
+        self.rewards = self._per_turn(count, given.rewards)
+        positions = torch.arange(mask.shape[1], device=mask.device).expand_as(self._ids)
+        end = torch.where(mask, positions, mask.shape[1])
+        first = end.new_full(self.there.shape, mask.shape[1]).scatter_reduce_(1, self._ids, end, "amin")
+        self._firsts = first.clamp(max=mask.shape[1] - 1)
+
+    def _per_turn(self, count: int, x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), count).scatter_add_(1, self._ids, x * self._mask)
+
+    def first(self, x: Tensor) -> Tensor:
+        """(B, K) what (B, T) `x` holds on each turn's first token; 0 where there is no such turn."""
+        return torch.where(self.there, x.gather(1, self._firsts), torch.zeros((), dtype=x.dtype, device=x.device))
+
+    def held(self, x: Tensor) -> Tensor:
+        """(B, K) numbers in which a turn that is not there has the number of the one before it, or of the first."""
+        numbers = torch.arange(x.shape[1], device=x.device)
+        last = torch.where(self.there, numbers, -1).cummax(1).values
+        start = self.there.long().argmax(1, keepdim=True)
+        return x.gather(1, torch.where(last < 0, start, last))
+
+    def spread(self, x: Tensor) -> Tensor:
+        """(B, T) tokens that hold their turn's number of (B, K) `x`; 0 off the mask."""
+        return torch.where(self._mask, x.gather(1, self._ids), torch.zeros((), dtype=x.dtype, device=x.device))
