@@ -38,38 +38,10 @@ if TYPE_CHECKING:
     from lightrl.rollout import RolloutDataModule
     from lightrl.types import Experience, Rollouts, SamplingParams
 
-_HOMES = {
-    "callbacks": ["WeightSync"],
-    "data": [
-        "PreferenceDataModule",
-        "PreferenceSource",
-        "PromptSource",
-        "SFTDataModule",
-        "SFTSource",
-    ],
-    "engines": ["ServerEngine", "TransformersEngine", "VLLMEngine"],
-    "models.spec": ["LoraSpec", "ModelSpec"],
-    "algorithms": [
-        "CPGDLightningModule",
-        "CriticSpec",
-        "DAPOLightningModule",
-        "DistillLightningModule",
-        "DrGRPOLightningModule",
-        "GRPOLightningModule",
-        "GSPOLightningModule",
-        "PPOLightningModule",
-        "ReinforcePlusPlusLightningModule",
-        "RewardLightningModule",
-        "RLOOLightningModule",
-        "SFTLightningModule",
-    ],
-    "environments": ["AgentProgram", "EnvironmentEpisode"],
-    "rollout": ["RolloutDataModule"],
-    "types": ["Experience", "Rollouts", "SamplingParams"],
-}
-_MODULE_OF = {name: f"lightrl.{home}" for home, names in _HOMES.items() for name in names}
+# Where the names are, in import order: a room is looked through before those that would import it.
+_ROOMS = ("types", "models.spec", "engines", "data", "environments", "rollout", "algorithms", "callbacks")
 
-__all__ = [  # noqa: RUF022 - grouped as above
+__all__ = [  # noqa: RUF022 - grouped
     "WeightSync",
     "PreferenceDataModule",
     "PreferenceSource",
@@ -103,8 +75,10 @@ __all__ = [  # noqa: RUF022 - grouped as above
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        from importlib import import_module
+    from importlib import import_module
 
-        return getattr(import_module(_MODULE_OF[name]), name)
+    for room in _ROOMS if name in __all__ else ():
+        module = import_module(f"lightrl.{room}")
+        if hasattr(module, name):
+            return getattr(module, name)
     raise AttributeError(f"module 'lightrl' has no attribute {name!r}")

@@ -135,25 +135,9 @@ class SampleLog(RLCallback):
                 trainer, "eval", self._evaluated, "evaluation before training" if trainer.sanity_checking else title
             )
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As for validation."""
-        self.on_validation_start(trainer, pl_module)
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """As for validation."""
-        self.on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As for validation."""
-        self.on_validation_epoch_end(trainer, pl_module)
+    on_test_start = on_validation_start
+    on_test_batch_end = on_validation_batch_end
+    on_test_epoch_end = on_validation_epoch_end
 
     # ---- where samples go --------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""JSON over HTTP with repetitions, as remote scorers and judges ask for it."""
+"""Rewards that ask a server: JSON over HTTP with repetitions."""
 
 from __future__ import annotations
 
@@ -6,35 +6,39 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import Any, Literal, TypeVar
 
 import httpx
 
-from lightrl.rewards.base import RewardError
+from lightrl.rewards.base import Reward, RewardError
 
-__all__ = ["RetryingClient"]
+__all__ = ["RetryingReward"]
 
 log = logging.getLogger(__name__)
 _RETRIED_STATUS = frozenset({408, 425, 429})  # "try again later"; every other 4xx is a mistake in the request
 
 
-class RetryingClient:
-    """Posts JSON to one address.
+T = TypeVar("T")
+
+
+class RetryingReward(Reward):
+    """A reward that posts JSON to one address.
 
     A request that times out, cannot connect, breaks off or is answered with a 5xx status is sent again after
     `backoff * 2^k * u` seconds, k = 0, 1, ... and u uniform in [0.5, 1.5], at most `max_backoff`.
 
     Args:
-        owner: name of the class that asks, for messages.
         url: where to.
         timeout: seconds for one request, above 0: to connect, and again between two pieces of the answer.
         retries: how often a failed request is sent again, 0 or more.
         backoff: seconds before the first repetition.
         max_backoff: upper bound of every wait.
-        concurrency: most requests at a time, at least 1.
-        token_env: environment variable with the bearer token.
-        on_failure: when the last repetition has failed: "error" raises, "none" answers None and logs a warning.
+        concurrency: most requests of this object at a time, at least 1.
+        token_env: environment variable with the server's bearer token; None sends none. A token is no argument, since
+            arguments end up in checkpoints and loggers.
+        on_failure: when the last repetition has failed: "error" ends the run, "none" leaves the rows of that request
+            unscored, logs a warning and counts them in `reward/<name>/unanswered`.
 
     Raises:
         ValueError: an argument out of range, or no token in `token_env`.
@@ -42,17 +46,17 @@ class RetryingClient:
 
     def __init__(
         self,
-        owner: str,
         url: str,
         *,
-        timeout: float,
-        retries: int,
-        backoff: float,
-        max_backoff: float,
-        concurrency: int,
-        token_env: str | None,
-        on_failure: Literal["error", "none"],
+        timeout: float = 60.0,
+        retries: int = 4,
+        backoff: float = 0.5,
+        max_backoff: float = 30.0,
+        concurrency: int = 8,
+        token_env: str | None = None,
+        on_failure: Literal["error", "none"] = "error",
     ) -> None:
+        owner = type(self).__name__
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{owner}: url={url!r}; must start with http:// or https://.")
         if not (timeout > 0 and backoff > 0 and max_backoff > 0):
@@ -112,7 +116,17 @@ class RetryingClient:
         log.warning("%s. They count as not scored (on_failure='none').", message)
         return None
 
-    async def close(self) -> None:
+    @staticmethod
+    async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        """What all give; where one fails, the run ends, and the others are given up."""
+        tasks = [asyncio.ensure_future(each) for each in work]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def close(self) -> None:  # type: ignore[override]
         """Closes the connections; the next request opens new ones."""
         client, self._client, self._loop = self._client, None, None
         if client is not None:

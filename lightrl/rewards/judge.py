@@ -6,10 +6,10 @@ import asyncio
 import math
 import string
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from lightrl.rewards.base import Reward, RewardError
-from lightrl.rewards.client import RetryingClient
+from lightrl.rewards.base import RewardError
+from lightrl.rewards.client import RetryingReward
 from lightrl.rewards.media import encode_rows
 from lightrl.rewards.patterns import TimedPattern
 
@@ -26,7 +26,7 @@ Here is the answer:
 Judge how correct and helpful the answer is, then end with one line "Score: N", N from 0 (useless) to 10 (perfect)."""
 
 
-class GenerativeJudge(Reward):
+class GenerativeJudge(RetryingReward):
     """Asks a model behind an OpenAI-compatible chat endpoint (vLLM's or SGLang's server, a hosted one) for a score.
 
         r = (x - low) / (high - low)        x: the last number that `pattern` finds in what the judge wrote
@@ -51,13 +51,8 @@ class GenerativeJudge(Reward):
         temperature: of the judge; 0 is greedy.
         extra: further keys of the request, such as {"chat_template_kwargs": {"enable_thinking": false}}.
         timeout: seconds one request may take.
-        retries: further tries after a failure that may pass.
-        backoff: seconds before the first of them; each later one waits twice as long, with jitter.
-        max_backoff: longest wait in seconds.
         concurrency: most requests at a time.
-        token_env: environment variable with the server's bearer token; None sends none.
-        on_failure: "error" stops the run when a request failed for good; "none" leaves that completion unscored and
-            counts it in `reward/<name>/unanswered`.
+        connection: repetitions, token and what a failure means: the other arguments of `RetryingReward`.
 
     Raises:
         ValueError: an argument out of range, or a pattern without exactly one group.
@@ -78,12 +73,8 @@ class GenerativeJudge(Reward):
         temperature: float = 0.0,
         extra: dict[str, Any] | None = None,
         timeout: float = 120.0,
-        retries: int = 4,
-        backoff: float = 0.5,
-        max_backoff: float = 30.0,
         concurrency: int = 32,
-        token_env: str | None = None,
-        on_failure: Literal["error", "none"] = "error",
+        **connection: Any,
     ) -> None:
         self.pattern = TimedPattern("GenerativeJudge", pattern, timeout=1.0)
         if self.pattern.groups != 1:
@@ -95,17 +86,7 @@ class GenerativeJudge(Reward):
                 f"GenerativeJudge: video_frames={video_frames} and temperature={temperature} must be 0 or more, "
                 f"max_tokens={max_tokens} at least 1."
             )
-        self.client = RetryingClient(
-            "GenerativeJudge",
-            url,
-            timeout=timeout,
-            retries=retries,
-            backoff=backoff,
-            max_backoff=max_backoff,
-            concurrency=concurrency,
-            token_env=token_env,
-            on_failure=on_failure,
-        )
+        super().__init__(url, timeout=timeout, concurrency=concurrency, **connection)
         self.fields = {name for _, name, _, _ in string.Formatter().parse(instruction) if name is not None}
         self.instruction = instruction
         self.prompt_column = prompt_column
@@ -126,24 +107,15 @@ class GenerativeJudge(Reward):
     ) -> list[float | None]:
         texts = self._texts(completions, columns)
         pictures = self._pictures(images, videos, len(completions))
-        tasks = [asyncio.ensure_future(self._ask(*pair)) for pair in zip(texts, pictures, strict=True)]
-        try:
-            judgements = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # one failed for good: the run ends, the others need no answer
-                task.cancel()
+        judgements = await self.all_of(self._ask(*pair) for pair in zip(texts, pictures, strict=True))
         rewards = [await asyncio.to_thread(self._read, judgement) for judgement in judgements]
         answered = [judgement is not None for judgement in judgements]
         unread = sum(there and reward is None for there, reward in zip(answered, rewards, strict=True))
         log_metric("unread", unread / max(1, len(completions)))
-        if self.client.on_failure == "none":
+        if self.on_failure == "none":
             log_metric("unanswered", 1 - sum(answered) / max(1, len(completions)))
         log_extra("judgement", judgements)
         return rewards
-
-    async def close(self) -> None:  # type: ignore[override]
-        """Closes the connections; the next call opens new ones."""
-        await self.client.close()
 
     def _texts(self, completions: Sequence[str], columns: dict[str, Any]) -> list[str]:
         wanted = {name: self.prompt_column if name == "prompt" else name for name in self.fields - {"completion"}}
@@ -175,13 +147,13 @@ class GenerativeJudge(Reward):
             {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}} for picture in pictures
         ]
         content.append({"type": "text", "text": text})
-        answer = await self.client.post({**self.body, "messages": [{"role": "user", "content": content}]}, "a row")
+        answer = await self.post({**self.body, "messages": [{"role": "user", "content": content}]}, "a row")
         if answer is None:
             return None
         try:
             return str(answer["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError) as error:
-            raise RewardError(f"{self.client.url} answered {str(answer)[:200]}, not a chat completion.") from error
+            raise RewardError(f"{self.url} answered {str(answer)[:200]}, not a chat completion.") from error
 
     def _read(self, judgement: str | None) -> float | None:
         try:

@@ -13,23 +13,21 @@ follow the `queries`/`prompts`/`labels` -> `rewards` convention do.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from lightrl.rewards.base import Reward, RewardError
-from lightrl.rewards.client import RetryingClient
+from lightrl.rewards.base import RewardError
+from lightrl.rewards.client import RetryingReward
 from lightrl.rewards.media import encode_rows
 
 __all__ = ["RemoteReward"]
 
 
-class RemoteReward(Reward):
+class RemoteReward(RetryingReward):
     """Asks a scoring server.
 
-    A request that times out, cannot connect, breaks off or is answered with a 5xx status is sent again after
-    `backoff * 2^k * u` seconds, k = 0, 1, ... and u uniform in [0.5, 1.5], at most `max_backoff`. A refusal (4xx) or an
-    answer that is not n rewards is a mistake in the set-up: it is not repeated and always an error.
+    A refusal (4xx) or an answer that is not n rewards is a mistake in the set-up: it is not repeated and always an
+    error.
 
     Args:
         url: the server's scoring address, for example `http://127.0.0.1:8000/score`.
@@ -40,16 +38,8 @@ class RemoteReward(Reward):
             images as base64 (PIL as PNG), lists of them alike.
         send_media: whether rows with images or videos send them, as base64.
         send_completion_ids: also send the sampled token ids.
-        timeout: seconds for one request, above 0: to connect, and again between two pieces of the answer.
-        retries: how often a failed request is sent again, 0 or more.
-        backoff: seconds before the first repetition.
-        max_backoff: upper bound of every wait.
         batch_size: most rows per request, at least 1; a group larger than that is sent whole.
-        concurrency: most requests of this object at a time, at least 1.
-        token_env: environment variable with the bearer token. A token is no argument, since arguments end up in
-            checkpoints and loggers.
-        on_failure: when the last repetition has failed: "error" ends the run, "none" gives None for the rows of that
-            request, logs a warning and the fraction of unscored rows as `reward/<name>/unanswered`.
+        connection: time-outs, repetitions, token: the other arguments of `RetryingReward`.
 
     Raises:
         ValueError: an argument out of range, or no token in `token_env`.
@@ -64,28 +54,12 @@ class RemoteReward(Reward):
         image_column: str | None = None,
         send_media: bool = True,
         send_completion_ids: bool = False,
-        timeout: float = 60.0,
-        retries: int = 4,
-        backoff: float = 0.5,
-        max_backoff: float = 30.0,
         batch_size: int = 64,
-        concurrency: int = 8,
-        token_env: str | None = None,
-        on_failure: Literal["error", "none"] = "error",
+        **connection: Any,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"RemoteReward: batch_size={batch_size} must be at least 1.")
-        self.client = RetryingClient(
-            "RemoteReward",
-            url,
-            timeout=timeout,
-            retries=retries,
-            backoff=backoff,
-            max_backoff=max_backoff,
-            concurrency=concurrency,
-            token_env=token_env,
-            on_failure=on_failure,
-        )
+        super().__init__(url, **connection)
         self.columns = list(columns or [])
         self.fields = {"references": reference_column, "labels": label_column, "images": image_column}
         self.send_media = send_media
@@ -107,25 +81,14 @@ class RemoteReward(Reward):
         if self.send_media:
             rows = {**{name: encode_rows(values) for name, values in media.items()}, **rows}
         batches = _batches(group_ids, self.batch_size)
-        tasks = [
-            asyncio.ensure_future(self._ask({name: v[a:b] for name, v in rows.items()}, b - a)) for a, b in batches
-        ]
-        try:
-            answers = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # one failed for good: the run ends, the others need no answer
-                task.cancel()
-        if self.client.on_failure == "none" and log_metric is not None:
+        answers = await self.all_of(self._ask({name: v[a:b] for name, v in rows.items()}, b - a) for a, b in batches)
+        if self.on_failure == "none" and log_metric is not None:
             lost = sum(b - a for (a, b), answer in zip(batches, answers, strict=True) if answer is None)
             log_metric("unanswered", lost / max(1, len(completions)))
         values: list[float | None] = []
         for (a, b), answer in zip(batches, answers, strict=True):
             values += [None] * (b - a) if answer is None else answer
         return values
-
-    async def close(self) -> None:  # type: ignore[override]
-        """Closes the connections; the next call opens new ones."""
-        await self.client.close()
 
     def _rows(
         self, prompts: Sequence[str], completions: Sequence[str], group_ids: Sequence[int], columns: dict[str, Any]
@@ -151,13 +114,13 @@ class RemoteReward(Reward):
         """One request with its repetitions; None where all of them failed and `on_failure` is "none"."""
         body: dict[str, Any] = {key: value for key, value in rows.items() if not key.startswith("columns/")}
         body["columns"] = {key[8:]: value for key, value in rows.items() if key.startswith("columns/")}
-        answer = await self.client.post(body, f"{num_rows} rows")
+        answer = await self.post(body, f"{num_rows} rows")
         if answer is None:
             return None
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list) or len(rewards) != num_rows:
             raise RewardError(
-                f'{self.client.url} answered {str(answer)[:200]} for {num_rows} rows, not {{"rewards": [...]}} with '
+                f'{self.url} answered {str(answer)[:200]} for {num_rows} rows, not {{"rewards": [...]}} with '
                 "one number or null each."
             )
         return rewards
