@@ -295,6 +295,23 @@ def users_error(error: BaseException) -> str | None:
     return str(error) if shown or isinstance(error, StorageError) else None
 
 
+def lost_part(error: BaseException) -> str | None:
+    """What to tell where a part of the run is gone or hangs, which is nobody's mistake: an engine, or another rank."""
+    from torch.distributed import DistError
+
+    from lightrl.engines.base import EngineDiedError, StaleWeightsError
+    from lightrl.rollout.collector import RolloutStalledError
+
+    if isinstance(error, EngineDiedError | StaleWeightsError | RolloutStalledError):
+        return str(error)
+    if isinstance(error, DistError) or (isinstance(error, RuntimeError) and LOST_RANK.search(str(error))):
+        return (
+            f"A rank does not hear from another any more: that one ended (its own message stands above), or hangs for "
+            f"longer than the strategy's timeout. Resume from the last checkpoint. {str(error).splitlines()[0]}"
+        )
+    return None
+
+
 def _known_names() -> list[str]:
     """What a misspelt name may have meant."""
     import inspect
@@ -317,6 +334,7 @@ def _raised_in(error: BaseException, package: str) -> bool:
 
 
 OUT_OF_RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EMFILE, errno.ENFILE}
+LOST_RANK = re.compile(r"gloo/|Gloo|NCCL|ProcessGroup")
 INTERRUPTED = 130
 PREEMPTED = 75
 """Status after SIGTERM or SIGUSR1: "try again" (EX_TEMPFAIL of sysexits.h), for a scheduler to requeue the job."""
@@ -339,11 +357,13 @@ def main(args: Sequence[str] | None = None) -> None:
     except Exception as error:
         from lightrl.storage import redact_text
 
-        message = users_error(error)
+        message, status = users_error(error), 2
+        if message is None:
+            message, status = lost_part(error), 1
         if message is None or debug:
             raise
         print(f"error: {redact_text(message)}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(status)
 
 
 def _main(args: Sequence[str] | None) -> None:

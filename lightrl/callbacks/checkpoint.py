@@ -122,7 +122,9 @@ class RolloutCheckpoint(SavingCheckpoint):
     def last_checkpoints(self, trainer: Trainer) -> set[str]:
         """What `--ckpt_path last` chooses from: the newest checkpoint that is whole.
 
-        It also finds earlier runs under the logger's name; Lightning looks in the new folder only.
+        It also finds earlier runs under the logger's name; Lightning looks in the new folder only. The newest is so by
+        the time of its file; `last.ckpt` is taken where it has come further, since a clock may have been set back, and
+        copying gives files new times.
 
         Raises:
             ValueError: there are checkpoints, and none is whole.
@@ -141,6 +143,9 @@ class RolloutCheckpoint(SavingCheckpoint):
         for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
             damage = _damage(path)
             if damage is None:
+                last = path.with_name(f"{self.CHECKPOINT_NAME_LAST}.ckpt")
+                if last != path and last in found and _damage(last) is None and _step(last) > _step(path):
+                    path = last
                 if skipped:
                     rank_zero_warn(f"ckpt_path=last goes on from {path}, and skips {'; '.join(skipped)}.")
                 return {str(path)}
@@ -270,6 +275,11 @@ def _nonfinite_weight(trainer: Trainer) -> str | None:
     """Name of a trained parameter that is not finite on this rank."""
     trained = {name: p.detach() for name, p in trainer.lightning_module.named_parameters() if p.requires_grad}
     return first_nonfinite(trained)
+
+
+def _step(path: Path) -> int:
+    """`trainer.global_step` of a checkpoint in one file; 0 for those in folders, whose files were written together."""
+    return int(torch.load(path, weights_only=True, mmap=True)["global_step"]) if path.is_file() else 0
 
 
 def _damage(path: Path) -> str | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import inspect
 import json
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,12 @@ class RunGuard(Callback):
                 )
 
     # ---- the end; after an error the locks go with the process, since others may still save --------------------------
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Has the ranks that this process launched end with it: Lightning leaves them, and a stopped one would stay."""
+        launcher = trainer.strategy.launcher
+        if trainer.world_size > 1 and launcher is not None and isinstance(exception, Exception):
+            atexit.register(launcher.kill, signal.SIGKILL)  # when others have saved and said what they have to
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Lets go of the folders."""

@@ -1,15 +1,20 @@
 """Injects faults into real training runs and judges each by the same invariants; `make faults` runs many.
 
-    python -m tests.faults.campaign --cases 200 --seed 0 --table docs/reliability.md
+    python -m tests.faults.campaign --cases 250 --results outputs/faults.jsonl --table docs/reliability.md
 
-A run is `lightrl fit` with the transformers engine in a process (group) of its own, forked from this one, which has
-imported everything, so that a case takes seconds. The invariants:
+A run is `lightrl fit` in a session of its own, forked from this process, which has imported everything, so that a case
+takes seconds. The victim is the trainer, a rank of two, vLLM's engine core, a server that samples, or a server that
+scores. The invariants:
 
 - exit: the run ends within the bound;
-- cause: an exit status that fits the fault, and no traceback: one message says what happened;
-- processes: nothing of the run's session is left;
-- checkpoint: the newest checkpoint that verifies holds all finished rollouts but the last (one is saved per rollout);
-- resumed: a run resumed from it ends with the weights, bit for bit, of the run that nothing happened to.
+- cause: its exit status fits the fault, it prints no traceback, and where it ends with an error one message;
+- processes: none of the run is left, and no socket in the folder of temporary files;
+- checkpoint: the newest checkpoint that verifies holds all finished rollouts but the last (one is saved per rollout),
+  and `--ckpt_path last` goes on from there;
+- resumed: a run that ended, or one that is resumed from what is left, has the weights, bit for bit, of the run that
+  nothing happened to.
+
+Full disks (a small tmpfs) and lost networks need the right to make namespaces; without it these cases are left out.
 """
 
 from __future__ import annotations
@@ -19,191 +24,119 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import yaml
-from lightning.pytorch import Callback
 
-from lightrl.cli import main
-from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.storage import verify
+from tests.faults.injection import NEW_MOUNTS, Case, be_the_run, libc_call
 from tests.toys import quickstart_model
 
 ROLLOUTS, PROMPTS = 4, 4
 BOUND = 90.0
-"""Seconds from the fault to the end of the run, on a busy machine."""
-
-PLACES = ("startup", "sampling", "scoring", "update", "save", "named", "export", "shutdown", "time")
-SIGNALS = ("SIGKILL", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT", "SIGINT twice", "SIGSTOP")
-FAULTS = (*SIGNALS, "file size", "descriptors", "read-only")
-INVARIANTS = ("exit", "cause", "processes", "checkpoint", "resumed")
+"""Seconds, beyond those of an undisturbed run, within which a run ends on a busy machine."""
+LEAVE = 45.0
+"""Seconds within which every process of a run that ended is gone; a rank without launcher waits 30."""
 MARK = "<!-- campaign -->"
-NOBODY = 65534
+ADOPT, PRIVATE = 36, 1 << 18 | 1 << 14  # PR_SET_CHILD_SUBREAPER; MS_PRIVATE | MS_REC
 
-
-@dataclass
-class Case:
-    """One fault: what, where, and in which rollout (or after which part of an undisturbed run's time)."""
-
-    fault: str
-    place: str
-    number: int
-    fraction: float
+PLACES = ("startup", "sampling", "scoring", "update", "sync", "save", "named", "export", "shutdown", "time")
+RUNNING = ("startup", "sampling", "scoring", "update", "sync", "shutdown")
+SIGNALS = {
+    "SIGKILL": {-9},
+    "SIGTERM": {75, -15},
+    "SIGUSR1": {75, -10},
+    "SIGHUP": {75, -1},
+    "SIGINT": {1, 130},
+    "SIGINT twice": {1, 130},
+    "SIGSTOP": {0},
+}
+RESOURCES = {name: {2} for name in ("full disk", "file size", "descriptors", "read-only")}
+TRAINER = SIGNALS | RESOURCES | {"slow disk": {0}, "clock back": {-9}, "clock forward": {-9}}
+RANK = {
+    "SIGKILL": {1, -9},
+    "SIGTERM": {75, -15, -9, 1},
+    "SIGINT": {1, 130, -9},
+    "SIGSTOP": {0},
+    "SIGSTOP for good": {1},
+}
+EXPECTED: dict[str, dict[str, set[int]]] = {
+    # victim -> fault -> exit statuses that say what happened; 0 also where the run was over
+    "trainer": TRAINER,
+    "rank 0": RANK | {"network, 1 s": {0}},
+    "rank 1": RANK | {"SIGSTOP for good": {1}},
+    "core": {name: {0, 1} for name in ("SIGKILL", "SIGTERM", "SIGSTOP for good")} | {"SIGINT": {0}, "SIGSTOP": {0}},
+    "server": {name: {0} for name in ("SIGKILL", "SIGKILL, restarted", "SIGTERM", "SIGSTOP", "SIGSTOP for good")}
+    | {"network, 1 s": {0}, "network": {1}},
+    "reward": {name: {2} for name in ("SIGKILL", "SIGTERM", "SIGSTOP for good", "network")}
+    | {"SIGKILL, restarted": {0}, "SIGSTOP": {0}, "network, 1 s": {0}},
+}
 
 
 @dataclass
 class Verdict:
-    """What came of it; `broken` names the invariants that did not hold."""
+    """What came of a case; `broken` names the invariants that did not hold."""
 
     case: Case
     outcome: str
     broken: list[str] = field(default_factory=list)
+    seconds: float = 0.0
     said: str = ""
 
 
-# ---- in the run ------------------------------------------------------------------------------------------------------
+def places(victim: str, fault: str) -> Iterable[str]:
+    """Where a fault is tried: all places for the trainer, those where it is waited for, for others."""
+    if victim == "trainer":
+        return PLACES if fault in SIGNALS else PLACES[:-1]
+    return [*RUNNING, "save"] if victim.startswith("rank") else RUNNING
 
 
-def strike(fault: str) -> None:
-    """Does it to this process."""
-    Path("struck").write_text(fault)
-    own = os.getpid()
-    if fault == "file size":  # what a full disk and a quota look like, for every file written from now on
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-    elif fault == "descriptors":
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    elif fault == "read-only":
-        if os.geteuid() == 0:  # whom permissions do not bind
-            os.seteuid(NOBODY)
-        else:
-            for folder in (Path.cwd(), *(path for path in Path.cwd().rglob("*") if path.is_dir())):
-                folder.chmod(0o555)
-    elif fault == "SIGINT twice":
-        os.kill(own, signal.SIGINT)
-        os.kill(own, signal.SIGINT)
-    else:
-        os.kill(own, getattr(signal, fault))
+def cases(count: int, seed: int, *, isolated: bool = True) -> list[Case]:
+    """Every fault at every place in turn, rollouts and times drawn from the seed. Those of the slow engine come last.
+
+    Args:
+        count: how many.
+        seed: of the order and the draws.
+        isolated: whether namespaces may be made.
+    """
+    drawn = random.Random(seed)
+    every = [(v, f, p) for v, faults in EXPECTED.items() for f in faults for p in places(v, f)]
+    every = [(v, f, p) for v, f, p in every if isolated or not (f == "full disk" or f.startswith("network"))]
+    drawn.shuffle(every)
+    cores = [one for one in every if one[0] == "core"][:15]
+    others = [one for one in every if one[0] != "core"]
+    found = []
+    for one in [*others, *cores, *drawn.choices(others, k=count)][:count]:
+        last = ROLLOUTS // 2 if one[1].startswith("clock") else ROLLOUTS  # after which a kill must follow
+        found.append(Case(*one, number=drawn.randint(1, last), fraction=drawn.random()))
+    return found
 
 
-class Inject(Callback):
-    """Strikes once at a place; says so when a rollout is finished."""
-
-    def __init__(self, fault: str, place: str, number: int) -> None:
-        self.fault, self.place, self.number = fault, place, number
-        self.counts: Counter[str] = Counter()
-        replace, rename, generate = os.replace, os.rename, TransformersEngine.generate
-
-        def replaced(source: Any, target: Any, **kwargs: Any) -> None:
-            if str(target).endswith("last.ckpt"):
-                self.at("save")  # written, not yet named
-            replace(source, target, **kwargs)
-            if str(target).endswith("last.ckpt"):
-                self.at("named")  # named, the list of checksums still that of both
-
-        def renamed(source: Any, target: Any, **kwargs: Any) -> None:
-            self.at("export")
-            rename(source, target, **kwargs)
-
-        def generated(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            self.at("sampling")
-            return generate(engine, *args, **kwargs)
-
-        if place in ("save", "named"):
-            os.replace = replaced
-        elif place == "export":
-            os.rename = renamed
-        elif place == "sampling":
-            TransformersEngine.generate = generated  # type: ignore[method-assign]
-
-    def at(self, place: str) -> None:
-        if place == self.place:
-            self.counts[place] += 1
-            if self.counts[place] == (1 if place in ("startup", "export", "shutdown") else self.number):
-                strike(self.fault)
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.at("startup")
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.at("update")
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if self.place != "resumed":
-            os.write(1, f"\nfinished {trainer.fit_loop.total_batch_idx + 1}\n".encode())  # a pipe, whatever is struck
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.at("shutdown")
-
-
-class Reward:
-    """Scores how many digits are even; strikes while scoring where that is the place."""
-
-    __name__ = "digits"
-
-    def __call__(self, prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        if self.inject is not None:
-            self.inject.at("scoring")
-        return [float(sum(c in "02468" for c in text)) for text in completions]
-
-    inject: Inject | None = None
-
-
-def child(folder: Path, case: Case | None, arguments: list[str], output: int) -> None:
-    """The run, in a process of its own."""
-    os.setsid()
-    os.chdir(folder)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.manual_seed(0)
-    sys.argv = ["lightrl"]
-    place = "resumed" if case is None else case.place
-    status = 1
-    try:
-        os.environ["INJECT"] = json.dumps([case.fault if case else "", place, case.number if case else 0])
-        main(["fit", "--config", "run.yaml", *arguments])
-        status = 0
-    except SystemExit as stop:
-        status = int(stop.code or 0)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-class Injected(Inject):
-    """`Inject` without arguments, for YAML."""
-
-    def __init__(self) -> None:
-        super().__init__(*json.loads(os.environ["INJECT"]))
-        Reward.inject = self
-
-
-def write_config(folder: Path, model: str) -> None:
-    """A run of four rollouts with one checkpoint each, an export and a log."""
-    name = __spec__.name if __spec__ is not None else __name__
+def write_config(folder: Path, kept: Path, model: str, victim: str, *, restart: bool) -> None:
+    """A run of four rollouts with one checkpoint each, an export and a log, and what the victim needs."""
+    name = "tests.faults.injection"
     callbacks: list[Any] = [
         {"class_path": "WeightSync"},
         {"class_path": f"{name}.Injected"},
         {"class_path": "HFExport", "init_args": {"dirpath": "model"}},
-        {"class_path": "RolloutCheckpoint", "init_args": {"every_n_rollouts": 1, "dirpath": "checkpoints"}},
+        {
+            "class_path": "RolloutCheckpoint",
+            "init_args": {"every_n_rollouts": 1, "dirpath": "checkpoints", "save_top_k": -1},
+        },
     ]
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "logs", "name": "", "version": "run"}}
     trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "logger": logger, "callbacks": callbacks}
@@ -217,57 +150,216 @@ def write_config(folder: Path, model: str) -> None:
         "prompts_per_rollout": PROMPTS,
         "rollouts_per_epoch": ROLLOUTS // 2,
     }
+    if victim.startswith("rank"):
+        strategy = {"class_path": "DDPStrategy", "init_args": {"timeout": "0:00:10"}}
+        trainer |= {"devices": 2, "strategy": strategy}
+    elif victim == "core":
+        arguments = {"in_process": False, "restart_engine": restart, "progress_timeout": 8.0}
+        data |= {"engine": {"class_path": "VLLMEngine", "init_args": arguments}}
+    elif victim == "server":
+        urls = [f"http://127.0.0.1:{_port(kept, one)}" for one in ("server", "second server")]
+        arguments = {"urls": urls, "kind": "sglang", "shared_folder": "weights", "timeout": 4.0}
+        arguments |= {"progress_timeout": 8.0, "start_timeout": 8.0}
+        data |= {"engine": {"class_path": "ServerEngine", "init_args": arguments}}
+    elif victim == "reward":
+        arguments = {"url": f"http://127.0.0.1:{_port(kept, 'reward')}/score", "timeout": 3.0, "retries": 5}
+        data["rewards"].append({"class_path": "RemoteReward", "init_args": arguments | {"backoff": 0.2}})
     optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}}
-    module = {"actor": model, "ppo_epochs": 1, "optimizer": optimizer}
     config = {
         "trainer": trainer,
-        "model": {"class_path": "PPOLightningModule", "init_args": module},
+        "model": {
+            "class_path": "PPOLightningModule",
+            "init_args": {"actor": model, "ppo_epochs": 1, "optimizer": optimizer},
+        },
         "data": {"class_path": "RolloutDataModule", "init_args": data},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
 
 
-# ---- outside ---------------------------------------------------------------------------------------------------------
+def _port(kept: Path, name: str) -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    (kept / f"{name}.port").write_text(str(port))
+    return port
 
 
-def run(folder: Path, case: Case | None, *arguments: str, took: float = 0.0) -> tuple[int | None, float]:
-    """Forks the run, strikes by time where the case says so, and waits: (status or None at the bound, seconds)."""
-    sys.stdout.flush()
-    reading, writing = os.pipe()  # not a file, which a limit on files would silence
-    pid = os.fork()
-    if pid == 0:
+class Campaign:
+    """Runs cases of a seed, each in a folder of its own.
+
+    Args:
+        root: an empty folder.
+        isolated: whether namespaces may be made.
+    """
+
+    def __init__(self, root: Path, *, isolated: bool) -> None:
+        self.root = root
+        self.isolated = isolated
+        heads = {"num_attention_heads": 1, "num_key_value_heads": 1}  # of 32, which vLLM can do
+        self.model = quickstart_model(
+            root / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32, **heads
+        )
+        self.undisturbed: dict[str, tuple[dict[str, Any], float]] = {}
+        root.chmod(0o755)  # a run that lost its rights still finds its folder
+
+    def whole(self, victim: str) -> tuple[dict[str, Any], float]:
+        """Weights and seconds of the run that nothing happens to.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        kind = victim.split()[0]
+        if kind not in self.undisturbed:
+            folder, kept = self._folders(f"whole-{kind}")
+            write_config(folder, kept, self.model, victim, restart=False)
+            status, took = self.run(folder, kept, None, victim)
+            if status != 0:
+                raise RuntimeError((kept / "output").read_text(errors="replace")[-3000:])
+            weights = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+            self.undisturbed[kind] = weights, took
+        return self.undisturbed[kind]
+
+    def _folders(self, name: str) -> tuple[Path, Path]:
+        folder, kept = self.root / name, self.root / f"{name}-notes"
+        folder.mkdir()
+        (kept / "tmp").mkdir(parents=True)
+        (kept / "tmp").chmod(0o777)
+        return folder, kept
+
+    def run(
+        self, folder: Path, kept: Path, case: Case | None, victim: str, *arguments: str, took: float = 0.0
+    ) -> tuple[int | None, float]:
+        """Forks the run, strikes by time where the case says so, and waits: (status or None at the bound, seconds)."""
+        sys.stdout.flush()
+        reading, writing = os.pipe()  # not a file, which a limit on files would silence
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setsid()
+                os.chdir(folder)
+                os.dup2(writing, 1)
+                os.dup2(writing, 2)
+                os.close(writing)
+                os.environ |= {"NOTES": str(kept), "MODEL": self.model, "TMPDIR": str(kept / "tmp")}
+                tempfile.tempdir = None
+                network = self.isolated and victim not in ("trainer", "core")
+                os._exit(be_the_run(case, victim, list(arguments), network=network))
+            finally:  # an interrupt before the run began
+                os._exit(130)
+        os.close(writing)
+        reader = threading.Thread(target=_keep, args=(reading, kept / "output"))
+        reader.start()
+        start, status, going_on = time.monotonic(), None, False
+        while time.monotonic() - start < BOUND + took:
+            ended, code = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                status = os.waitstatus_to_exitcode(code)
+                break
+            due = case is not None and case.place == "time" and time.monotonic() - start > case.fraction * took
+            if due and case is not None and not (kept / "struck").exists():
+                (kept / "struck").write_text(str(pid))
+                for _ in range(2 if case.fault == "SIGINT twice" else 1):
+                    os.kill(pid, getattr(signal, case.fault.split()[0]))
+            if case is not None and case.fault == "SIGSTOP" and (kept / "struck").exists() and not going_on:
+                time.sleep(0.7)
+                with suppress(ProcessLookupError, ValueError):  # the number is just being written: next time
+                    os.kill(int((kept / "struck").read_text()), signal.SIGCONT)
+                    going_on = True
+            time.sleep(0.02)
+        if status is None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        seconds = time.monotonic() - start
+        for name in ("server", "second server", "reward"):  # not the run's
+            for file in (f"{name}.keeper", name):
+                with suppress(FileNotFoundError, ProcessLookupError):
+                    os.kill(int((kept / file).read_text()), signal.SIGKILL)
+                    (kept / file).unlink()
+        left = self._left(LEAVE if status is not None else 0.0)
+        sockets = [path.name for path in (kept / "tmp").rglob("*") if path.is_socket()] if status != -9 else []
+        (kept / "left").write_text("\n".join([*map(str, left), *sockets]))
+        for process in left:
+            process.kill()
+        reader.join()
+        return status, seconds
+
+    def _left(self, patience: float) -> list[psutil.Process]:
+        """Processes of the run, all of which this process adopts, after so many seconds."""
+        end = time.monotonic() + patience
+        while True:
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            left = psutil.Process().children(recursive=True)
+            if not left or time.monotonic() > end:
+                return left
+            time.sleep(0.1)
+
+    def judge(self, number: int, case: Case) -> Verdict:
+        """Runs one case, and what resumes from it."""
+        whole, took = self.whole(case.victim)
+        folder, kept = self._folders(f"case{number}")
+        mounted = case.fault == "full disk"
+        if mounted:
+            libc_call("mount", b"tmpfs", str(folder).encode(), b"tmpfs", 0, b"size=16m,mode=755")
         try:
-            child(folder, case, list(arguments), writing)
-        finally:  # an interrupt before the run began
-            os._exit(130)
-    os.close(writing)
-    reader = threading.Thread(target=_keep, args=(reading, folder / "output"))
-    reader.start()
-    start, struck, status = time.monotonic(), False, None
-    while time.monotonic() - start < BOUND + took:
-        ended, code = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            status = os.waitstatus_to_exitcode(code)
-            break
-        due = case is not None and case.place == "time" and time.monotonic() - start > case.fraction * took
-        if due and not struck and case is not None:
-            struck = True
-            (folder / "struck").write_text(case.fault)
-            for _ in range(2 if case.fault == "SIGINT twice" else 1):
-                os.kill(pid, getattr(signal, case.fault.split()[0]))
-        if case is not None and case.fault == "SIGSTOP" and (folder / "struck").exists():
-            time.sleep(0.5)
-            os.kill(pid, signal.SIGCONT)
-        time.sleep(0.02)
-    if status is None:
-        os.killpg(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    left = [p for p in psutil.process_iter() if _session(p.pid) == pid and p.status() != psutil.STATUS_ZOMBIE]
-    (folder / "left").write_text("\n".join(map(str, left)))
-    for process in left:
-        process.kill()
-    reader.join()
-    return status, time.monotonic() - start
+            return self._judge(case, folder, kept, whole, took, restart=number % 2 == 0)
+        finally:
+            if mounted:
+                libc_call("umount2", str(folder).encode(), 0)
+            shutil.rmtree(folder)
+            shutil.rmtree(kept)
+
+    def _judge(
+        self, case: Case, folder: Path, kept: Path, whole: dict[str, Any], took: float, *, restart: bool
+    ) -> Verdict:
+        write_config(folder, kept, self.model, case.victim, restart=restart)
+        status, seconds = self.run(folder, kept, case, case.victim, took=took)
+        said = (kept / "output").read_text(errors="replace")
+        struck = (kept / "struck").exists()
+        verdict = Verdict(case, "ran to its end" if status == 0 else f"ended with {status}", seconds=round(seconds, 1))
+        if status is None:
+            verdict.broken.append("exit")
+        if struck and not self._tells(case, status, said):
+            verdict.broken.append("cause")
+        if (kept / "left").read_text():
+            verdict.broken.append("processes")
+            verdict.said += f"left: {(kept / 'left').read_text()}\n"
+        (folder / "filler").unlink(missing_ok=True)
+        for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+            path.chmod(0o755)
+        finished = max(map(int, re.findall(r"^finished (\d+)$", said, re.MULTILINE)), default=0)
+        saved = max([0, *rollouts(folder).values()])
+        if saved < finished - 1:
+            verdict.broken.append("checkpoint")
+        again, again_said = status, ""
+        if status != 0:
+            (kept / "output").unlink()
+            last = ["--ckpt_path", "last"] if saved else []
+            again, _ = self.run(folder, kept, None, case.victim, *last, took=took)
+            again_said = (kept / "output").read_text(errors="replace")
+            begun = re.search(r"^begins (\d+)$", again_said, re.MULTILINE)
+            if begun is not None and int(begun[1]) < saved and "checkpoint" not in verdict.broken:
+                verdict.broken.append("checkpoint")
+        if again != 0 or not any(same(weights(path), whole) for path in newest(folder)):
+            verdict.broken.append("resumed")
+        if verdict.broken:
+            verdict.said += f"{said[-2500:]}\n---- resumed: {again}\n{again_said[-1500:] if again != 0 else ''}"
+        if not struck:
+            verdict.outcome = "not reached"
+        return verdict
+
+    def _tells(self, case: Case, status: int | None, said: str) -> bool:
+        """Whether status and messages say what happened."""
+        expected = set(EXPECTED[case.victim][case.fault])
+        if case.place == "startup" and case.victim != "trainer":
+            expected |= {1, 2}  # a run that cannot begin says so
+        if status == 0:
+            over = case.place in ("shutdown", "export", "time") or case.number == ROLLOUTS
+            return "Traceback" not in said and (0 in expected or over)
+        errors = len(re.findall(r"^error: ", said, re.MULTILINE))
+        one = errors == 1 or status not in (1, 2) or case.fault.startswith("SIGINT")
+        return status in expected and "Traceback" not in said and one
 
 
 def _keep(reading: int, path: Path) -> None:
@@ -275,70 +367,24 @@ def _keep(reading: int, path: Path) -> None:
         shutil.copyfileobj(source, target)
 
 
-def _session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
-
-
-def newest(folder: Path) -> tuple[int, Path | None]:
-    """Rollouts in the newest checkpoint that verifies."""
-    for path in sorted(folder.glob("checkpoints/*.ckpt"), key=lambda p: p.stat().st_mtime_ns, reverse=True):
-        try:
+def rollouts(folder: Path) -> dict[Path, int]:
+    """How many rollouts each checkpoint that verifies has learned from."""
+    found = {}
+    for path in folder.glob("checkpoints/*.ckpt"):
+        with suppress(ValueError):
             verify(path)
-        except ValueError:
-            continue
-        stored = torch.load(path, weights_only=True)
-        return stored["RolloutDataModule"]["prompt_cursor"] // PROMPTS, path
-    return 0, None
+            found[path] = torch.load(path, weights_only=True)["RolloutDataModule"]["prompt_cursor"] // PROMPTS
+    return found
 
 
-def fits(fault: str, status: int | None) -> bool:
-    """Whether the status says what happened; 0 where the run was over, or where the fault is none."""
-    allowed: dict[str, set[int]] = {
-        "SIGKILL": {-9},
-        "SIGTERM": {75, -15},
-        "SIGUSR1": {75, -10},
-        "SIGHUP": {75, -1},
-        "SIGINT": {1, 130},
-        "SIGINT twice": {1, 130},
-        "SIGSTOP": {0},
-        "file size": {2},
-        "descriptors": {2},
-        "read-only": {2},
-    }
-    return status is not None and status in allowed[fault]
+def newest(folder: Path) -> list[Path]:
+    """Checkpoints of the whole run."""
+    return [path for path, number in rollouts(folder).items() if number == ROLLOUTS]
 
 
-def judge(case: Case, folder: Path, model: str, whole: dict[str, Any], took: float) -> Verdict:
-    """Runs one case and what resumes from it."""
-    folder.mkdir(parents=True)
-    write_config(folder, model)
-    status, _ = run(folder, case, took=took)
-    said = (folder / "output").read_text(errors="replace")
-    struck = (folder / "struck").exists()
-    verdict = Verdict(case, "no effect" if status == 0 else f"ended with {status}", said=said[-1500:])
-    if status is None:
-        verdict.broken.append("exit")
-    if (struck and status != 0 and not fits(case.fault, status)) or "Traceback" in said:
-        verdict.broken.append("cause")
-    if (folder / "left").read_text():
-        verdict.broken.append("processes")
-    for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
-        path.chmod(0o755)
-    finished = max(map(int, re.findall(r"^finished (\d+)$", said, re.MULTILINE)), default=0)
-    saved, path = newest(folder)
-    if saved < finished - 1:
-        verdict.broken.append("checkpoint")
-    again, _ = run(folder, None, *(["--ckpt_path", "last"] if path is not None else []), took=took)
-    _, last = newest(folder)
-    if again != 0 or last is None or not same(torch.load(last, weights_only=True)["state_dict"], whole):
-        verdict.broken.append("resumed")
-        verdict.said += (folder / "output").read_text(errors="replace")[-1500:]
-    if not struck:
-        verdict.outcome = "not reached"
-    return verdict
+def weights(path: Path) -> dict[str, Any]:
+    """Of a checkpoint."""
+    return dict(torch.load(path, weights_only=True)["state_dict"])
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -346,79 +392,96 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def cases(count: int, seed: int) -> list[Case]:
-    """Every fault at every place in turn, rollouts and times drawn from the seed; signals only where time decides."""
-    drawn = random.Random(seed)
-    pairs = [(f, p) for f in FAULTS for p in PLACES if not (p == "time" and f not in SIGNALS)]
-    drawn.shuffle(pairs)
-    chosen = [pairs[i % len(pairs)] for i in range(count)]
-    return [Case(fault, place, drawn.randint(1, ROLLOUTS), drawn.random()) for fault, place in chosen]
+def isolate() -> bool:
+    """Adopts orphans, and gives this process mounts of its own, which end with it; whether it may."""
+    libc_call("prctl", ADOPT, 1, 0, 0, 0)
+    with suppress(OSError):
+        libc_call("unshare", NEW_MOUNTS)
+        libc_call("mount", None, b"/", None, PRIVATE, None)
+        return True
+    return False
 
 
-def campaign(count: int, seed: int, tell: Callable[[str], None] = print, minutes: float = 1e9) -> list[Verdict]:
-    """Runs the cases, or as many as fit into the minutes."""
-    root = Path(tempfile.mkdtemp(prefix="lightrl-faults-"))
-    start = time.monotonic()
-    verdicts = []
+def campaign(
+    count: int, seed: int, tell: Callable[[str], None], *, minutes: float, results: Path | None, only: str
+) -> list[Verdict]:
+    """Runs the cases that have no result yet, or as many as fit into the minutes; all results."""
+    isolated = isolate()
+    if not isolated:
+        tell("no right to make namespaces: full disks and lost networks are left out")
+    known = read_results(results) if results is not None and results.exists() else {}
+    root, start = Path(tempfile.mkdtemp(prefix="lightrl-faults-")), time.monotonic()
     try:
-        model = quickstart_model(root / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
-        root.chmod(0o755)  # a run that lost its rights still finds its folder
-        undisturbed = root / "whole"
-        undisturbed.mkdir()
-        write_config(undisturbed, model)
-        status, took = run(undisturbed, None)
-        if status != 0:
-            raise RuntimeError((undisturbed / "output").read_text(errors="replace")[-3000:])
-        whole = torch.load(undisturbed / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-        tell(f"undisturbed: {took:.1f} s")
-        for number, case in enumerate(cases(count, seed)):
+        runs = Campaign(root, isolated=isolated)
+        for number, case in enumerate(cases(count, seed, isolated=isolated)):
+            if number in known or only not in str(case):
+                continue
             if time.monotonic() - start > 60 * minutes:
                 break
-            verdict = judge(case, root / f"case{number}", model, whole, took)
-            verdicts.append(verdict)
-            tell(f"{number} {case}: {verdict.outcome} {verdict.broken or 'ok'}")
+            known[number] = verdict = runs.judge(number, case)
+            tell(f"{number} {case}: {verdict.outcome} in {verdict.seconds} s, {verdict.broken or 'ok'}")
             if verdict.broken:
                 tell(verdict.said)
-            shutil.rmtree(root / f"case{number}")
+            if results is not None:
+                results.parent.mkdir(parents=True, exist_ok=True)
+                with results.open("a") as file:
+                    file.write(json.dumps({"number": number, **asdict(verdict)}) + "\n")
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    return verdicts
+    return [known[number] for number in sorted(known)]
+
+
+def read_results(path: Path) -> dict[int, Verdict]:
+    """Number of the case -> its verdict."""
+    found = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        number, case = record.pop("number"), Case(**record.pop("case"))
+        found[number] = Verdict(case, **record)
+    return found
 
 
 def table(verdicts: list[Verdict]) -> str:
-    """Counts of fault x place: those that held all invariants of all that were struck, and what broke."""
-    lines = ["| fault | " + " | ".join(PLACES) + " |", "|---" * (len(PLACES) + 1) + "|"]
-    for fault in FAULTS:
-        cells = []
-        for place in PLACES:
-            here = [
-                v for v in verdicts if (v.case.fault, v.case.place) == (fault, place) and v.outcome != "not reached"
-            ]
-            broken = Counter(name for v in here for name in v.broken)
-            words = "".join(f", {name} {count}" for name, count in broken.items())
-            cells.append(f"{sum(not v.broken for v in here)}/{len(here)}{words}" if here else "-")
-        lines.append(f"| {fault} | " + " | ".join(cells) + " |")
+    """Counts of fault x place: those that held all invariants of all that were struck, what broke, and the outcomes."""
+    lines = [f"| victim | fault | {' | '.join(PLACES)} | outcomes |", "|---" * (len(PLACES) + 3) + "|"]
     reached = [v for v in verdicts if v.outcome != "not reached"]
-    outcomes = Counter(f"{v.case.fault}: {v.outcome}" for v in reached)
+    for victim, faults in EXPECTED.items():
+        for fault in faults:
+            row = [v for v in reached if (v.case.victim, v.case.fault) == (victim, fault)]
+            cells = []
+            for place in PLACES:
+                here = [v for v in row if v.case.place == place]
+                broken = Counter(name for v in here for name in v.broken)
+                words = "".join(f", {name} {count}" for name, count in broken.items())
+                cells.append(f"{sum(not v.broken for v in here)}/{len(here)}{words}" if here else "-")
+            outcomes = Counter(v.outcome for v in row)
+            told = "; ".join(f"{name} ({count})" for name, count in sorted(outcomes.items()))
+            if row:
+                lines.append(f"| {victim} | {fault} | {' | '.join(cells)} | {told} |")
     held = sum(not v.broken for v in reached)
-    lines += [
-        "",
-        f"{held} of {len(reached)} faults held every invariant; {len(verdicts) - len(reached)} more were drawn",
-    ]
-    lines[-1] += " for a place that the run had passed or ended before. Outcomes: "
-    lines[-1] += "; ".join(f"{name} ({count})" for name, count in sorted(outcomes.items())) + "."
+    lines += ["", f"{held} of {len(reached)} injected faults held every invariant; {len(verdicts) - len(reached)} more"]
+    lines[-1] += " were drawn for a place that the run had passed or ended before."
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--cases", type=int, default=250)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no case after so many")
+    parser.add_argument("--results", type=Path, help="JSON lines to go on from, and to add to")
+    parser.add_argument("--only", default="", help="cases with this text, such as 'rank 1: SIGKILL'")
     parser.add_argument("--table", type=Path, help="page whose part after the mark is replaced by the table")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = campaign(options.cases, options.seed, tell=lambda text: print(text, flush=True), minutes=options.minutes)
+    found = campaign(
+        options.cases,
+        options.seed,
+        lambda text: print(text, flush=True),
+        minutes=options.minutes,
+        results=options.results,
+        only=options.only,
+    )
     print(table(found))
     if options.table is not None:
         head = options.table.read_text().partition(MARK)[0]

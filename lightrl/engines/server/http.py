@@ -8,7 +8,7 @@ answered nothing but that for too long, fails at once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import errno
 import logging
 import time
 from typing import Any, TypeVar
@@ -116,10 +116,15 @@ class Server:
         return await self.call("POST", path, json=body, **arguments)
 
     async def healthy(self) -> bool:
-        """Whether the server says that it is well."""
-        with contextlib.suppress(httpx.TransportError):
-            return (await self._client.get("/health", timeout=self.patience)).status_code == 200
-        return False
+        """Whether the server says that it is well; a network that is down is given as long to come back."""
+        end = time.monotonic() + self.patience
+        while True:
+            try:
+                return (await self._client.get("/health", timeout=self.patience)).status_code == 200
+            except httpx.TransportError as error:
+                if not _unreachable(error) or time.monotonic() > end:
+                    return False
+            await asyncio.sleep(0.2)
 
     def lose(self, reason: str) -> None:
         """From now on the server counts as dead."""
@@ -156,3 +161,12 @@ class Server:
         if self._watch is not None:
             self._watch.cancel()
         await self._client.aclose()
+
+
+def _unreachable(error: BaseException | None) -> bool:
+    """Whether the network failed, and not the server: one that ended refuses connections, which is told at once."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN):
+            return True
+        error = error.__cause__
+    return False
