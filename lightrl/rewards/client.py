@@ -127,7 +127,7 @@ class RetryingClient:
             )
         try:
             return response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RewardError(f"{self.url} answered {response.text[:200]!r}, which is not JSON.") from error
 
     def _headers(self) -> dict[str, str]:

@@ -35,6 +35,7 @@ from lightrl.rollout.loaders import EvalLoader, RolloutLoader
 from lightrl.rollout.sources import CollectedRollout, StaleSource, StreamedRollouts
 from lightrl.rollout.sync import EngineSync, TrajectoryCheck
 from lightrl.rollout.weight_sync import WeightSync
+from lightrl.storage import require_entries
 from lightrl.types import EngineContext, Prompts, Rollouts, SamplingParams, SupervisedBatch
 
 __all__ = ["EvalLoader", "RolloutDataModule", "RolloutLoader"]
@@ -341,12 +342,13 @@ class RolloutDataModule(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues with the prompts and rows that were next, in the order of the run that was interrupted."""
+        require_entries(state_dict, {"seed": int, "prompt_cursor": int}, type(self).__name__)
         if state_dict["seed"] != self.seed:
             self.seed, self._ptx_loader = state_dict["seed"], None
             self._sets.clear()
             self.setup("fit")
         self.prompt_cursor = state_dict["prompt_cursor"]
-        if self._ptx_loader is not None and state_dict["ptx"] is not None:
+        if self._ptx_loader is not None and state_dict.get("ptx") is not None:
             self._ptx_loader.load_state_dict(state_dict["ptx"])
 
     # ---- rollouts ----------------------------------------------------------------------------------------------
