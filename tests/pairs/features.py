@@ -103,7 +103,6 @@ FACTORS: dict[str, list[str]] = {
     "kernels": ["auto", "off"],
     "freeze": ["no", "embeddings"],
 }
-REAL_ENGINES = ["transformers", "vllm"]  # a factor of the long part, as is the number of ranks
 
 # ---- what must be refused ----------------------------------------------------------------------------------------
 
