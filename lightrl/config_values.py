@@ -33,7 +33,7 @@ def refuse_senseless(parsed: Any) -> None:
         nulls += null_arguments(callback, path="trainer.callbacks")
     for path, expected in nulls:
         raise ValueError(f"{path}=null: expected {expected}; leave it out for the default.")
-    for path, name, value in _numbers({key: config.get(key) for key in ("trainer", "model", "data")}):
+    for path, name, value in _numbers(config):
         if not math.isfinite(value):
             raise ValueError(f"{path}={value}: must be finite; null is no limit where the argument takes null.")
         parent = path.split(".")[-2] if "." in path else ""

@@ -1014,9 +1014,8 @@ class PPOLightningModule(RolloutLearner):
         stored = checkpoint.get("lightrl", {})
         checkpoints.refuse_foreign(stored, type(self).__name__)
         if "state_dict" in checkpoint:  # elsewhere the strategy loads sharded weights itself, and checks them
-            own = {
-                n: tensor for n, tensor in self.state_dict().items() if not n.startswith("reference.")
-            }  # it may move
+            # A reference may move from now on that did not when the checkpoint was written.
+            own = {name: x for name, x in self.state_dict().items() if not name.startswith("reference.")}
             checkpoints.require_weights(own, checkpoint["state_dict"])
         if self.trainer.training:
             counts = {"seed": int, "num_skipped_updates": int, "skipped_in_a_row": int, "rng": list}

@@ -118,9 +118,7 @@ def decode(found: Sequence[tuple[str, Any]], source: MediaSource) -> Media:
                 media.sampling_rates.append(rate)
         except MediaError as error:
             raise MediaError(f"{kind} {number}: {error}") from error
-        except (
-            Exception
-        ) as error:  # on broken files PIL, OpenCV and NumPy raise nearly anything: SyntaxError, struct.error
+        except Exception as error:  # on broken files PIL, OpenCV and NumPy raise nearly anything
             raise MediaError(f"{kind} {number} cannot be read: {one_line(error)}.") from error
     return media
 

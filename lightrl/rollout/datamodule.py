@@ -556,8 +556,11 @@ class RolloutDataModule(LightningDataModule):
         return [] if self.trainer is None else self.trainer.callbacks  # type: ignore[attr-defined]
 
     def _check_trajectories(self, groups: Sequence[ScoredGroup]) -> None:
-        """Shows a training rollout to callbacks that look at it while the engine holds what sampled it."""
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        """Shows a training rollout to callbacks that look at it while the engine holds what sampled it.
+
+        Engines are asked about tokens alone, so prompts with media are left out.
+        """
+        trajectories = [t for group in groups if not any(group.prompt.media) for t in group.trajectories]
         for callback in self._checks():
             callback.check_trajectories(self.engine, trajectories, self.tokenizer)
 

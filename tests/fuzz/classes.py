@@ -41,7 +41,6 @@ class Class:
 
 
 CLASSES = {
-    "configs": Class("configurations", CONFIGS, judge_configs, 0.1),
     "prompts": Class("prompt rows", PROMPT_ROWS, judge_prompts, 0.2),
     "chats": Class("chats, supervised rows, preferences", CHAT_ROWS, judge_chats, 0.15),
     "files": Class("files and folders of rows", FILES, judge_files, 0.1),
@@ -49,6 +48,7 @@ CLASSES = {
     "rewards": Class("what a reward function returns", REWARDS, judge_rewards, 0.15),
     "servers": Class("answers of reward, judge and engine servers", SERVERS, judge_servers, 0.1),
     "checkpoints": Class("checkpoints", CHECKPOINTS, judge_checkpoints, 0.05),
+    "configs": Class("configurations", CONFIGS, judge_configs, 0.1),
 }
 
 

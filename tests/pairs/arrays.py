@@ -114,7 +114,7 @@ def refused_settings() -> list[dict[str, str]]:
 
 @functools.cache
 def models() -> dict[str, str]:
-    """Modality or episode -> folder of a tiny model."""
+    """Kind of rows -> folder of a tiny model."""
     from tests.rollout.tasks import chat_model
     from tests.vision.models import build
 
@@ -176,8 +176,7 @@ def run(s: Settings, engine: Any = None, **trainer: Any) -> str:
 
 def _run(s: Settings, folder: Path, engine: Any, trainer: Any) -> str:
     seed_everything(0, verbose=False)
-    model = models()["environment" if (s["episode"], s["modality"]) == ("environment", "text") else s["modality"]]
-    module, data, watch = module_of(s, model), data_of(s, engine), Watch()
+    module, data, watch = module_of(s, models()[s["rows"]]), data_of(s, engine), Watch()
     callbacks = [WeightSync(tolerance=0.5), watch, *CALLBACKS[s["callback"]](folder)]
     arguments = {"precision": s["precision"], "default_root_dir": folder, **trainer}
     arguments["enable_checkpointing"] = s["callback"] == "RolloutCheckpoint"

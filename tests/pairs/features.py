@@ -91,8 +91,7 @@ FACTORS: dict[str, list[str]] = {
     "lora": ["no", "yes", "with reference"],
     "refills": ["no", "yes"],
     "ptx": ["no", "yes"],
-    "episode": ["one turn", "environment"],
-    "modality": ["text", "image"],
+    "rows": ["text", "image", "environment"],
     "aggregation": [OWN, *AGGREGATIONS],
     "layout": ["auto", "padded", "packed", "shared_prefix"],
     "precision": ["32-true", "bf16-mixed", "bf16-true"],
@@ -117,7 +116,7 @@ NO_GROUPS = {"GAE", "TurnGAE", "Reinforce", "ReinforcePlusPlus"}
 BINARY = {"MaxRL", "PassAtK"}
 TURNS = {"TurnReturns", "TurnGAE", "GiGPO"}
 NORMALIZES = {"GDPO", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "GroupRelative(batch)"}
-ONE_RATIO = {"GMPO", "GSPO", "RLOOSequence", "VESPO"}
+ONE_RATIO = {"GMPO", "GSPO", "RLOOSequence"}
 READS_ENGINE = {"VESPO", "OffPolicyCorrection", "OffPolicySequenceMask", "GeometricEngineMask", "EngineRatio"}
 
 
@@ -188,7 +187,7 @@ REFUSALS = [
         lambda s: s.get("clips") == "reward" and estimator(s) in {"GDPO", *TURNS},
     ),
     Refusal(
-        "top_entropy_fraction with GSPO, GMPO, RLOOSequence or VESPO, which have one ratio per trajectory",
+        "top_entropy_fraction with GSPO, GMPO or RLOOSequence, which have one ratio per trajectory",
         "top_entropy_fraction=.* with loss=",
         lambda s: s.get("masks") == "top entropy" and loss(s) in ONE_RATIO,
     ),
@@ -266,11 +265,6 @@ REFUSALS = [
             s.get("sampling") == "repetition penalty" and (loss(s) in READS_ENGINE or s.get("overlap") == "staleness")
         ),
     ),
-    Refusal(
-        "images in an environment",
-        "environments are text only",
-        lambda s: s.get("modality") == "image" and s.get("episode") == "environment",
-    ),
 ]
 
 
@@ -342,7 +336,7 @@ def module_of(s: Settings, model: str) -> Any:
         layout=s["layout"],  # type: ignore[arg-type]
         gradient_checkpointing=s["recomputation"] == "yes",
         cpu_kernels=False if s["kernels"] == "off" else None,
-        freeze=["*embed_tokens*"] if s["freeze"] == "embeddings" and lora is None else [],
+        freeze=["*embed_tokens*"] if s["freeze"] == "embeddings" else [],
     )
     arguments: dict[str, Any] = {"optimizer": adam}
     for name, choice, made in [
@@ -380,14 +374,14 @@ def data_of(s: Settings, engine: Any = None) -> RolloutDataModule:
     """The data module."""
     rows: list[dict[str, Any]] = [{"prompt": f"{n}+{n}="} for n in range(4)]
     arguments: dict[str, Any] = {}
-    if s["episode"] == "environment":
+    if s["rows"] == "environment":
         arguments["environment"] = EnvironmentEpisode(Letters, max_turns=2, on_truncated="continue")
         rows = [{"prompt": f"say {word}"} for word in ("one", "two", "six", "ten")]
-    if s["modality"] == "image":
+    if s["rows"] == "image":
         rows = [{"prompt": "what is it?", "image": picture(8, 8, n)} for n in range(4)]
     if s["ptx"] == "yes":
-        text = "say" if s["episode"] == "environment" else "what" if s["modality"] == "image" else "1+1="
-        arguments["ptx"] = SFTSource(rows=[{"prompt": text, "completion": "a2"[s["modality"] == "text"]}] * 2)
+        text, answer = {"text": ("1+1=", "2"), "image": ("what", "a"), "environment": ("say", "a")}[s["rows"]]
+        arguments["ptx"] = SFTSource(rows=[{"prompt": text, "completion": answer}] * 2)
         arguments["ptx_batch_size"] = 2
     if engine is None:
         engine = TransformersEngine() if s["overlap"] == "none" else ThreadEngine()
