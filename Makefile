@@ -2,6 +2,8 @@
 #   make quickstart   a small model learns two-digit sums by PPO through an embedded vLLM engine; ends with a report
 #   make test         lint, types and tests, once more those of models and algorithms without the CPU kernels
 #   make test-long    the cases that `make test` leaves out
+#   make fuzz         10,000 random configurations, rows, files, answers, checkpoints; table in docs/reliability.md
+#   make pairs        four covering arrays of all features, runs of two rollouts; page docs/feature_pairs.md
 #   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about an hour)
 # Settings: VENV (the virtual environment, default .venv), PYTHON (the interpreter it is made with), WORKERS (of pytest).
 
@@ -12,7 +14,7 @@ CASES ?= 400
 OMP_NUM_THREADS ?= 1
 export VENV OMP_NUM_THREADS
 
-.PHONY: quickstart test test-plain test-long faults lint setup clean
+.PHONY: quickstart test test-plain test-long faults fuzz pairs lint setup clean
 
 quickstart: setup
 	@$(VENV)/bin/lightrl quickstart
@@ -31,6 +33,12 @@ test-long: setup
 
 faults: setup
 	$(VENV)/bin/python -m tests.faults.campaign --cases $(CASES) --table docs/reliability.md
+
+fuzz: setup
+	$(VENV)/bin/python -m tests.fuzz --cases 10000 --table docs/reliability.md
+
+pairs: setup
+	$(VENV)/bin/python -m tests.pairs --arrays 4 --page docs/feature_pairs.md
 
 lint: setup
 	$(VENV)/bin/ruff check .

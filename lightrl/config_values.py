@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +34,8 @@ def refuse_senseless(parsed: Any) -> None:
     for path, expected in nulls:
         raise ValueError(f"{path}=null: expected {expected}; leave it out for the default.")
     for path, name, value in _numbers(config):
+        if not math.isfinite(value):
+            raise ValueError(f"{path}={value}: must be finite; null is no limit where the argument takes null.")
         parent = path.split(".")[-2] if "." in path else ""
         of_critic = name.startswith("critic_") or parent == "critic" or ".critic." in path
         if of_critic and name in ("critic_lr", "lr") and value == 0:

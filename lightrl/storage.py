@@ -36,6 +36,7 @@ __all__ = [
     "redact_text",
     "remember_secret",
     "remove",
+    "require_entries",
     "resolve_environment",
     "verify",
 ]
@@ -399,7 +400,7 @@ def verify(path: str | Path) -> None:
     with zipfile.ZipFile(path) as archive:
         try:
             broken = archive.testzip()
-        except (zipfile.BadZipFile, OSError, ValueError) as error:
+        except Exception as error:  # of damaged archives nearly anything: RuntimeError, zlib.error, struct.error
             raise DamagedError(f"its bytes are damaged ({error})") from error
     if broken is not None:
         raise DamagedError(f"its bytes are damaged (in {broken})")
@@ -411,6 +412,28 @@ def _verify_folder(path: Path) -> None:
             raise DamagedError(f"{name} is missing")
         if _sha256(path / name) != digest:
             raise DamagedError(f"the bytes of {name} are not those that were written ({MANIFEST} says so)")
+
+
+def require_entries(state: Any, kinds: Mapping[str, type | tuple[type, ...]], where: str = "") -> None:
+    """Looks whether a part of a checkpoint can be what was written.
+
+    Args:
+        state: the part.
+        kinds: name of an entry -> what it must be an instance of.
+        where: name of the part, empty for the whole.
+
+    Raises:
+        DamagedError: it is no dictionary, or an entry is missing or of another type.
+    """
+    changed = "it was changed by hand, or written by something else"
+    if not isinstance(state, Mapping):
+        raise DamagedError(f"{where or 'what'} the checkpoint holds is a {type(state).__name__}: {changed}")
+    for name, kind in kinds.items():
+        place = f"{where}.{name}".strip(".")
+        if name not in state:
+            raise DamagedError(f"the checkpoint has no {place}: {changed}")
+        if not isinstance(state[name], kind):
+            raise DamagedError(f"the checkpoint's {place} is {str(state[name])[:60]!r}: {changed}")
 
 
 # ---- one run at a time -----------------------------------------------------------------------------------------------

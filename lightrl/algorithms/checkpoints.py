@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from lightrl.models.spec import ModelSpec
 
-__all__ = ["FORMAT", "description", "refuse_foreign"]
+__all__ = ["FORMAT", "description", "refuse_foreign", "require_weights"]
 
 FORMAT = 2
 """Number of the layout of checkpoints; raised when older ones can no longer be read."""
@@ -43,3 +44,28 @@ def refuse_foreign(stored: dict[str, Any], module_class: str) -> None:
             "it was written by another alpha release. Resume with that release, or export its model there and start "
             "anew from the folder."
         )
+
+
+def require_weights(own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    """Refuses weights that are not those of the module.
+
+    Args:
+        own: name -> tensor of what is trained here. stored: the checkpoint's.
+
+    Raises:
+        ValueError: parameters are missing, not finite, or of another shape or kind.
+    """
+    way_out = "resume with the settings of the models (lora, freeze, critic.shared) that it was written with."
+    missing = sorted(own.keys() - stored.keys())
+    if missing:
+        raise ValueError(
+            f"The checkpoint lacks {len(missing)} trained parameters of this module, such as {missing[0]}: {way_out}"
+        )
+    for name, tensor in own.items():
+        there = stored[name]
+        same = getattr(there, "shape", None) == tensor.shape and there.is_floating_point() == tensor.is_floating_point()
+        if not same:
+            what = f"{getattr(there, 'dtype', type(there).__name__)} {list(getattr(there, 'shape', []))}"
+            raise ValueError(f"The checkpoint's {name} is {what}, not {tensor.dtype} {list(tensor.shape)}: {way_out}")
+        if there.is_floating_point() and not bool(there.isfinite().all()):
+            raise ValueError(f"The checkpoint's {name} is not finite: go on from an earlier checkpoint.")

@@ -57,6 +57,7 @@ from lightrl.ops.entropy import top_entropy_mask
 from lightrl.ops.losses import clipped_value_loss
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.rollout.learner import RolloutLearner
+from lightrl.storage import require_entries
 from lightrl.types import Experience, Piece, Rollouts, SupervisedBatch
 
 __all__ = ["CriticSpec", "PPOLightningModule"]
@@ -1012,16 +1013,13 @@ class PPOLightningModule(RolloutLearner):
         """
         stored = checkpoint.get("lightrl", {})
         checkpoints.refuse_foreign(stored, type(self).__name__)
-        missing: list[str] = []
         if "state_dict" in checkpoint:  # elsewhere the strategy loads sharded weights itself, and checks them
-            own = {name for name in self.state_dict() if not name.startswith("reference.")}  # it may move from now on
-            missing = sorted(own - checkpoint["state_dict"].keys())
-        if missing:
-            raise ValueError(
-                f"The checkpoint lacks {len(missing)} trained parameters of this module, such as {missing[0]}: resume "
-                "with the settings of actor and critic (lora, freeze, critic.shared) that it was written with."
-            )
+            # A reference may move from now on that did not when the checkpoint was written.
+            own = {name: x for name, x in self.state_dict().items() if not name.startswith("reference.")}
+            checkpoints.require_weights(own, checkpoint["state_dict"])
         if self.trainer.training:
+            counts = {"seed": int, "num_skipped_updates": int, "skipped_in_a_row": int, "rng": list}
+            require_entries(stored, counts, "lightrl")
             self.seed = stored["seed"]
             self.num_skipped_updates = stored["num_skipped_updates"]
             self.skipped_in_a_row = stored["skipped_in_a_row"]

@@ -93,6 +93,12 @@ class SFTLightningModule(LightningModule):
         """Adds what `lightrl export` builds the model from."""
         checkpoint["lightrl"] = checkpoints.description(type(self).__name__, {"actor": self.actor_spec})
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses a checkpoint of another class, or with other weights, with a `ValueError`."""
+        checkpoints.refuse_foreign(checkpoint.get("lightrl", {}), type(self).__name__)
+        if "state_dict" in checkpoint:  # elsewhere the strategy loads sharded weights itself
+            checkpoints.require_weights(self.state_dict(), checkpoint["state_dict"])
+
     def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, LoRA merged; collective under sharding strategies."""
         return named_hf_weights(self.actor, strategies.gather_parameter(self.trainer.strategy))

@@ -22,7 +22,8 @@ class LedgerCanary(TrajectoryCheck):
 
     It compares `log pi(token | row up to it)` of the row with what the engine reported for the token when it sampled
     it, before the weights change. A row whose history differs from what was sampled, by tokenising again, a template
-    that rewrites, or a splice in the wrong place, gives other log-probs. Failed trajectories are left out.
+    that rewrites, or a splice in the wrong place, gives other log-probs. Failed trajectories and
+    prompts with media are left out.
 
     Args:
         every_n_rollouts: how often, at least 1.

@@ -101,6 +101,11 @@ class RunGuard(Callback):
         """
         if trainer.state.fn != "fit":
             return
+        if "optimizer_states" not in checkpoint:
+            raise ValueError(
+                "ckpt_path: the checkpoint holds no optimizer_states: it was saved with save_weights_only, or changed. "
+                "Start anew from its weights (lightrl export)."
+            )
         record = checkpoint.get(RECORD, {})
         states = checkpoint.get("optimizer_states", [])
         names = record.get("optimizers", [None] * len(states))

@@ -21,6 +21,7 @@ BOILERPLATE = re.compile(
     r"|a class path \(str\)|a dict with|Expected a <class 'NoneType'>$|Expected a path but|$)"
 )
 WHERE = re.compile(r'^Parser key "([^"]+)":?')
+SUBCLASS = re.compile(r"^Not a valid subclass of (\w+)(?:\. Got value: (.*))?")
 CLASS = re.compile(r"^Problem with given class_path '([^']+)'")
 TYPE = re.compile(r"^Expected an? (.+?)\.?(?: Got value: (.*))?$")
 
@@ -35,7 +36,7 @@ def short_message(text: str, known: Iterable[str] = ()) -> str:
     where: list[str] = []
     classes: list[str] = []
     types: list[str] = []
-    given = None
+    given = base = None
     findings: list[str] = []
     for line in (re.sub(r"^(?:- )+", "", line.strip()) for line in text.splitlines()):
         if found := WHERE.match(line):
@@ -47,6 +48,8 @@ def short_message(text: str, known: Iterable[str] = ()) -> str:
                 classes.append(found[1])
         elif line.startswith("Given value: ") and given is None:
             given = line.removeprefix("Given value: ")
+        elif found := SUBCLASS.match(line):
+            base, given = base or found[1], given if found[2] is None else given or found[2]
         elif BOILERPLATE.match(line):
             if "NoneType" in line and types and given is None:
                 types.append("null")
@@ -57,6 +60,8 @@ def short_message(text: str, known: Iterable[str] = ()) -> str:
             findings.append(line)
     place = f"{'.'.join(where)}: " if where else ""
     if not findings:
+        if where and base and not types:
+            return f"{'.'.join(where)}={_cut(given)}: expected class_path, the name of a {base}, and its init_args."
         if not (where and types):
             return text
         names = [name for name in types if not name.startswith("dot import path")]
@@ -72,6 +77,10 @@ def short_message(text: str, known: Iterable[str] = ()) -> str:
     if found := re.match(r"Subcommand '\w+' does not accept option '([^']+)'", first):
         return f"'{found[1]}' is not accepted.{_suggestion(found[1], known)}"
     return " ".join([place + first, *findings[1:3]]) if len(findings) < 4 else text
+
+
+def _cut(value: str | None) -> str:
+    return "" if value is None else value if len(value) <= 200 else f"{value[:200]}..."
 
 
 def _short(classes: list[str]) -> str:

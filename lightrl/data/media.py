@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlparse
 
 import numpy as np
 
+from lightrl.data.files import one_line
 from lightrl.data.rows import RowError, RowSource
 from lightrl.types import Media
 
@@ -115,8 +116,10 @@ def decode(found: Sequence[tuple[str, Any]], source: MediaSource) -> Media:
                 samples, rate = _audio(value, root)
                 media.audios.append(samples)
                 media.sampling_rates.append(rate)
-        except (OSError, ValueError, SyntaxError, EOFError) as error:  # PIL's own: a broken PNG is a SyntaxError
+        except MediaError as error:
             raise MediaError(f"{kind} {number}: {error}") from error
+        except Exception as error:  # on broken files PIL, OpenCV and NumPy raise nearly anything
+            raise MediaError(f"{kind} {number} cannot be read: {one_line(error)}.") from error
     return media
 
 
@@ -131,7 +134,7 @@ def require_present(found: Sequence[tuple[str, Any]], source: MediaSource) -> No
             try:
                 if not (isinstance(item, Mapping) and item.get("array") is not None):
                     _content(item, root)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~user that is not there
                 raise MediaError(f"{kind} {numbers[kind]}: {error}") from error
 
 
@@ -245,8 +248,9 @@ def _capped(image: Any, max_pixels: int | None) -> Any:
     if max_pixels is None or width * height <= max_pixels:
         return image
     scale = (max_pixels / (width * height)) ** 0.5
-    size = max(1, int(width * scale)), max(1, int(height * scale))
-    return image.resize(size)
+    width, height = max(1, int(width * scale)), max(1, int(height * scale))
+    bound = max(1, int(max_pixels))  # the other side of a strip that is one pixel wide
+    return image.resize((min(width, max(1, bound // height)), min(height, max(1, bound // width))))
 
 
 # ---- videos ------------------------------------------------------------------------------------------------------
@@ -328,11 +332,14 @@ def _audio(value: Any, root: Path) -> tuple[np.ndarray[Any, Any], int]:
         value, rate = value["array"], int(value.get("sampling_rate") or 0)
     elif (content := _content(value, root)) is not None:
         value, rate = _wave(content)
-    samples = np.asarray(value, dtype=np.float32)
+    with np.errstate(over="ignore"):  # what is too large is refused below
+        samples = np.asarray(value, dtype=np.float32)
     if samples.ndim == 2:
         samples = samples.mean(int(samples.shape[0] > samples.shape[1]))
     if samples.ndim != 1 or not samples.size:
         raise MediaError(f"an array of shape {samples.shape} is no sound: give (samples,) floats.")
+    if not np.isfinite(samples).all():
+        raise MediaError("samples that are not finite in float32: give floats in [-1, 1].")
     return samples, rate
 
 

@@ -87,15 +87,17 @@ class SFTSource(MediaSource):
         wanted = ("messages_column",) if self.messages_column else ("prompt_column", "completion_column")
         for argument in wanted:
             require_columns(columns, [getattr(self, argument)], self.label, argument)
-        numbers, kept, bad, said = [], [], 0, time.monotonic()
-        for i in range(len(data)):
+        good = self.good_rows(data, [getattr(self, argument) for argument in wanted], self._check)
+        first: RowError | None = None
+        numbers, kept, bad, said = [], [], len(data) - len(good), time.monotonic()
+        for i in good:
             try:
                 prompt, completion, _ = self._encode(tokenizer, i, data[i], processor)
             except RowError as error:
                 if not self.drops(error):
                     raise
                 bad += 1
-                rank_zero_warn(f"Dropped: {error}")
+                first = first or error
                 continue
             row = self._fit(i, prompt, completion)
             if row is not None:
@@ -109,8 +111,11 @@ class SFTSource(MediaSource):
             rank_zero_info(
                 f"{self.label}: of {len(data)} rows {long} do not fit max_tokens={self.max_tokens}, {bad} are bad."
             )
+        if first is not None:
+            rank_zero_warn(f"Dropped: {bad} of {len(data)} rows cannot be used, such as {first}")
         if not kept:
-            raise ValueError(f"{self.label}: no row fits max_tokens={self.max_tokens} ({bad} of {len(data)} are bad).")
+            why = "" if first is None else f" ({bad} of {len(data)} are bad, such as {first})"
+            raise RowError(f"{self.label}: no row is left with max_tokens={self.max_tokens}{why}.")
         if processor is None:
             return SFTRows(kept)
 
@@ -118,6 +123,13 @@ class SFTSource(MediaSource):
             return self._encode(tokenizer, i, data[i], processor)[2]
 
         return SFTRows(kept, [partial(inputs, i) for i in numbers])
+
+    def _check(self, row: Mapping[str, Any]) -> None:
+        """Raises a `ValueError` about a row that cannot be used, as far as can be said before it is rendered."""
+        try:
+            self.prompt_and_answer(row)
+        except ValueError as error:
+            raise ValueError(f": {error}") from error
 
     def prompt_and_answer(self, row: Mapping[str, Any]) -> tuple[Any, str]:
         """Prompt and completion text of a row."""

@@ -11,9 +11,17 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 
 from lightrl.distributed.consolidate import checkpoint_kind, unreadable
-from lightrl.storage import atomic_write, redact, remove, verify
+from lightrl.storage import atomic_write, redact, remove, require_entries, verify
 
 __all__ = ["CheckedCheckpointIO", "first_nonfinite"]
+
+
+WRITTEN_BY_LIGHTNING: dict[str, type] = {
+    **{"pytorch-lightning_version": str, "state_dict": Mapping, "epoch": int, "global_step": int}
+}
+UNLESS_WEIGHTS_ONLY: dict[str, type] = {
+    **{"loops": Mapping, "callbacks": Mapping, "optimizer_states": list, "lr_schedulers": list, "lightrl": Mapping}
+}
 
 
 class CheckedCheckpointIO(TorchCheckpointIO):
@@ -61,6 +69,11 @@ class CheckedCheckpointIO(TorchCheckpointIO):
         with unreadable(path, "plain"):
             verify(path)
             loaded: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=weights_only)
+            require_entries(loaded, WRITTEN_BY_LIGHTNING)
+            there = {name: kind for name, kind in UNLESS_WEIGHTS_ONLY.items() if name in loaded}
+            require_entries(loaded, there)
+            if "loops" in there:
+                require_entries(loaded["loops"], {"fit_loop": Mapping}, "loops")
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:

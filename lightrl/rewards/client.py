@@ -140,9 +140,12 @@ class RetryingReward(Reward):
                 f"{self.url} refused the request with {response.status_code}: {response.text[:200]}.{hint}"
             )
         try:
-            return response.json()
-        except ValueError as error:
+            answer = response.json()
+        except (ValueError, RecursionError) as error:
             raise RewardError(f"{self.url} answered {response.text[:200]!r}, which is not JSON.") from error
+        if answer is None:  # which stands for "did not answer"
+            raise RewardError(f"{self.url} answered null.")
+        return answer
 
     def _headers(self) -> dict[str, str]:
         return {} if self.token_env is None else {"Authorization": f"Bearer {os.environ[self.token_env]}"}

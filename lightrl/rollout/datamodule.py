@@ -34,6 +34,7 @@ from lightrl.rollout.loaders import EvalLoader, RolloutLoader
 from lightrl.rollout.sources import CollectedRollout, StaleSource, StreamedRollouts
 from lightrl.rollout.sync import EngineSync, TrajectoryCheck
 from lightrl.rollout.weight_sync import WeightSync
+from lightrl.storage import require_entries
 from lightrl.types import EngineContext, Prompts, Rollouts, SamplingParams, SupervisedBatch
 
 __all__ = ["EvalLoader", "RolloutDataModule", "RolloutLoader"]
@@ -334,12 +335,13 @@ class RolloutDataModule(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues with the prompts and rows that were next, in the order of the run that was interrupted."""
+        require_entries(state_dict, {"seed": int, "prompt_cursor": int}, type(self).__name__)
         if state_dict["seed"] != self.seed:
             self.seed, self._ptx_loader = state_dict["seed"], None
             self._sets.clear()
             self.setup("fit")
         self.prompt_cursor = state_dict["prompt_cursor"]
-        if self._ptx_loader is not None and state_dict["ptx"] is not None:
+        if self._ptx_loader is not None and state_dict.get("ptx") is not None:
             self._ptx_loader.load_state_dict(state_dict["ptx"])
 
     # ---- rollouts ----------------------------------------------------------------------------------------------
@@ -547,8 +549,11 @@ class RolloutDataModule(LightningDataModule):
         return [] if self.trainer is None else self.trainer.callbacks  # type: ignore[attr-defined]
 
     def _check_trajectories(self, groups: Sequence[ScoredGroup]) -> None:
-        """Shows a training rollout to callbacks that look at it while the engine holds what sampled it."""
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        """Shows a training rollout to callbacks that look at it while the engine holds what sampled it.
+
+        Engines are asked about tokens alone, so prompts with media are left out.
+        """
+        trajectories = [t for group in groups if not any(group.prompt.media) for t in group.trajectories]
         for callback in self._checks():
             callback.check_trajectories(self.engine, trajectories, self.tokenizer)
 

@@ -82,7 +82,7 @@ def test_overlong_rows(tokenizer: Any) -> None:
     assert cut == [([5, 18], [6, 7, 8]), ([5, 18], [6, 1])]  # what is cut has no end
     with pytest.raises(ValueError, match="row 0: 8 tokens, max_tokens is 7"):
         SFTSource(rows=rows, max_tokens=7, overlong="error").tokenized(tokenizer)
-    with pytest.raises(ValueError, match="no row fits max_tokens=3"):
+    with pytest.raises(ValueError, match="no row is left with max_tokens=3"):
         SFTSource(rows=rows, max_tokens=3).tokenized(tokenizer)
 
 

@@ -100,12 +100,15 @@ class Server:
             self._num_open -= 1
             for task in (request, gone):
                 task.cancel()
-        if response.status_code >= 400:
+        if response.status_code >= 300:
             if response.status_code >= 500 and not await self.healthy():
                 self.lose(f"{path} answered {response.status_code}: {response.text[:200]}")
                 raise ServerLostError(f"{self.url}: {self.lost}")
             raise ServerError(self.url, path, response.status_code, response.text)
-        return response.json() if response.content else None
+        try:
+            return response.json() if response.content else None
+        except (ValueError, RecursionError) as error:
+            raise ServerError(self.url, path, 502, f"what is no JSON: {response.text[:200]!r}") from error
 
     async def get(self, path: str, **arguments: Any) -> Any:
         """GET."""

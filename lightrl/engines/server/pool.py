@@ -15,6 +15,9 @@ __all__ = ["ServerPool"]
 
 log = logging.getLogger(__name__)
 
+MAX_ABORTED = 100
+"""Times that a group is asked for again where servers died, were pushed to, or aborted it."""
+
 _TOLERANCE = {"float32": 5e-4, "float16": 0.05, "bfloat16": 0.15}
 """Mean gap in nats that rounding may make between two servers with the same weights."""
 
@@ -58,12 +61,18 @@ class ServerPool:
             StaleWeightsError: servers are left, but none with the current weights.
         """
         refused: list[Server] = []
-        while True:
+        for _ in range(MAX_ABORTED):
             server, token, version = await self._acquire(refused)
             try:
                 completions, now = await self.protocol.sample(server, request)
             except ServerLostError:
                 continue
+            except (LookupError, TypeError, AttributeError, ValueError) as error:
+                said = f"{type(error).__name__}: {error}"
+                raise ValueError(
+                    f"{server.url} answered what are no completions of {request.name} ({said[:300]}). Is it a server "
+                    "of the kind that ServerEngine was told?"
+                ) from error
             except ServerError as error:
                 if error.status < 500:
                     raise ValueError(f"{error}. The server refuses {request.name} or the sampling settings.") from error
@@ -79,6 +88,9 @@ class ServerPool:
             elif len(completions) == request.num_completions:
                 _check_complete(completions, request)
                 return CompletionGroup(request, completions, version)
+        raise ServerError(
+            server.url, "", 502, f"{MAX_ABORTED} times fewer completions of {request.name} than asked for."
+        )
 
     async def _acquire(self, refused: list[Server]) -> tuple[Server, str, int]:
         """A server, and the weights that it must hold before and after."""

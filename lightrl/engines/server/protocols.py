@@ -7,6 +7,7 @@ G completions per prompt.
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ class VLLMProtocol(ServerProtocol):
         answer = await server.post("/v1/completions", body | _vllm_sampling(sampling))
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         completions = [
-            Completion(c["token_ids"], c["logprobs"]["token_logprobs"], c["text"], c["finish_reason"])
+            _completion(c["token_ids"], c["logprobs"]["token_logprobs"], c["text"], c["finish_reason"])
             for c in choices
             if c["finish_reason"] in ("stop", "length")
         ]
@@ -189,6 +190,23 @@ class VLLMProtocol(ServerProtocol):
         await server.post("/resume")
 
 
+def _completion(token_ids: Any, logprobs: Any, text: Any, finish_reason: Any) -> Completion:
+    """A completion out of what a server says.
+
+    Raises:
+        ValueError: it is none: not one log-prob per token, or values that cannot be.
+    """
+    plain = all(isinstance(values, list) for values in (token_ids, logprobs)) and isinstance(text, str)
+    if not (
+        plain
+        and len(token_ids) == len(logprobs) > 0
+        and all(type(token) is int and token >= 0 for token in token_ids)
+        and all(type(p) in (int, float) and -math.inf < p < 0.01 for p in logprobs)  # rounding may pass 0
+    ):
+        raise ValueError(f"token_ids={str(token_ids)[:80]}, logprobs={str(logprobs)[:80]}, text={str(text)[:40]!r}")
+    return Completion(token_ids, [float(p) for p in logprobs], text, finish_reason)
+
+
 def _vllm_sampling(sampling: SamplingParams) -> dict[str, Any]:
     body = plain_sampling(sampling)
     if sampling.regex is not None:
@@ -225,8 +243,8 @@ class SGLangProtocol(ServerProtocol):
         for answer in answers:
             pairs, reason = answer["meta_info"]["output_token_logprobs"], answer["meta_info"]["finish_reason"]["type"]
             if reason in ("stop", "length"):
-                logprobs, tokens = [float(pair[0]) for pair in pairs], [int(pair[1]) for pair in pairs]
-                completions.append(Completion(tokens, logprobs, answer["text"], reason))
+                logprobs, tokens = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+                completions.append(_completion(tokens, logprobs, answer["text"], reason))
         return completions, versions.pop() if len(versions) == 1 else f"mixed: {sorted(versions)}"
 
     async def logprobs(self, server: Server, ids: Sequence[int]) -> list[float]:

@@ -1,0 +1,179 @@
+"""300 cases of the fuzz campaign, and what the campaign found; `make fuzz` runs 10,000."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightrl.algorithms.checkpoints import require_weights
+from lightrl.compat.parser_messages import short_message
+from lightrl.config_values import refuse_senseless
+from lightrl.data.media import MediaError, MediaSource, decode, require_present
+from lightrl.data.rows import RowError
+from lightrl.data.sft import SFTSource
+from lightrl.data.templates import load_tokenizer
+from lightrl.distributed.checkpoint_io import CheckedCheckpointIO
+from lightrl.storage import DamagedError, require_entries
+from tests.fuzz.__main__ import table
+from tests.fuzz.classes import CLASSES, run_slice, shares
+from tests.fuzz.configs import all_keys, judge_configs, whole
+from tests.fuzz.data import pictures
+from tests.fuzz.servers import judge_servers
+from tests.fuzz.verdicts import ERROR, VERDICTS, WORKS
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_each_case_is_a_clear_error_a_counted_drop_or_works(name: str) -> None:
+    outcomes = list(run_slice(name, number=7, count=shares(300)[name]))
+    failed = [(str(case)[:500], outcome) for case, outcome in outcomes if outcome not in VERDICTS]
+    assert not failed, failed[:2]
+    assert {outcome for _, outcome in outcomes} >= {ERROR, WORKS}, "the cases are all of one kind"
+
+
+def test_every_key_of_every_shipped_configuration_is_changed() -> None:
+    keys = [".".join(str(step) for step in key) for _, key in all_keys()]
+    assert len(whole()) >= 20 and len(keys) > 250
+    assert {"trainer.max_epochs", "model.init_args.actor.path", "data.init_args.sampling.max_new_tokens"} <= {*keys}
+
+
+def test_the_table_counts_failures_too() -> None:
+    from collections import Counter
+
+    lines = table({"media": Counter({WORKS: 2, ERROR: 1, "failed": 1})}).splitlines()
+    assert lines[2] == "| images, videos, sound | 4 | 2 | 0 | 1 | 1 |" and lines[3].startswith("| **all** | 4 ")
+
+
+# ---- found and mended ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [
+        (torch.zeros(3, 2, 2, dtype=torch.bfloat16), "BFloat16"),
+        (pictures()[-1], "60000|pixels"),  # a file of 60 bytes that says it is 60,000 pixels wide
+        (10, "picture"),
+    ],
+)
+def test_pictures_that_libraries_stumble_over_are_bad_media(value: Any, cause: str) -> None:
+    with pytest.raises(MediaError, match=f"image 1.*({cause})"):
+        decode([("image", value)], MediaSource(rows=[{}]))
+
+
+def test_a_folder_of_nobody_and_sound_that_is_not_finite_are_bad_media() -> None:
+    with pytest.raises(MediaError, match="image 1"):
+        require_present([("image", "~nobody_there/x.png")], MediaSource(rows=[{}]))
+    with pytest.raises(MediaError, match="audio 1.*not finite"):
+        decode([("audio", [0.0, 1e300])], MediaSource(rows=[{}]))
+
+
+def test_a_strip_of_pixels_is_capped_too() -> None:
+    strip = np.zeros((1, 500), np.uint8)
+    (image,) = decode([("image", strip)], MediaSource(rows=[{}], max_pixels=4)).images
+    assert image.size == (4, 1)
+
+
+GOOD = {"index": 0, "token_ids": [3], "logprobs": {"token_logprobs": [-1.0]}, "text": "a", "finish_reason": "stop"}
+VERSION = b'{"weight_version": "w"}'
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_ids": [3, 4]},
+        {"token_ids": []},
+        {"token_ids": ["x"]},
+        {"logprobs": None},
+        {"logprobs": {"token_logprobs": [2.0]}},
+        {"logprobs": {"token_logprobs": [float("nan")]}},
+        {"text": None},
+        {"index": None},
+        {"finish_reason": "abort"},  # asked again and again without an end
+    ],
+    ids=str,
+)
+def test_an_engine_server_that_answers_nonsense_is_named(change: dict[str, Any]) -> None:
+    body = json.dumps({"choices": [GOOD | change]}).encode()
+    assert judge_servers(("vllm", 200, json.dumps({"choices": [GOOD]}).encode(), VERSION)) == WORKS
+    assert judge_servers(("vllm", 200, body, VERSION)) == ERROR
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[" * 5000, b"{}", b"null"])
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "remote", "judge"])
+def test_answers_that_are_no_json_or_another_are_named(kind: str, body: bytes) -> None:
+    assert judge_servers((kind, 200, body, VERSION if kind in ("vllm", "sglang") else "error")) == ERROR
+
+
+def test_supervised_rows_are_looked_at_before_any_is_tokenised(model_dir: Path) -> None:
+    rows = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "1+2=", "completion": 3}]
+    seen: list[str] = []
+    tokenizer = load_tokenizer(str(model_dir))
+
+    class Spy:
+        eos_token_id = tokenizer.eos_token_id
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def __call__(self, text: str, **kwargs: Any) -> Any:
+            seen.append(text)
+            return tokenizer(text, **kwargs)
+
+    with pytest.raises(RowError, match=r"row 1: the completion must be a string"):
+        SFTSource(rows=rows).tokenized(Spy())  # type: ignore[arg-type]
+    assert seen == []
+    kept = SFTSource(rows=rows, on_bad_row="drop").tokenized(Spy())  # type: ignore[arg-type]
+    assert len(kept) == 1 and seen
+    with pytest.raises(RowError, match=r"no row is left.*row 0: the completion"):
+        SFTSource(rows=rows[1:], on_bad_row="drop").tokenized(tokenizer)
+
+
+def test_a_checkpoint_must_have_what_lightning_writes(tmp_path: Path) -> None:
+    whole = {"pytorch-lightning_version": "2.6.6", "state_dict": {}, "epoch": 0, "global_step": 0}
+    for changed, said in [
+        ([1], "holds is a list"),
+        ({**whole, "state_dict": [1]}, r"state_dict is '\[1\]'"),
+        ({**whole, "loops": {}}, "no loops.fit_loop"),
+        ({**whole, "optimizer_states": 3}, "optimizer_states is '3'"),
+        ({key: value for key, value in whole.items() if key != "epoch"}, "no epoch"),
+    ]:
+        torch.save(changed, tmp_path / "x.ckpt")
+        with pytest.raises(ValueError, match=f"x.ckpt.*{said}.*changed by hand"):
+            CheckedCheckpointIO().load_checkpoint(tmp_path / "x.ckpt", weights_only=True)
+    torch.save(whole, tmp_path / "x.ckpt")
+    assert CheckedCheckpointIO().load_checkpoint(tmp_path / "x.ckpt", weights_only=True) == whole
+    with pytest.raises(DamagedError, match="no RolloutDataModule.seed"):
+        require_entries({}, {"seed": int}, "RolloutDataModule")
+
+
+def test_weights_of_another_model_are_refused_before_torch_lists_them() -> None:
+    own = {"w": torch.zeros(2, 3)}
+    require_weights(own, {"w": torch.ones(2, 3), "more": torch.ones(1)})
+    for other, said in [
+        ({}, "lacks 1 trained"),
+        ({"w": torch.zeros(3, 3)}, r"w is torch.float32 \[3, 3\], not"),
+        ({"w": torch.zeros(2, 3, dtype=torch.int64)}, "int64"),
+        ({"w": None}, "NoneType"),
+        ({"w": torch.full((2, 3), torch.nan)}, "w is not finite"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            require_weights(own, other)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=r"model.init_args.kl.init_args.coef=.*must be finite"):
+        refuse_senseless({"model": {"init_args": {"kl": {"init_args": {"coef": value}}}}})
+
+
+def test_a_misspelt_class_path_gets_one_line() -> None:
+    name = next(n for n in whole() if whole()[n]["model"]["init_args"].get("kl"))
+    assert judge_configs(((name, ("model", "init_args", "kl", "class_path")), "misspell", 0, 2)) == ERROR
+    text = 'Parser key "trainer.callbacks":\n  Errors:\n    - Not a valid subclass of Callback. Got value: None\n'
+    assert short_message(text) == (
+        "trainer.callbacks=None: expected class_path, the name of a Callback, and its init_args."
+    )

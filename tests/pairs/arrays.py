@@ -1,0 +1,212 @@
+"""Covering arrays over the features, and what one run of two rollouts shows."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+import random
+import re
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import seed_everything
+
+from lightrl.algorithms.hooks import RLCallback
+from lightrl.callbacks import WeightSync
+from lightrl.cli import users_error
+from tests.pairs.features import CALLBACKS, FACTORS, Settings, data_of, module_of, refusals
+from tests.toys import quickstart_model, quiet_trainer
+
+Pair = tuple[str, str, str, str]
+"""A factor, its setting, another factor, its setting."""
+
+
+def pairs_of(s: Settings) -> set[Pair]:
+    """All pairs that settings have."""
+    return {(a, s[a], b, s[b]) for a, b in itertools.combinations(FACTORS, 2)}
+
+
+def missing_pairs(rows: Sequence[Settings]) -> set[Pair]:
+    """Pairs in none of the rows, but for those that are refused."""
+    there = set[Pair]().union(*map(pairs_of, rows))
+    return {
+        (one, a, other, b)
+        for one, other in itertools.combinations(FACTORS, 2)
+        for a in FACTORS[one]
+        for b in FACTORS[other]
+        if (one, a, other, b) not in there and not refusals({one: a, other: b})
+    }
+
+
+def covering_array(seed: int = 0) -> list[dict[str, str]]:
+    """Settings that are not refused, in which every pair meets that can; those with most new pairs come first.
+
+    Greedy, as in AETG (Cohen et al. 1997, https://doi.org/10.1109/32.605761): each row starts with a pair that is
+    missing and gives each further factor the setting that brings most missing pairs. `seed` breaks ties, so that others
+    give other arrays.
+    """
+    draw, missing = random.Random(seed), missing_pairs([])
+    rows: list[dict[str, str]] = []
+    while missing:
+        start = draw.choice(sorted(missing))
+        tries = [_row(start, missing, draw) for _ in range(TRIES)]
+        row = max((each for each in tries if each is not None), key=lambda s: len(pairs_of(s) & missing), default=None)
+        if row is None:  # each third factor's settings are refused with one of the two
+            missing.discard(start)
+            continue
+        missing -= pairs_of(row)
+        rows.append({name: row[name] for name in FACTORS})
+    return rows
+
+
+TRIES = 4
+
+
+def _row(start: Pair, missing: set[Pair], draw: random.Random) -> dict[str, str] | None:
+    s = {start[0]: start[1], start[2]: start[3]}
+    names = [name for name in FACTORS if name not in s]
+    draw.shuffle(names)
+    names.sort(key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+    for name in names:
+        allowed = [level for level in FACTORS[name] if not refusals({**s, name: level})]
+        if not allowed:
+            return None
+        draw.shuffle(allowed)
+        news = {level: sum(_pair(name, level, *each) in missing for each in s.items()) for level in allowed}
+        s[name] = max(allowed, key=lambda level: news[level] * COST.get(level, 1.0))
+    return s
+
+
+COST = {"image": 0.5}
+"""Settings whose runs take longer come with more news or not at all."""
+
+FIRST = ["critic", "estimator", "algorithm"]
+"""Settled first: each leaves the next few choices."""
+PLACE = {name: number for number, name in enumerate(FACTORS)}
+
+
+def _pair(one: str, a: str, other: str, b: str) -> Pair:
+    return (one, a, other, b) if PLACE[one] < PLACE[other] else (other, b, one, a)
+
+
+def refused_settings() -> list[dict[str, str]]:
+    """For each refusal settings that have it and, where that can be, no other."""
+    found: dict[str, tuple[int, dict[str, str]]] = {}
+    draw = random.Random(0)
+    plain = {name: levels[0] for name, levels in FACTORS.items()} | {"algorithm": "GRPO"}
+    for number in range(20_000):
+        names = draw.sample([*FACTORS], 1 + number % 5)
+        s = plain | {name: draw.choice(FACTORS[name]) for name in names}
+        s |= {"critic": "separate"} if s["algorithm"] == "PPO" and number % 2 else {}
+        held = refusals(s)
+        for refusal in held:
+            best = found.get(refusal.name)
+            if best is None or len(held) < best[0]:
+                found[refusal.name] = len(held), s
+    return [s for _, s in found.values()]
+
+
+@functools.cache
+def models() -> dict[str, str]:
+    """Kind of rows -> folder of a tiny model."""
+    from tests.rollout.tasks import chat_model
+    from tests.vision.models import build
+
+    folder = Path(tempfile.mkdtemp(prefix="lightrl-pairs-"))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return {
+        "text": quickstart_model(folder / "text", num_hidden_layers=1, **sizes),
+        "image": str(build("llava", folder / "image")),
+        "environment": chat_model(folder / "environment"),
+    }
+
+
+class Watch(RLCallback):
+    """Whether something was to be learnt, and whether all numbers were finite."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+        self.to_learn = 0.0
+
+    def on_experience_made(self, trainer: Any, module: Any, experience: Any) -> None:
+        if module.in_critic_warmup:
+            return
+        weight = experience.advantages.abs() * experience.response_mask
+        self.to_learn += float(weight.sum())
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.metrics.append(dict(outputs))
+
+
+class BrokenError(AssertionError):
+    """A run did what it must not."""
+
+
+def run(s: Settings, engine: Any = None, **trainer: Any) -> str:
+    """Two rollouts. "trained", "nothing to learn", or "refused".
+
+    Raises:
+        BrokenError: refused without a reason that is known, or not refused, or numbers that are not finite, or weights
+            that stay although advantages differ from 0.
+    """
+    expected = refusals(s)
+    try:
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            outcome = _run(s, Path(folder), engine, trainer)
+    except BrokenError:
+        raise
+    except Exception as error:
+        message = users_error(error)
+        if message is None:
+            raise
+        if any(re.search(refusal.message, message) for refusal in expected):
+            return "refused"
+        raise BrokenError(f"refused without a known reason: {message}") from error
+    if expected:
+        raise BrokenError(f"not refused: {expected[0].name}")
+    return outcome
+
+
+def _run(s: Settings, folder: Path, engine: Any, trainer: Any) -> str:
+    seed_everything(0, verbose=False)
+    module, data, watch = module_of(s, models()[s["rows"]]), data_of(s, engine), Watch()
+    callbacks = [WeightSync(tolerance=0.5), watch, *CALLBACKS[s["callback"]](folder)]
+    arguments = {"precision": s["precision"], "default_root_dir": folder, **trainer}
+    arguments["enable_checkpointing"] = s["callback"] == "RolloutCheckpoint"
+    fitter = quiet_trainer(callbacks=callbacks, **arguments)
+    start: dict[str, torch.Tensor] = {}
+    original = module.on_train_start
+
+    def remember() -> None:
+        original()
+        start.update({n: p.detach().clone() for n, p in module.actor.named_parameters() if p.requires_grad})
+
+    module.on_train_start = remember
+    fitter.fit(module, data)
+    bad = [(name, value) for metrics in watch.metrics for name, value in metrics.items() if not math.isfinite(value)]
+    if bad and not all(name.endswith(MAY_BE_NAN) for name, _ in bad):
+        raise BrokenError(f"not finite: {bad[:5]}")
+    if len(watch.metrics) != 2:
+        raise BrokenError(f"{len(watch.metrics)} rollouts")
+    now = {n: p.detach() for n, p in module.actor.named_parameters() if p.requires_grad}
+    if not all(bool(torch.isfinite(p).all()) for p in now.values()):
+        raise BrokenError("weights are not finite")
+    moved = any(not torch.equal(now[name], start[name]) for name in now)
+    if watch.to_learn > 0 and not moved:
+        raise BrokenError("advantages differ from 0, but no weight moved")
+    if module.num_skipped_updates:
+        raise BrokenError(f"{module.num_skipped_updates} updates were skipped")
+    return "trained" if moved else "nothing to learn"
+
+
+MAY_BE_NAN = ("reward_std",)
+
+for _logger in ("lightning.pytorch", "lightning.fabric", "lightrl"):
+    logging.getLogger(_logger).setLevel(logging.ERROR)

@@ -1,0 +1,401 @@
+"""All features as factors, how a run is built from one setting of each, and what must be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightrl import algorithms as a
+from lightrl import callbacks as c
+from lightrl import objectives as o
+from lightrl.algorithms import CriticSpec
+from lightrl.algorithms.schedule import LRSchedule
+from lightrl.data.prompts import PromptSource
+from lightrl.data.sft import SFTSource
+from lightrl.engines.transformers.engine import TransformersEngine
+from lightrl.models.spec import LoraSpec, ModelSpec
+from lightrl.rollout import EnvironmentEpisode, RolloutDataModule
+from lightrl.types import SamplingParams
+from tests.rollout.tasks import Letters
+from tests.toys import ThreadEngine
+from tests.vision.conftest import picture
+
+Settings = Mapping[str, str]
+"""Factor -> its setting; of some factors only, while a covering array is made."""
+
+OWN = "own"
+ESTIMATORS: dict[str, Callable[[], Any]] = {
+    **{each.__name__: each for each in (o.GAE, o.GDPO, o.OPO, o.RLOO, o.GroupRelative, o.MaxRL, o.Reinforce)},
+    **{each.__name__: each for each in (o.ReinforcePlusPlus, o.ReinforcePlusPlusBaseline, o.TurnReturns, o.TurnGAE)},
+    **{"GiGPO": o.GiGPO, "PassAtK": lambda: o.PassAtK(2), "GroupRelative(batch)": lambda: o.GroupRelative("batch")},
+}
+LOSSES: dict[str, Callable[[], Any]] = {
+    **{each.__name__: each for each in (o.PPOClip, o.CISPO, o.CPG, o.DPPO, o.DRO, o.GMPO, o.GSPO, o.SAPO)},
+    **{"RLOOSequence": o.RLOOSequence, "VESPO": o.VESPO},
+    "OffPolicyCorrection": lambda: o.OffPolicyCorrection(o.PPOClip()),
+    "OffPolicySequenceMask": lambda: o.OffPolicySequenceMask(o.PPOClip()),
+    "GeometricEngineMask": lambda: o.GeometricEngineMask(o.PPOClip(), 0.5, 2.0),
+    "EngineRatio": lambda: o.EngineRatio(o.PPOClip()),
+}
+AGGREGATIONS: dict[str, Callable[[], Any]] = {
+    **{each.__name__: each for each in (o.TokenMean, o.SequenceMean, o.SequenceSum)},
+    "ConstantLength": lambda: o.ConstantLength(6),
+}
+KLS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "KLInReward": lambda: o.KLInReward("k1"),
+    "KLInLoss": lambda: o.KLInLoss("k2"),
+    "KLInLoss(corrected)": lambda: o.KLInLoss("k3", ratio_correction=True),
+}
+CRITICS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "separate": CriticSpec,
+    "shared": lambda: CriticSpec(shared=True),
+    "unclipped": lambda: CriticSpec(clip=None, lr=1e-3),
+    "warm-up": lambda: CriticSpec(warmup_rollouts=1),
+}
+CALLBACKS: dict[str, Callable[[Path], list[Any]]] = {
+    "none": lambda _: [],
+    "AdaptiveKL": lambda _: [c.AdaptiveKL()],
+    "LinearKL": lambda _: [c.LinearKL(0.1, 0.0, 2)],
+    "AdaptiveEntropy": lambda _: [c.AdaptiveEntropy(target=3.0, step=0.01)],
+    "RewardNormalization": lambda _: [c.RewardNormalization()],
+    "EMA": lambda _: [c.EMA()],
+    "ReferenceSync": lambda _: [c.ReferenceSync(1)],
+    "OffloadOptimizer": lambda _: [c.OffloadOptimizer()],
+    "FidelityGate": lambda _: [c.FidelityGate(bound=1.0)],
+    "LedgerCanary": lambda _: [c.LedgerCanary(tolerance=0.3)],
+    "SaveRollouts": lambda folder: [c.SaveRollouts(1, str(folder)), c.SampleLog(1, terminal=False), c.Throughput()],
+    "RolloutCheckpoint": lambda folder: [c.RolloutCheckpoint(1, str(folder))],
+}
+ALGORITHMS = ["PPO", "GRPO", "DrGRPO", "DAPO", "GSPO", "CPGD", "RLOO", "ReinforcePlusPlus"]
+GROUPS = {"2": 2, "4": 4, "1": 1}
+FACTORS: dict[str, list[str]] = {
+    "estimator": [OWN, *ESTIMATORS],
+    "algorithm": ALGORITHMS,
+    "critic": [*CRITICS],
+    "kl": [OWN, *KLS],
+    "loss": [OWN, *LOSSES],
+    "overlap": ["none", "streaming", "staleness"],
+    "callback": [*CALLBACKS],
+    "updates": ["one", "two epochs", "mini-batches", "micro-batches"],
+    "masks": ["none", "truncated", "top entropy"],
+    "clips": ["default", "advantage", "reward", "no norm"],
+    "whiten": [OWN, "yes", "no"],
+    "group": [*GROUPS],
+    "sampling": ["plain", "temperature", "top_p", "repetition penalty"],
+    "lora": ["no", "yes", "with reference"],
+    "refills": ["no", "yes"],
+    "ptx": ["no", "yes"],
+    "rows": ["text", "image", "environment"],
+    "aggregation": [OWN, *AGGREGATIONS],
+    "layout": ["auto", "padded", "packed", "shared_prefix"],
+    "precision": ["32-true", "bf16-mixed", "bf16-true"],
+    "recomputation": ["no", "yes"],
+    "rewards": ["dense", "some None", "all equal", "two weighted", "failing"],
+    "entropy": ["no", "yes"],
+    "schedule": ["none", "cosine"],
+    "kernels": ["auto", "off"],
+    "freeze": ["no", "embeddings"],
+}
+
+# ---- what must be refused ----------------------------------------------------------------------------------------
+
+OWN_ESTIMATOR = {
+    **dict.fromkeys(["GRPO", "DrGRPO", "DAPO", "GSPO", "CPGD"], "GroupRelative"),
+    **{"PPO": "GAE", "RLOO": "RLOO", "ReinforcePlusPlus": "ReinforcePlusPlus"},
+}
+OWN_LOSS = {"GSPO": "GSPO", "CPGD": "CPG"}
+OWN_KL = {"PPO": "KLInReward", "RLOO": "KLInReward", "ReinforcePlusPlus": "KLInReward", "GRPO": "KLInLoss"}
+WITH_CRITIC = {"GAE", "TurnGAE"}
+NO_GROUPS = {"GAE", "TurnGAE", "Reinforce", "ReinforcePlusPlus"}
+BINARY = {"MaxRL", "PassAtK"}
+TURNS = {"TurnReturns", "TurnGAE", "GiGPO"}
+NORMALIZES = {"GDPO", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "GroupRelative(batch)"}
+ONE_RATIO = {"GMPO", "GSPO", "RLOOSequence"}
+READS_ENGINE = {"VESPO", "OffPolicyCorrection", "OffPolicySequenceMask", "GeometricEngineMask", "EngineRatio"}
+
+
+def estimator(s: Settings) -> str | None:
+    """The estimator, where it is known by now."""
+    chosen = s.get("estimator")
+    return OWN_ESTIMATOR.get(s.get("algorithm", "")) if chosen == OWN else chosen
+
+
+def loss(s: Settings) -> str | None:
+    chosen = s.get("loss")
+    return OWN_LOSS.get(s["algorithm"], "PPOClip") if chosen == OWN and "algorithm" in s else chosen
+
+
+def kl(s: Settings) -> str | None:
+    chosen = s.get("kl")
+    return OWN_KL.get(s["algorithm"], "none") if chosen == OWN and "algorithm" in s else chosen
+
+
+def whitens(s: Settings) -> bool:
+    return s.get("whiten") == "yes" or (s.get("whiten") == OWN and s.get("algorithm") == "PPO")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A combination that is refused.
+
+    Attributes:
+        name: what meets what, for the page.
+        message: a pattern of what is said.
+        holds: whether settings have it; of settings that are not all known, whether those known have it.
+    """
+
+    name: str
+    message: str
+    holds: Callable[[Settings], bool] = field(compare=False)
+
+
+REFUSALS = [
+    Refusal(
+        "a critic with an algorithm other than PPO",
+        "it has none. Drop the argument",
+        lambda s: s.get("algorithm") not in ("PPO", None) and s.get("critic") not in ("none", None),
+    ),
+    Refusal(
+        "GAE or TurnGAE without a critic",
+        "needs a critic but critic=None",
+        lambda s: estimator(s) in WITH_CRITIC and s.get("critic") == "none",
+    ),
+    Refusal(
+        "a critic with an estimator that uses none",
+        "uses no critic",
+        lambda s: s.get("critic") not in ("none", None) and estimator(s) not in {*WITH_CRITIC, None},
+    ),
+    Refusal(
+        "KLInReward with MaxRL, PassAtK or GDPO",
+        "with kl=KLInReward",
+        lambda s: kl(s) == "KLInReward" and estimator(s) in {*BINARY, "GDPO"},
+    ),
+    Refusal(
+        "whiten_advantages (PPO's default) with an estimator that normalises over the batch",
+        "with whiten_advantages=True",
+        lambda s: whitens(s) and estimator(s) in NORMALIZES,
+    ),
+    Refusal(
+        "reward_clip with GDPO, TurnReturns, TurnGAE or GiGPO",
+        "reward_clip=.* with advantage=",
+        lambda s: s.get("clips") == "reward" and estimator(s) in {"GDPO", *TURNS},
+    ),
+    Refusal(
+        "top_entropy_fraction with GSPO, GMPO or RLOOSequence, which have one ratio per trajectory",
+        "top_entropy_fraction=.* with loss=",
+        lambda s: s.get("masks") == "top entropy" and loss(s) in ONE_RATIO,
+    ),
+    Refusal(
+        "one attempt per prompt with an estimator that compares attempts",
+        "group_size=1 with",
+        lambda s: s.get("group") == "1" and estimator(s) not in {*NO_GROUPS, None},
+    ),
+    Refusal(
+        "max_refills with one attempt per prompt",
+        "drops groups without reward spread",
+        lambda s: s.get("group") == "1" and s.get("refills") == "yes",
+    ),
+    Refusal(
+        "streaming with max_refills or ptx",
+        "streaming=True with (max_refills|ptx)",
+        lambda s: s.get("overlap") == "streaming" and "yes" in (s.get("refills"), s.get("ptx")),
+    ),
+    Refusal(
+        "streaming with several updates per rollout",
+        "streaming=True would not give the update",
+        lambda s: s.get("overlap") == "streaming" and s.get("updates") in ("two epochs", "mini-batches"),
+    ),
+    Refusal(
+        "streaming with whitening, top_entropy_fraction, or an estimator that normalises over the batch",
+        "streaming=True would not give the update",
+        lambda s: (
+            s.get("overlap") == "streaming"
+            and (whitens(s) or s.get("masks") == "top entropy" or estimator(s) in NORMALIZES)
+        ),
+    ),
+    Refusal(
+        "streaming with RewardNormalization",
+        "streaming=True would not give the update",
+        lambda s: s.get("overlap") == "streaming" and s.get("callback") == "RewardNormalization",
+    ),
+    Refusal(
+        "streaming with a critic and an aggregation other than TokenMean",
+        "streaming=True would not give the update",
+        lambda s: (
+            s.get("overlap") == "streaming"
+            and s.get("critic") not in ("none", None)
+            and s.get("aggregation") not in (OWN, "TokenMean", None)
+        ),
+    ),
+    Refusal(
+        "AdaptiveKL, LinearKL or ReferenceSync without a KL term",
+        "needs a KL term|with kl=None",
+        lambda s: s.get("callback") in ("AdaptiveKL", "LinearKL", "ReferenceSync") and kl(s) == "none",
+    ),
+    Refusal(
+        "ReferenceSync with LoRA and no reference of its own",
+        "callback ReferenceSync with actor.lora",
+        lambda s: s.get("callback") == "ReferenceSync" and s.get("lora") == "yes",
+    ),
+    Refusal(
+        "RewardNormalization with MaxRL, PassAtK, GDPO, TurnReturns, TurnGAE or GiGPO",
+        "callback RewardNormalization with advantage=",
+        lambda s: s.get("callback") == "RewardNormalization" and estimator(s) in {*BINARY, "GDPO", *TURNS},
+    ),
+    Refusal(
+        "FidelityGate with EngineRatio, which takes the engine's log-probs for the old ones",
+        "FidelityGate with loss=EngineRatio",
+        lambda s: s.get("callback") == "FidelityGate" and loss(s) == "EngineRatio",
+    ),
+    Refusal(
+        "LedgerCanary with a temperature other than 1, top_p or a repetition penalty",
+        "LedgerCanary with sampling",
+        lambda s: s.get("callback") == "LedgerCanary" and s.get("sampling") not in ("plain", None),
+    ),
+    Refusal(
+        "a repetition penalty with a loss that reads the engine's log-probs, or with staleness",
+        "compares the engine's",
+        lambda s: (
+            s.get("sampling") == "repetition penalty" and (loss(s) in READS_ENGINE or s.get("overlap") == "staleness")
+        ),
+    ),
+]
+
+
+def refusals(s: Settings) -> list[Refusal]:
+    """Those that settings have."""
+    return [refusal for refusal in REFUSALS if refusal.holds(s)]
+
+
+# ---- a run ---------------------------------------------------------------------------------------------------------
+
+
+def dense(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """0 and 1 in turn, so that every group has spread."""
+    return [float(i % 2) for i in range(len(completions))]
+
+
+def second(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text) % 3) for text in completions]
+
+
+def some_none(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+    return [None if i % 4 == 3 else float(i % 2) for i in range(len(completions))]
+
+
+def all_equal(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+class Failing:
+    """Raises at its second call."""
+
+    __name__ = "failing"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, prompts: list[str], completions: list[str]) -> list[float]:
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("the scorer is away")
+        return dense(prompts, completions)
+
+
+REWARDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "dense": lambda: {"rewards": [dense]},
+    "some None": lambda: {"rewards": [some_none]},
+    "all equal": lambda: {"rewards": [all_equal]},
+    "two weighted": lambda: {"rewards": [dense, second], "reward_weights": [1.0, 0.5]},
+    "failing": lambda: {"rewards": [Failing(), dense], "on_reward_error": "none"},
+}
+SAMPLING = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "top_p": {"top_p": 0.8},
+    "repetition penalty": {"repetition_penalty": 1.2},
+}
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.0)
+
+
+def module_of(s: Settings, model: str) -> Any:
+    """The module."""
+    lora = LoraSpec(r=2, alpha=4.0, target_modules=["q_proj", "v_proj"]) if s["lora"] != "no" else None
+    spec = ModelSpec(
+        model,
+        lora=lora,
+        layout=s["layout"],  # type: ignore[arg-type]
+        gradient_checkpointing=s["recomputation"] == "yes",
+        cpu_kernels=False if s["kernels"] == "off" else None,
+        freeze=["*embed_tokens*"] if s["freeze"] == "embeddings" else [],
+    )
+    arguments: dict[str, Any] = {"optimizer": adam}
+    for name, choice, made in [
+        *(("advantage", s["estimator"], ESTIMATORS), ("loss", s["loss"], LOSSES), ("kl", s["kl"], KLS)),
+        ("aggregation", s["aggregation"], AGGREGATIONS),
+    ]:
+        if choice != OWN:
+            arguments[name] = made[choice]()
+    if s["algorithm"] == "PPO" or s["critic"] != "none":
+        arguments["critic"] = CRITICS[s["critic"]]()
+    if s["algorithm"] == "PPO":
+        arguments["ppo_epochs"] = 1
+    if s["whiten"] != OWN:
+        arguments["whiten_advantages"] = s["whiten"] == "yes"
+    if s["lora"] == "with reference":
+        arguments["reference"] = model
+    if s["schedule"] == "cosine":
+        arguments["lr_scheduler"] = LRSchedule("cosine", warmup=0.0, floor=0.5)
+    arguments |= {"two epochs": {"ppo_epochs": 2}, "micro-batches": {"micro_batch_tokens": 24}}.get(s["updates"], {})
+    if s["updates"] == "mini-batches":
+        arguments["minibatch_size"] = GROUPS[s["group"]]
+    arguments |= {"truncated": {"mask_truncated": True}, "top entropy": {"top_entropy_fraction": 0.5}}.get(
+        s["masks"], {}
+    )
+    clips = {"advantage": {"advantage_clip": 0.5}, "reward": {"reward_clip": 0.5}, "no norm": {"max_grad_norm": None}}
+    arguments |= clips.get(s["clips"], {})
+    if s["entropy"] == "yes":
+        arguments["entropy_coef"] = 0.01
+    if s["ptx"] == "yes":
+        arguments["ptx_coef"] = 0.1
+    return getattr(a, f"{s['algorithm']}LightningModule")(spec, **arguments)
+
+
+def data_of(s: Settings, engine: Any = None) -> RolloutDataModule:
+    """The data module."""
+    rows: list[dict[str, Any]] = [{"prompt": f"{n}+{n}="} for n in range(4)]
+    arguments: dict[str, Any] = {}
+    if s["rows"] == "environment":
+        arguments["environment"] = EnvironmentEpisode(Letters, max_turns=2, on_truncated="continue")
+        rows = [{"prompt": f"say {word}"} for word in ("one", "two", "six", "ten")]
+    if s["rows"] == "image":
+        rows = [{"prompt": "what is it?", "image": picture(8, 8, n)} for n in range(4)]
+    if s["ptx"] == "yes":
+        text, answer = {"text": ("1+1=", "2"), "image": ("what", "a"), "environment": ("say", "a")}[s["rows"]]
+        arguments["ptx"] = SFTSource(rows=[{"prompt": text, "completion": answer}] * 2)
+        arguments["ptx_batch_size"] = 2
+    if engine is None:
+        engine = TransformersEngine() if s["overlap"] == "none" else ThreadEngine()
+    return RolloutDataModule(
+        PromptSource(rows=rows),
+        engine=engine,
+        sampling=SamplingParams(max_new_tokens=4, **SAMPLING[s["sampling"]]),
+        group_size=GROUPS[s["group"]],
+        prompts_per_rollout=2,
+        rollouts_per_epoch=2,
+        max_refills=int(s["refills"] == "yes"),
+        streaming=s["overlap"] == "streaming",
+        staleness=int(s["overlap"] == "staleness"),
+        seed=0,
+        **REWARDS[s["rewards"]](),
+        **arguments,
+    )
