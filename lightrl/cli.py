@@ -17,6 +17,7 @@ from typing import Any
 import lightrl
 from lightrl.config_files import expand_configs
 from lightrl.config_values import from_environment, redacted, refuse_senseless
+from lightrl.console import quiet
 
 __all__ = ["main", "run"]
 
@@ -36,9 +37,12 @@ USAGE = """LightRL: reinforcement fine-tuning as an ordinary Lightning job.
   lightrl recipes                    the configurations that come with LightRL
   lightrl from-trl SCRIPT.yaml       a configuration from the arguments of a TRL script
   lightrl export --checkpoint C --output D   a Hugging Face folder, or a plain checkpoint, of any checkpoint
+  lightrl doctor [--config x.yaml]   what is wrong with this installation, or with a run before it starts
+  lightrl completion bash            what makes the shell complete commands, options and configurations
 
 `lightrl COMMAND --help` explains every argument; `lightrl fit --model.help PPOLightningModule` those of a class.
-Several --config are merged, later ones win. LIGHTRL_DEBUG=1 shows the traceback of every error.
+Several --config are merged, later ones win. LIGHTRL_DEBUG=1 shows the traceback of every error. -v (--verbose) shows
+what the packages below say, too: tips, bars for loaded weights, notes on what they deprecate.
 Strings of a config may name environment variables, ${env:NAME}: secrets then stay out of what a run writes.
 Exit status: 0 done, 1 failed or Ctrl-C, 2 a mistake in what was given, 75 SIGTERM or SIGUSR1 (saved; run it again).
 """
@@ -56,8 +60,12 @@ COMMANDS = {
     "init": "lightrl.project:init",
     "quickstart": "lightrl.project:quickstart",
     "recipes": "lightrl.cli:recipes",
+    "doctor": "lightrl.doctor:doctor",
+    "completion": "lightrl.completion:completion",
 }
 """Command -> module and function, imported when asked for."""
+SPEAKING = ("check-env", "doctor", "export", "serve-reward")
+"""Commands that load models or build runs."""
 
 
 def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None, seed: int = 0) -> None:
@@ -350,7 +358,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _main(args: Sequence[str] | None) -> None:
-    arguments = list(sys.argv[1:] if args is None else args)
+    given = list(sys.argv[1:] if args is None else args)
+    arguments = [argument for argument in given if argument not in ("-v", "--verbose")]
     # Threads that spin while they wait make two busy processes on shared cores ten times slower than sleeping ones.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.path.insert(0, os.getcwd())  # YAML may name classes and functions of the folder it is run in
@@ -365,6 +374,8 @@ def _main(args: Sequence[str] | None) -> None:
         hint = f"; did you mean `lightrl {close[0]}`?" if close else "."
         print(f"error: lightrl has no command {arguments[0]!r}{hint} `lightrl --help` lists them.", file=sys.stderr)
         sys.exit(2)
+    if arguments == given and arguments[0] in (*RUNS, *SPEAKING):
+        quiet()
     if arguments[0] in COMMANDS:
         from jsonargparse import auto_cli
 
@@ -374,7 +385,9 @@ def _main(args: Sequence[str] | None) -> None:
             and "--help" not in arguments
         ):
             arguments.insert(1, ".")
-        if arguments[0] == "check-env":  # takes the file as the runs do
+        if arguments[0] == "doctor":  # both take the file as the runs do
+            arguments = [re.sub(r"^--config(=|$)", r"--config_file\1", a) for a in arguments]
+        if arguments[0] == "check-env":
             arguments = [a.removeprefix("--config=") for a in arguments if a != "--config"]
         # Options may be written with dashes, too.
         options = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), a) for a in arguments[1:]]
@@ -385,7 +398,7 @@ def _main(args: Sequence[str] | None) -> None:
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         end_with_parent()
-    run(args)
+    run(arguments)
 
 
 def end_with_parent(grace: float = 30.0) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jsonargparse import lazy_instance
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ from lightrl.algorithms.batches import (
 )
 from lightrl.algorithms.hooks import RLCallback, rl_callbacks
 from lightrl.algorithms.schedule import LRSchedule
-from lightrl.compat.jsonargparse import realized
+from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import is_compiled, run_seed
 from lightrl.distributed import random_states, strategies
 from lightrl.distributed.metrics import MetricSums
@@ -183,10 +182,10 @@ class PPOLightningModule(RolloutLearner):
         reference: str | ModelSpec | None = None,
         reward_models: list[RewardModelSpec] | None = None,
         *,
-        advantage: AdvantageEstimator = lazy_instance(GAE),  # noqa: B008
-        loss: PolicyLoss = lazy_instance(PPOClip),  # noqa: B008
-        aggregation: Aggregation = lazy_instance(TokenMean),  # noqa: B008
-        kl: KLPenalty | None = lazy_instance(KLInReward, coef=0.05),  # noqa: B008
+        advantage: AdvantageEstimator = deferred(GAE),  # noqa: B008
+        loss: PolicyLoss = deferred(PPOClip),  # noqa: B008
+        aggregation: Aggregation = deferred(TokenMean),  # noqa: B008
+        kl: KLPenalty | None = deferred(KLInReward, coef=0.05),  # noqa: B008
         entropy_coef: float = 0.0,
         whiten_advantages: bool = True,
         advantage_clip: float | None = None,

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from jsonargparse import lazy_instance
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightrl.compat.jsonargparse import realized
+from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import run_seed
 from lightrl.data.processing import load_processor
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source
@@ -108,9 +107,9 @@ class RolloutDataModule(LightningDataModule):
         self,
         prompts: PromptSource | PromptMixture | list[dict[str, Any]] | str,
         rewards: list[RewardSpec] | None = None,
-        engine: Engine = lazy_instance(VLLMEngine),  # noqa: B008
+        engine: Engine = deferred(VLLMEngine),  # noqa: B008
         sampling: SamplingParams = SamplingParams(),  # noqa: B008
-        episode: Episode = lazy_instance(SingleTurn),  # noqa: B008
+        episode: Episode = deferred(SingleTurn),  # noqa: B008
         environment: EnvironmentEpisode | None = None,
         group_size: int | None = None,
         prompts_per_rollout: int = 32,
