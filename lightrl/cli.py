@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import json
 import os
 import re
 import sys
@@ -12,7 +13,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import lightrl
 from lightrl.config_files import expand_configs
@@ -27,7 +28,7 @@ USAGE = """LightRL: reinforcement fine-tuning as an ordinary Lightning job.
   lightrl validate --config x.yaml   evaluate on the evaluation prompts
   lightrl test --config x.yaml       the same, on test prompts
   lightrl predict --config x.yaml    write completions with their rewards
-  lightrl report RUN_DIR             plots and samples of a run as one HTML page
+  lightrl report RUN_DIR             plots and samples of a run as one HTML page; of several runs: a comparison
   lightrl view RUN_DIR               saved trajectories, token by token, as one HTML page
   lightrl serve-reward ...           serve a reward function over HTTP
   lightrl check-env --config x.yaml  play the environment of a run with scripted replies, without a model
@@ -151,6 +152,7 @@ def _build_cli() -> type[Any]:
     import lightrl.objectives
     import lightrl.rewards
     import lightrl.rollout
+    from lightrl.callbacks import Throughput
     from lightrl.callbacks.run_guard import RunGuard
     from lightrl.compat.jsonargparse import start_from_own_defaults
     from lightrl.compat.lightning import cli_without_checkpoint_settings
@@ -188,6 +190,12 @@ def _build_cli() -> type[Any]:
                 default=None,
                 help="folder of all that the run writes: trainer.default_root_dir; logs there for `lightrl report` "
                 "beside any loggers given, and for TensorBoard where none is.",
+            )
+            parser.add_argument(
+                "--without",
+                type=list[Literal["Throughput"]],
+                default=[],
+                help="callbacks that every run has unless its configuration names them, and that this one shall not.",
             )
             parser.add_argument(
                 "--base",
@@ -233,7 +241,12 @@ def _build_cli() -> type[Any]:
             self.config = self._written  # which the trainer's callback writes to the run's folder
             trainer = super().instantiate_trainer(**kwargs)
             self.guard = RunGuard()
-            trainer.callbacks.insert(0, self.guard)  # type: ignore[attr-defined]
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            config = self.config if self.subcommand is None else self.config[self.subcommand]
+            wanted = "Throughput" not in config.without and not trainer.barebones
+            if wanted and not any(isinstance(callback, Throughput) for callback in callbacks):
+                callbacks.insert(0, Throughput())
+            callbacks.insert(0, self.guard)
             return trainer
 
         def before_fit(self) -> None:
@@ -389,6 +402,9 @@ def _main(args: Sequence[str] | None) -> None:
             arguments = [re.sub(r"^--config(=|$)", r"--config_file\1", a) for a in arguments]
         if arguments[0] == "check-env":
             arguments = [a.removeprefix("--config=") for a in arguments if a != "--config"]
+        runs = next((i for i, a in enumerate(arguments) if a.startswith("-")), len(arguments))
+        if arguments[0] == "report" and runs > 2:
+            arguments[2:runs] = [f"--others={json.dumps(arguments[2:runs])}"]
         # Options may be written with dashes, too.
         options = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), a) for a in arguments[1:]]
         module, _, function = COMMANDS[arguments[0]].partition(":")

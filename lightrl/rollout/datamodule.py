@@ -484,6 +484,8 @@ class RolloutDataModule(LightningDataModule):
         self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int], *, recover: bool = True
     ) -> Collection:
         """Starts the groups of this rank's prompts; the engine must be ready."""
+        if self.scorer is not None:
+            self.scorer.set_progress(self._progress())
         if self._collector is None:
             self._collector = Collector(
                 self.engine,
@@ -557,6 +559,14 @@ class RolloutDataModule(LightningDataModule):
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         for callback in self._checks():
             callback.check_trajectories(self.engine, trajectories, self.tokenizer)
+
+    def _progress(self) -> float:
+        """Rollouts done of all those of the run; 0 where it is no training, or has no end that can be counted."""
+        trainer: Any = self.trainer
+        if trainer is None or trainer.state.fn != "fit" or not isinstance(trainer.num_training_batches, int):
+            return 0.0
+        total = trainer.num_training_batches * (trainer.max_epochs or 0)
+        return min((trainer.fit_loop.total_batch_idx + 1) / total, 1.0) if total > 0 else 0.0
 
     def _engine_context(self) -> EngineContext:
         """What the run tells the engine."""
