@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import json
 import os
 import re
 import sys
@@ -12,11 +13,12 @@ import time
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import lightrl
 from lightrl.config_files import expand_configs
 from lightrl.config_values import from_environment, redacted, refuse_senseless
+from lightrl.console import quiet
 
 __all__ = ["main", "run"]
 
@@ -26,7 +28,7 @@ USAGE = """LightRL: reinforcement fine-tuning as an ordinary Lightning job.
   lightrl validate --config x.yaml   evaluate on the evaluation prompts
   lightrl test --config x.yaml       the same, on test prompts
   lightrl predict --config x.yaml    write completions with their rewards
-  lightrl report RUN_DIR             plots and samples of a run as one HTML page
+  lightrl report RUN_DIR             plots and samples of a run as one HTML page; of several runs: a comparison
   lightrl view RUN_DIR               saved trajectories, token by token, as one HTML page
   lightrl serve-reward ...           serve a reward function over HTTP
   lightrl check-env --config x.yaml  play the environment of a run with scripted replies, without a model
@@ -36,9 +38,12 @@ USAGE = """LightRL: reinforcement fine-tuning as an ordinary Lightning job.
   lightrl recipes                    the configurations that come with LightRL
   lightrl from-trl SCRIPT.yaml       a configuration from the arguments of a TRL script
   lightrl export --checkpoint C --output D   a Hugging Face folder, or a plain checkpoint, of any checkpoint
+  lightrl doctor [--config x.yaml]   what is wrong with this installation, or with a run before it starts
+  lightrl completion bash            what makes the shell complete commands, options and configurations
 
 `lightrl COMMAND --help` explains every argument; `lightrl fit --model.help PPOLightningModule` those of a class.
-Several --config are merged, later ones win. LIGHTRL_DEBUG=1 shows the traceback of every error.
+Several --config are merged, later ones win. LIGHTRL_DEBUG=1 shows the traceback of every error. -v (--verbose) shows
+what the packages below say, too: tips, bars for loaded weights, notes on what they deprecate.
 Strings of a config may name environment variables, ${env:NAME}: secrets then stay out of what a run writes.
 Exit status: 0 done, 1 failed or Ctrl-C, 2 a mistake in what was given, 75 SIGTERM or SIGUSR1 (saved; run it again).
 """
@@ -56,8 +61,12 @@ COMMANDS = {
     "init": "lightrl.project:init",
     "quickstart": "lightrl.project:quickstart",
     "recipes": "lightrl.cli:recipes",
+    "doctor": "lightrl.doctor:doctor",
+    "completion": "lightrl.completion:completion",
 }
 """Command -> module and function, imported when asked for."""
+SPEAKING = ("check-env", "doctor", "export", "serve-reward")
+"""Commands that load models or build runs."""
 
 
 def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None, seed: int = 0) -> None:
@@ -140,6 +149,7 @@ def _build_cli() -> type[Any]:
     import lightrl.objectives
     import lightrl.rewards
     import lightrl.rollout
+    from lightrl.callbacks import Throughput
     from lightrl.callbacks.run_guard import RunGuard
     from lightrl.compat.jsonargparse import start_from_own_defaults
     from lightrl.compat.lightning import cli_without_checkpoint_settings
@@ -177,6 +187,12 @@ def _build_cli() -> type[Any]:
                 default=None,
                 help="folder of all that the run writes: trainer.default_root_dir; logs there for `lightrl report` "
                 "beside any loggers given, and for TensorBoard where none is.",
+            )
+            parser.add_argument(
+                "--without",
+                type=list[Literal["Throughput"]],
+                default=[],
+                help="callbacks that every run has unless its configuration names them, and that this one shall not.",
             )
             parser.add_argument(
                 "--base",
@@ -222,7 +238,12 @@ def _build_cli() -> type[Any]:
             self.config = self._written  # which the trainer's callback writes to the run's folder
             trainer = super().instantiate_trainer(**kwargs)
             self.guard = RunGuard()
-            trainer.callbacks.insert(0, self.guard)  # type: ignore[attr-defined]
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            config = self.config if self.subcommand is None else self.config[self.subcommand]
+            wanted = "Throughput" not in config.without and not trainer.barebones
+            if wanted and not any(isinstance(callback, Throughput) for callback in callbacks):
+                callbacks.insert(0, Throughput())
+            callbacks.insert(0, self.guard)
             return trainer
 
         def before_fit(self) -> None:
@@ -367,7 +388,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _main(args: Sequence[str] | None) -> None:
-    arguments = list(sys.argv[1:] if args is None else args)
+    given = list(sys.argv[1:] if args is None else args)
+    arguments = [argument for argument in given if argument not in ("-v", "--verbose")]
     # Threads that spin while they wait make two busy processes on shared cores ten times slower than sleeping ones.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.path.insert(0, os.getcwd())  # YAML may name classes and functions of the folder it is run in
@@ -382,6 +404,8 @@ def _main(args: Sequence[str] | None) -> None:
         hint = f"; did you mean `lightrl {close[0]}`?" if close else "."
         print(f"error: lightrl has no command {arguments[0]!r}{hint} `lightrl --help` lists them.", file=sys.stderr)
         sys.exit(2)
+    if arguments == given and arguments[0] in (*RUNS, *SPEAKING):
+        quiet()
     if arguments[0] in COMMANDS:
         from jsonargparse import auto_cli
 
@@ -391,8 +415,13 @@ def _main(args: Sequence[str] | None) -> None:
             and "--help" not in arguments
         ):
             arguments.insert(1, ".")
-        if arguments[0] == "check-env":  # takes the file as the runs do
+        if arguments[0] == "doctor":  # both take the file as the runs do
+            arguments = [re.sub(r"^--config(=|$)", r"--config_file\1", a) for a in arguments]
+        if arguments[0] == "check-env":
             arguments = [a.removeprefix("--config=") for a in arguments if a != "--config"]
+        runs = next((i for i, a in enumerate(arguments) if a.startswith("-")), len(arguments))
+        if arguments[0] == "report" and runs > 2:
+            arguments[2:runs] = [f"--others={json.dumps(arguments[2:runs])}"]
         # Options may be written with dashes, too.
         options = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), a) for a in arguments[1:]]
         module, _, function = COMMANDS[arguments[0]].partition(":")
@@ -402,7 +431,7 @@ def _main(args: Sequence[str] | None) -> None:
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         end_with_parent()
-    run(args)
+    run(arguments)
 
 
 def end_with_parent(grace: float = 30.0) -> None:

@@ -155,6 +155,17 @@ def test_short_names_reach_the_classes(write: Callable[..., str], model: str) ->
     assert cli.trainer.num_sanity_val_steps == 0 and cli.model.actor_spec.path == model
 
 
+def test_throughput_is_there_unless_it_is_named_or_unwanted(write: Callable[..., str]) -> None:
+    def throughputs(*arguments: str) -> list[bool]:
+        callbacks = run(["--config", write(), *arguments], run=False).trainer.callbacks
+        return [callback.progress_bar for callback in callbacks if type(callback).__name__ == "Throughput"]
+
+    assert throughputs() == [True]
+    own = ["--trainer.callbacks+=Throughput", "--trainer.callbacks.progress_bar=false"]
+    assert throughputs(*own) == [False]
+    assert throughputs("--without=[Throughput]") == []
+
+
 def test_a_class_named_anew_starts_from_its_own_defaults(write: Callable[..., str], tmp_path: Path) -> None:
     """Not from those arguments of the class before that happen to have the same names; what is given stays."""
     config = write(model={"loss": {"class_path": "PPOClip", "init_args": {"eps_low": 0.1, "eps_high": 0.3}}})

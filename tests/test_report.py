@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from lightrl.cli import main
 from lightrl.report import report
 from lightrl.report.plots import other_time, running_mean
 from lightrl.report.read import read_run
+from tests.report.browser import open_browser, why_not
 
 
 def write_run(folder: Path, rows: list[dict[str, Any]], samples: list[dict[str, Any]] | None = None) -> Path:
@@ -174,6 +176,83 @@ def test_time_nobody_names() -> None:
 def test_running_mean_skips_gaps() -> None:
     # windows of 2: [1], [1, 3], [3, nan], [nan, 5]
     assert running_mean([1.0, 3.0, float("nan"), 5.0], 2) == [1.0, 2.0, 3.0, 5.0]
+
+
+# ---- several runs; what has fallen; values under the mouse ---------------------------------------------------------
+
+
+def evaluated(*rewards: float) -> list[dict[str, Any]]:
+    return [{"step": 10 * i, "eval/reward": reward, "kl/ref": 0.1} for i, reward in enumerate(rewards)]
+
+
+def test_several_runs_are_compared_in_one_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "one" / "grpo", evaluated(0.1, 0.5))
+    write_run(tmp_path / "two" / "grpo", evaluated(0.2, 0.9))
+    main(["report", "one/grpo", "two/grpo"])
+    page = Path(capsys.readouterr().out.splitlines()[-1])
+    text = page.read_text()
+    assert page == Path("comparison/report.html") and "<h1>2 runs</h1>" in text
+    assert not re.search(r'(src|href|srcset)="(?!data:image/png;base64,)', text)
+    for name, last in (("one/grpo", "0.5"), ("two/grpo", "0.9")):
+        assert re.search(rf"<tr><td>{name}</td><td>11</td><td>{last} <small>best {last}</small></td>", text)
+    (evaluation,) = (d for d in plotted(text) if d["lines"]["two/grpo"] == [[1, 0.2], [11, 0.9]])
+    assert evaluation["lines"]["one/grpo"] == [[1, 0.1], [11, 0.5]]
+    with pytest.raises(ValueError, match="is given twice"):
+        report("one/grpo", others=["two/../one/grpo"])
+    with pytest.raises(ValueError, match="baseline='two/grpo' with 2 runs"):
+        report("one/grpo", others=["two/grpo"], baseline="two/grpo")
+
+
+def plotted(text: str) -> list[Any]:
+    return [json.loads(data) for data in re.findall(r'<script type="application/json">(.*?)</script>', text)]
+
+
+def test_labels_do_not_end_the_script(tmp_path: Path) -> None:
+    name = "</script><b>x"
+    run = write_run(tmp_path / "a" / name.replace("/", "\u2215"), evaluated(0.1))
+    text = report(run, others=[write_run(tmp_path / "b", evaluated(0.2))], out=tmp_path / "out").read_text()
+    assert "<b>x" not in text and len(plotted(text)) == 2
+
+
+@pytest.mark.parametrize(
+    ("rewards", "peak"),
+    [
+        ((0.1, 0.9, 0.5), "was 0.9 after 11 rollouts and ended at 0.5"),
+        ((0.1, 0.9, 0.85), None),
+        ((0.5, 0.4, 0.3), None),
+    ],
+)
+def test_a_run_that_peaked_and_fell_says_so_and_names_the_checkpoint(
+    rewards: tuple[float, ...], peak: str | None, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run", evaluated(*rewards))
+    (run / "checkpoints").mkdir()
+    for rollout in (3, 9, 21):
+        (run / "checkpoints" / f"rollout={rollout:06d}.ckpt").touch()
+    text = report(run).read_text()
+    assert ("peaked and fell" in text) == (peak is not None)
+    if peak is not None:
+        assert peak in text and "the nearest checkpoint is checkpoints/rollout=000009.ckpt" in text
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_the_values_under_the_mouse_are_shown(tmp_path: Path) -> None:
+    page = report(write_run(tmp_path / "run", evaluated(0.25, 0.5, 0.75)))
+    with open_browser() as browser:
+        browser.open(page)
+        shown = browser.run(
+            "const plot = document.querySelector('.plot'), box = plot.querySelector('img').getBoundingClientRect();"
+            "const {frame} = JSON.parse(plot.querySelector('script').textContent);"
+            "const [left, right, top, bottom, low, high] = frame;"
+            "const x = box.left + box.width * (left + (11 - low) / (high - low) * (right - left));"
+            "plot.dispatchEvent(new MouseEvent('mousemove', {clientX: x, clientY: box.top + box.height / 2}));"
+            "return plot.querySelector('.tip').innerText;"
+        )
+        assert shown.split("\n") == ["11", "reward: 0.5"]
+        assert browser.console() == []
 
 
 # ---- docs/metrics.md ---------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jsonargparse import lazy_instance
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
@@ -81,7 +80,7 @@ class DistillLightningModule(CriticFreeLightningModule):
                 "belongs to."
             )
         self.learns_rewards = advantage is not None
-        super().__init__(actor, advantage=lazy_instance(Reinforce) if advantage is None else advantage, kl=kl, **kwargs)
+        super().__init__(actor, advantage=Reinforce() if advantage is None else advantage, kl=kl, **kwargs)
         self.teacher_specs = {name: ModelSpec(s) if isinstance(s, str) else s for name, s in teachers.items()}
         self.teacher_column = teacher_column
         self.distill_coef = positive("DistillLightningModule", "coef", coef)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jsonargparse import lazy_instance
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from torch import Tensor, nn
@@ -35,8 +34,9 @@ from lightrl.algorithms.batches import (
     widest_layout,
 )
 from lightrl.algorithms.hooks import RLCallback, rl_callbacks
-from lightrl.algorithms.schedule import LRSchedule
-from lightrl.compat.jsonargparse import realized
+from lightrl.algorithms.saving import SavesPretrained
+from lightrl.algorithms.schedule import UNCOUNTED, LRSchedule
+from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import is_compiled, run_seed
 from lightrl.distributed import random_states, strategies
 from lightrl.distributed.metrics import MetricSums
@@ -114,7 +114,7 @@ REFUSED_CALLBACKS = {
 ABOVE_ZERO_OR_NONE = ("minibatch_size", "max_grad_norm", "advantage_clip", "reward_clip")
 
 
-class PPOLightningModule(RolloutLearner):
+class PPOLightningModule(RolloutLearner, SavesPretrained):
     """Fine-tunes a policy by PPO (Schulman et al. 2017, https://arxiv.org/abs/1707.06347) on scored rollouts.
 
     One Lightning batch is one rollout (`Rollouts`, from `RolloutDataModule` or any loader that yields them). Each is
@@ -184,10 +184,10 @@ class PPOLightningModule(RolloutLearner):
         reference: str | ModelSpec | None = None,
         reward_models: list[RewardModelSpec] | None = None,
         *,
-        advantage: AdvantageEstimator = lazy_instance(GAE),  # noqa: B008
-        loss: PolicyLoss = lazy_instance(PPOClip),  # noqa: B008
-        aggregation: Aggregation = lazy_instance(TokenMean),  # noqa: B008
-        kl: KLPenalty | None = lazy_instance(KLInReward, coef=0.05),  # noqa: B008
+        advantage: AdvantageEstimator = deferred(GAE),  # noqa: B008
+        loss: PolicyLoss = deferred(PPOClip),  # noqa: B008
+        aggregation: Aggregation = deferred(TokenMean),  # noqa: B008
+        kl: KLPenalty | None = deferred(KLInReward, coef=0.05),  # noqa: B008
         entropy_coef: float = 0.0,
         whiten_advantages: bool = True,
         advantage_clip: float | None = None,
@@ -405,10 +405,7 @@ class PPOLightningModule(RolloutLearner):
         steps = math.inf if trainer.max_steps == -1 else trainer.max_steps
         total = min(trainer.num_training_batches * epochs * each, steps)
         if not math.isfinite(total):
-            raise ValueError(
-                "lr_scheduler by name needs to know where the run ends: set trainer.max_epochs or trainer.max_steps, "
-                "or give a scheduler class with its number of steps."
-            )
+            raise ValueError(UNCOUNTED)
         return int(total)
 
     # ---- one rollout -------------------------------------------------------------------------------------------
@@ -939,6 +936,11 @@ class PPOLightningModule(RolloutLearner):
         """
         gather = strategies.gather_parameter(self.trainer.strategy)
         return named_hf_weights(self.actor, gather, trained_only=trained_only)
+
+    @property
+    def trained_model(self) -> tuple[PolicyModel, ModelSpec]:
+        """The actor."""
+        return self.actor, self.actor_spec
 
     def policy_adapter(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
         """The actor's LoRA adapter in peft's format: (name, full tensor) one at a time, and its configuration."""

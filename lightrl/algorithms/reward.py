@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy
 
 from lightrl.algorithms import checkpoints
+from lightrl.algorithms.saving import SavesPretrained
+from lightrl.algorithms.schedule import LRSchedule, with_schedule
 from lightrl.distributed import strategies
 from lightrl.models.loading import require_model_folder
 from lightrl.models.lora import named_hf_weights
@@ -23,7 +24,7 @@ from lightrl.ops.preference import bradley_terry_loss
 __all__ = ["RewardLightningModule"]
 
 
-class RewardLightningModule(LightningModule):
+class RewardLightningModule(SavesPretrained):
     """Fits a reward model to preferences by the Bradley-Terry likelihood.
 
         loss = mean over pairs of  -log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
@@ -40,7 +41,8 @@ class RewardLightningModule(LightningModule):
             sequence-classification model. With LoRA the head is trained too.
         optimizer: called with the parameter groups `backbone` and `head`.
         head_lr: learning rate of the head's group; None takes the optimizer's.
-        lr_scheduler: called with the optimizer; stepped after every update. None keeps the rate constant.
+        lr_scheduler: `{name: cosine, warmup: 0.03}` (`LRSchedule`, over all updates of the run), or what is called
+            with the optimizer; stepped after every update. None keeps the rate constant.
         centering_coef: c, at least 0. Above 0 keeps scores near 0 on average, which preferences alone leave open.
 
     Raises:
@@ -54,7 +56,7 @@ class RewardLightningModule(LightningModule):
         model: str | ModelSpec,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.0),
         head_lr: float | None = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | LRSchedule | None = None,
         centering_coef: float = 0.0,
     ) -> None:
         super().__init__()
@@ -90,10 +92,7 @@ class RewardLightningModule(LightningModule):
         lr = {} if self.head_lr is None else {"lr": self.head_lr}
         groups: list[dict[str, Any]] = [{"params": trained, "name": "backbone"}, {"params": head, "name": "head", **lr}]
         optimizer = self.optimizer_factory([group for group in groups if group["params"]])
-        if self.lr_scheduler_factory is None:
-            return optimizer
-        scheduler = {"scheduler": self.lr_scheduler_factory(optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+        return with_schedule(optimizer, self.lr_scheduler_factory, self.trainer)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Loss of one batch of pairs, as `PreferenceDataModule` lays them out."""
@@ -141,6 +140,11 @@ class RewardLightningModule(LightningModule):
         chosen, rejected = scores[0::2], scores[1::2]
         losses = bradley_terry_loss(chosen, rejected, batch["margin"], centering_coef=self.centering_coef)
         return chosen, rejected, losses
+
+    @property
+    def trained_model(self) -> tuple[RewardModel, ModelSpec]:
+        """What is written as a Hugging Face folder."""
+        return self.reward_model, self.model_spec
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what `lightrl export` builds the model from."""

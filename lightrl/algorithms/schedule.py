@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-__all__ = ["LRSchedule"]
+__all__ = ["UNCOUNTED", "LRSchedule", "with_schedule"]
+
+UNCOUNTED = (
+    "lr_scheduler by name needs to know where the run ends: set trainer.max_epochs or trainer.max_steps, or give a "
+    "scheduler class with its number of steps."
+)
 
 
 @dataclass
@@ -58,3 +64,26 @@ class LRSchedule:
     def scheduler(self, optimizer: Optimizer, total: int) -> LambdaLR:
         """The schedule of a run of `total` updates."""
         return LambdaLR(optimizer, lambda update: self.factor(update, total))
+
+
+def with_schedule(optimizer: Optimizer, schedule: Any, trainer: Trainer) -> Any:
+    """What `configure_optimizers` returns where Lightning takes the steps.
+
+    Args:
+        optimizer: the only one.
+        schedule: an `LRSchedule` over all updates of the run, what is called with the optimizer, or None.
+        trainer: knows how many updates there will be.
+
+    Raises:
+        ValueError: an `LRSchedule` in a run without an end that can be counted.
+    """
+    if schedule is None:
+        return optimizer
+    if isinstance(schedule, LRSchedule):
+        total = trainer.estimated_stepping_batches
+        if not math.isfinite(total):
+            raise ValueError(UNCOUNTED)
+        made: Any = schedule.scheduler(optimizer, int(total))
+    else:
+        made = schedule(optimizer)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightrl.algorithms import checkpoints
+from lightrl.algorithms.saving import SavesPretrained
+from lightrl.algorithms.schedule import LRSchedule, with_schedule
 from lightrl.distributed import strategies
 from lightrl.models.loading import load_causal_lm, require_model_folder
 from lightrl.models.lora import named_hf_weights
@@ -21,7 +22,7 @@ from lightrl.models.spec import ModelSpec
 __all__ = ["SFTLightningModule"]
 
 
-class SFTLightningModule(LightningModule):
+class SFTLightningModule(SavesPretrained):
     """Maximises the log-probability of given completions.
 
     The loss is the negative log-probability summed over completion tokens and divided by their number in the whole
@@ -30,7 +31,8 @@ class SFTLightningModule(LightningModule):
     Args:
         actor: the model: a folder or hub name, or a `ModelSpec`.
         optimizer: called with the trained parameters.
-        lr_scheduler: called with the optimizer; stepped after every update. None keeps the rate constant.
+        lr_scheduler: `{name: cosine, warmup: 0.03}` (`LRSchedule`, over all updates of the run), or what is called
+            with the optimizer; stepped after every update. None keeps the rate constant.
     """
 
     actor: PolicyModel
@@ -39,7 +41,7 @@ class SFTLightningModule(LightningModule):
         self,
         actor: str | ModelSpec,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.0),
-        lr_scheduler: LRSchedulerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | LRSchedule | None = None,
     ) -> None:
         super().__init__()
         self.actor_spec = ModelSpec(actor) if isinstance(actor, str) else actor
@@ -65,10 +67,7 @@ class SFTLightningModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """One optimizer; the schedule counts updates."""
         optimizer = self.optimizer_factory([p for p in self.actor.parameters() if p.requires_grad])
-        if self.lr_scheduler_factory is None:
-            return optimizer
-        scheduler = {"scheduler": self.lr_scheduler_factory(optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+        return with_schedule(optimizer, self.lr_scheduler_factory, self.trainer)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Loss of one batch of {token_ids, attention_mask, response_mask}, each (B, T), and `inputs` with images."""
@@ -88,6 +87,11 @@ class SFTLightningModule(LightningModule):
         mask = batch["response_mask"]
         logprobs = self.actor(batch["token_ids"], batch["attention_mask"], mask, inputs=batch.get("inputs")).logprobs
         return -logprobs.sum(), mask.sum()
+
+    @property
+    def trained_model(self) -> tuple[PolicyModel, ModelSpec]:
+        """What is written as a Hugging Face folder."""
+        return self.actor, self.actor_spec
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what `lightrl export` builds the model from."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jsonargparse import lazy_instance
-
 from lightrl.algorithms.ppo import PPOLightningModule
+from lightrl.compat.jsonargparse import deferred
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import RLOO, AdvantageEstimator, GroupRelative, ReinforcePlusPlus
 from lightrl.objectives.aggregation import Aggregation, ConstantLength, SequenceMean, SequenceSum, TokenMean
@@ -41,7 +40,7 @@ class CriticFreeLightningModule(PPOLightningModule):
         self,
         actor: str | ModelSpec,
         *,
-        advantage: AdvantageEstimator = lazy_instance(RLOO),  # noqa: B008
+        advantage: AdvantageEstimator = deferred(RLOO),  # noqa: B008
         whiten_advantages: bool = False,
         ppo_epochs: int = 1,
         **kwargs: Any,
@@ -72,9 +71,9 @@ class GRPOLightningModule(CriticFreeLightningModule):
         self,
         actor: str | ModelSpec,
         *,
-        advantage: AdvantageEstimator = lazy_instance(GroupRelative),  # noqa: B008
-        aggregation: Aggregation = lazy_instance(SequenceMean),  # noqa: B008
-        kl: KLPenalty | None = lazy_instance(KLInLoss, coef=0.04),  # noqa: B008
+        advantage: AdvantageEstimator = deferred(GroupRelative),  # noqa: B008
+        aggregation: Aggregation = deferred(SequenceMean),  # noqa: B008
+        kl: KLPenalty | None = deferred(KLInLoss, coef=0.04),  # noqa: B008
         **kwargs: Any,
     ) -> None:
         super().__init__(actor, advantage=advantage, aggregation=aggregation, kl=kl, **kwargs)
@@ -94,8 +93,8 @@ class DrGRPOLightningModule(GRPOLightningModule):
         self,
         actor: str | ModelSpec,
         *,
-        advantage: AdvantageEstimator = lazy_instance(GroupRelative, scale="none"),  # noqa: B008
-        aggregation: Aggregation = lazy_instance(ConstantLength, length=3000),  # noqa: B008
+        advantage: AdvantageEstimator = deferred(GroupRelative, scale="none"),  # noqa: B008
+        aggregation: Aggregation = deferred(ConstantLength, length=3000),  # noqa: B008
         kl: KLPenalty | None = None,
         **kwargs: Any,
     ) -> None:
@@ -118,8 +117,8 @@ class DAPOLightningModule(GRPOLightningModule):
         self,
         actor: str | ModelSpec,
         *,
-        loss: PolicyLoss = lazy_instance(PPOClip, eps_high=0.28),  # noqa: B008
-        aggregation: Aggregation = lazy_instance(TokenMean),  # noqa: B008
+        loss: PolicyLoss = deferred(PPOClip, eps_high=0.28),  # noqa: B008
+        aggregation: Aggregation = deferred(TokenMean),  # noqa: B008
         kl: KLPenalty | None = None,
         **kwargs: Any,
     ) -> None:
@@ -141,7 +140,7 @@ class GSPOLightningModule(GRPOLightningModule):
         self,
         actor: str | ModelSpec,
         *,
-        loss: PolicyLoss = lazy_instance(GSPO),  # noqa: B008
+        loss: PolicyLoss = deferred(GSPO),  # noqa: B008
         kl: KLPenalty | None = None,
         **kwargs: Any,
     ) -> None:
@@ -163,7 +162,7 @@ class CPGDLightningModule(GRPOLightningModule):
         self,
         actor: str | ModelSpec,
         *,
-        loss: PolicyLoss = lazy_instance(CPG, drift_coef=0.01),  # noqa: B008
+        loss: PolicyLoss = deferred(CPG, drift_coef=0.01),  # noqa: B008
         kl: KLPenalty | None = None,
         **kwargs: Any,
     ) -> None:
@@ -184,7 +183,7 @@ class RLOOLightningModule(CriticFreeLightningModule):
         self,
         actor: str | ModelSpec,
         *,
-        aggregation: Aggregation = lazy_instance(SequenceSum),  # noqa: B008
+        aggregation: Aggregation = deferred(SequenceSum),  # noqa: B008
         **kwargs: Any,
     ) -> None:
         super().__init__(actor, aggregation=aggregation, **kwargs)
@@ -208,8 +207,8 @@ class ReinforcePlusPlusLightningModule(CriticFreeLightningModule):
         self,
         actor: str | ModelSpec,
         *,
-        advantage: AdvantageEstimator = lazy_instance(ReinforcePlusPlus),  # noqa: B008
-        kl: KLPenalty | None = lazy_instance(KLInReward, coef=0.01),  # noqa: B008
+        advantage: AdvantageEstimator = deferred(ReinforcePlusPlus),  # noqa: B008
+        kl: KLPenalty | None = deferred(KLInReward, coef=0.01),  # noqa: B008
         **kwargs: Any,
     ) -> None:
         super().__init__(actor, advantage=advantage, kl=kl, **kwargs)

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightrl.callbacks.run_guard import RunGuard
+from lightrl.callbacks.run_guard import RunGuard, other_settings
 from lightrl.compat.lightning import SavingCheckpoint, flush_step_metrics, set_logged_step
 from lightrl.distributed.checkpoint_io import first_nonfinite
 from lightrl.distributed.consolidate import checkpoint_kind
@@ -122,12 +122,12 @@ class RolloutCheckpoint(SavingCheckpoint):
     def last_checkpoints(self, trainer: Trainer) -> set[str]:
         """What `--ckpt_path last` chooses from: the newest checkpoint that is whole.
 
-        It also finds earlier runs under the logger's name; Lightning looks in the new folder only. The newest is so by
-        the time of its file; `last.ckpt` is taken where it has come further, since a clock may have been set back, and
-        copying gives files new times.
+        It also finds earlier runs under the logger's name, of those the ones that began with this run's settings;
+        Lightning looks in the new folder only. The newest is so by the time of its file; `last.ckpt` is taken where it
+        has come further, since a clock may have been set back, and copying gives files new times.
 
         Raises:
-            ValueError: there are checkpoints, and none is whole.
+            ValueError: there are checkpoints, and none is whole, or all are of runs with other settings.
         """
         found = {Path(path) for path in super().last_checkpoints(trainer)}
         if self.dirpath is not None:
@@ -135,6 +135,14 @@ class RolloutCheckpoint(SavingCheckpoint):
         elif not found and trainer.loggers:
             folder = Path(trainer.loggers[0].save_dir or trainer.default_root_dir) / str(trainer.loggers[0].name)
             runs = {path.parent for path in folder.glob(f"*/checkpoints/{self.CHECKPOINT_NAME_LAST}.ckpt")}
+            others = {run.parent: other_settings(trainer, run.parent) for run in runs}
+            runs = {run for run in runs if not others[run.parent]}
+            if others and not runs:
+                differing = "; ".join(f"{run} has {settings}" for run, settings in sorted(others.items()))
+                raise ValueError(
+                    f"ckpt_path=last: the runs in {folder} began with other settings ({differing}), so none is this "
+                    "run's. Give the checkpoint itself to go on from one, or leave ckpt_path out to start anew."
+                )
             newest = max(runs, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.ckpt")), default=None)
             found = set(newest.glob("*.ckpt")) if newest is not None else set()
         else:

@@ -10,8 +10,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightrl.callbacks.ema import EMA
-from lightrl.models.loading import save_hf_folder
-from lightrl.storage import atomic_folder
 
 __all__ = ["HFExport"]
 
@@ -58,19 +56,9 @@ class HFExport(Callback):
 
     def export(self, trainer: Trainer, pl_module: Any, folder: Path) -> None:
         """Gathers the weights on every rank, tensor by tensor, and writes them on rank 0."""
-        state = {}
         with _averages(trainer)[0].swapped(pl_module) if self.ema else nullcontext():
-            for name, tensor in pl_module.named_policy_weights():
-                if trainer.is_global_zero:
-                    state[name] = tensor.cpu().clone()
-        if trainer.is_global_zero:
-            reward = hasattr(pl_module, "reward_model")
-            model = pl_module.reward_model if reward else pl_module.actor
-            spec = pl_module.model_spec if reward else pl_module.actor_spec
-            with atomic_folder(folder) as new:
-                save_hf_folder(model, state, new, tokenizer_path=spec.path)
-            rank_zero_info(f"Exported the model to {folder}")
-        trainer.strategy.barrier()
+            pl_module.save_pretrained(folder)
+        rank_zero_info(f"Exported the model to {folder}")
 
 
 def _averages(trainer: Trainer) -> list[EMA]:

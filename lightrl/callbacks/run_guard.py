@@ -19,12 +19,14 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.distributed.checkpoint_io import CheckedCheckpointIO
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.storage import FolderLock, clean_leftovers
+from lightrl.storage import FolderLock, atomic_write, clean_leftovers
 
-__all__ = ["RunGuard", "data_fingerprint"]
+__all__ = ["RunGuard", "data_fingerprint", "other_settings"]
 
 RECORD = "lightrl_run"
 EDGE = 1 << 16
+SETTINGS = "run_settings.json"
+"""In a run's folder: what `run_settings` gave."""
 
 
 class RunGuard(Callback):
@@ -36,6 +38,7 @@ class RunGuard(Callback):
       died left half written is removed;
     - checkpoint files are written by `CheckedCheckpointIO`, also those of Lightning's `ModelCheckpoint`, unless the
       Trainer was given another plugin for it;
+    - the folder gets `run_settings.json`, by which `--ckpt_path last` knows a run's own checkpoints from others';
     - a resumed run is refused another optimizer, and warned, once, of other prompts, another group size, number of
       prompts or seed than the checkpoint's.
     """
@@ -74,6 +77,9 @@ class RunGuard(Callback):
         folder = trainer.log_dir  # every rank asks, because Lightning answers with rank 0's
         if trainer.loggers and folder is not None:
             self._hold_for(trainer, folder)
+            if Path(folder).absolute() in self._locks:
+                with atomic_write(Path(folder) / SETTINGS, "w") as file:
+                    json.dump(self._settings, file)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Holds the checkpoints' folders; the optimizers are there, and not yet filled from a checkpoint."""
@@ -164,9 +170,19 @@ def run_settings(trainer: Trainer) -> dict[str, Any]:
     """What must be the same for a resumed run to be the run that began."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(data, RolloutDataModule):
-        return {}
+        return {"module": type(trainer.lightning_module).__name__}
     numbers = {name: getattr(data, name) for name in ("group_size", "prompts_per_rollout", "seed")}
-    return {**numbers, "prompts": data_fingerprint(data.prompts)}
+    module = {"module": type(data.learner).__name__, "actor": data.learner.actor_spec.path}
+    return {**numbers, **module, "prompts": data_fingerprint(data.prompts)}
+
+
+def other_settings(trainer: Trainer, folder: Path) -> str:
+    """What of the run in a folder differs from this one, as "name=value, ..."; "" where nothing does, or is known."""
+    file = folder / SETTINGS
+    if not file.is_file():
+        return ""
+    theirs, own = json.loads(file.read_text()), run_settings(trainer)
+    return ", ".join(f"{name}={theirs[name]}" for name in own if name in theirs and theirs[name] != own[name])
 
 
 def data_fingerprint(source: PromptSource | PromptMixture) -> str:

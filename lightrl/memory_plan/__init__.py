@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from lightrl.memory_plan.memory import PARTS, STRATEGIES, Plan, Precision, host_memory, memory, smallest_fit, total
 from lightrl.memory_plan.model import measure_model
 from lightrl.memory_plan.time import Job, Rates, curve
 
-__all__ = ["plan"]
+__all__ = ["needed_memory", "plan"]
 
 GIB = float(1 << 30)
 USABLE = 0.9
@@ -148,6 +148,24 @@ def plan(
             slots=sequences,
         )
         _print_times(case, job, Rates.of(tflops, bandwidth), staleness, USABLE * gpu_memory * GIB)
+
+
+def needed_memory(model: str, strategy: str, limit: float, **case: Any) -> tuple[float, str]:
+    """Bytes that each process of a run takes at the peak, and what to do where that is more than it may; else "".
+
+    Args:
+        model: folder or hub name of the policy.
+        strategy: as of `plan`.
+        limit: bytes that a process may take.
+        case: the other attributes of `Plan`.
+    """
+    import torch
+
+    compute = torch.float32 if case.get("precision") == "32-true" else torch.bfloat16
+    here = Plan(actor=measure_model(model, compute=compute), **case)
+    needed = total(memory(here, strategy))
+    fitting = [name for name in STRATEGIES if total(memory(here, name)) <= limit]
+    return needed, advice(here, fitting, limit) if needed > limit else ""
 
 
 def _print(case: Plan, chosen: tuple[str, ...], gpu_memory: float) -> None:

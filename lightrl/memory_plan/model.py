@@ -125,7 +125,7 @@ def _saved_bytes(config: Any, layers: int, compute: torch.dtype, tokens: int) ->
     text = small.get_text_config()
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
+        text.layer_types = (list(text.layer_types) * layers)[:layers]  # a model may have one block
     saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:

@@ -1,22 +1,30 @@
-"""`lightrl report RUN_DIR`: plots and samples of a run as one HTML page, with the plots as PNG files beside it.
+"""`lightrl report RUN_DIR ...`: plots and samples of a run, or of several runs, as one HTML page.
 
 `read` gets the numbers off the disk, `plots` draws them, `page` writes the HTML.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from lightrl.report.page import render_page
-from lightrl.report.plots import draw_panels
+from lightrl.report.page import render_comparison, render_page
+from lightrl.report.plots import draw_comparison, draw_panels
 from lightrl.report.read import read_run
 from lightrl.storage import atomic_write
 
 __all__ = ["report"]
 
 
-def report(run_dir: Path | str, baseline: Path | str | None = None, out: Path | str | None = None) -> Path:
-    """Draws a run and prints the path of the page as the last line.
+def report(
+    run_dir: Path | str,
+    baseline: Path | str | None = None,
+    out: Path | str | None = None,
+    others: Sequence[Path | str] = (),
+) -> Path:
+    """Draws a run, or several in one page, and prints the path of the page as the last line.
 
     Args:
         run_dir: folder of a run logged by Lightning's `CSVLogger`: it holds `metrics.csv`, or `version_*` folders that
@@ -26,14 +34,20 @@ def report(run_dir: Path | str, baseline: Path | str | None = None, out: Path | 
         baseline: run folder of an evaluation before training (`lightrl validate` on the start model); its numbers are
             drawn at 0 rollouts and its samples are the "before" ones. Without it the run's first evaluation is, which
             is one before training with the `EvaluateFirst` callback.
-        out: folder to write `report.html` and the PNG files to; `run_dir/report` where None.
+        out: folder to write `report.html` and the PNG files to; `run_dir/report` where None, or `comparison` here
+            where there are several runs.
+        others: further runs, whose lines are drawn beside the first one's; `lightrl report RUN RUN ...` is the same.
 
     Returns:
-        the path of the page: one file without links to others, for a wide screen or a phone, light or dark.
+        the path of the page: one file without links to others, for a wide screen or a phone, light or dark. Over a
+        plot it shows the values under the mouse.
 
     Raises:
-        ValueError: there is no `metrics.csv` in `run_dir` (or `baseline`), or nothing was logged to it.
+        ValueError: there is no `metrics.csv` in a run's folder, or nothing was logged to it; one is given twice, or a
+            baseline with several runs.
     """
+    if others:
+        return _compare([Path(run_dir), *map(Path, others)], baseline, Path("comparison") if out is None else Path(out))
     run = read_run(Path(run_dir), "run_dir")
     before = None if baseline is None else read_run(Path(baseline), "baseline")
     folder = Path(run_dir) / "report" if out is None else Path(out)
@@ -44,5 +58,24 @@ def report(run_dir: Path | str, baseline: Path | str | None = None, out: Path | 
     page = folder / "report.html"
     with atomic_write(page, "w") as file:
         file.write(render_page(run, before, images))
+    print(page)
+    return page
+
+
+def _compare(folders: Sequence[Path], baseline: Path | str | None, out: Path) -> Path:
+    if baseline is not None:
+        raise ValueError(f"baseline={str(baseline)!r} with {len(folders)} runs: give it among them, or one run only.")
+    places = [folder.resolve() for folder in folders]
+    twice = sorted({str(folder) for folder, place in zip(folders, places, strict=True) if places.count(place) > 1})
+    if twice:
+        raise ValueError(f"run {', '.join(twice)} is given twice.")
+    above = os.path.commonpath([place.parent for place in places])
+    runs = [
+        replace(read_run(folder, "run"), name=os.path.relpath(place, above))
+        for folder, place in zip(folders, places, strict=True)
+    ]
+    page = out / "report.html"
+    with atomic_write(page, "w") as file:
+        file.write(render_comparison(runs, draw_comparison(runs)))
     print(page)
     return page

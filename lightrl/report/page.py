@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from lightrl.report.plots import Image
+from lightrl.report.plots import Image, running_mean, smoothing
 from lightrl.report.read import Run, Series
 
-__all__ = ["render_page"]
+__all__ = ["render_comparison", "render_page"]
 
 # (metric, label, unit, which value is the best one, or None where neither direction is)
 SUMMARY = (
@@ -40,7 +41,10 @@ h2{font-size:1.1rem;margin:2em 0 .7em}.soft{color:var(--soft);margin:.2em 0 1.2e
 .grid{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr))}
 .tiles{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(150px,1fr))}
 .card{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 14px;min-width:0}
-.plot{padding:8px;margin:0}.plot img{display:block;width:100%;height:auto}
+.plot{padding:8px;margin:0;position:relative}.line,.tip{position:absolute;pointer-events:none;display:none}
+.line{width:1px;background:var(--soft)}.tip{background:var(--card);border:1px solid var(--line);border-radius:6px;
+padding:4px 8px;font-size:.8rem;white-space:pre;z-index:1}.warn{border-left:4px solid #ea580c;margin:0 0 1em}
+.plot img{display:block;width:100%;height:auto}
 .tile b{display:block;font-size:1.45rem;font-variant-numeric:tabular-nums}small{color:var(--soft)}
 .tile b small{font-size:.8rem;font-weight:400}
 .wide{overflow-x:auto;padding:4px 14px}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
@@ -56,6 +60,29 @@ th{font-size:.82rem;color:var(--soft);font-weight:600}
 white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.45 ui-monospace,monospace;max-height:16em;overflow:auto}
 """
 
+# Shows, over each plot, the values at the rollout under the mouse.
+SCRIPT = """
+for (const plot of document.querySelectorAll(".plot")) {
+  const {frame, lines} = JSON.parse(plot.querySelector("script").textContent);
+  const [left, right, top, bottom, low, high] = frame;
+  const line = plot.querySelector(".line"), tip = plot.querySelector(".tip"), image = plot.querySelector("img");
+  const steps = [...new Set(Object.values(lines).flatMap(points => points.map(p => p[0])))].sort((a, b) => a - b);
+  plot.addEventListener("mousemove", event => {
+    const box = image.getBoundingClientRect(), outer = plot.getBoundingClientRect();
+    const x = low + ((event.clientX - box.left) / box.width - left) / (right - left) * (high - low);
+    const step = steps.reduce((a, b) => Math.abs(b - x) < Math.abs(a - x) ? b : a);
+    const at = box.left - outer.left + box.width * (left + (step - low) / (high - low) * (right - left));
+    const rows = Object.entries(lines).map(([label, points]) => [label, points.find(p => p[0] === step)]);
+    tip.textContent = [`${step}`, ...rows.filter(r => r[1]).map(([label, p]) => `${label}: ${p[1]}`)].join("\\n");
+    line.style.cssText = `display:block;left:${at}px;top:${box.top - outer.top + box.height * top}px;` +
+      `height:${box.height * (bottom - top)}px`;
+    tip.style.cssText = `display:block;top:${box.top - outer.top + 8}px;` +
+      (at > outer.width / 2 ? `right:${outer.width - at + 8}px` : `left:${at + 8}px`);
+  });
+  plot.addEventListener("mouseleave", () => { line.style.display = tip.style.display = "none"; });
+}
+"""
+
 
 def render_page(run: Run, before: Run | None, images: Sequence[Image]) -> str:
     """The whole page.
@@ -69,16 +96,75 @@ def render_page(run: Run, before: Run | None, images: Sequence[Image]) -> str:
     facts += [f"{duration(seconds)} of training"] if seconds else []
     body = [
         f"<h1>{escape(run.name)}</h1><p class=soft>LightRL run report: {', '.join(facts)}.</p>",
+        fallen(run),
         f"<div class=tiles>{''.join(tile(row) for row in rows[:TILES])}</div>",
         f"<h2>First, last and best</h2>{summary_table(rows)}" if rows else "",
         f"<h2>Over the run</h2><div class=grid>{''.join(plot(image) for image in images)}</div>" if images else "",
         samples_section(run, before),
     ]
+    return document(f"{run.name} - LightRL report", body)
+
+
+def document(title: str, body: Sequence[str]) -> str:
+    """The whole file."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(run.name)} - LightRL report</title><style>{STYLE}</style></head>"
-        f"<body><main>{''.join(body)}</main></body></html>\n"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>"
+        f"<body><main>{''.join(body)}</main><script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def render_comparison(runs: Sequence[Run], images: Sequence[Image]) -> str:
+    """The page of several runs: a table of them, and plots with a line for each.
+
+    Args:
+        runs: with names that differ. images: drawn panels.
+    """
+    summaries = {run.name: {row["label"]: row for row in summary_rows(run, None)} for run in runs}
+    labels = [label for _, label, _, _ in SUMMARY if any(label in rows for rows in summaries.values())]
+    head = "".join(f"<th>{escape(label)}</th>" for label in labels)
+    lines = []
+    for run in runs:
+        cells = []
+        for label in labels:
+            row = summaries[run.name].get(label)
+            best = "" if row is None or row["best"] is None else f" <small>best {number(row['best'][1])}</small>"
+            cells.append(f"<td>{'-' if row is None else number(row['last'][1])}{best}</td>")
+        lines.append(f"<tr><td>{escape(run.name)}</td><td>{run.num_rollouts:,}</td>{''.join(cells)}</tr>")
+    table = f"<table><tr><th>Run</th><th>Rollouts</th>{head}</tr>{''.join(lines)}</table>"
+    body = [
+        f"<h1>{len(runs)} runs</h1><p class=soft>LightRL run comparison: last values, best ones beside them.</p>",
+        *(fallen(run) for run in runs),
+        f"<div class='card wide'>{table}</div>",
+        f"<h2>Over the runs</h2><div class=grid>{''.join(plot(image) for image in images)}</div>",
+    ]
+    return document("LightRL run comparison", body)
+
+
+def fallen(run: Run) -> str:
+    """A note on a run that had been better than it ended, with the checkpoint nearest to its best; "" elsewhere.
+
+    It is one where evaluation (or else the running mean of the training reward) ended below its best by more than a
+    tenth of what the run had gained until then.
+    """
+    rows = {row["label"]: row for row in summary_rows(run, None)}
+    row = next((rows[label] for _, label, _, best in SUMMARY[:3] if best is max and label in rows), None)
+    if row is None:
+        return ""
+    steps, values = list(row["series"]), list(row["series"].values())
+    values = running_mean(values, smoothing(len(values)))
+    top = values.index(max(values))
+    lost, gained = values[top] - values[-1], values[top] - values[0]
+    if len(values) < 3 or gained <= 0 or lost <= 0.1 * gained:
+        return ""
+    nearest = min(run.checkpoints, key=lambda c: (abs(c[0] - steps[top]), c), default=None)
+    way = "no checkpoint of it was kept (RolloutCheckpoint.monitor keeps the best)"
+    if nearest is not None:
+        way = f"the nearest checkpoint is {nearest[1]}"
+    return (
+        f"<p class='card warn'><b>{escape(run.name)} peaked and fell.</b> {escape(row['label'])} was "
+        f"{number(values[top])} after {steps[top]:,} rollouts and ended at {number(values[-1])}: {escape(way)}.</p>"
     )
 
 
@@ -143,8 +229,13 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
 def plot(image: Image) -> str:
     """A panel in both colour schemes; the browser shows the one that fits the page."""
     light, dark = (f"data:image/png;base64,{b64encode(data).decode()}" for data in (image.light, image.dark))
+    lines = {
+        label: [[x, float(f"{y:.4g}")] for x, y in s.items() if not math.isnan(y)] for label, s in image.lines.items()
+    }
+    data = json.dumps({"frame": image.frame, "lines": lines}).replace("<", "\\u003c")
     return (
-        "<figure class='card plot'><picture>"
+        "<figure class='card plot'><div class=line></div><div class=tip></div>"
+        f'<script type="application/json">{data}</script><picture>'
         f'<source media="(prefers-color-scheme:dark)" srcset="{dark}">'
         f'<img src="{light}" alt="{escape(image.title)}" width="780" height="442"></picture></figure>'
     )

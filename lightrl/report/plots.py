@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
+from itertools import cycle
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -14,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from lightrl.report.read import Run, Series
 
-__all__ = ["Image", "draw_panels"]
+__all__ = ["Image", "draw_comparison", "draw_panels"]
 
 SIZE, DPI = (6.0, 3.4), 130
 
@@ -61,12 +62,19 @@ class Panel:
 
 @dataclass(frozen=True)
 class Image:
-    """A drawn panel: name, title, and PNG bytes for a light and a dark page."""
+    """A drawn panel: name, title, PNG bytes for a light and a dark page, and what the page shows under the mouse.
+
+    Attributes:
+        lines: label -> rollouts done -> value, as drawn.
+        frame: of the axes in the picture: left, right, top, bottom (fractions of it), lowest and highest x.
+    """
 
     name: str
     title: str
     light: bytes
     dark: bytes
+    lines: dict[str, Series]
+    frame: tuple[float, ...]
 
 
 PANELS = (
@@ -117,9 +125,38 @@ def draw_panels(run: Run, before: Run | None) -> list[Image]:
         lines = panel_lines(panel, metrics, before)
         if lines:
             target = run.kl_target if panel.name == "kl_reference" else None
-            drawn = [draw(panel, lines, metrics, target, theme) for theme in ("light", "dark")]
-            images.append(Image(panel.name, panel.title, drawn[0], drawn[1]))
+            images.append(_image(panel, lines, metrics, target))
     return images
+
+
+def draw_comparison(runs: Sequence[Run]) -> list[Image]:
+    """Draws each panel's first metric that any of several runs has, a line for each run.
+
+    Args:
+        runs: with names that differ.
+    """
+    images = []
+    for panel in PANELS:
+        wanted = next((name for name, _ in panel.lines if any(name in run.metrics for run in runs)), None)
+        if wanted is None or panel.kind == "area":
+            continue
+        lines = [
+            (run.name, run.name, {step + 1: value for step, value in run.metrics[wanted].items()})
+            for run in runs
+            if any(not math.isnan(value) for value in run.metrics.get(wanted, {}).values())
+        ]
+        if lines:
+            images.append(_image(replace(panel, title=f"{panel.title}: {wanted}", band=None), lines, {}, None))
+    return images
+
+
+def _image(
+    panel: Panel, lines: list[tuple[str, str, Series]], metrics: dict[str, Series], target: float | None
+) -> Image:
+    (light, frame), (dark, _) = (draw(panel, lines, metrics, target, theme) for theme in ("light", "dark"))
+    scale = 100.0 if panel.kind == "percent" else 1.0
+    shown = {label: {x: y * scale for x, y in series.items()} for _, label, series in lines}
+    return Image(panel.name, panel.title, light, dark, shown, frame)
 
 
 def other_time(metrics: dict[str, Series]) -> Series:
@@ -147,8 +184,8 @@ def panel_lines(panel: Panel, metrics: dict[str, Series], before: Run | None) ->
 
 def draw(
     panel: Panel, lines: list[tuple[str, str, Series]], metrics: dict[str, Series], target: float | None, theme: str
-) -> bytes:
-    """One panel as PNG."""
+) -> tuple[bytes, tuple[float, ...]]:
+    """One panel as PNG, and where in it the axes are (`Image.frame`)."""
     colors, palette = THEMES[theme], THEMES[theme].lines
     figure = Figure(figsize=SIZE, dpi=DPI, facecolor=colors.background, layout="constrained")
     FigureCanvasAgg(figure)
@@ -157,7 +194,7 @@ def draw(
     if panel.kind == "area":
         draw_area(axes, lines, colors)
     else:
-        for (_, label, series), color in zip(lines, palette, strict=False):
+        for (_, label, series), color in zip(lines, cycle(palette)):
             draw_line(axes, {x: y * scale for x, y in series.items()}, label, color)
     if panel.band is not None and panel.band in metrics:
         center, half = lines[0][2], metrics[panel.band]
@@ -169,7 +206,8 @@ def draw(
     finish(axes, panel, colors, max(smoothing(len(series)) for _, _, series in lines))
     buffer = BytesIO()
     figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    box = axes.get_position()
+    return buffer.getvalue(), (box.x0, box.x1, 1 - box.y1, 1 - box.y0, *axes.get_xlim())
 
 
 def draw_line(axes: Any, series: Series, label: str, color: str) -> None:

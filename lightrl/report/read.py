@@ -32,12 +32,14 @@ class Run:
         metrics: name -> series; names without any number are not in it.
         samples: records of `SampleLog`, in the order of the steps.
         kl_target: target of the `AdaptiveKL` callback, if `config.yaml` names one.
+        checkpoints: (rollouts done, path within the run's folder) of those whose name says so.
     """
 
     name: str
     metrics: dict[str, Series]
     samples: list[dict[str, Any]] = field(default_factory=list)
     kl_target: float | None = None
+    checkpoints: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def num_rollouts(self) -> int:
@@ -79,7 +81,13 @@ def read_run(folder: Path, argument: str) -> Run:
     if not metrics:
         files = ", ".join(str(path / "metrics.csv") for path in folders)
         raise ValueError(f"{argument}={str(folder)!r}: no numbers in {files} yet: wait for the first rollout to end.")
-    return Run(folder.resolve().name, metrics, samples, kl_target(folders))
+    return Run(folder.resolve().name, metrics, samples, kl_target(folders), checkpoints(folder))
+
+
+def checkpoints(folder: Path) -> list[tuple[int, str]]:
+    """(rollouts done, path) of the checkpoints whose name says after how many rollouts they were saved."""
+    found = [(re.search(r"rollout=(\d+)", path.name), path) for path in sorted(folder.rglob("*.ckpt"))]
+    return [(int(match[1]), path.relative_to(folder).as_posix()) for match, path in found if match]
 
 
 def inside(path: Path, folder: Path) -> bool:

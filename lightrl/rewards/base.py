@@ -30,6 +30,7 @@ Everything is passed by keyword, and only what the signature takes (`**columns` 
 | `videos` | n lists of arrays (frames, height, width, 3) of uint8 |
 | `audios` | n lists of mono arrays (samples,) of float32 |
 | `group_ids` | n integers, equal for the completions of one prompt; a call always holds whole groups |
+| `training_progress` | n times the fraction of the run's rollouts that are done, in [0, 1); 0 outside of training |
 | `log_metric(name, value)` | logs a number as `reward/<function>/<name>` (mean over calls) |
 | `log_extra(column, values)` | n values shown beside the completions as `<function>/<column>` |
 | any other name | the data set's column of that name, n values |

@@ -22,7 +22,7 @@ from lightrl.types import Scores
 
 __all__ = ["RewardScorer", "ScoreHandle"]
 
-OFFERED = ("prompts", "completions", "completion_ids", "group_ids", *MEDIA)
+OFFERED = ("prompts", "completions", "completion_ids", "group_ids", "training_progress", *MEDIA)
 """What every function may name beside the data set's columns."""
 
 log = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ class RewardScorer:
         self._loop = BackgroundLoop("rewards")
         self._slots = [asyncio.Semaphore(limit) for limit in self._limits]
         self._warned: set[str] = set()
+        self._progress = 0.0
 
     def submit(
         self,
@@ -140,11 +141,16 @@ class RewardScorer:
         """
         rows: dict[str, Sequence[Any]] = {**columns, **(media or {})}
         rows.update(prompts=prompts, completions=completions, completion_ids=completion_ids, group_ids=group_ids)
+        rows["training_progress"] = [self._progress] * len(completions)
         wrong = {name: len(values) for name, values in rows.items() if len(values) != len(completions)}
         if wrong:
             raise ValueError(f"RewardScorer.submit: {len(completions)} completions, but {wrong} values.")
         weights = self._row_weights(rows, len(completions))
         return ScoreHandle(self._loop.submit(self._score(rows, weights)))
+
+    def set_progress(self, fraction: float) -> None:
+        """Tells how much of the run is done, in [0, 1]; functions that name `training_progress` get it."""
+        self._progress = fraction
 
     def require_columns(self, columns: Iterable[str]) -> None:
         """Raises a `ValueError` where a function needs what neither these data-set columns nor LightRL offer."""

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from jsonargparse import lazy_instance
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightrl.compat.jsonargparse import realized
+from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import run_seed
 from lightrl.data.processing import load_processor
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source
@@ -107,9 +106,9 @@ class RolloutDataModule(LightningDataModule):
         self,
         prompts: PromptSource | PromptMixture | list[dict[str, Any]] | str,
         rewards: list[RewardSpec] | None = None,
-        engine: Engine = lazy_instance(VLLMEngine),  # noqa: B008
+        engine: Engine = deferred(VLLMEngine),  # noqa: B008
         sampling: SamplingParams = SamplingParams(),  # noqa: B008
-        episode: Episode = lazy_instance(SingleTurn),  # noqa: B008
+        episode: Episode = deferred(SingleTurn),  # noqa: B008
         group_size: int | None = None,
         prompts_per_rollout: int = 32,
         rollouts_per_epoch: int | None = 10,
@@ -480,6 +479,8 @@ class RolloutDataModule(LightningDataModule):
         self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int], *, recover: bool = True
     ) -> Collection:
         """Starts the groups of this rank's prompts; the engine must be ready."""
+        if self.scorer is not None:
+            self.scorer.set_progress(self._progress())
         if self._collector is None:
             self._collector = Collector(
                 self.engine,
@@ -556,6 +557,14 @@ class RolloutDataModule(LightningDataModule):
         trajectories = [t for group in groups if not any(group.prompt.media) for t in group.trajectories]
         for callback in self._checks():
             callback.check_trajectories(self.engine, trajectories, self.tokenizer)
+
+    def _progress(self) -> float:
+        """Rollouts done of all those of the run; 0 where it is no training, or has no end that can be counted."""
+        trainer: Any = self.trainer
+        if trainer is None or trainer.state.fn != "fit" or not isinstance(trainer.num_training_batches, int):
+            return 0.0
+        total = trainer.num_training_batches * (trainer.max_epochs or 0)
+        return min((trainer.fit_loop.total_batch_idx + 1) / total, 1.0) if total > 0 else 0.0
 
     def _engine_context(self) -> EngineContext:
         """What the run tells the engine."""

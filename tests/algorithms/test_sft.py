@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
-from lightrl.algorithms import GRPOLightningModule, RewardLightningModule, SFTLightningModule
+from lightrl.algorithms import GRPOLightningModule, LRSchedule, RewardLightningModule, SFTLightningModule
 from lightrl.data.sft import SFTDataModule, SFTSource
 from tests.toys import quickstart_model, quiet_trainer
 
@@ -77,3 +77,26 @@ def test_optimizer_and_schedule_are_those_that_were_given(tmp_path: Path) -> Non
     data = SFTDataModule(train=SFTSource(rows=rows), batch_size=2)
     quiet_trainer(callbacks=[Watch()]).fit(module, data)
     assert rates == pytest.approx([0.1, 0.05, 0.025])
+
+
+def test_a_schedule_by_name_counts_the_runs_updates(tmp_path: Path) -> None:
+    """4 updates: a linear decay to 0 takes 1, 3/4, 1/2, 1/4 of the rate; without an end it is refused."""
+    path = quickstart_model(tmp_path, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(8)]
+    rates: list[float] = []
+
+    class Rates(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    def fit(**trainer: Any) -> None:
+        module = SFTLightningModule(
+            path, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), lr_scheduler=LRSchedule("linear")
+        )
+        data = SFTDataModule(SFTSource(rows=rows), batch_size=4)
+        quiet_trainer(callbacks=[Rates()], **trainer).fit(module, data)
+
+    fit(max_epochs=2)
+    assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025])
+    with pytest.raises(ValueError, match="needs to know where the run ends"):
+        fit(max_epochs=-1)

@@ -66,3 +66,24 @@ def test_a_fast_dev_run_leaves_a_real_runs_folder_alone(model: str, tmp_path: Pa
 def test_zero_rollouts_between_exports_are_refused() -> None:
     with pytest.raises(ValueError, match="every_n_rollouts=0"):
         HFExport(every_n_rollouts=0)
+
+
+def test_the_module_writes_itself_and_pushes_what_it_writes(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = fit(ModelSpec(model), HFExport(dirpath=str(tmp_path / "by_callback")))
+    module.save_pretrained(tmp_path / "own")
+    tokens = torch.arange(20).view(2, 10) % 15
+    assert torch.equal(logprobs(tmp_path / "own", tokens), logprobs(tmp_path / "by_callback", tokens))
+
+    pushed: dict[str, Any] = {}
+
+    def upload(self: Any, *, repo_id: str, folder_path: Path, revision: str | None) -> None:
+        pushed[repo_id] = (logprobs(folder_path, tokens), revision, sorted(p.name for p in folder_path.iterdir()))
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda self, name, private, exist_ok: None)
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", upload)
+    module.push_to_hub("me/sums", revision="v2")
+    got, revision, files = pushed["me/sums"]
+    assert torch.equal(got, logprobs(tmp_path / "own", tokens)) and revision == "v2"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)

