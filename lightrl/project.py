@@ -19,15 +19,15 @@ TASKS = tuple(sorted(folder.name for folder in TEMPLATES.iterdir() if folder.is_
 
 def init(
     dir: str,
-    task: Literal["grpo", "rlhf", "sft"] = "grpo",
+    task: Literal["agent", "grpo", "rlhf", "sft"] = "grpo",
     model: str = "Qwen/Qwen2.5-0.5B-Instruct",
 ) -> None:
-    """Writes a small project: configuration, reward function, some rows and a README, to be changed and run.
+    """Writes a small project: configuration, reward function or tools, some rows and a README, to be changed and run.
 
     Args:
         dir: folder to write; made where it does not exist. Files that are there are never overwritten.
-        task: `grpo` (prompts and a reward function), `sft` (prompts and completions) or `rlhf` (SFT, a reward model
-            from preference pairs, PPO against it).
+        task: `grpo` (prompts and a reward function), `agent` (tools that the policy calls over several turns), `sft`
+            (prompts and completions) or `rlhf` (SFT, a reward model from preference pairs, PPO against it).
         model: folder or hub name of the model to train.
 
     Raises:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.agent.make_model import make_model
 from lightrl.cli import main
 from lightrl.project import TASKS
 from tests.toys import quickstart_model
@@ -30,7 +31,7 @@ def _in_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_task_has_a_template() -> None:
-    assert TASKS == ("grpo", "rlhf", "sft")
+    assert TASKS == ("agent", "grpo", "rlhf", "sft")
 
 
 def test_the_grpo_project_runs_with_rows_and_reward_of_ones_own(
@@ -48,6 +49,24 @@ def test_the_grpo_project_runs_with_rows_and_reward_of_ones_own(
     assert (tmp_path / "mine/outputs/grpo/model/model.safetensors").is_file()
     main(["report", "outputs/grpo"])
     assert list((tmp_path / "mine/outputs/grpo").rglob("*.html"))
+
+
+def test_the_agent_project_is_checked_runs_and_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(tmp_path / "model")  # its calls can be read; drawn at random, it calls nothing
+    main(["init", "mine", "--task", "agent", "--model", str(tmp_path / "model")])
+    monkeypatch.chdir(tmp_path / "mine")
+    random_init = "--model.init_args.actor.random_init=true"
+    main(["check-env", "--config", "config.yaml", "--rows", "1"])
+    assert "multiply" in capsys.readouterr().out
+    sizes = ["--data.init_args.group_size=2", "--data.init_args.prompts_per_rollout=2"]
+    length = "--data.init_args.environment.max_tokens=160"
+    main(["fit", "--config", "config.yaml", random_init, length, *sizes, *SMALL, *ROLLOUTS])
+    assert (tmp_path / "mine/outputs/agent/model/model.safetensors").is_file()
+    assert "factory: tools.Calculator" in (tmp_path / "mine/outputs/agent/config.yaml").read_text()
+    main(["view", "outputs/agent"])
+    assert list((tmp_path / "mine/outputs/agent").rglob("*.html"))
 
 
 def test_the_rlhf_project_goes_through_its_three_steps(

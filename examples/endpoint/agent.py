@@ -1,8 +1,8 @@
-"""Sums of three numbers with a calculator that adds two, by a program that knows only OpenAI's client.
+"""Sums and differences of three numbers with a calculator for two, by a program that knows only OpenAI's client.
 
 With any model server:
 
-    OPENAI_API_KEY=... python examples/endpoint/agent.py "Sum 12 34 56"
+    OPENAI_API_KEY=... python examples/endpoint/agent.py "412 + 305 - 118"
 """
 
 import json
@@ -12,18 +12,19 @@ import sys
 import openai
 
 MAX_CALLS = 3
-ADD = {
-    "name": "add",
-    "description": "Adds two numbers.",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "a": {"type": "integer", "description": "one number"},
-            "b": {"type": "integer", "description": "the other number"},
-        },
-        "required": ["a", "b"],
-    },
-}
+
+
+def schema(name: str, does: str, a: str, b: str) -> dict:
+    """A tool of two numbers."""
+    numbers = {"a": {"type": "integer", "description": a}, "b": {"type": "integer", "description": b}}
+    parameters = {"type": "object", "properties": numbers, "required": ["a", "b"]}
+    return {"type": "function", "function": {"name": name, "description": does, "parameters": parameters}}
+
+
+TOOLS = [
+    schema("add", "Adds two numbers.", "one number", "the other number"),
+    schema("subtract", "Subtracts a number from another.", "from this", "this"),
+]
 
 
 def solve(question: str, base_url: str | None, api_key: str) -> str:
@@ -31,9 +32,7 @@ def solve(question: str, base_url: str | None, api_key: str) -> str:
     messages = [{"role": "user", "content": question}]
     with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
         for _ in range(MAX_CALLS + 1):
-            answer = client.chat.completions.create(
-                model="gpt-5-mini", messages=messages, tools=[{"type": "function", "function": ADD}]
-            )
+            answer = client.chat.completions.create(model="gpt-5-mini", messages=messages, tools=TOOLS)
             message = answer.choices[0].message
             if not message.tool_calls:
                 return message.content or ""
@@ -47,13 +46,14 @@ def calculate(function) -> str:
     """The result of a call, or what is wrong with it."""
     try:
         arguments = json.loads(function.arguments)
-        return str(int(arguments["a"]) + int(arguments["b"]))
+        a, b = int(arguments["a"]), int(arguments["b"])
+        return str({"add": a + b, "subtract": a - b}[function.name])
     except (KeyError, TypeError, ValueError) as error:
         return f"Error: {type(error).__name__}: {error}"
 
 
 def main(row: dict, base_url: str, api_key: str) -> float:
-    """One attempt, and its reward: whether the sum is right."""
+    """One attempt, and its reward: whether the answer is right."""
     return float(solve(row["prompt"], base_url, api_key).strip() == str(row["answer"]))
 
 

@@ -47,7 +47,7 @@ class ToolEnvironment(Environment):
 
     def __init__(
         self,
-        factory: Callable[[], Any] | str,
+        factory: str | Callable[[], Any],
         *,
         tool_timeout: float | None = 60.0,
         timeout_message: str = "Error: {name} took longer than {seconds:g} seconds.",

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,29 +80,6 @@ def test_a_program_is_trained_on_the_log_probs_that_the_engine_sampled_with(fami
         if family == "qwen2.5":  # one row that goes on, the question beside, the summary; random text rarely forks
             assert 16 * 3 <= len(rollouts) < 16 * 4
     assert keep.rollouts[0].rewards.std() > 0
-
-
-def test_the_example_begins_to_train(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "from lightrl.cli import main; main()"
-    monkeypatch.syspath_prepend(str(root))
-    from examples.endpoint.make_model import make_model
-
-    make_model(tmp_path / "start")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", code, "fit", "--config", "examples/endpoint/grpo.yaml"),
-            *(f"--run_dir={tmp_path / 'run'}", "--trainer.max_steps=1", "--trainer.limit_val_batches=0"),
-            f"--model.init_args.actor.path={tmp_path / 'start'}",
-            *("--data.init_args.engine=TransformersEngine", "--data.init_args.prompts_per_rollout=2"),
-            *("--data.init_args.group_size=2", "--data.init_args.rollouts_per_epoch=1", "--trainer.max_epochs=1"),
-        ],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_a_program_is_given_in_yaml() -> None:

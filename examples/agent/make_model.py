@@ -1,9 +1,9 @@
 """Writes the example's model folder: a Qwen2 configuration, a tokenizer with a chat template for tools, no weights.
 
-    python -m examples.endpoint.make_model [outputs/endpoint/start]
+    python -m examples.agent.make_model [outputs/agent/start]
 
-0.4 M parameters in 3 layers. Every character is a token, but for the marks of the chat template and the phrases of a
-call.
+0.4 M parameters in 3 layers. Every character is a token, but for the marks of the chat template, the roles and the
+phrases of a call. The weights are drawn at the start of the supervised run (`random_init: true`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
 SPECIAL = ["<pad>", "<|im_end|>", "<|im_start|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-PHRASES = ['\n{"name": "add", "arguments": {"a": ', ', "b": ', "}}\n"]
-"""Of a call. Tokens of their own, so that a call is nine tokens."""
+PHRASES = [
+    *('\n{"name": "add", "arguments": {"a": ', '\n{"name": "subtract", "arguments": {"a": ', ', "b": ', "}}\n"),
+    *("system\n", "add ", "subtract ", "user\n", "assistant\n"),
+]
+"""Of a call, of the list of tools, and the roles. Tokens of their own, so that turns are short."""
 CHAT_TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool.function.name + ' ' }}
 {%- endfor %}{{ '<tool_call></tool_call><|im_end|>\\n' }}{% endif %}
 {%- for m in messages %}
@@ -67,6 +70,6 @@ def make_model(folder: str | Path) -> None:
 
 
 if __name__ == "__main__":
-    target = sys.argv[1] if len(sys.argv) > 1 else "outputs/endpoint/start"
+    target = sys.argv[1] if len(sys.argv) > 1 else "outputs/agent/start"
     make_model(target)
     print(f"Wrote {target}.")

@@ -1,0 +1,129 @@
+"""The agent examples: the task, the careless demonstrations, both runs briefly, and that the policy learns (long)."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from examples.agent.make_model import make_model
+from examples.agent.task import Demonstrations, Questions
+from examples.agent.tools import Calculator
+from examples.endpoint import agent
+from lightrl.cli import run
+from lightrl.environments import ToolEnvironment
+from lightrl.environments.parsing import choose_parser
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("agent") / "start"
+    make_model(folder)
+    return folder
+
+
+def test_answers_are_right_and_held_out_questions_are_held_out() -> None:
+    rows = {split: Questions(split)() for split in ("train", "eval")}
+    for row in [*rows["eval"], *rows["train"].select(range(500))]:
+        assert eval(row["prompt"]) == int(row["answer"]) >= 0
+    assert len(rows["eval"]) == 256 and not set(rows["eval"]["prompt"]) & set(rows["train"]["prompt"])
+    shown = Demonstrations(size=300)()["prompt"]
+    asked = {text.split("<|im_start|>user\n")[1].split("<|im_end|>")[0] for text in shown}
+    assert asked <= set(rows["train"]["prompt"])
+
+
+def test_writers_are_as_careful_as_they_are_said_to_be() -> None:
+    """Last turns that give the answer: four in ten of the conversations, and of the others none but by chance."""
+    for careful, low, high in ((0.4, 0.35, 0.45), (1.0, 1.0, 1.0), (0.0, 0.0, 0.02)):
+        rows = Demonstrations(size=1000, careful=careful)()
+        last = [(row["prompt"], row["completion"]) for row in rows if "tool_call" not in row["completion"]]
+        right = sum(
+            eval(prompt.split("<|im_start|>user\n")[1].split("<|im_end|>")[0]) == int(answer) for prompt, answer in last
+        )
+        assert len(last) == 1000 and low <= right / 1000 <= high
+
+
+def test_demonstrated_calls_are_read_as_calls(start: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    tools = ToolEnvironment(Calculator).tools
+    parser = choose_parser(tokenizer, renderer=None, tool_parser=None, reasoning_parser=None, tools=True)
+    kinds: Counter[str] = Counter()
+    for row in Demonstrations(size=60)():
+        ids = tokenizer(row["completion"] + "<|im_end|>")["input_ids"]
+        reply = parser.parse([], ids, tools, truncated=False)
+        assert not reply.errors and bool(reply.tool_calls) == ("tool_call" in row["completion"])
+        kinds.update(call.name for call in reply.tool_calls)
+        assert tokenizer.decode(tokenizer(row["prompt"])["input_ids"]) == row["prompt"]
+        assert len(ids) <= 24  # sampling.max_new_tokens
+    assert set(kinds) == {"add", "subtract"}
+
+
+def test_the_program_asks_with_the_same_tools() -> None:
+    """So that both examples begin with the same prompts."""
+    native = {tool["function"]["name"]: tool["function"] for tool in ToolEnvironment(Calculator).tools}
+    assert all(tool.pop("return") == {"type": "string"} for tool in native.values())  # OpenAI's schemas have none
+    assert {tool["function"]["name"]: tool["function"] for tool in agent.TOOLS} == native
+
+
+def step(config: str, folder: Path, name: str, actor: Path, *extra: str) -> dict[str, list[float]]:
+    """One command of the examples; what its CSV logger wrote, metric -> values."""
+    run(
+        [
+            *("fit", f"--config=examples/{config}.yaml", f"--run_dir={folder / name}"),
+            *("--trainer.enable_progress_bar=false", f"--model.init_args.actor.path={actor}", *extra),
+        ]
+    )
+    found: dict[str, list[float]] = {}
+    with open(folder / name / "metrics.csv") as file:
+        for row in csv.DictReader(file):
+            for key, value in row.items():
+                if value:
+                    found.setdefault(key, []).append(float(value))
+    return found
+
+
+FEW = [
+    *("--trainer.max_epochs=1", "--trainer.limit_val_batches=1", "--data.init_args.eval_batch_size=4"),
+    *("--data.init_args.engine=TransformersEngine", "--data.init_args.rollouts_per_epoch=1"),
+    *("--data.init_args.prompts_per_rollout=2", "--data.init_args.group_size=2"),
+]
+
+
+@pytest.mark.slow
+def test_the_examples_briefly(start: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    size = "--data.init_args.train.rows.init_args.size=100"
+    step("agent/sft", tmp_path, "sft", start, "--trainer.max_steps=2", size)
+    model = tmp_path / "sft" / "model"
+    for name in ("agent", "endpoint"):
+        metrics = step(f"{name}/grpo", tmp_path, name, model, *FEW)
+        assert metrics["reward/scored_fraction"] == [1.0]
+        assert (tmp_path / name / "model" / "model.safetensors").is_file()
+    assert "factory: examples.agent.tools.Calculator" in (tmp_path / "agent" / "config.yaml").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_the_policy_learns(start: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least 25 points on held-out questions, natively and through the program, from one warm start."""
+    monkeypatch.chdir(root)
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    step("agent/sft", tmp_path, "sft", start)
+    for name, metric in (("agent", "eval/ExactAnswer"), ("endpoint", "eval/environment")):
+        engine = "--data.init_args.engine=TransformersEngine"
+        right = step(f"{name}/grpo", tmp_path, name, tmp_path / "sft" / "model", engine)[metric]
+        assert right[-1] >= right[0] + 0.25, json.dumps({name: right})
+
+
+def test_run_script_explains_itself(root: Path) -> None:
+    done: Any = subprocess.run(
+        ["bash", "examples/agent/run.sh", "--fast"], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "usage: examples/agent/run.sh [--engine" in done.stderr
