@@ -5,6 +5,7 @@ from lightrl.environments.canary import LedgerMismatch, check_trajectories
 from lightrl.environments.endpoint import AgentProgram
 from lightrl.environments.episode import Attempts
 from lightrl.environments.ledger import Ledger
+from lightrl.environments.remote import MCPEnvironment, OpenEnvironment
 from lightrl.environments.tools import ToolEnvironment
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "EnvironmentFailedError",
     "Ledger",
     "LedgerMismatch",
+    "MCPEnvironment",
+    "OpenEnvironment",
     "Reply",
     "Step",
     "ToolCall",
