@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.environments.base import Environment, Message, Reply, Step
-from lightrl.environments.bridges import Bridge, RendererBridge, TemplateBridge, make_renderer
+from lightrl.environments.bridges import Bridge, ImageProcessor, RendererBridge, TemplateBridge, make_renderer
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.parsing import ReplyParser, choose_parser
 from lightrl.types import CompletionGroup, GenerationRequest, SamplingParams, StopReason, Trajectory, TrajectoryRow
@@ -126,8 +126,8 @@ class Attempts:
         self._renderer: Any = None
         self._bridge: Bridge | None = None
 
-    def setup(self, tokenizer: Any) -> None:
-        """Takes the policy's tokenizer. Once, before the first attempt.
+    def setup(self, tokenizer: Any, processor: ImageProcessor | None = None) -> None:
+        """Takes the policy's tokenizer, and the processor of a model that sees images. Once, before the first attempt.
 
         Raises:
             ValueError: it has no chat template, or `renderer` names none.
@@ -137,7 +137,7 @@ class Attempts:
         if self._renderer is not None:
             self._bridge = RendererBridge(self._renderer, tokenizer)
         else:
-            self._bridge = TemplateBridge(tokenizer, self.template_kwargs)
+            self._bridge = TemplateBridge(tokenizer, self.template_kwargs, processor)
 
     async def group(
         self,
@@ -350,7 +350,7 @@ class _Attempt:
             seed=self.turn_seed(turn),
             name=f"turn {turn} of {self.name}",
         )
-        group = await self.ask(request)
+        group = await self.ask(self.ledger.shown(request))
         completion = group.completions[0]
         truncated = completion.finish_reason == "length"
         reply: Reply = parser.parse(prompt_ids, completion.token_ids, environment.tools, truncated=truncated)

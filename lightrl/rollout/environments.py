@@ -8,6 +8,7 @@ from typing import Any, final
 
 from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.environments import AgentProgram, Attempts, Environment
+from lightrl.environments.bridges import ImageProcessor
 from lightrl.rollout.episodes import Ask, Episode, Task
 from lightrl.types import CompletionGroup, GenerationRequest, Trajectory
 
@@ -31,9 +32,9 @@ class _Played(Episode):
         """See `Episode.max_tokens`."""
         return self.attempts.max_tokens
 
-    def setup(self, tokenizer: Any) -> None:
+    def setup(self, tokenizer: Any, processor: ImageProcessor | None = None) -> None:
         """See `Episode.setup`."""
-        self.attempts.setup(tokenizer)
+        self.attempts.setup(tokenizer, processor)
 
     def check_prompts(self, prompts: PromptSource | PromptMixture) -> None:
         """See `Episode.check_prompts`."""
@@ -54,7 +55,10 @@ class _Played(Episode):
     async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
         """See `Episode.run`."""
         if task.prompt.media and task.prompt.media[0]:
-            raise ValueError(f"{task.name} has media: environments are text only so far. Leave such rows out.")
+            raise ValueError(
+                f"{task.name} has media, but an environment's `reset` makes the first messages: set "
+                "prompts.media_columns={}, and put images into content blocks there."
+            )
 
         async def named(request: GenerationRequest) -> CompletionGroup:
             return await ask(replace(request, name=f"{request.name} at {task.name}"))

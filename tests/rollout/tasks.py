@@ -152,7 +152,8 @@ class Keep(RLCallback):
         if self.compare:
             r = rollouts
             with torch.no_grad():
-                out = module.actor(r.token_ids, r.attention_mask, r.response_mask, group_ids=r.group_ids)
+                inputs = r.inputs or None
+                out = module.actor(r.token_ids, r.attention_mask, r.response_mask, group_ids=r.group_ids, inputs=inputs)
             self.gaps.append(float((out.logprobs - r.engine_logprobs)[r.response_mask].abs().max()))
 
     def on_experience_made(self, trainer: Any, module: Any, experience: Experience) -> None:

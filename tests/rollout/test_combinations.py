@@ -102,7 +102,7 @@ class Cell:
         arguments: of a run that has it.
         shows: what a run has to show for it, beside every trained token's proof; its words stand on the page.
         check: whether the run shows it.
-        refused: what the run is refused with, in place of `check`.
+        refused: what the run is refused with, in place of `check`; by way where only one is refused.
         tested: way -> test that runs it, where another file does.
         prove: whether engine and trainer are compared; not where their log-probs are of different distributions.
     """
@@ -111,9 +111,13 @@ class Cell:
     arguments: Callable[[Where], dict[str, Any]] = lambda where: {}
     shows: str = ""
     check: Callable[[Run, Where], bool] = lambda run, where: True
-    refused: str = ""
+    refused: str | dict[str, str] = ""
     tested: dict[str, str] = field(default_factory=dict)
     prove: bool = True
+
+    def refusal(self, way: str) -> str:
+        """What is said instead of a run; "" where there is one."""
+        return self.refused.get(way, "") if isinstance(self.refused, dict) else self.refused
 
 
 def same_weights(other: dict[str, Any]) -> Callable[[Run, Where], bool]:
@@ -133,6 +137,17 @@ def turns_differ(run: Run, where: Where) -> bool:
     assert turns is not None
     rows = zip(experience.advantages, turns, strict=True)
     return any(len({round(float(a), 6) for a in advantages[turn >= 0]}) > 1 for advantages, turn in rows)
+
+
+def replies(run: Run) -> list[str]:
+    said = [message for messages in run.keep.rollouts[0].messages for message in messages]
+    return [message["content"] for message in said if message["role"] == "assistant"]
+
+
+def teacher(path: str) -> str:
+    """Another model with the same tokens."""
+    folder = Path(path).parent / "teacher"
+    return str(folder) if folder.exists() else chat_model(folder, seed=1)
 
 
 def served(where: Where) -> dict[str, Any]:
@@ -163,9 +178,9 @@ def refused_prompts(feature: str, message: str, **source: Any) -> Cell:
     return Cell(feature, lambda where: {"prompts": PromptSource(rows=rows, **source)}, refused=message)
 
 
-def estimator(feature: str, build: Callable[[str], Any]) -> Cell:
+def estimator(feature: str, build: Callable[[str], Any], refused: Any = "") -> Cell:
     shows = "turns of one trajectory get different advantages"
-    return Cell(feature, lambda where: {"build": build}, shows, turns_differ)
+    return Cell(feature, lambda where: {"build": build}, shows, turns_differ, refused)
 
 
 CELLS: dict[str, list[Cell]] = {
@@ -247,9 +262,11 @@ CELLS: dict[str, list[Cell]] = {
             "PPO with a critic", lambda where: {"build": critic}, "the critic has values of every sampled token",
             lambda run, where: bool((run.keep.experiences[0].values[run.keep.rollouts[0].response_mask] != 0).all()),
         ),
-        estimator("`TurnReturns`", lambda path: grpo(path, advantage=TurnReturns())),
-        estimator("`TurnGAE`", lambda path: critic(path, advantage=TurnGAE())),
-        estimator("`GiGPO`", lambda path: grpo(path, advantage=GiGPO())),
+        estimator("`TurnReturns`", lambda path: grpo(path, advantage=TurnReturns(gamma=0.5))),
+        estimator("`TurnGAE`", lambda path: critic(path, advantage=TurnGAE(gamma=0.5))),
+        estimator(
+            "`GiGPO`", lambda path: grpo(path, advantage=GiGPO()), {PROGRAM: "nothing says which state a turn began in"}
+        ),
         Cell(
             "turn-level estimators with `reward_clip`",
             lambda where: {"build": lambda path: grpo(path, advantage=TurnReturns(), reward_clip=1.0)},
@@ -283,11 +300,11 @@ CELLS: dict[str, list[Cell]] = {
                 "build": lambda path: grpo(path, ptx_coef=0.5),
                 "ptx": SFTSource(rows=[{"prompt": "say a", "completion": "a"}]), "ptx_batch_size": 1,
             },
-            "a supervised loss", lambda run, where: run.keep.metrics[0]["ptx/loss"] > 0,
+            "a supervised loss", lambda run, where: run.keep.metrics[0]["loss/ptx"] > 0,
         ),
         Cell(
             "distillation",
-            lambda where: {"build": lambda path: DistillLightningModule(path, {"teacher": path}, optimizer=sgd)},
+            lambda where: {"build": lambda path: DistillLightningModule(path, {"one": teacher(path)}, optimizer=sgd)},
             "the teacher scores every sampled token",
             lambda run, where: run.keep.experiences[0].teacher_logprobs is not None,
         ),
@@ -318,7 +335,7 @@ CELLS: dict[str, list[Cell]] = {
         Cell(
             "`stop`", lambda where: {"sampling": SamplingParams(max_new_tokens=12, stop=["e", "a"])},
             "replies end with it",
-            lambda run, where: any(text.endswith(("e", "a")) for text in run.keep.rollouts[0].completions),
+            lambda run, where: any(reply.endswith(("e", "a")) for reply in replies(run)),
         ),
     ],
     "Prompts and rewards": [
@@ -378,8 +395,8 @@ def test_each_cell_is_run_or_refused_as_the_page_says(cell: Cell, way: str, path
     where = Where(path, tmp_path, way)
     arguments = {"canary": cell.prove, "compare": cell.prove, **cell.arguments(where)}
     try:
-        if cell.refused:
-            with pytest.raises(ValueError, match=re.escape(cell.refused)):
+        if cell.refusal(way):
+            with pytest.raises(ValueError, match=re.escape(cell.refusal(way))):
                 where.run(**{**arguments, "canary": False})
             return
         run = where.run(**arguments)
@@ -404,18 +421,19 @@ def page() -> str:
         "",
         "Written by `python -m tests.rollout.test_combinations` from the table that",
         "`tests/rollout/test_combinations.py` tests with a tiny model, one rollout per cell. In every run the policy",
-        "must move, and each trained token is compared with the engine's log-probs at 1e-5 (`LedgerCanary`); not in runs",
-        "with `staleness`, `streaming` or another sampling temperature. *Environment* is `data.environment`, *program*",
+        "must move, and each trained token is compared with the engine's log-probs at 1e-5 (`LedgerCanary`); not with",
+        "`staleness`, `streaming` or another sampling temperature. *Environment* is `data.environment`, *program*",
         "an `AgentEpisode` ([environments](environments.md)). A refusal names the argument and the way out.",
     ]
     for title, cells in CELLS.items():
         lines += ["", f"## {title}", "", "| feature | environment | program | what is seen |", "|---|---|---|---|"]
         for cell in cells:
-            word = "refused" if cell.refused else "run"
-            seen = f"“{cell.refused}”" if cell.refused else cell.shows
+            words = ["refused" if cell.refusal(way) else "run" for way in (ENVIRONMENT, PROGRAM)]
+            said = dict.fromkeys(f"“{text}”" for way in (ENVIRONMENT, PROGRAM) if (text := cell.refusal(way)))
+            seen = "; ".join([*([cell.shows] if cell.shows and "run" in words else []), *said])
             if cell.tested:
                 seen = "<br>".join(f"`{test}`" for test in dict.fromkeys(cell.tested.values()))
-            lines.append(f"| {cell.feature} | {word} | {word} | {seen} |")
+            lines.append(f"| {cell.feature} | {words[0]} | {words[1]} | {seen} |")
     return "\n".join(lines) + "\n"
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from lightrl.environments.bridges import Bridge, RendererBridge, TemplateBridge, make_renderer
+from lightrl.environments.bridges import Bridge, ImageProcessor, RendererBridge, TemplateBridge, make_renderer
 from lightrl.environments.endpoint.running import InProcess, InSubprocess, ProgramError, Runner, load
 from lightrl.environments.endpoint.session import Session
 from lightrl.environments.episode import Ask
@@ -136,8 +136,8 @@ class AgentProgram:
         self._endpoint: Endpoint | None = None
         self._users = 0
 
-    def setup(self, tokenizer: Any) -> None:
-        """Takes the policy's tokenizer. Once, before the first attempt.
+    def setup(self, tokenizer: Any, processor: ImageProcessor | None = None) -> None:
+        """Takes the policy's tokenizer, and the processor of a model that sees images. Once, before the first attempt.
 
         Raises:
             ValueError: it has no chat template, or `renderer` names none.
@@ -147,7 +147,7 @@ class AgentProgram:
         if self._renderer is not None:
             self._bridge = RendererBridge(self._renderer, tokenizer)
         else:
-            self._bridge = TemplateBridge(tokenizer, self.template_kwargs)
+            self._bridge = TemplateBridge(tokenizer, self.template_kwargs, processor)
 
     async def group(
         self,
