@@ -26,6 +26,7 @@ __all__ = [
     "Experience",
     "GenerationRequest",
     "HostRows",
+    "ImageInputs",
     "Media",
     "Piece",
     "Prompts",
@@ -134,6 +135,25 @@ class Media:
     def columns(self, count: int) -> dict[str, list[Any]]:
         """`images`, `videos` and `audios` as reward functions get them: for each of `count` rows the same list."""
         return {name: [getattr(self, name)] * count for name in ("images", "videos", "audios")}
+
+
+@dataclass
+class ImageInputs:
+    """n images as a model reads them.
+
+    Attributes:
+        images: decoded, PIL in RGB.
+        token: the one placeholder that a chat template writes for an image.
+        texts: n strings of placeholders that stand for each image in the end.
+        inputs: model inputs of all images, but for those that have an entry per token.
+        token_inputs: name -> token id -> entry; 0 for ids that are not there.
+    """
+
+    images: list[Any]
+    token: str
+    texts: list[str]
+    inputs: dict[str, Tensor]
+    token_inputs: dict[str, dict[int, int]]
 
 
 @dataclass
@@ -373,6 +393,7 @@ class TrajectoryRow:
         logprobs: n floats, what the engine reported for sampled tokens; 0 for context.
         policy_versions: n integers, of the weights that sampled a token; -1 for context.
         support: n entries, what each token was drawn from; None where nothing was cut, or it was not recorded.
+        inputs: extra model inputs; None takes the prompt's. media: the same of decoded media.
     """
 
     token_ids: list[int]
@@ -380,6 +401,8 @@ class TrajectoryRow:
     logprobs: list[float]
     policy_versions: list[int]
     support: Support | None = None
+    inputs: dict[str, Any] | None = None
+    media: Media | None = None
 
 
 @dataclass
@@ -395,7 +418,6 @@ class Trajectory:
         states: key of the state in which each turn began, by turn number: equal for equal states of a group.
         failure: what failed, where `stop_reason` is "failure": the trajectory is then in no loss and no baseline.
         metrics: numbers of its making (turns, tool calls, seconds).
-        inputs: extra model inputs; None takes the prompt's. media: the same of decoded media.
     """
 
     rows: list[TrajectoryRow]
@@ -406,8 +428,6 @@ class Trajectory:
     states: list[str] = field(default_factory=list)
     failure: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    inputs: dict[str, Any] | None = None
-    media: Media | None = None
 
     @property
     def sampled_ids(self) -> list[int]:

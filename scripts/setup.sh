@@ -45,6 +45,9 @@ elif "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; t
     pip install -q --no-deps "renderers>=0.1.12,<0.2" "prime-pydantic-config>=0.3" 2>&1 | tee -a "$log"
 fi
 
+# The extra `openenv`, without the web pages (gradio) that would put an older pillow in the place of this one.
+pip install -q --no-deps "openenv-core>=0.3,<0.4" >>"$log" 2>&1 || echo "== No openenv-core here: its tests are left out."
+
 # vLLM brings these along. A CUDA build of them beside a CPU torch fails on import and takes transformers with it. Qwen-VL's
 # processors need torchvision, whose transforms are plain Python: two operator schemas are all its import lacks.
 works() { "$VENV/bin/python" -c "import $1" >>"$log" 2>&1; }

@@ -106,7 +106,7 @@ class SaveRollouts(RLCallback):
 def trajectory_records(
     rollouts: Rollouts, experience: Experience, decode: Callable[[list[int]], str] | None
 ) -> list[dict[str, Any]]:
-    """One dictionary per trajectory, as `SaveRollouts` writes them; `row` is the number of its first row.
+    """One dictionary per trajectory, as `SaveRollouts` writes them; `row` is the number of its last row.
 
     Args:
         rollouts: B scored rows. experience: the same rows.
@@ -142,7 +142,7 @@ def trajectory_records(
         states = rollouts.states[first] if rollouts.states else []
         records.append(
             {
-                "row": first,
+                "row": numbers[-1],
                 "group": int(rollouts.group_ids[first]),
                 "trajectory": trajectory,
                 "policy_version": rollouts.policy_version,

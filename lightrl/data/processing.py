@@ -6,7 +6,7 @@ Text rows take the tokenizer's way, bit for bit; the processor is loaded with th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from lightrl.data.media import COLUMNS, KINDS, MediaError, MediaSource, decode
 from lightrl.data.templates import ChatTemplate, as_messages, encode, render_prompt
-from lightrl.models.media_tokens import placeholder_ids
+from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
 from lightrl.models.video import video_timing
-from lightrl.types import Media
+from lightrl.types import ImageInputs, Media
 
 __all__ = ["Encoded", "MediaProcessor", "arranged", "encode_prompt", "load_processor", "shown"]
 
@@ -140,8 +140,42 @@ class MediaProcessor:
             arguments["videos"], arguments["video_metadata"] = list(media.videos), timings
         if media.audios:
             arguments["audio"], arguments["sampling_rate"] = list(media.audios), self._sampling_rate(media)
+        out = self._run(text, arguments, templated=templated)
+        token_ids = out["input_ids"][0].tolist()
+        self._check_features(token_ids, out.get("text_replacement_offsets"))
+        inputs = self._inputs(out)
+        special = self._special_ids()
+        first = next((i for i, token in enumerate(token_ids) if token in special), len(token_ids))
+        differ = (i for i, (a, b) in enumerate(zip(token_ids, media.token_ids, strict=False)) if a != b)
+        return Encoded(text, token_ids, inputs, media, max(0, min(first, next(differ, first)) - 1))
+
+    def images(self, values: Sequence[Any]) -> ImageInputs:
+        """Images without a prompt: decoded, their model inputs, and the placeholders that stand for each.
+
+        Args:
+            values: n images, as content blocks hold them.
+
+        Raises:
+            MediaError: the model takes no images, or one cannot be read.
+        """
+        token = self.token("image")
+        if token is None:
+            raise MediaError(f"{type(self.processor).__name__} takes no images.")
+        media = decode([("image", value) for value in values], MediaSource(rows=[{}]))
+        out = self._run(token * len(values), {"images": [media.images]}, templated=True)
+        offsets = out.get("text_replacement_offsets")
+        if not offsets or len(offsets[0]) != len(values):
+            raise MediaError(f"{type(self.processor).__name__} does not say what stands for each image.")
+        token_ids = out["input_ids"][0].tolist()
+        inputs = self._inputs(out)
+        names = [name for name in inputs if name.endswith(TOKEN_INPUT)]
+        token_inputs = {name: dict(zip(token_ids, inputs.pop(name)[0].tolist(), strict=True)) for name in names}
+        return ImageInputs(media.images, token, [part["replacement"] for part in offsets[0]], inputs, token_inputs)
+
+    def _run(self, text: str, arguments: Mapping[str, Any], *, templated: bool) -> Any:
+        """What the processor makes of a text and media."""
         try:
-            out = self.processor(
+            return self.processor(
                 text=[text],
                 add_special_tokens=not templated,
                 return_tensors="pt",
@@ -150,14 +184,12 @@ class MediaProcessor:
             )
         except (ValueError, StopIteration, IndexError, TypeError) as error:
             raise MediaError(f"{type(self.processor).__name__} refused it: {error}") from error
-        token_ids = out["input_ids"][0].tolist()
-        self._check_features(token_ids, out.get("text_replacement_offsets"))
+
+    @staticmethod
+    def _inputs(out: Any) -> dict[str, torch.Tensor]:
+        """The extra model inputs in it."""
         skipped = ("input_ids", "attention_mask")
-        inputs = {name: x for name, x in out.items() if isinstance(x, torch.Tensor) and name not in skipped}
-        special = self._special_ids()
-        first = next((i for i, token in enumerate(token_ids) if token in special), len(token_ids))
-        differ = (i for i, (a, b) in enumerate(zip(token_ids, media.token_ids, strict=False)) if a != b)
-        return Encoded(text, token_ids, inputs, media, max(0, min(first, next(differ, first)) - 1))
+        return {name: x for name, x in out.items() if isinstance(x, torch.Tensor) and name not in skipped}
 
     def _special_ids(self) -> set[int]:
         """Tokens that stand for a medium or for one of its features."""

@@ -6,6 +6,7 @@ from lightrl.environments.endpoint import AgentProgram
 from lightrl.environments.episodes import Episode, SingleTurn, Task
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.playing import EnvironmentEpisode
+from lightrl.environments.remote import MCPEnvironment, OpenEnvironment
 from lightrl.environments.tools import ToolEnvironment
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "Episode",
     "Ledger",
     "LedgerMismatch",
+    "MCPEnvironment",
+    "OpenEnvironment",
     "Reply",
     "SingleTurn",
     "Step",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from lightrl.environments.base import Message
+from lightrl.types import ImageInputs
 
-__all__ = ["Bridge", "RendererBridge", "TemplateBridge", "make_renderer"]
+__all__ = ["Bridge", "ImageProcessor", "RendererBridge", "TemplateBridge", "Tokens", "make_renderer"]
 
 MARK = "\U000f0e4c"
 """Stands inside literal special-token text while it is rendered, so that it is not read as the token. Private use."""
@@ -18,14 +20,77 @@ SHORT, LONG = "Qa1", "Zb2 Zb3 " * 7 + "Zb4"
 """Two contents that stand for what was sampled, of different lengths."""
 
 
-class Bridge(ABC):
-    """Turns conversations into tokens for one chat template."""
+class Tokens(list[int]):
+    """Token ids, and the images for which placeholders stand among them.
 
-    def __init__(self) -> None:
+    Attributes:
+        short: the same with one placeholder per image, for engines that put the features' tokens in themselves.
+        images: decoded, in order.
+    """
+
+    def __init__(self, ids: Sequence[int], short: Sequence[int] | None = None, images: Sequence[Any] = ()) -> None:
+        super().__init__(ids)
+        self.short = list(ids if short is None else short)
+        self.images = list(images)
+
+
+class ImageProcessor(Protocol):
+    """What a bridge asks of a model's processor."""
+
+    @property
+    def wants_blocks(self) -> bool:
+        """Whether the chat template leaves out contents that are strings instead of lists of blocks."""
+
+    def token(self, kind: str) -> str | None:
+        """What stands for one medium of that kind in a prompt's text."""
+
+    def images(self, values: Sequence[Any]) -> ImageInputs:
+        """Decodes images and makes their model inputs."""
+
+
+class Bridge(ABC):
+    """Turns conversations into tokens for one chat template.
+
+    Args:
+        processor: of models that see images; None refuses images.
+    """
+
+    def __init__(self, processor: ImageProcessor | None = None) -> None:
+        self.processor = processor
         self._parallel: dict[bool, bool] = {}  # by whether there are tools
 
+    def opened(self, messages: Sequence[Message]) -> list[Message]:
+        """Copies of the messages in which images are decoded.
+
+        Raises:
+            ValueError: they show something that the model or this bridge does not take, or that cannot be read.
+        """
+        opened = []
+        for message in messages:
+            message = dict(message)
+            if isinstance(message.get("content"), list):
+                message["content"] = [self._opened(message["role"], dict(part)) for part in message["content"]]
+            opened.append(message)
+        return opened
+
+    def _opened(self, role: str, part: dict[str, Any]) -> dict[str, Any]:
+        kind = part.get("type")
+        if kind == "text":
+            return part
+        if kind != "image" or "image" not in part:
+            raise ValueError(
+                f"environment: a {role} message holds a content block of type {kind!r} ({sorted(part)}); environments take "
+                "text and {'type': 'image', 'image': ...}. Describe it in words, or leave it out."
+            )
+        if self.processor is None:
+            raise ValueError(
+                f"environment: a {role} message holds a content block of type 'image', and the model, or its renderer, "
+                "takes text only. Describe it in words, or leave it out; a model that sees needs `renderer: template`."
+            )
+        return {**part, "image": self.processor.images([part["image"]]).images[0]}
+
     @abstractmethod
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Tokens:
         """The whole conversation, up to where the assistant's next turn begins.
 
         Raises:
@@ -68,7 +133,7 @@ class Bridge(ABC):
         reply: Message,
         new: Sequence[Message],
         tools: Sequence[dict[str, Any]],
-    ) -> list[int] | None:
+    ) -> Tokens | None:
         """The tokens to append to prompt and completion so that the assistant's next turn begins.
 
         Args:
@@ -97,14 +162,13 @@ class RendererBridge(Bridge):
         self.renderer = renderer
         self._special = special_texts(tokenizer)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        refuse_media(messages)
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Tokens:
         said = guard(messages, self._special)
         try:
             ids = self.renderer.render_ids(said, tools=list(tools) or None, add_generation_prompt=True)
         except Exception as error:
             raise ValueError(f"The renderer refuses the conversation: {error}") from error
-        return list(ids)
+        return Tokens(ids)
 
     def extend(
         self,
@@ -114,15 +178,14 @@ class RendererBridge(Bridge):
         reply: Message,
         new: Sequence[Message],
         tools: Sequence[dict[str, Any]],
-    ) -> list[int] | None:
-        refuse_media(new)
+    ) -> Tokens | None:
         before = [*prompt_ids, *completion_ids]
         extended = self.renderer.bridge_to_next_turn(
             list(prompt_ids), list(completion_ids), guard(new, self._special), tools=list(tools) or None
         )
         if extended is None or list(extended.token_ids[: len(before)]) != before:
             return None
-        return list(extended.token_ids[len(before) :])
+        return Tokens(extended.token_ids[len(before) :])
 
 
 class TemplateBridge(Bridge):
@@ -144,15 +207,21 @@ class TemplateBridge(Bridge):
     Args:
         tokenizer: with a chat template.
         template_kwargs: further variables of the template, such as `enable_thinking`.
+        processor: as in `Bridge`.
 
     Raises:
         ValueError: there is no chat template.
     """
 
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
+        processor: ImageProcessor | None = None,
+    ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("environment: a conversation needs a tokenizer with a chat template; this one has none.")
-        super().__init__()
+        super().__init__(processor)
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self._special = special_texts(tokenizer)
@@ -163,7 +232,7 @@ class TemplateBridge(Bridge):
         form = form or self._form or _Form()
         return str(
             self.tokenizer.apply_chat_template(
-                [form.message(message) for message in messages],
+                [self._content(form.message(message)) for message in messages],
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=True,
@@ -171,8 +240,26 @@ class TemplateBridge(Bridge):
             )
         )
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        refuse_media(messages)
+    def _content(self, message: Message) -> Message:
+        """The message with its content as the template reads it."""
+        if self.processor is None or not isinstance(message.get("content"), str) or not self.processor.wants_blocks:
+            return message
+        return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+    def _tokens(self, text: str, messages: Sequence[Message]) -> Tokens:
+        """Ids of a rendered text; each placeholder that the template wrote becomes those of its image."""
+        images = images_of(messages)
+        if not images:
+            return Tokens(encode_marked(self.tokenizer, text))
+        assert self.processor is not None, "images were opened"
+        shown = self.processor.images(images)
+        first, *rest = text.split(shown.token)
+        if len(rest) != len(images):
+            raise ValueError(f"environment: the chat template shows {len(rest)} of {len(images)} images.")
+        whole = first + "".join(placeholders + part for placeholders, part in zip(shown.texts, rest, strict=True))
+        return Tokens(encode_marked(self.tokenizer, whole), encode_marked(self.tokenizer, text), images)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Tokens:
         self._learn_form(messages[:1], tools)
         try:
             text = self._text(guard(messages, self._special), tools)
@@ -181,7 +268,7 @@ class TemplateBridge(Bridge):
                 f"The chat template refuses the conversation: {error}. Where it has no tool messages, use "
                 "`result_role: user`; where it takes one tool call at a time, name it in `on_parse_error`."
             ) from error
-        return encode_marked(self.tokenizer, text)
+        return self._tokens(text, messages)
 
     def _learn_form(self, first: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
         """Finds how this template wants a message with tool calls: some want JSON text, some no content."""
@@ -206,9 +293,10 @@ class TemplateBridge(Bridge):
         reply: Message,
         new: Sequence[Message],
         tools: Sequence[dict[str, Any]],
-    ) -> list[int] | None:
-        refuse_media(new)
+    ) -> Tokens | None:
         self._learn_form(history[:1], tools)
+        if self.processor is not None and not self._placeholders.isdisjoint(completion_ids):
+            return None  # sampled, it stands for no image; in a new row it is text
         new = guard(new, self._special)
         ended = self._end_of_turn(completion_ids, history, tools)
         if ended is None:
@@ -219,10 +307,17 @@ class TemplateBridge(Bridge):
             suffix = self._common_suffix([guard(history, self._special)], reply, new, tools, end)
         if suffix is None:
             return None
-        ids = encode_marked(self.tokenizer, end + suffix)
+        ids = self._tokens(end + suffix, new)
         if not ids or ids[0] != self.tokenizer.convert_tokens_to_ids(end):
             return None
-        return ids[1:] if sampled else ids
+        return Tokens(ids[1:], ids.short[1:], ids.images) if sampled else ids
+
+    @functools.cached_property
+    def _placeholders(self) -> set[int]:
+        """Ids of the tokens that stand for media."""
+        assert self.processor is not None
+        tokens = [self.processor.token(kind) for kind in ("image", "video", "audio")]
+        return {self.tokenizer.convert_tokens_to_ids(token) for token in tokens if token is not None}
 
     def _end_of_turn(
         self, completion_ids: Sequence[int], history: Sequence[Message], tools: Sequence[dict[str, Any]]
@@ -403,20 +498,10 @@ def encode_marked(tokenizer: Any, text: str) -> list[int]:
     return [number for part in text.split(MARK) if part for number in tokenizer.encode(part, add_special_tokens=False)]
 
 
-def refuse_media(messages: Sequence[Message]) -> None:
-    """Images and the like need a processor, which nothing here has.
-
-    Raises:
-        ValueError: a content block is not text.
-    """
-    for message in messages:
-        if isinstance(message.get("content"), list):
-            for part in message["content"]:
-                if part.get("type") != "text":
-                    raise ValueError(
-                        f"environment: a {message['role']} message holds a content block of type {part.get('type')!r}; "
-                        "environments are text only so far. Describe it in words, or leave it out."
-                    )
+def images_of(messages: Sequence[Message]) -> list[Any]:
+    """The images that messages show, in order."""
+    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    return [part["image"] for content in contents for part in content if part["type"] == "image"]
 
 
 class _MarkedTokenizer:

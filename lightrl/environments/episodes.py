@@ -98,8 +98,9 @@ class Episode(ABC):
     max_failed: float = 0.5
     max_tokens: int | None = None
 
-    def setup(self, tokenizer: Any) -> None:  # noqa: B027 - most need none before a task brings it
-        """Takes the policy's tokenizer, before anything runs. A ValueError if it will not do."""
+    def setup(self, tokenizer: Any, processor: Any = None) -> None:  # noqa: B027 - most need none before a task
+        """Takes the policy's tokenizer and, of a model with images and the like, its `MediaProcessor`; a ValueError if
+        they will not do. Before anything runs."""
 
     def check_prompts(self, prompts: PromptSource | PromptMixture) -> None:  # noqa: B027
         """Raises a ValueError about settings of the prompts that would have no effect."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from lightrl.environments.base import Message
-from lightrl.environments.bridges import Bridge
-from lightrl.types import Support, TrajectoryRow
+from lightrl.environments.bridges import Bridge, Tokens
+from lightrl.types import GenerationRequest, ImageInputs, Media, Support, TrajectoryRow
 
 __all__ = ["Ledger"]
 
@@ -18,7 +21,8 @@ class Ledger:
     Sampled tokens, log-probs and versions are kept as the engine gave them; no text of theirs is tokenised again to
     train on. The next request extends the last one where the bridge proves that the chat template does; otherwise a new
     row begins with the conversation rendered anew. A sampled token is trained in the row it was sampled in, and only
-    there; elsewhere it is context.
+    there; elsewhere it is context. Images of messages are decoded once, and go to the engine and into the rows with the
+    placeholders that stand for them.
 
     Args:
         bridge: of the policy's chat template.
@@ -30,7 +34,7 @@ class Ledger:
         self.tools = list(tools)
         self.messages: list[Message] = []
         self.turns = 0
-        self._rows: list[TrajectoryRow] = []
+        self._rows: list[_Row] = []
         self._turn: tuple[list[int], list[int], Message] | None = None
 
     @property
@@ -45,9 +49,9 @@ class Ledger:
         for row in self._rows:
             trained = [i for i, turn in enumerate(row.turn_ids) if turn >= 0]
             if trained:
-                rows.append(_upto(row, trained[-1] + 1))
+                rows.append(self._upto(row, trained[-1] + 1))
         # Nothing is trained (it failed early, or malformed turns are masked): a record of what was asked stays.
-        return rows or [_upto(self._rows[0], len(self._rows[0].token_ids))]
+        return rows or [self._upto(self._rows[0], len(self._rows[0].token_ids))]
 
     @property
     def forks(self) -> int:
@@ -57,9 +61,22 @@ class Ledger:
     def begin(self, messages: Sequence[Message]) -> list[int]:
         """Renders the prompt; returns what to ask."""
         assert not self._rows, "a ledger records one conversation"
-        self.messages = [dict(message) for message in messages]
-        self._rows.append(_context(self.bridge.render(self.messages, self.tools)))
+        self.messages = self.bridge.opened(messages)
+        self._begin_row()
         return self.request_ids
+
+    def shown(self, request: GenerationRequest) -> GenerationRequest:
+        """The request of `request_ids` with the images that stand among them."""
+        row = self._rows[-1]
+        inputs, media = self._images(row, len(row.token_ids))
+        if media is None or inputs is None:
+            return request
+        return replace(request, inputs=inputs, media=media)
+
+    def _begin_row(self) -> None:
+        row = _Row([], [], [], [])
+        row.add(self.bridge.render(self.messages, self.tools))
+        self._rows.append(row)
 
     def sampled(
         self,
@@ -86,6 +103,7 @@ class Ledger:
             raise ValueError(f"{len(token_ids)} sampled tokens came with {len(logprobs)} log-probs.")
         row = self._rows[-1]
         self._turn = (list(row.token_ids), list(token_ids), reply)
+        row.short += token_ids
         row.support = Support.joined((len(row.token_ids), row.support), (len(token_ids), support if trained else None))
         row.token_ids.extend(token_ids)
         turn = self.turns if turn is None else turn
@@ -102,18 +120,14 @@ class Ledger:
         """
         assert self._turn is not None, "nothing was sampled since the last answer"
         prompt_ids, completion_ids, reply = self._turn
-        suffix = self.bridge.extend(prompt_ids, completion_ids, self.messages, reply, messages, self.tools)
-        self.messages += [reply, *(dict(message) for message in messages)]
+        new = self.bridge.opened(messages)
+        suffix = self.bridge.extend(prompt_ids, completion_ids, self.messages, reply, new, self.tools)
+        self.messages += [reply, *new]
         self._turn = None
         if suffix is None:
-            self._rows.append(_context(self.bridge.render(self.messages, self.tools)))
+            self._begin_row()
         else:
-            row, more = self._rows[-1], _context(suffix)
-            row.support = Support.joined((len(row.token_ids), row.support), (len(suffix), None))
-            row.token_ids += more.token_ids
-            row.turn_ids += more.turn_ids
-            row.logprobs += more.logprobs
-            row.policy_versions += more.policy_versions
+            self._rows[-1].add(suffix)
         return self.request_ids
 
     @property
@@ -121,13 +135,56 @@ class Ledger:
         """All messages, the last reply included."""
         return [*self.messages, *([self._turn[2]] if self._turn is not None else [])]
 
+    def _upto(self, row: _Row, end: int) -> TrajectoryRow:
+        """The first `end` tokens of a row, and what they show."""
+        support = None if row.support is None else row.support.upto(end)
+        versions = row.policy_versions[:end]
+        inputs, media = self._images(row, end)
+        return TrajectoryRow(
+            row.token_ids[:end], row.turn_ids[:end], row.logprobs[:end], versions, support, inputs, media
+        )
 
-def _context(token_ids: Sequence[int]) -> TrajectoryRow:
-    n = len(token_ids)
-    return TrajectoryRow(list(token_ids), [-1] * n, [0.0] * n, [-1] * n)
+    def _images(self, row: _Row, end: int) -> tuple[dict[str, Any] | None, Media | None]:
+        """Model inputs and media of the first `end` tokens of a row; None where they show nothing."""
+        parts = [(start, tokens) for start, tokens in row.contexts if start < end]
+        images = [image for _, tokens in parts for image in tokens.images]
+        if not images:
+            return None, None
+        if row.processed is None or len(row.processed.images) != len(images):
+            assert self.bridge.processor is not None, "images were opened"
+            row.processed = self.bridge.processor.images(images)
+        inputs: dict[str, Any] = dict(row.processed.inputs)
+        for name, entries in row.processed.token_inputs.items():
+            inputs[name] = torch.zeros(1, end, dtype=torch.long)  # what was sampled is text
+            for start, tokens in parts:
+                values = torch.tensor([entries.get(token, 0) for token in tokens])
+                inputs[name][0, start : start + len(tokens)] = values[: end - start]
+        return inputs, Media(images=images, token_ids=list(row.short), key=row.key)
 
 
-def _upto(row: TrajectoryRow, end: int) -> TrajectoryRow:
-    support = None if row.support is None else row.support.upto(end)
-    versions = row.policy_versions[:end]
-    return TrajectoryRow(row.token_ids[:end], row.turn_ids[:end], row.logprobs[:end], versions, support)
+@dataclass
+class _Row(TrajectoryRow):
+    """A row while it grows.
+
+    Attributes:
+        contexts: (place, tokens) of what was not sampled.
+        short: the row with one placeholder per image.
+        processed: model inputs of its images, made when they are first asked for.
+        key: see `Media.key`.
+    """
+
+    contexts: list[tuple[int, Tokens]] = field(default_factory=list)
+    short: list[int] = field(default_factory=list)
+    processed: ImageInputs | None = None
+    key: str = field(default_factory=lambda: Media().key)
+
+    def add(self, tokens: Tokens) -> None:
+        """Appends context."""
+        n = len(tokens)
+        self.contexts.append((len(self.token_ids), tokens))
+        self.short += tokens.short
+        self.support = Support.joined((len(self.token_ids), self.support), (n, None))
+        self.token_ids += tokens
+        self.turn_ids += [-1] * n
+        self.logprobs += [0.0] * n
+        self.policy_versions += [-1] * n

@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightrl.data.prompts import PromptMixture, PromptSource
-from lightrl.environments.bridges import Bridge, RendererBridge, TemplateBridge, make_renderer
+from lightrl.environments.bridges import Bridge, ImageProcessor, RendererBridge, TemplateBridge, make_renderer
 from lightrl.environments.episodes import Ask, Episode, Task
 from lightrl.environments.parsing import ReplyParser, choose_parser
 from lightrl.types import CompletionGroup, GenerationRequest, SamplingParams, Trajectory
@@ -127,8 +127,8 @@ class MultiTurn(Episode):
     def player(self) -> AbstractAsyncContextManager[Callable[[Attempt], Awaitable[Trajectory]]]:
         """What plays one attempt; entered once for each group, and left when all its attempts are over."""
 
-    def setup(self, tokenizer: Any) -> None:
-        """Takes the policy's tokenizer. Once, before the first attempt.
+    def setup(self, tokenizer: Any, processor: ImageProcessor | None = None) -> None:
+        """Takes the policy's tokenizer, and the processor of a model that sees images. Once, before the first attempt.
 
         Raises:
             ValueError: it has no chat template, or `renderer` names none.
@@ -138,7 +138,7 @@ class MultiTurn(Episode):
         if self._renderer is not None:
             self._bridge = RendererBridge(self._renderer, tokenizer)
         else:
-            self._bridge = TemplateBridge(tokenizer, self.template_kwargs)
+            self._bridge = TemplateBridge(tokenizer, self.template_kwargs, processor)
 
     @property
     def bridge(self) -> Bridge:
@@ -175,7 +175,10 @@ class MultiTurn(Episode):
     async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
         """See `Episode.run`."""
         if task.prompt.media and task.prompt.media[0]:
-            raise ValueError(f"{task.name} has media: environments are text only so far. Leave such rows out.")
+            raise ValueError(
+                f"{task.name} has media, but an environment's `reset` makes the first messages: set "
+                "prompts.media_columns={}, and put images into content blocks there."
+            )
 
         async def named(request: GenerationRequest) -> CompletionGroup:
             return await ask(replace(request, name=f"{request.name} at {task.name}"))

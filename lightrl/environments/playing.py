@@ -224,7 +224,7 @@ class _Played(Attempt):
             seed=self.turn_seed(turn),
             name=f"turn {turn} of {self.name}",
         )
-        group = await self.ask(request)
+        group = await self.ask(self.ledger.shown(request))
         completion = group.completions[0]
         truncated = completion.finish_reason == "length"
         reply: Reply = parser.parse(prompt_ids, completion.token_ids, environment.tools, truncated=truncated)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from lightrl.background import in_thread
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step, ToolCall
 
-__all__ = ["ToolEnvironment"]
+__all__ = ["ToolEnvironment", "first_messages"]
 
 NOT_TOOLS = {"reset", "get_reward", "close"}
 
@@ -83,14 +83,7 @@ class ToolEnvironment(Environment):
         named = inspect.signature(self._object.reset).parameters.get("seed")
         if named is not None and named.kind is not inspect.Parameter.VAR_KEYWORD:
             arguments.setdefault("seed", seed)
-        said = await _call(self._object.reset, arguments)
-        prompt = row.get("prompt", "")
-        messages = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
-        )
-        if said is not None:
-            messages[-1]["content"] = _joined(messages[-1]["content"], said)
-        return messages
+        return first_messages(row, await _call(self._object.reset, arguments))
 
     async def step(self, reply: Reply) -> Step:
         if not reply.tool_calls:
@@ -197,6 +190,17 @@ async def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> A
 
 def _are_blocks(content: Sequence[Any]) -> bool:
     return bool(content) and all(isinstance(part, Mapping) and "type" in part for part in content)
+
+
+def first_messages(row: Mapping[str, Any], said: Any) -> list[Message]:
+    """The row's prompt as messages, with what is `said` beside it (text, content blocks or None) at its end."""
+    prompt = row.get("prompt", "")
+    messages = (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
+    )
+    if said is not None:
+        messages[-1]["content"] = _joined(messages[-1]["content"], said)
+    return messages
 
 
 def _joined(content: Any, said: Any) -> Any:

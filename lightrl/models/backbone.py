@@ -129,7 +129,7 @@ class Backbone:
     ) -> BackboneOutput:
         if self.layout != "padded":
             share = self.layout != "packed"
-            groups = sharing_groups(host.group_ids, rows) if rows else host.group_ids
+            groups = sharing_groups(self.config, rows, host) if rows else host.group_ids
             stream = make_stream(
                 host.token_ids,
                 host.attention_mask,

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
+from lightrl.types import HostRows
 
 __all__ = [
     "harmless_id",
@@ -78,19 +79,34 @@ def no_token_inputs(body: Any, token_ids: Tensor) -> dict[str, Tensor]:
     return {TOKEN_INPUT: torch.zeros_like(token_ids)} if insists else {}
 
 
-def sharing_groups(group_ids: Tensor | None, rows: Rows) -> Tensor | None:
-    """(B,) groups in which rows that show different things are apart, although their tokens may be equal."""
+def sharing_groups(config: Any, rows: Rows, host: HostRows) -> Tensor | None:
+    """(B,) groups in which rows that show different things are apart, although their tokens may be equal.
+
+    A row that is shown something after its first response token is apart from all others: what it shows goes through
+    the model with the row that it stands in, and a shared prompt is computed with one row's alone.
+    """
+    group_ids = host.group_ids
     if group_ids is None:
         return None
     kinds: list[dict[str, Any]] = []
     numbers: dict[tuple[int, int], int] = {}
     result = []
-    for group, row in zip(group_ids.tolist(), rows, strict=True):
-        kind = next((i for i, known in enumerate(kinds) if _same(known, row)), len(kinds))
+    later = _shown_later(config, host)
+    for group, row, alone in zip(group_ids.tolist(), rows, later, strict=True):
+        kind = len(kinds) if alone else next((i for i, known in enumerate(kinds) if _same(known, row)), len(kinds))
         if kind == len(kinds):
             kinds.append(row)
         result.append(numbers.setdefault((group, kind), len(numbers)))
     return torch.tensor(result, device=group_ids.device)
+
+
+def _shown_later(config: Any, host: HostRows) -> list[bool]:
+    """Whether each row has placeholders among the context after its first response token."""
+    if host.response_mask is None:
+        return [False] * len(host.token_ids)
+    response = host.response_mask.bool()
+    places = torch.isin(host.token_ids, torch.tensor(list(placeholder_ids(config).values())))
+    return (places & host.attention_mask.bool() & ~response & (response.cumsum(1) > 0)).any(1).tolist()
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -116,8 +116,8 @@ def collate(
             **{name: [prompts[p].columns[name][0] for p in of_group] for name in prompts[0].columns},
             **{name: [values[i] for i in of_trajectory] for name, values in scores.extra.items()},
         },
-        inputs=_inputs(prompts, of_group, owners),
-        media=_media(prompts, of_group, owners),
+        inputs=_inputs(prompts, of_group, rows),
+        media=_media(prompts, of_group, rows),
         metrics=dict(scores.metrics),
     )
 
@@ -143,18 +143,18 @@ def _turn_rewards(
     return {ENVIRONMENT: rewards}
 
 
-def _inputs(prompts: Sequence[Prompts], of_group: Sequence[int], owners: Sequence[Trajectory]) -> list[dict[str, Any]]:
-    if not prompts[0].inputs and all(owner.inputs is None for owner in owners):
+def _inputs(prompts: Sequence[Prompts], of_group: Sequence[int], rows: Sequence[TrajectoryRow]) -> list[dict[str, Any]]:
+    if not prompts[0].inputs and all(row.inputs is None for row in rows):
         return []
     prompt_inputs = [prompt.inputs[0] if prompt.inputs else {} for prompt in prompts]
-    return [prompt_inputs[p] if o.inputs is None else o.inputs for p, o in zip(of_group, owners, strict=True)]
+    return [prompt_inputs[p] if row.inputs is None else row.inputs for p, row in zip(of_group, rows, strict=True)]
 
 
-def _media(prompts: Sequence[Prompts], of_group: Sequence[int], owners: Sequence[Trajectory]) -> list[Media]:
-    if not prompts[0].media and all(owner.media is None for owner in owners):
+def _media(prompts: Sequence[Prompts], of_group: Sequence[int], rows: Sequence[TrajectoryRow]) -> list[Media]:
+    if not prompts[0].media and all(row.media is None for row in rows):
         return []
     prompt_media = [prompt.media[0] if prompt.media else Media() for prompt in prompts]
-    return [prompt_media[p] if o.media is None else o.media for p, o in zip(of_group, owners, strict=True)]
+    return [prompt_media[p] if row.media is None else row.media for p, row in zip(of_group, rows, strict=True)]
 
 
 def trajectory_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

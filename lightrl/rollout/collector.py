@@ -28,7 +28,7 @@ from lightrl.engines.base import (
 from lightrl.environments.episodes import Episode, Task
 from lightrl.rewards.scorer import RewardScorer, ScoreHandle
 from lightrl.rollout.collation import ScoredGroup
-from lightrl.types import CompletionGroup, GenerationRequest, Scores, Trajectory
+from lightrl.types import CompletionGroup, GenerationRequest, Media, Scores, Trajectory
 
 __all__ = ["MAX_RESTARTS", "Collection", "Collector", "RolloutStalledError", "may_restart"]
 
@@ -440,8 +440,10 @@ def _submit(scorer: RewardScorer, task: Task, number: int, trajectories: Sequenc
     if any(trajectory.messages for trajectory in trajectories):
         columns["messages"] = [[dict(message) for message in trajectory.messages] for trajectory in trajectories]
     media: dict[str, list[Any]] | None = None
-    if prompt.media:
-        shown = [prompt.media[0] if trajectory.media is None else trajectory.media for trajectory in trajectories]
+    if prompt.media or any(row.media for trajectory in trajectories for row in trajectory.rows):
+        of_prompt = prompt.media[0] if prompt.media else Media()
+        lasts = [trajectory.rows[-1].media for trajectory in trajectories]
+        shown = [of_prompt if last is None else last for last in lasts]
         media = {name: [getattr(one, name) for one in shown] for name in ("images", "videos", "audios")}
     return scorer.submit(
         prompts=[prompt.texts[0]] * count,

@@ -230,7 +230,7 @@ class RolloutDataModule(LightningDataModule):
             self._check_learner(module)
         self.tokenizer = load_tokenizer(self.tokenizer_path or module.actor_spec.path)
         self.processor = load_processor(module.actor_spec.path, self.tokenizer)
-        self.episode.setup(self.tokenizer)
+        self.episode.setup(self.tokenizer, self.processor)
         sources = {f"eval_prompts/{name}": source for name, source in self.eval_prompts.items()}
         if stage == "fit":
             sources["prompts"] = self.prompts

@@ -37,8 +37,9 @@ def serve(app: FastAPI) -> tuple[str, Callable[[], None]]:
 
 
 class SGLangServer:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | str, max_model_len: int = 64) -> None:
         self.folder = str(folder)
+        self.max_model_len = max_model_len
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.version, self.paused, self.calls = "default", False, Counter[str]()
@@ -76,7 +77,7 @@ class SGLangServer:
         return {"model_path": self.folder, "is_generation": True, "weight_version": self.version}
 
     def v1_models(self) -> dict[str, Any]:
-        return {"data": [{"id": self.folder, "max_model_len": 64}]}
+        return {"data": [{"id": self.folder, "max_model_len": self.max_model_len}]}
 
     def pause_generation(self, body: dict[str, Any]) -> dict[str, Any]:
         assert body["mode"] == "abort"

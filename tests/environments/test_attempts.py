@@ -398,7 +398,7 @@ def test_images_are_refused_by_name() -> None:
             """Looks."""
             return [{"type": "image", "image": object()}]
 
-    with pytest.raises(ValueError, match="content block of type 'image'; environments are text only"):
+    with pytest.raises(ValueError, match="content block of type 'image', and the model"):
         play(lambda: ToolEnvironment(Shows), [said("", ToolCallOf("look")), said("done")])
 
 

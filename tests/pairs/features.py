@@ -375,7 +375,7 @@ def data_of(s: Settings, engine: Any = None) -> RolloutDataModule:
     rows: list[dict[str, Any]] = [{"prompt": f"{n}+{n}="} for n in range(4)]
     arguments: dict[str, Any] = {}
     if s["rows"] == "environment":
-        arguments["environment"] = EnvironmentEpisode(Letters, max_turns=2, on_truncated="continue")
+        arguments["episode"] = EnvironmentEpisode(Letters, max_turns=2, on_truncated="continue")
         rows = [{"prompt": f"say {word}"} for word in ("one", "two", "six", "ten")]
     if s["rows"] == "image":
         rows = [{"prompt": "what is it?", "image": picture(8, 8, n)} for n in range(4)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
-from collections.abc import Mapping
+import urllib.request
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import LedgerCanary, WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
-from lightrl.environments import Environment, EnvironmentEpisode, EnvironmentFailedError, Reply, Step
+from lightrl.environments import AgentProgram, Environment, EnvironmentEpisode, EnvironmentFailedError, Reply, Step
 from lightrl.rollout import RolloutDataModule
 from lightrl.types import Experience, Rollouts, SamplingParams
 from tests.environments.families import FAMILIES, make_tokenizer
@@ -108,6 +110,28 @@ class Numbered(Letters):
         return 0.0
 
 
+def asked(messages: list[Any], base_url: str, api_key: str) -> str:
+    """What the policy answers a program."""
+    headers = {"x-api-key": api_key, "content-type": "application/json"}
+    body = json.dumps({"messages": messages}).encode()
+    with urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body, headers)) as answer:
+        said: str = json.load(answer)["choices"][0]["message"]["content"]
+        return said
+
+
+def talk(row: dict[str, Any], base_url: str, api_key: str, at: Callable[[int], Any] = lambda turn: None) -> float:
+    """A program of two turns and a question beside; `at` is called after each turn. Rewards vowels and length."""
+    said: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    reward = 0.0
+    for turn in range(2):
+        said.append({"role": "assistant", "content": asked(said, base_url, api_key)})
+        reward += sum(c in "aeiou" for c in said[-1]["content"]) / 10 + len(said[-1]["content"]) / 100
+        at(turn)
+        said.append({"role": "user", "content": f"again {turn}"})
+    asked([{"role": "user", "content": "beside"}], base_url, api_key)
+    return reward
+
+
 class Keep(RLCallback):
     """Remembers rollouts, experiences and metrics.
 
@@ -128,7 +152,8 @@ class Keep(RLCallback):
         if self.compare:
             r = rollouts
             with torch.no_grad():
-                out = module.actor(r.token_ids, r.attention_mask, r.response_mask, group_ids=r.group_ids)
+                inputs = r.inputs or None
+                out = module.actor(r.token_ids, r.attention_mask, r.response_mask, group_ids=r.group_ids, inputs=inputs)
             self.gaps.append(float((out.logprobs - r.engine_logprobs)[r.response_mask].abs().max()))
 
     def on_experience_made(self, trainer: Any, module: Any, experience: Experience) -> None:
@@ -159,21 +184,24 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-def make_data(environment: Any = Letters, episode: Any = None, **kwargs: Any) -> RolloutDataModule:
-    """Rollouts of four prompts, four attempts each."""
+def make_data(environment: Any = Letters, episode: Any = None, program: Any = None, **kwargs: Any) -> RolloutDataModule:
+    """Rollouts of four prompts, four attempts each, in environments or by a program."""
     settings = {"max_turns": 3, "on_truncated": "continue", **(episode or {})}
     arguments: dict[str, Any] = {
         "prompts": PromptSource(
             rows=[{"prompt": f"say {word}", "word": word} for word in ("one", "two", "six", "ten")]
         ),
         "engine": TransformersEngine(),
-        "episode": EnvironmentEpisode(environment, **settings),
         "sampling": SamplingParams(max_new_tokens=6),
         "group_size": 4,
         "prompts_per_rollout": 4,
         "rollouts_per_epoch": 2,
         "seed": 0,
     }
+    if program is None:
+        arguments["episode"] = EnvironmentEpisode(environment, **settings)
+    else:
+        arguments["episode"] = AgentProgram(program, **(episode or {}))
     return RolloutDataModule(**{**arguments, **kwargs})
 
 
@@ -184,15 +212,15 @@ def fit(
     trainer: Any = None,
     ckpt_path: Any = None,
     compare: bool = True,
+    canary: bool = True,
     **data: Any,
 ) -> tuple[Any, Keep]:
-    """A whole `Trainer.fit`, with the canary."""
+    """A whole `Trainer.fit`, with the canary unless told otherwise."""
     seed_everything(0, verbose=False)
     Letters.seen, Letters.alive, Numbered.made = [], 0, 0
     keep = Keep(compare)
     module = module or GRPOLightningModule(path, kl=None, optimizer=sgd)
-    fitter = quiet_trainer(
-        callbacks=[WeightSync(), LedgerCanary(num_trajectories=64), keep, *callbacks], **(trainer or {})
-    )
+    proof = [LedgerCanary(num_trajectories=64)] if canary else []
+    fitter = quiet_trainer(callbacks=[WeightSync(), *proof, keep, *callbacks], **(trainer or {}))
     fitter.fit(module, make_data(**data), ckpt_path=ckpt_path)
     return module, keep

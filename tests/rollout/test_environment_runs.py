@@ -1,10 +1,11 @@
-"""Environments with real vLLM, in several processes, killed and resumed.
+"""Environments and programs with real vLLM, in several processes, killed and resumed.
 
 The file is its own script: Lightning starts the second process of a run by running it again.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -15,11 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import RolloutCheckpoint
 from lightrl.objectives.advantages import GroupRelative
-from tests.rollout.tasks import Letters, chat_model, fit, sgd
+from tests.rollout.tasks import Letters, chat_model, fit, sgd, talk
 from tests.toys import KeptEngine, ThreadEngine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -109,6 +111,33 @@ def test_an_engine_that_is_killed_in_the_middle_of_turns_is_started_again(vllm: 
     assert keep.metrics[0]["rollout/stop_failure"] == 0 and close(module, quiet)
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_samples_what_a_program_is_trained_on(vllm: Any, path: str) -> None:
+    _, keep = fit(path, program=talk, engine=vllm)
+    assert max(keep.gaps) < 2e-5 and [m["rollout/turns"] for m in keep.metrics] == [3, 3]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_engine_that_is_killed_between_two_turns_of_programs_is_started_again(vllm: Any, path: str) -> None:
+    answered = itertools.count(1)
+
+    def killing(row: Any, base_url: str, api_key: str) -> float:
+        def at(turn: int) -> None:
+            if next(answered) == 10:
+                for pid in vllm.process_ids:
+                    os.kill(pid, signal.SIGKILL)
+
+        return talk(row, base_url, api_key, at)
+
+    quiet, expected = fit(path, program=talk, engine=vllm, rollouts_per_epoch=1)
+    module, keep = fit(path, program=killing, engine=vllm, rollouts_per_epoch=1)
+    assert next(answered) > 32, "every attempt has had its turns"
+    assert torch.equal(keep.rollouts[0].token_ids, expected.rollouts[0].token_ids), "seeds belong to attempts and turns"
+    assert keep.metrics[0]["rollout/stop_failure"] == 0 and close(module, quiet)
+
+
 # ---- staleness and streaming without vLLM: the engine computes in a thread ---------------------------------------
 
 
@@ -124,75 +153,95 @@ def test_streaming_learns_from_trajectories_of_many_rows_as_they_finish(tmp_path
 # ---- killed and resumed ----------------------------------------------------------------------------------------------
 
 
-def resumable(folder: Path, path: str, kill_at: int = 0, ckpt_path: str | None = None) -> Any:
+def resumable(way: str, folder: Path, path: str, kill_at: int = 0, ckpt_path: str | None = None) -> Any:
+    """A run whose process is killed after the turn of that number."""
+    turns = itertools.count(1)
+
+    def turn_ends() -> None:
+        if next(turns) == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     class Dies(Letters):
-        """The process is killed in the step of that number."""
-
-        steps = 0
-
         async def step(self, reply: Any) -> Any:
-            Dies.steps += 1
-            if Dies.steps == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+            turn_ends()
             return await super().step(reply)
 
+    def program(row: Any, base_url: str, api_key: str) -> float:
+        return talk(row, base_url, api_key, lambda turn: turn_ends())
+
     checkpoint = RolloutCheckpoint(1, dirpath=str(folder / "checkpoints"))
+    attempts: dict[str, Any] = {"environment": Dies} if way == "environment" else {"program": program}
     trainer = {"enable_checkpointing": True}
-    return fit(path, [checkpoint], environment=Dies, trainer=trainer, rollouts_per_epoch=3, ckpt_path=ckpt_path)[0]
+    return fit(path, [checkpoint], trainer=trainer, rollouts_per_epoch=3, ckpt_path=ckpt_path, **attempts)[0]
 
 
 @pytest.mark.slow
-def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(path: str, tmp_path: Path) -> None:
-    whole = resumable(tmp_path / "whole", path)
-    command = [sys.executable, __file__, "killed", path, str(tmp_path)]
+@pytest.mark.parametrize("way", ["environment", "program"])
+def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(way: str, path: str, tmp_path: Path) -> None:
+    whole = resumable(way, tmp_path / "whole", path)
+    command = [sys.executable, __file__, "killed", path, str(tmp_path), way]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     last = tmp_path / "checkpoints" / "last.ckpt"
-    resumed = resumable(tmp_path / "again", path, ckpt_path=str(last))
+    resumed = resumable(way, tmp_path / "again", path, ckpt_path=str(last))
     assert same(resumed, whole) and resumed.policy_version == whole.policy_version == 3
 
 
 # ---- two ranks -------------------------------------------------------------------------------------------------------
 
+NAMES = ("rollout/turns", "rollout/stop_stop", "reward/mean")
 
-def ranks_run(path: str, devices: int) -> Any:
-    module = GRPOLightningModule(path, kl=None, optimizer=sgd, advantage=GroupRelative(scale="none"))
-    strategy = "ddp" if devices > 1 else "auto"
-    trainer = {"devices": devices, "strategy": strategy, "log_every_n_steps": 1}
-    return fit(path, module=module, trainer=trainer, rollouts_per_epoch=2)
+
+def ranks_run(path: str, strategy: Any = "auto") -> dict[str, Any]:
+    """What environments and programs teach: weights, this rank's prompts, metrics."""
+    states = {}
+    for way in ("environment", "program"):
+        module = GRPOLightningModule(path, kl=None, optimizer=sgd, advantage=GroupRelative(scale="none"))
+        trainer = {"devices": 1 if strategy == "auto" else 2, "strategy": strategy, "log_every_n_steps": 1}
+        attempts = {"program": talk} if way == "program" else {}
+        weights: dict[str, torch.Tensor] = {}
+
+        class Gather(Callback):
+            """The whole policy, while the ranks are still together."""
+
+            def on_train_end(self, trainer: Any, module: Any, weights: Any = weights) -> None:
+                weights.update({name: value.clone() for name, value in module.named_policy_weights()})
+
+        _, keep = fit(path, [Gather()], module, trainer, compare=strategy == "auto", rollouts_per_epoch=2, **attempts)
+        prompts = [p for r in keep.rollouts for p in r.prompts]
+        metrics = {name: [m[name] for m in keep.metrics] for name in NAMES}
+        states[way] = {"weights": weights, "prompts": prompts, "metrics": metrics}
+    return states
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_two_ranks_play_their_own_environments_and_learn_what_one_learns(path: str, tmp_path: Path) -> None:
-    one, keep = ranks_run(path, 1)
-    command = [sys.executable, __file__, "ranks", path, str(tmp_path)]
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_two_ranks_play_their_own_attempts_and_learn_what_one_learns(strategy: str, path: str, tmp_path: Path) -> None:
+    one = ranks_run(path)
+    command = [sys.executable, __file__, "ranks", path, str(tmp_path), strategy]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     both = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
-    for name, value in one.state_dict().items():
-        assert all(torch.allclose(rank["weights"][name], value, atol=1e-6) for rank in both), name
-    assert sorted(both[0]["prompts"] + both[1]["prompts"]) == sorted(p for r in keep.rollouts for p in r.prompts)
-    for name in ("rollout/turns", "rollout/stop_stop", "reward/mean"):
-        wanted = [m[name] for m in keep.metrics]
-        assert both[0]["metrics"][name] == both[1]["metrics"][name] == pytest.approx(wanted, abs=1e-6)
+    for way, alone in one.items():
+        ranks = [state[way] for state in both]
+        for name, value in alone["weights"].items():
+            assert all(torch.allclose(rank["weights"][name], value, atol=1e-6) for rank in ranks), (way, name)
+        assert sorted(ranks[0]["prompts"] + ranks[1]["prompts"]) == sorted(alone["prompts"])
+        for name, wanted in alone["metrics"].items():
+            assert ranks[0]["metrics"][name] == ranks[1]["metrics"][name] == pytest.approx(wanted, abs=1e-6)
 
 
-def main(kind: str, path: str, folder: Path) -> None:
+def main(kind: str, path: str, folder: Path, how: str) -> None:
     torch.set_num_threads(1)
     if kind == "killed":
-        resumable(folder, path, kill_at=60)
+        resumable(how, folder, path, kill_at=60)
         return
-    module, keep = ranks_run(path, 2)
-    names = ("rollout/turns", "rollout/stop_stop", "reward/mean")
-    state = {
-        "weights": module.state_dict(),
-        "prompts": [p for r in keep.rollouts for p in r.prompts],
-        "metrics": {name: [m[name] for m in keep.metrics] for name in names},
-    }
-    torch.save(state, folder / f"{torch.distributed.get_rank()}.pt")
+    from tests.distributed.job import make_strategy
+
+    torch.save(ranks_run(path, make_strategy(how)), folder / f"{os.environ.get('LOCAL_RANK', '0')}.pt")
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4])

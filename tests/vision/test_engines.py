@@ -16,6 +16,7 @@ from lightrl.rollout.collation import ScoredGroup, collate
 from lightrl.types import EngineContext, Prompts, Rollouts, SamplingParams
 from tests.engines.conftest import ask
 from tests.vision.conftest import mixed_rows, picture
+from tests.vision.looking import played
 from tests.vision.models import FAMILIES, QWEN
 
 
@@ -42,7 +43,7 @@ def nudge(policy: Any, seed: int) -> None:
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
 
 
-def compare(engine: Any, folder: Any) -> None:
+def compare(engine: Any, folder: Any) -> Any:
     """Mixed rows in order and shuffled, then another version of the weights of which only the trained are sent."""
     engine.start(EngineContext(folder.path, max_prompt_tokens=128, max_new_tokens=12))
     policy = folder.policy(freeze=["visual" if folder.family in QWEN else "*vision*"])
@@ -60,6 +61,7 @@ def compare(engine: Any, folder: Any) -> None:
     assert 0 < len(sent) < len(list(policy.lm.parameters())) and not any("vis" in name for name, _ in sent)
     engine.load_weights(iter(sent), policy_version=1, partial=True)
     assert gap(policy, sample(engine, prompts)) < 5e-5 and engine.policy_version == 1
+    return policy
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,7 +79,9 @@ def test_vllm_agrees(folder_of: Any, family: str) -> None:
 
     folder, engine = folder_of(family), VLLMEngine(engine_args={"kv_cache_memory_bytes": 32 << 20})
     try:
-        compare(engine, folder)
+        policy = compare(engine, folder)
+        if family in QWEN:
+            assert gap(policy, played(engine, folder)) < 5e-5
         if family == "qwen2_vl":  # media of another row: vLLM's placeholders are not the trainer's
             prompts = folder.prompts(mixed_rows(family))[[1, 2]]
             prompts.media[0].images[:] = [picture(32, 32)]

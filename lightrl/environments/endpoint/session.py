@@ -321,7 +321,12 @@ class Session:
         truncated = completion.finish_reason == "length"
         reply = self._parsed(prompt_ids, completion.token_ids, asked.tools, truncated)
         stream.ledger.sampled(
-            completion.token_ids, completion.logprobs, group.policy_version, reply.message(), turn=number
+            completion.token_ids,
+            completion.logprobs,
+            group.policy_version,
+            reply.message(),
+            support=completion.support,
+            turn=number,
         )
         self._turns.add(number)
         self._latest = stream

@@ -1,0 +1,49 @@
+"""An environment of OpenEnv: guess a number; what is said aloud is counted."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import uvicorn
+from openenv.core.env_server.http_server import create_fastapi_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+
+class Say(Action):
+    message: str
+
+
+class Heard(Observation):
+    text: str
+
+
+class Guess(Environment[Say, Heard, State]):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        self.tries = 0
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Heard:
+        self.number, self.tries = (seed or 0) % 10, 0
+        return Heard(text="Guess a digit.")
+
+    def step(self, action: Say, timeout_s: float | None = None, **kwargs: Any) -> Heard:
+        self.tries += 1
+        if "broken" in action.message:
+            raise RuntimeError("the dice are gone")
+        right = action.message == str(self.number)
+        return Heard(text=f"no, {self.tries} tries", done=right, reward=1.0 if right else -0.1)
+
+    @property
+    def state(self) -> State:
+        return State(step_count=self.tries)
+
+
+app = create_fastapi_app(Guess, Say, Heard, max_concurrent_envs=2)
+
+if __name__ == "__main__":
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")

@@ -1,0 +1,241 @@
+"""Tools of a real MCP server and an environment of a real OpenEnv server, in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl.environments import MCPEnvironment, OpenEnvironment, Reply, ToolCall
+from lightrl.types import CompletionGroup, GenerationRequest, Trajectory
+from tests.environments.families import FAMILIES, make_tokenizer
+from tests.environments.scripted import ScriptedAttempts, ScriptedEngine, Turn, alone, spell
+from tests.environments.test_attempts import SAMPLING
+
+HERE = Path(__file__).resolve().parent
+TOKENIZER = make_tokenizer(FAMILIES["qwen2.5"])
+
+
+def said(text: str, *calls: ToolCall) -> Turn:
+    return Turn(Reply(text, None, list(calls)), spell(TOKENIZER, (text or "call") + "<|im_end|>"))
+
+
+def calls(*names: str, **arguments: Any) -> Turn:
+    return said("", *(ToolCall(name, arguments, f"call{i:05d}") for i, name in enumerate(names)))
+
+
+def play(
+    environment: Any, turns: list[Turn], row: dict[str, Any] | None = None, seed: int = 1, **kwargs: Any
+) -> Trajectory:
+    attempts = ScriptedAttempts(environment, **kwargs)
+    attempts.turns = turns
+    attempts.setup(TOKENIZER)
+    (trajectory,) = asyncio.run(alone(attempts, ScriptedEngine(turns), row or {"prompt": "Go."}, SAMPLING, seed=seed))
+    return trajectory
+
+
+def results(trajectory: Trajectory) -> list[Any]:
+    """What the environment said after the first message."""
+    return [message["content"] for message in trajectory.messages[1:] if message["role"] != "assistant"]
+
+
+class Server:
+    """A server at a free port."""
+
+    def __init__(self, file: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        environment = os.environ | {"PYTHONPATH": str(HERE.parent.parent)}
+        self.process = subprocess.Popen([sys.executable, str(HERE / file), str(self.port)], env=environment)
+        until = time.monotonic() + 120
+        while time.monotonic() < until:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            assert self.process.poll() is None, "the server ended"
+            time.sleep(0.05)
+        raise AssertionError("the server did not come up")
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+# ---- MCP -------------------------------------------------------------------------------------------------------------
+
+COMMAND = [sys.executable, str(HERE / "mcp_server.py")]
+
+
+def children() -> set[int]:
+    """Processes that this one started and that have not ended."""
+    import psutil
+
+    return {process.pid for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE}
+
+
+def test_the_tools_of_an_mcp_server_are_called_and_its_errors_told() -> None:
+    pytest.importorskip("mcp")
+    before = children()
+    turns = [calls("add", a=2), calls("add", a="x"), calls("fails"), calls("nothing"), calls("sleeps"), said("done")]
+    made: list[MCPEnvironment] = []
+
+    def make() -> MCPEnvironment:
+        made.append(MCPEnvironment(COMMAND, tool_timeout=0.5))
+        return made[-1]
+
+    trajectory = play(make, turns)
+    first, wrong, fails, unknown, late = results(trajectory)
+    assert trajectory.stop_reason == "stop" and first == "total 2"
+    assert wrong.startswith("Error: ") and "should be a valid integer" in wrong
+    assert fails.startswith("Error: ") and "out of paper" in fails
+    assert unknown == "Error: there is no tool 'nothing'; there are: add, fails, sleeps, dies, look."
+    assert late == "Error: sleeps took longer than 0.5 seconds."
+    assert trajectory.metrics["tools/calls"] == 5 and trajectory.metrics["tools/errors"] == 3
+    add = made[0].tools[0]["function"]
+    assert (add["name"], add["description"]) == ("add", "Adds to the total.")
+    assert add["parameters"]["properties"]["a"]["type"] == "integer"
+    assert children() == before, "the server's process has ended with the attempt"
+
+
+def test_an_mcp_server_that_dies_in_a_call_is_a_failure_and_leaves_no_process() -> None:
+    pytest.importorskip("mcp")
+    before = children()
+    trajectory = play(lambda: MCPEnvironment(COMMAND), [calls("add", a=1), calls("dies"), said("done")])
+    assert trajectory.stop_reason == "failure" and "MCP server" in str(trajectory.failure)
+    absent = play(lambda: MCPEnvironment([sys.executable, "-c", "raise SystemExit(1)"]), [said("done")])
+    assert absent.stop_reason == "failure" and "MCP server" in str(absent.failure)
+    assert children() == before
+
+
+def test_an_mcp_server_over_http_has_own_tools_and_rewards_beside_it_and_may_be_killed() -> None:
+    pytest.importorskip("mcp")
+
+    class Scored:
+        def reset(self, **row: Any) -> str:
+            self.good = 0.0
+            return " Count."
+
+        def praise(self) -> str:
+            """Praises."""
+            self.good = 1.0
+            return "thanks"
+
+        def get_reward(self) -> float:
+            return self.good
+
+    server = Server("mcp_server.py")
+    try:
+        environment = lambda: MCPEnvironment(f"{server.url}/mcp", Scored)  # noqa: E731
+        trajectory = play(environment, [calls("add", "praise"), said("done")])
+        assert trajectory.turn_rewards == [0.0, 1.0] and trajectory.messages[0]["content"] == "Go. Count."
+        assert "field required" in results(trajectory)[0].lower() and results(trajectory)[1] == "thanks"
+
+        class Kills(ScriptedEngine):
+            async def __call__(self, request: GenerationRequest) -> CompletionGroup:
+                if len(self.asked) == 1:
+                    server.kill()
+                return await super().__call__(request)
+
+        turns = [calls("add", a=1), calls("add", a=1), said("done")]
+        attempts = ScriptedAttempts(environment)
+        attempts.turns = turns
+        attempts.setup(TOKENIZER)
+        began = time.monotonic()
+        (killed,) = asyncio.run(alone(attempts, Kills(turns), {"prompt": "Go."}, SAMPLING))
+        assert killed.stop_reason == "failure" and "MCP server" in str(killed.failure)
+        assert time.monotonic() - began < 30
+    finally:
+        server.kill()
+
+
+def test_a_tool_of_the_class_with_the_name_of_one_of_the_servers_is_refused() -> None:
+    pytest.importorskip("mcp")
+
+    class Adds:
+        def reset(self, **row: Any) -> None: ...
+
+        def add(self) -> str:
+            """Adds."""
+            return ""
+
+    trajectory = play(lambda: MCPEnvironment(COMMAND, Adds), [said("done")])
+    assert "the server has a tool 'add', too; rename the method" in str(trajectory.failure)
+
+
+# ---- OpenEnv ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guess() -> Iterator[Server]:
+    pytest.importorskip("openenv")
+    server = Server("openenv_server.py")
+    yield server
+    server.kill()
+
+
+def test_an_environment_of_openenv_is_played(guess: Server) -> None:
+    def make() -> OpenEnvironment:
+        return OpenEnvironment(guess.url, observation_field="text")
+
+    trajectory = play(make, [said("1"), said("2"), said("7")], seed=2**40 + 7)
+    assert trajectory.messages[0]["content"] == "Go.Guess a digit."
+    assert trajectory.stop_reason == "stop" and results(trajectory) == ["no, 1 tries", "no, 2 tries"]
+    assert trajectory.turn_rewards == [-0.1, -0.1, 1.0]
+
+
+def test_remote_environments_are_given_back_whatever_ends_an_attempt(guess: Server) -> None:
+    """The server has two places: attempts that fail, run into limits or are cancelled must not keep theirs."""
+
+    def make() -> OpenEnvironment:
+        return OpenEnvironment(guess.url, observation_field="text", timeout=20.0)
+
+    for _ in range(2):
+        failed = play(make, [said("broken dice")])
+        assert failed.stop_reason == "failure" and "the dice are gone" in str(failed.failure)
+        assert play(make, [said("x"), said("x")], max_turns=2).stop_reason == "turns"
+
+    async def cancelled() -> None:
+        attempts = ScriptedAttempts(make)
+        attempts.turns = [said("x")]
+        attempts.setup(TOKENIZER)
+        asked = asyncio.Event()
+
+        async def never(request: GenerationRequest) -> CompletionGroup:
+            asked.set()
+            await asyncio.sleep(60)
+            raise AssertionError
+
+        task = asyncio.ensure_future(alone(attempts, never, {}, SAMPLING, number=2))
+        await asked.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert play(make, [said("x"), said("x")], max_turns=2).stop_reason == "turns"
+
+
+def test_an_openenv_server_that_is_not_there_or_dies_is_a_failure() -> None:
+    pytest.importorskip("openenv")
+    server = Server("openenv_server.py")
+
+    class Kills(OpenEnvironment):
+        async def step(self, reply: Reply) -> Any:
+            server.kill()
+            return await super().step(reply)
+
+    died = play(lambda: Kills(server.url), [said("1"), said("2")])
+    assert died.stop_reason == "failure" and died.failure
+    absent = play(lambda: OpenEnvironment(server.url), [said("1")])
+    assert absent.stop_reason == "failure" and "Failed to connect" in str(absent.failure)
