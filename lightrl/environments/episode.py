@@ -121,6 +121,8 @@ class Attempts:
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self.template_kwargs = dict(template_kwargs or {})
+        self.playing = 0
+        """Attempts under way."""
         self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._tokenizer: Any = None
         self._renderer: Any = None
@@ -187,7 +189,11 @@ class Attempts:
                     max_tokens=min(room) if room else None,
                     name=f"attempt {number}",
                 )
-                return await played.play(first)
+                self.playing += 1
+                try:
+                    return await played.play(first)
+                finally:
+                    self.playing -= 1
 
         tasks = [asyncio.ensure_future(one(number, self._bridge)) for number in attempts]
         try:

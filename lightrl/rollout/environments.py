@@ -31,6 +31,11 @@ class _Played(Episode):
         """See `Episode.max_tokens`."""
         return self.attempts.max_tokens
 
+    @property
+    def playing(self) -> int:
+        """See `Episode.playing`."""
+        return self.attempts.playing
+
     def setup(self, tokenizer: Any) -> None:
         """See `Episode.setup`."""
         self.attempts.setup(tokenizer)

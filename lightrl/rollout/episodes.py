@@ -100,6 +100,11 @@ class Episode(ABC):
         """Most tokens of one row of a trajectory, by which the engine is sized; None for what the engine holds."""
         return None
 
+    @property
+    def playing(self) -> int:
+        """Attempts whose environment lives now; 0 where there are no environments."""
+        return 0
+
     def setup(self, tokenizer: Any) -> None:  # noqa: B027 - most need none before a task brings it
         """Takes the policy's tokenizer, before anything runs. A ValueError if it will not do."""
 

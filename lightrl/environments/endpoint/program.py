@@ -129,6 +129,8 @@ class AgentProgram:
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self.template_kwargs = dict(template_kwargs or {})
+        self.playing = 0
+        """Attempts under way."""
         self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._tokenizer: Any = None
         self._renderer: Any = None
@@ -196,7 +198,11 @@ class AgentProgram:
                     max_requests=self.max_requests,
                     name=f"attempt {number}",
                 )
-                return await self._play(session, endpoint, row)
+                self.playing += 1
+                try:
+                    return await self._play(session, endpoint, row)
+                finally:
+                    self.playing -= 1
 
         async with self._served() as endpoint:
             tasks = [asyncio.ensure_future(one(number, endpoint)) for number in attempts]
