@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ class Ticket:
         os.dup2(2, 1)  # what libraries print goes to the error stream
         self.rewards: list[float] = []
         self.began: tuple[float, float] | None = None
+        self.ready: Callable[[], object] = lambda: None  # called before every timed step
 
     def reward(self, prompts: Any = None, completions: Any = None, completion_ids: Any = None, **_: Any) -> list[float]:
         """The fraction of a completion's tokens from the lower half of the vocabulary."""
@@ -76,17 +78,23 @@ class Ticket:
         self.rewards += values
         return values
 
-    def step_ended(self) -> None:
-        """Reports the step and waits for the next one to be asked for; ends the process when none will be."""
-        report: dict[str, float] = {}
+    def step_ended(self, notes: Callable[[], dict[str, Any]] | None = None) -> None:
+        """Reports the step and waits for the next one to be asked for; ends the process when none will be.
+
+        Args:
+            notes: further entries of a step's report; what it takes to make them is not timed.
+        """
+        report: dict[str, Any] = {}
         if self.began is not None:
             wall, cpu = time.perf_counter() - self.began[0], time.process_time() - self.began[1]
             report = {"wall": wall, "cpu": cpu, "samples": len(self.rewards), "reward": statistics.mean(self.rewards)}
+            report |= notes() if notes is not None else {}
         report["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps(report), file=self.out, flush=True)
         if not sys.stdin.readline():
             os._exit(0)
         self.rewards.clear()
+        self.ready()
         self.began = time.perf_counter(), time.process_time()
 
 
@@ -197,17 +205,18 @@ class Side:
         steps: int,
         checkout: Path = ROOT,
         variables: dict[str, str] | None = None,
+        script: str = "vs_trl.py",
     ) -> None:
         self.settings = {"threads": threads, "micro": micro}
-        script = checkout / "benchmarks" / "vs_trl.py"
-        command = [sys.executable, str(script), "--worker", name, case, folder, str(micro), str(steps)]
+        path = checkout / "benchmarks" / script
+        command = [sys.executable, str(path), "--worker", name, case, folder, str(micro), str(steps)]
         # Threads that wait must not spin where other processes want the core.
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "0", **(variables or {})}
         environment["PYTHONPATH"] = str(checkout)
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
-        self.reports: list[dict[str, float]] = []
+        self.reports: list[dict[str, Any]] = []
         self.peak = 0.0
 
     def receive(self) -> None:

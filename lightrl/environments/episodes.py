@@ -91,12 +91,14 @@ class Episode(ABC):
             more the run stops with the cause.
         max_tokens: most tokens of one row of a trajectory, by which the engine is sized; None for what the engine
             holds.
+        playing: attempts whose environment lives now; 0 where there are no environments.
     """
 
     multi_turn: bool = True
     max_retries: int = 2
     max_failed: float = 0.5
     max_tokens: int | None = None
+    playing: int = 0
 
     def setup(self, tokenizer: Any, processor: Any = None) -> None:  # noqa: B027 - most need none before a task
         """Takes the policy's tokenizer and, of a model with images and the like, its `MediaProcessor`; a ValueError if

@@ -230,7 +230,11 @@ class MultiTurn(Episode):
 
             longest = min(room) if room else None
             async with places:
-                return await play(Attempt(row, ask, seed, seeds, sampling, longest, f"attempt {number}"))
+                self.playing += 1
+                try:
+                    return await play(Attempt(row, ask, seed, seeds, sampling, longest, f"attempt {number}"))
+                finally:
+                    self.playing -= 1
 
         async with self.player() as play:
             tasks = [asyncio.ensure_future(one(number, play)) for number in attempts]

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_info
+
 from lightrl.background import BackgroundLoop, in_background
 from lightrl.engines.base import (
     Engine,
@@ -36,6 +38,9 @@ log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
 """Times a `restart_engine` engine may die within one rollout."""
+
+PROGRESS_SECONDS = 10.0
+"""How often a rollout of several turns says how far it is."""
 
 LEAVE_SECONDS = 5.0
 """How long the end of a run waits for a background thread to leave the engine, and for episodes to clean up."""
@@ -173,10 +178,11 @@ class Collection:
         self._news: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._coroutines: list[asyncio.Task[None]] = []
-        self._watcher: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
         self._thread: threading.Thread | None = None
         self._driven = False
         self._taken = 0
+        self._turns = 0
         self._restarts = 0
         self._begun = time.perf_counter()
         self._generated = self._begun
@@ -195,7 +201,9 @@ class Collection:
             with self._lock:
                 self._queue.close()
         if self._collector.stall_timeout is not None:
-            self._watcher = asyncio.ensure_future(self._watch(self._collector.stall_timeout))
+            self._watchers.append(asyncio.ensure_future(self._watch(self._collector.stall_timeout)))
+        if self._collector.episode.multi_turn:
+            self._watchers.append(asyncio.ensure_future(self._tell()))
 
     # ---- waiting for groups ------------------------------------------------------------------------------------
 
@@ -307,6 +315,7 @@ class Collection:
         with self._lock:
             future = self._asked.pop(answer.request, None)
         self._moved()
+        self._turns += 1
         if future is not None:  # else it was cancelled meanwhile
             self._loop.call(_settle, future, answer)
 
@@ -324,9 +333,8 @@ class Collection:
         self._loop.call(self._cancel)
 
     def _cancel(self) -> None:
-        for coroutine in (*self._coroutines, self._watcher):
-            if coroutine is not None:
-                coroutine.cancel()
+        for coroutine in (*self._coroutines, *self._watchers):
+            coroutine.cancel()
 
     # ---- the episodes' side, on the event loop -----------------------------------------------------------------
 
@@ -360,8 +368,9 @@ class Collection:
             self._progress.scoring.discard(number)
             self._moved()
             self._scored = time.perf_counter()
-            if len(self.groups) == len(self.tasks) and self._watcher is not None:
-                self._watcher.cancel()
+            if len(self.groups) == len(self.tasks):
+                for watcher in self._watchers:
+                    watcher.cancel()
             self._news.put(number)
         except Exception as error:
             self._fail(error)
@@ -410,6 +419,18 @@ class Collection:
         message = f"Nothing moved for stall_timeout={timeout:g} seconds. Waiting for {self._waited_for()}."
         log.error(message)  # also where a stuck engine in this process keeps the error from being raised
         self._fail(RolloutStalledError(f"{message} Raise stall_timeout (null: never) if that is no fault."))
+
+    async def _tell(self) -> None:
+        """Says from time to time how far the rollout is, and who has the word."""
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            asked = len(self._asked)
+            rank_zero_info(
+                f"Rollout, {time.perf_counter() - self._begun:.0f} s: {len(self.groups)} of {len(self.tasks)} groups "
+                f"done, {self._turns} turns; now {asked} turns wait for the engine, "
+                f"{max(self._collector.episode.playing - asked, 0)} environments work, "
+                f"{len(self._progress.scoring)} groups are scored."
+            )
 
     def _waited_for(self) -> str:
         asked = list(self._asked)

@@ -331,6 +331,7 @@ def test_no_more_environments_than_allowed_live_at_once_and_all_are_closed() -> 
         async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
             alive[0] += 1
             alive[1] = max(alive[:2])
+            assert alive[0] <= attempts.playing <= 2
             await asyncio.sleep(0.01)
             if seed == 3:
                 raise OSError("gone")
@@ -349,7 +350,7 @@ def test_no_more_environments_than_allowed_live_at_once_and_all_are_closed() -> 
 
     asyncio.run(several())
     asyncio.run(several())  # in another event loop
-    assert alive == [0, 2, 12]
+    assert alive == [0, 2, 12] and attempts.playing == 0
 
 
 def test_an_environment_is_closed_when_its_attempt_is_cancelled() -> None:

@@ -17,8 +17,9 @@ from lightrl.algorithms.schedule import LRSchedule
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTSource
 from lightrl.engines.transformers.engine import TransformersEngine
+from lightrl.environments import EnvironmentEpisode
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.rollout import EnvironmentEpisode, RolloutDataModule
+from lightrl.rollout import RolloutDataModule
 from lightrl.types import SamplingParams
 from tests.rollout.tasks import Letters
 from tests.toys import ThreadEngine

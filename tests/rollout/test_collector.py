@@ -58,6 +58,7 @@ class TwoTurns(Episode):
         for turn in range(2):
             request = GenerationRequest(list(ids), task.sampling, task.turn_seed(attempt, turn), name=task.name)
             group = await ask(request)
+            await self.step(request)
             sampled = group.completions[0].token_ids
             ids, turns = ids + sampled + [99], turns + [turn] * len(sampled) + [-1]
             versions += [group.policy_version] * len(sampled) + [-1]
@@ -66,6 +67,9 @@ class TwoTurns(Episode):
         row = TrajectoryRow(ids, turns, [-0.5 if t >= 0 else 0.0 for t in turns], versions)
         said = [{"role": "user", "content": task.prompt.texts[0]}, {"role": "assistant", "content": str(attempt)}]
         return Trajectory([row], f"answer {attempt}", "turns", said, [0.25, 0.5], metrics={"turns": 2.0})
+
+    async def step(self, request: GenerationRequest) -> None:
+        """What the environment does with the reply to a request."""
 
     async def close(self) -> None:
         self.closed = True
@@ -121,6 +125,33 @@ def test_a_turn_is_asked_for_while_others_run(beside: bool, collector: Any) -> N
     assert rows.turn_rewards["environment"][2].tolist() == [0, 0, 0.25, 0, 0, 0.5, 0, 0]
     assert rows.rewards.tolist() == [0.75] * 4 and rows.stop_reasons == ["turns"] * 4 and bool(rows.truncated.all())
     assert len({r.seed for r in engine.asked}) == 8, "each attempt and turn has a seed of its own"
+
+
+def test_a_long_rollout_tells_turns_and_environments_that_wait(
+    collector: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The attempts at prompt 0 wait for the engine and those at prompt 1 are in their environments till it is told."""
+    monkeypatch.setattr("lightrl.rollout.collector.PROGRESS_SECONDS", 0.01)
+    caplog.set_level("INFO")
+    told = "0 of 2 groups done, 2 turns; now 2 turns wait for the engine, 2 environments work, 0 groups are scored."
+
+    class Works(TwoTurns):
+        playing = 0
+
+        async def attempt(self, task: Task, ask: Ask, attempt: int) -> Trajectory:
+            self.playing += 1
+            trajectory = await super().attempt(task, ask, attempt)
+            self.playing -= 1
+            return trajectory
+
+        async def step(self, request: GenerationRequest) -> None:
+            while request.token_ids == [3] and told not in caplog.text:
+                await asyncio.sleep(0.005)
+
+    engine = ScriptedEngine()
+    engine.hold = lambda request: request.token_ids == [1, 2] and told not in caplog.text
+    collector(engine, Works()).start(tasks()).finish()
+    assert told in caplog.text
 
 
 def test_rewards_get_messages_and_copies_of_the_token_ids(collector: Any) -> None:

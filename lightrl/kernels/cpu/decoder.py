@@ -95,7 +95,7 @@ class CPUDecoder:
                 rows = slice(token, token + length * count)
                 q1, k1, v1 = (x[rows].view(count, length, -1, x.shape[-1]).transpose(1, 2) for x in (q, k, v))
                 if self.copied:
-                    own = slice(first_row, None)
+                    own = slice(first_row, first_row + count * copies)
                     self.new_k[number, own, :, :, :length] = k1.transpose(2, 3).repeat_interleave(copies, 0)
                     self.new_v[number, own, :, :length] = v1.repeat_interleave(copies, 0)
                 else:
@@ -122,20 +122,30 @@ class CPUDecoder:
         return logits
 
     def _make_room(self, lengths: list[int], copies: int) -> None:
-        """Widens `prompt_k` and `prompt_v` for more and longer prompts and `new_k` and `new_v` for more rows."""
-        rows = len(self.owner)
-        for name in ("new_k", "new_v"):
-            held = getattr(self, name)
-            taller = held.new_zeros(len(held), rows + len(lengths) * copies, *held.shape[2:])
-            taller[:, :rows] = held[:, :rows]
-            setattr(self, name, taller)
+        """Widens `prompt_k` and `prompt_v` for more and longer prompts and `new_k` and `new_v` for more rows.
+
+        What rows and prompts that ended leave behind is hidden by the masks, and finite.
+        """
+        rows, needed = len(self.owner), len(self.owner) + len(lengths) * copies
+        if needed > self.new_k.shape[1]:
+            for name in ("new_k", "new_v"):
+                held = getattr(self, name)
+                taller = held.new_zeros(len(held), needed, *held.shape[2:])
+                taller[:, :rows] = held[:, :rows]
+                setattr(self, name, taller)
         if self.copied:
             return
-        layers, count, kv, d, width = self.prompt_k.shape
-        shape = (layers, count + len(lengths), kv, max(width, *lengths), d)
+        layers, room, kv, d, width = self.prompt_k.shape
+        count, longest = len(self.prompt_lengths), max(lengths)
+        needed = count + len(lengths)
+        if needed <= room and longest <= width:
+            return
+        if count and longest > width:  # conversations grow: not for every token anew
+            longest += longest // 4
+        shape = (layers, max(needed, room if count else 0), kv, max(longest, width if count else 0), d)
         # With zeros where a prompt is shorter: a weight of 0 does not hide what is not a number.
         keys, values = self.prompt_k.new_zeros(*shape[:3], d, shape[3]), self.prompt_v.new_zeros(shape)
-        keys[:, :count, :, :, :width], values[:, :count, :, :width] = self.prompt_k, self.prompt_v
+        keys[:, :count, :, :, :width], values[:, :count, :, :width] = self.prompt_k[:, :count], self.prompt_v[:, :count]
         self.prompt_k, self.prompt_v = keys, values
 
     def _arrange(self) -> None:
@@ -161,8 +171,8 @@ class CPUDecoder:
         self.grid = torch.tensor(grid, device=device).flatten()
         self.place = torch.tensor(self.owner, device=device) * self.group + torch.tensor(place, device=device)
         longest = max(self.prompt_lengths)
-        self.prompt_keys = self.prompt_k.flatten(1, 2)[..., :longest].unbind()
-        self.prompt_values = self.prompt_v.flatten(1, 2)[:, :, :longest].unbind()
+        self.prompt_keys = self.prompt_k[:, :count].flatten(1, 2)[..., :longest].unbind()
+        self.prompt_values = self.prompt_v[:, :count].flatten(1, 2)[:, :, :longest].unbind()
         self.prompt_mask: Tensor | None = None
         if min(self.prompt_lengths) < longest:
             columns = torch.arange(longest, device=device)
@@ -250,17 +260,24 @@ class CPUDecoder:
             self.new_v[:, to, :, :used] = self.new_v[:, source, :, :used]
         self.filled = [self.filled[i] for i in rows]
         self.positions = self.positions[torch.tensor(rows, dtype=torch.long, device=self.model.device)]
-        owner = [self.owner[i] for i in rows]
-        alive = sorted(set(owner))
-        if len(alive) < len(self.prompt_lengths):
-            self.prompt_lengths = [self.prompt_lengths[p] for p in alive]
-            if not self.copied:
-                self.prompt_k, self.prompt_v = self.prompt_k[:, alive], self.prompt_v[:, alive]
-        renumbered = {p: i for i, p in enumerate(alive)}
-        self.owner = [renumbered[p] for p in owner]
+        self._keep_prompts([self.owner[i] for i in rows])
         if rows:
             self._regroup()
             self._arrange()
+
+    def _keep_prompts(self, owner: list[int]) -> None:
+        """Moves the last of the prompts that rows still have into the places of those that none has, as rows move."""
+        alive = set(owner)
+        count = len(alive)
+        holes = [p for p in range(count) if p not in alive]
+        tail = sorted(p for p in alive if p >= count)
+        if holes and not self.copied:
+            self.prompt_k[:, holes], self.prompt_v[:, holes] = self.prompt_k[:, tail], self.prompt_v[:, tail]
+        for hole, p in zip(holes, tail, strict=True):
+            self.prompt_lengths[hole] = self.prompt_lengths[p]
+        del self.prompt_lengths[count:]
+        moved = dict(zip(tail, holes, strict=True))
+        self.owner = [moved.get(p, p) for p in owner]
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,0 +1,470 @@
+"""GRPO over many turns with a tool: LightRL's environments against TRL 1.16's `environment_factory`.
+
+    python benchmarks/environments.py --model /tmp/reader --cases quick slow --out results/environments.json
+
+64 environments at once, 8 prompts x 8, of one plain class that both libraries take unchanged (`Book`): the policy calls
+its tool until that says that nothing is left, five times, and then answers; six turns. In the case slow each call takes
+between 0 and 2 s (twice the square of a seeded uniform number, 0.67 s on average, the same on all sides), in the case
+quick no time. The model (Qwen2 architecture, Qwen 2.5's chat template, 0.6 M parameters) first learns this form from
+written conversations, and is kept in `--model`. Temperature 0.7, float32, CPU, the loss of GRPO without KL, one update
+per rollout, and a learning rate at which the policy stays what it is.
+
+Each side is a subprocess that stops after every step until the parent lets it go on, as in `vs_trl.py`: `trl` samples
+with `generate`, `lightrl` with `TransformersEngine`, `vllm` is LightRL with vLLM in its process. A step is all that
+passes between two optimizer steps, a rollout the part of it until the last trajectory is scored. Peak memory is each
+process's maximal resident set.
+
+After each step LightRL's sides replay the rollout: the same requests with the same seeds go to the engine, each as soon
+as that before it is answered, with neither environments nor tools nor tokens to put together (`bare`). A rollout can
+take no less than that, nor than its slowest environment's tools (`path`).
+
+`--cases turns` plays conversations of 48 turns with answers that are there at once, and takes the CPU time of the
+event loop between an answer and the next request, early and late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+from vs_trl import Side, Ticket
+
+PROMPTS, GROUP, TURNS = 8, 8, 6
+ENVIRONMENTS = PROMPTS * GROUP
+WORDS = [
+    *("amber", "birch", "cedar", "delta", "ember", "frost", "grove", "heron"),
+    *("inlet", "jetty", "knoll", "larch", "maple", "north", "ocean", "pearl"),
+]
+LONGEST = 1024  # tokens of a trajectory's replies and results
+RATE, TEMPERATURE = 1e-6, 0.7
+BARS = {"quick": 2.0, "slow": 8.0}
+SLOWEST = {"quick": 0.0, "slow": 2.0}
+
+
+class Book:
+    """The environment: a plain class, as `environment_factory` and `ToolEnvironment` take it."""
+
+    slowest = 0.0
+    """Most seconds of a call."""
+    numbers = itertools.count()
+    slept: ClassVar[dict[int, float]] = {}
+    calls = 0
+
+    def reset(self, **row: Any) -> None:
+        """Begins."""
+        self.number = next(Book.numbers)
+        self.left = TURNS - 1
+        self.early = 0
+        Book.slept[self.number] = 0.0
+
+    def read(self, page: int, why: str) -> str:
+        """
+        Reads a page of the book.
+
+        Args:
+            page: its number
+            why: what you look for
+        """
+        Book.calls += 1
+        draw = random.Random(f"{self.number % (100 * ENVIRONMENTS)}/{self.left}")
+        seconds = Book.slowest * draw.random() ** 2
+        Book.slept[self.number] += seconds
+        time.sleep(seconds)
+        self.left -= 1
+        self.early += page < 50
+        return text_of(draw, page, self.left)
+
+    def get_reward(self) -> float:
+        """The fraction of its calls that read in the first half."""
+        return self.early / (TURNS - 1)
+
+
+def text_of(draw: random.Random, page: int, left: int) -> str:
+    """What a page says."""
+    said = " ".join(draw.choices(WORDS, k=16))
+    return f"Page {page}: {said}. " + (f"There are {left} left." if left > 0 else "Nothing is left.")
+
+
+def prompts() -> list[list[dict[str, str]]]:
+    """PROMPTS conversations."""
+    return [
+        [{"role": "user", "content": f"Read the book of {word}, then say that you are done."}] for word in WORDS[:8]
+    ]
+
+
+def conversation(draw: random.Random, left: int, calls: int) -> list[dict[str, Any]]:
+    """One as the policy should hold it, with so many calls at most, the first of which leaves so many."""
+    said: list[dict[str, Any]] = list(draw.choice(prompts()))
+    for after in range(left, max(left - calls, -1), -1):
+        page, why = draw.randrange(10, 100), " ".join(draw.choices(WORDS, k=draw.randint(4, 16)))
+        call = {"name": "read", "arguments": {"page": page, "why": why}}
+        said.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]})
+        said.append({"role": "tool", "name": "read", "content": text_of(draw, page, after)})
+    return [*said, {"role": "assistant", "content": "I am done."}] if after == 0 else said
+
+
+def build(folder: str, steps: int) -> None:
+    """Makes tokenizer and model, has it learn the form in so many steps, and saves both."""
+    import torch
+    import torch.nn.functional as F
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import get_json_schema
+    from trl.chat_template_utils import qwen2_5_chat_template
+
+    torch.manual_seed(0)
+    draw, schema = random.Random(0), get_json_schema(Book().read)
+    own = Tokenizer(models.BPE())
+    own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=640, special_tokens=marks[:3], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    corpus = [json.dumps(message) for _ in range(50) for message in conversation(draw, TURNS - 2, TURNS)]
+    own.train_from_iterator([*corpus, json.dumps(schema), qwen2_5_chat_template], trainer)
+    own.add_tokens([AddedToken(mark, normalized=False) for mark in marks[3:]])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=own, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        extra_special_tokens=marks[1:2], clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    tokenizer.chat_template = qwen2_5_chat_template
+    tokenizer.save_pretrained(folder)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    print(f"{sum(p.numel() for p in model.parameters())} parameters, {len(tokenizer)} tokens", flush=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, max(steps, 2), pct_start=0.1)
+    for step in range(steps):
+        rows, whole = [], step % 4 == 3  # most are the beginnings of some: whole conversations take long
+        for _ in range(3 if whole else 8):
+            said = conversation(draw, TURNS - 2, TURNS) if whole else conversation(draw, draw.randrange(3), 2)
+            text = tokenizer.apply_chat_template(said, tools=[schema], tokenize=False)
+            ids: list[int] = []
+            told: list[bool] = []
+            for number, part in enumerate(text.split("<|im_start|>assistant\n")):
+                reply, end, rest = part.partition("<|im_end|>") if number else ("", "", part)
+                head = "<|im_start|>assistant\n" if number else ""
+                for piece, policy in ((head, False), (reply + end, True), (rest, False)):
+                    some = tokenizer.encode(piece, add_special_tokens=False)
+                    ids += some
+                    told += [policy] * len(some)
+            rows.append((ids, told))
+        width = max(len(ids) for ids, _ in rows)
+        tokens = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])
+        mask = torch.tensor([told + [False] * (width - len(told)) for _, told in rows])[:, 1:]
+        loss = F.cross_entropy(model(input_ids=tokens).logits[:, :-1][mask], tokens[:, 1:][mask])
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 20 == 0:
+            print(f"warm start, step {step}: {loss.item():.3f} nats a token, rows of {width}", flush=True)
+    model.save_pretrained(folder)
+
+
+def run_trl(folder: str, micro: int, steps: int, ticket: Ticket) -> None:
+    """TRL's side; never returns."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    notes: dict[str, Any] = {}
+
+    class Timed(GRPOTrainer):  # type: ignore[misc]
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            began, Book.calls = time.perf_counter(), 0
+            scored = super()._generate_and_score_completions(inputs)
+            tokens = int((scored["completion_mask"] * scored["tool_mask"]).sum())
+            turns = Book.calls + ENVIRONMENTS
+            notes.update(rollout=time.perf_counter() - began, calls=Book.calls, turns=turns, tokens=tokens)
+            return scored
+
+    def earned(environments: Any, **_: Any) -> list[float]:
+        ticket.rewards += [environment.get_reward() for environment in environments]
+        return [0.0] * len(environments)
+
+    class Stop(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ticket.step_ended(lambda: notes)
+
+    config = GRPOConfig(
+        output_dir=f"{folder}/trl", per_device_train_batch_size=micro,
+        gradient_accumulation_steps=ENVIRONMENTS // micro, num_generations=GROUP, max_completion_length=LONGEST,
+        temperature=TEMPERATURE, beta=0.0, num_iterations=1, loss_type="grpo", learning_rate=RATE, weight_decay=0.0,
+        lr_scheduler_type="constant", max_grad_norm=1.0, optim="adamw_torch_fused", bf16=False,
+        gradient_checkpointing=False, use_cpu=True, max_steps=steps, logging_strategy="no", save_strategy="no",
+        report_to="none", disable_tqdm=True, shuffle_dataset=False, seed=1, dataloader_num_workers=0,
+        max_tool_calling_iterations=TURNS - 1,
+    )  # fmt: skip
+    rows = Dataset.from_dict({"prompt": prompts() * steps})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    Timed(model, earned, config, rows, processing_class=tokenizer, callbacks=[Stop()], environment_factory=Book).train()
+
+
+def run_lightrl(name: str, folder: str, micro_tokens: int, steps: int, ticket: Ticket) -> None:
+    """LightRL's side; never returns."""
+    import torch
+    from lightning.pytorch import Callback, Trainer, seed_everything
+
+    from lightrl.algorithms import GRPOLightningModule
+    from lightrl.callbacks import WeightSync
+    from lightrl.data import PromptSource
+    from lightrl.engines import TransformersEngine, VLLMEngine
+    from lightrl.environments import EnvironmentEpisode, ToolEnvironment
+    from lightrl.rollout import RolloutDataModule
+    from lightrl.types import SamplingParams
+
+    seed_everything(1, verbose=False)
+    engine = VLLMEngine() if name == "vllm" else TransformersEngine()
+    answers: list[Any] = []
+    generate = engine.generate
+
+    def kept(requests: Any) -> Any:
+        for answer in generate(requests):
+            answers.append(answer)
+            yield answer
+
+    engine.generate = kept  # type: ignore[method-assign]
+
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+            ticket.rewards += batch.rewards.tolist()
+            ticket.step_ended(lambda: self.notes(module, batch))
+
+        def notes(self, module: Any, batch: Any) -> dict[str, Any]:
+            """What the rollout took, and what the engine alone takes for its requests."""
+            tokens = sum(len(answer.completions[0].token_ids) for answer in answers)
+            found = {"rollout": batch.metrics["time/generate"] + batch.metrics["time/score"], "tokens": tokens}
+            found |= {"calls": Book.calls, "turns": len(answers), "path": max(Book.slept.values(), default=0.0)}
+            if name == "vllm":  # what it holds of these prompts must go
+                engine.load_weights(module.named_policy_weights(), policy_version=engine.policy_version)
+            began = time.perf_counter()
+            again = replay(generate, answers)
+            found |= {"bare": time.perf_counter() - began, "bare_tokens": again}
+            answers.clear()
+            Book.calls = 0
+            Book.slept.clear()
+            return found
+
+    module = GRPOLightningModule(
+        folder,
+        kl=None,
+        micro_batch_tokens=micro_tokens,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=RATE, weight_decay=0.0, fused=True),
+    )
+    data = RolloutDataModule(
+        PromptSource(rows=[{"prompt": prompt} for prompt in prompts()]),
+        engine=engine,
+        episode=EnvironmentEpisode(lambda: ToolEnvironment(Book), max_turns=TURNS, max_tokens=2 * LONGEST),
+        sampling=SamplingParams(max_new_tokens=LONGEST, temperature=TEMPERATURE),
+        group_size=GROUP,
+        prompts_per_rollout=PROMPTS,
+        rollouts_per_epoch=steps,
+    )
+    Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, num_sanity_val_steps=0,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        callbacks=[WeightSync(), Stop()],
+    ).fit(module, data)  # fmt: skip
+
+
+def replay(generate: Any, answers: list[Any]) -> int:
+    """Asks what was asked, each as soon as the turn before it is answered; the number of sampled tokens."""
+    from lightrl.engines import RequestQueue
+
+    of_attempt: dict[str, list[Any]] = {}
+    for answer in answers:
+        of_attempt.setdefault(answer.request.name.partition(" of ")[2], []).append(answer.request)
+    following = {a: b for turns in of_attempt.values() for a, b in itertools.pairwise(turns)}
+    queue, tokens = RequestQueue([turns[0] for turns in of_attempt.values()]), 0
+    left = len(answers)
+    for answer in generate(queue):
+        tokens += len(answer.completions[0].token_ids)
+        left -= 1
+        if answer.request in following:
+            queue.put(following[answer.request])
+        if not left:
+            queue.close()
+    return tokens
+
+
+def our_share(folder: str, turns: int, attempts: int) -> dict[str, float]:
+    """Milliseconds of CPU time of a turn in conversations of so many: of turns 2 to 9, and of the last 8."""
+    from transformers import AutoTokenizer
+
+    from lightrl.environments import EnvironmentEpisode, ToolEnvironment
+    from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams
+
+    class Endless(Book):
+        """Never says that nothing is left."""
+
+        def reset(self, **row: Any) -> None:
+            super().reset(**row)
+            self.left = turns
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    played = EnvironmentEpisode(lambda: ToolEnvironment(Endless), max_turns=turns)
+    played.setup(tokenizer)
+    draw = random.Random(0)
+    spent: list[list[float]] = [[] for _ in range(turns)]
+    began = 0.0
+
+    async def ask(request: GenerationRequest) -> CompletionGroup:
+        nonlocal began
+        now = time.thread_time()
+        turn = int(request.name.split()[1])
+        if turn:
+            spent[turn].append(now - began)
+        call = conversation(draw, 1, 1)[1]["tool_calls"][0]["function"]
+        ids = tokenizer.encode(f"<tool_call>\n{json.dumps(call)}\n</tool_call><|im_end|>", add_special_tokens=False)
+        completion = Completion(ids, [0.0] * len(ids), "", "stop")
+        began = time.thread_time()
+        return CompletionGroup(request, [completion], 0)
+
+    async def play() -> None:
+        for number in range(attempts):
+            await played.group(
+                {"prompt": prompts()[0]}, ask, attempts=[number], seed=0, turn_seed=lambda *_: 0,
+                sampling=SamplingParams(max_new_tokens=LONGEST),
+            )  # fmt: skip
+
+    asyncio.run(play())
+    early, late = (1000 * statistics.median(itertools.chain(*some)) for some in (spent[1:9], spent[-8:]))
+    return {"turns": turns, "early_ms": early, "late_ms": late}
+
+
+def worker(name: str, case: str, folder: str, micro: str, steps: str) -> None:
+    """A side's process."""
+    ticket = Ticket()
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    ticket.ready = lambda: setattr(Book, "slowest", SLOWEST[case])
+    if name == "trl":
+        run_trl(folder, int(micro), int(steps), ticket)
+    run_lightrl(name, folder, int(micro), int(steps), ticket)
+
+
+def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One row of the table for each side."""
+    micro, steps = {"trl": arguments.micro}, 1 if case == "slow" else arguments.steps
+    sides = [
+        Side(
+            name,
+            case,
+            str(arguments.model),
+            arguments.threads,
+            micro.get(name, arguments.micro_tokens),
+            steps + 2,
+            script="environments.py",
+        )
+        for name in arguments.sides
+    ]
+    try:
+        for side in sides:
+            side.receive()  # the first step, in which everything is loaded and tools are quick, is not timed
+        for i in range(steps):
+            for side in sides if i % 2 else reversed(sides):
+                side.step()
+    finally:
+        for side in sides:
+            side.close()
+    rows = {name: summary(side) for name, side in zip(arguments.sides, sides, strict=True)}
+    if "trl" in rows:
+        for row in rows.values():
+            row["times"] = rows["trl"]["wall"] / row["wall"]
+            row["times_rollout"] = rows["trl"]["rollout"] / row["rollout"]
+            row["memory"] = row["peak_mb"] / rows["trl"]["peak_mb"]
+    return rows
+
+
+def summary(side: Side) -> dict[str, Any]:
+    """Medians over a side's steps."""
+    steps = [{name: value for name, value in report.items() if name != "samples"} for report in side.reports]
+    for step in steps:
+        if "bare" in step:
+            step["to_bound"] = step["rollout"] / max(step["path"], step["bare"])
+    return {
+        **side.settings,
+        **{name: statistics.median(step[name] for step in steps) for name in steps[0]},
+        "steps": steps,
+    }
+
+
+def show(cases: dict[str, dict[str, Any]]) -> None:
+    """Prints the table."""
+    names = (
+        "times",
+        "wall",
+        "cpu",
+        "times_rollout",
+        "rollout",
+        "path",
+        "bare",
+        "to_bound",
+        "turns",
+        "calls",
+        "tokens",
+        "peak_mb",
+    )
+    print(f"{'case':6} {'side':8} " + " ".join(f"{name:>13}" for name in names))
+    for case, rows in cases.items():
+        if case == "turns":
+            print(f"{rows['turns']} turns: {rows['early_ms']:.2f} ms a turn early, {rows['late_ms']:.2f} ms late")
+            continue
+        for side, row in rows.items():
+            print(f"{case:6} {side:8} " + " ".join(f"{row[n]:13.2f}" if n in row else " " * 13 for n in names))
+
+
+def main() -> None:
+    """Parses the command line, measures, prints a table and writes JSON; cases already in the file are kept."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=["quick", "slow", "turns"], default=["quick", "slow", "turns"])
+    parser.add_argument("--sides", nargs="+", choices=["trl", "lightrl", "vllm"], default=["trl", "lightrl", "vllm"])
+    parser.add_argument("--model", type=Path, required=True, help="folder of the model; made where it is not there")
+    parser.add_argument("--warm-start", type=int, default=300, help="steps in which a new model learns the form")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of each side; one in the case slow")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--micro", type=int, default=16, help="rows of TRL's micro-batch")
+    parser.add_argument("--micro-tokens", type=int, default=16384, help="tokens of LightRL's micro-batch")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if not (arguments.model / "config.json").exists():
+        build(str(arguments.model), arguments.warm_start)
+    cases = {}
+    for case in arguments.cases:
+        cases[case] = our_share(str(arguments.model), 48, 8) if case == "turns" else measure(case, arguments)
+    show(cases)
+    if arguments.out:
+        import torch
+        import transformers
+        import trl
+
+        old = json.loads(arguments.out.read_text())["cases"] if arguments.out.exists() else {}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
+        machine = {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+        report = {"machine": machine, "versions": versions, "cases": {**old, **cases}}
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker(*sys.argv[2:])
+    else:
+        main()
