@@ -61,7 +61,7 @@ def test_the_agent_project_is_checked_runs_and_is_looked_at(
     main(["check-env", "--config", "config.yaml", "--rows", "1"])
     assert "multiply" in capsys.readouterr().out
     sizes = ["--data.init_args.group_size=2", "--data.init_args.prompts_per_rollout=2"]
-    length = "--data.init_args.environment.max_tokens=160"
+    length = "--data.init_args.episode.init_args.max_tokens=160"
     main(["fit", "--config", "config.yaml", random_init, length, *sizes, *SMALL, *ROLLOUTS])
     assert (tmp_path / "mine/outputs/agent/model/model.safetensors").is_file()
     assert "factory: tools.Calculator" in (tmp_path / "mine/outputs/agent/config.yaml").read_text()
