@@ -2,7 +2,8 @@
 #   make quickstart   a small model learns two-digit sums by PPO through an embedded vLLM engine; ends with a report
 #   make test         lint, types and tests, once more those of models and algorithms without the CPU kernels
 #   make test-long    the cases that `make test` leaves out
-#   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about an hour)
+#   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about an hour);
+#                     it goes on where it was interrupted (outputs/faults.jsonl)
 # Settings: VENV (the virtual environment, default .venv), PYTHON (the interpreter it is made with), WORKERS (of pytest).
 
 VENV ?= .venv
@@ -30,7 +31,7 @@ test-long: setup
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m long
 
 faults: setup
-	$(VENV)/bin/python -m tests.faults.campaign --cases $(CASES) --table docs/reliability.md
+	$(VENV)/bin/python -m tests.faults.campaign --cases $(CASES) --results outputs/faults.jsonl --table docs/reliability.md
 
 lint: setup
 	$(VENV)/bin/ruff check .
