@@ -167,7 +167,7 @@ def write_config(folder: Path, kept: Path, model: str, victim: str, *, restart: 
     elif victim == "reward":
         arguments = {"url": f"http://127.0.0.1:{_port(kept, 'reward')}/score", "timeout": 3.0, "retries": 5}
         data["rewards"].append({"class_path": "RemoteReward", "init_args": arguments | {"backoff": 0.2}})
-    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}}
+    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3, "weight_decay": 0.0}}
     config = {
         "trainer": trainer,
         "model": {
