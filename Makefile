@@ -4,7 +4,8 @@
 #   make test-long    the cases that `make test` leaves out
 #   make fuzz         10,000 random configurations, rows, files, answers, checkpoints; table in docs/reliability.md
 #   make pairs        four covering arrays of all features, runs of two rollouts; page docs/feature_pairs.md
-#   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about an hour)
+#   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about an hour);
+#                     it goes on where it was interrupted (outputs/faults.jsonl)
 # Settings: VENV (the virtual environment, default .venv), PYTHON (the interpreter it is made with), WORKERS (of pytest).
 
 VENV ?= .venv
@@ -32,7 +33,7 @@ test-long: setup
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m long
 
 faults: setup
-	$(VENV)/bin/python -m tests.faults.campaign --cases $(CASES) --table docs/reliability.md
+	$(VENV)/bin/python -m tests.faults.campaign --cases $(CASES) --results outputs/faults.jsonl --table docs/reliability.md
 
 fuzz: setup
 	$(VENV)/bin/python -m tests.fuzz --cases 10000 --table docs/reliability.md

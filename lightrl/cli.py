@@ -320,10 +320,10 @@ def lost_part(error: BaseException) -> str | None:
     """What to tell where a part of the run is gone or hangs, which is nobody's mistake: an engine, or another rank."""
     from torch.distributed import DistError
 
-    from lightrl.engines.base import EngineDiedError, StaleWeightsError
+    from lightrl.engines.base import EngineDiedError
     from lightrl.rollout.collector import RolloutStalledError
 
-    if isinstance(error, EngineDiedError | StaleWeightsError | RolloutStalledError):
+    if isinstance(error, EngineDiedError | RolloutStalledError):
         return str(error)
     if isinstance(error, DistError) or (isinstance(error, RuntimeError) and LOST_RANK.search(str(error))):
         return (
@@ -431,6 +431,8 @@ def _main(args: Sequence[str] | None) -> None:
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         end_with_parent()
+    from lightrl.compat import parser_messages  # noqa: F401 - to tell an error when no more files can be opened
+
     run(arguments)
 
 

@@ -27,7 +27,8 @@ import lightrl.rewards
 import lightrl.rollout
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.cli import main, run
-from lightrl.engines import EngineContext, StaleWeightsError
+from lightrl.engines import EngineContext, EngineDiedError, StaleWeightsError
+from lightrl.rollout.collector import RolloutStalledError
 from lightrl.rollout.sync import EngineSync
 from tests.toys import quickstart_model
 
@@ -348,6 +349,21 @@ def test_last_skips_what_is_damaged(write: Callable[..., str], tmp_path: Path, c
     assert cli.trainer.global_step == 4
 
 
+def test_last_goes_on_from_the_furthest_after_the_clock_was_set_back(
+    write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or after a copy: times of files say little. An older checkpoint of another name does not win."""
+    folder = tmp_path / "checkpoints"
+    keep_all = {"every_n_rollouts": 1, "dirpath": str(folder), "save_top_k": -1}
+    callbacks = ["WeightSync", {"class_path": "RolloutCheckpoint", "init_args": keep_all}]
+    config = write(trainer={"enable_checkpointing": True, "callbacks": callbacks}, data={"rollouts_per_epoch": 2})
+    main(["fit", "--config", config])
+    for name in ("last", "rollout=000002"):
+        os.utime(folder / f"{name}.ckpt", (0, 0))
+    cli = run(["fit", "--config", config, "--ckpt_path", "last", "--trainer.max_epochs", "2"])
+    assert cli.trainer.ckpt_path == str(folder / "last.ckpt") and cli.trainer.global_step == 4
+
+
 def test_last_with_nothing_whole_is_refused(
     write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -416,6 +432,35 @@ def test_an_engine_that_was_never_synced(write: Callable[..., str]) -> None:
     """Not a mistake in a value: it keeps its traceback, as everything does that LightRL does not call the user's."""
     with pytest.raises(StaleWeightsError, match="Idle did not push the weights"):
         main(["fit", "--config", write(trainer={"callbacks": [{"class_path": f"{__name__}.Idle"}]})])
+
+
+class Dying(RLCallback):
+    """Meets what a run meets whose engine or other rank is gone."""
+
+    error: Exception
+
+    def on_rollout_scored(self, trainer: Any, module: Any, rollouts: Any) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineDiedError("The engine process is gone."),
+        RolloutStalledError("Nothing moved."),
+        RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:55950: Connection reset by peer"),
+        torch.distributed.DistNetworkError("wait timeout after 10000ms"),
+    ],
+)
+def test_what_is_gone_is_told_in_one_line(
+    error: Exception, write: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody's mistake, so the status is not that of a user's error."""
+    Dying.error = error
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", write(trainer={"callbacks": ["WeightSync", {"class_path": f"{__name__}.Dying"}]})])
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert stop.value.code == 1 and len(told) == 1 and str(error) in told[0]
 
 
 class Failing(Callback):

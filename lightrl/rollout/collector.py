@@ -233,7 +233,7 @@ class Collection:
                 while not self._news.empty():
                     numbers += self._hear(self._news.get())
         except BaseException:
-            self.stop()
+            self.stop(LEAVE_SECONDS / 2)  # the end of the run, which comes next, waits for what is left of it
             raise
         self._taken += len(numbers)
         if self.exhausted and self._thread is not None:

@@ -40,7 +40,7 @@ __all__ = ["EvalLoader", "RolloutDataModule", "RolloutLoader"]
 
 log = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 8.0
+CLOSE_SECONDS = 7.0
 """How long the end of a run waits for threads, reward functions and an engine of its own process, together."""
 
 PRECISION_TO_DTYPE = {"bf16": "bfloat16", "16": "float16", "32": "float32", "64": "float32", "transformer": "bfloat16"}

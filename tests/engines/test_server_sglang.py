@@ -5,12 +5,14 @@ No SGLang can run here: the servers are small ones that speak the routes it docu
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -170,6 +172,21 @@ def test_a_server_that_hangs_is_left_out(start: Start, tied_folder: Path) -> Non
     push(engine, tied_folder)  # it is back
     asked = len(servers[0].requests)
     assert sample(engine) == first and len(servers[0].requests) > asked
+
+
+def test_a_network_that_is_down_is_waited_for(start: Start, tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = start(1)
+    push(engine, tied_folder)
+    first, up = sample(engine), time.monotonic() + 0.4
+    send = httpx.AsyncHTTPTransport.handle_async_request
+
+    async def down(*args: Any) -> Any:
+        if time.monotonic() < up:
+            raise httpx.ConnectError("no route") from OSError(errno.ENETUNREACH, "Network is unreachable")
+        return await send(*args)
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", down)
+    assert sample(engine) == first
 
 
 def test_a_key_is_sent(start: Start, tied_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

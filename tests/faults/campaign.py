@@ -51,10 +51,14 @@ BOUND = 90.0
 """Seconds, beyond those of an undisturbed run, within which a run ends on a busy machine."""
 LEAVE = 45.0
 """Seconds within which every process of a run that ended is gone; a rank without launcher waits 30."""
+IGNORED = re.compile(r"^Exception ignored in.*\n(Traceback.*\n)?( .*\n)*", re.MULTILINE)
+"""What Python prints of an error in a finaliser when nothing more can be opened; the run's own message follows."""
 MARK = "<!-- campaign -->"
 ADOPT, PRIVATE = 36, 1 << 18 | 1 << 14  # PR_SET_CHILD_SUBREAPER; MS_PRIVATE | MS_REC
 
 PLACES = ("startup", "sampling", "scoring", "update", "sync", "save", "named", "export", "shutdown", "time")
+PARSED = ("startup", "time")
+"""Where the run is the command line's, parser and all; elsewhere its objects are built without it, in less time."""
 RUNNING = ("startup", "sampling", "scoring", "update", "sync", "shutdown")
 SIGNALS = {
     "SIGKILL": {-9},
@@ -72,7 +76,6 @@ RANK = {
     "SIGTERM": {75, -15, -9, 1},
     "SIGINT": {1, 130, -9},
     "SIGSTOP": {0},
-    "SIGSTOP for good": {1},
 }
 EXPECTED: dict[str, dict[str, set[int]]] = {
     # victim -> fault -> exit statuses that say what happened; 0 also where the run was over
@@ -164,7 +167,7 @@ def write_config(folder: Path, kept: Path, model: str, victim: str, *, restart: 
     elif victim == "reward":
         arguments = {"url": f"http://127.0.0.1:{_port(kept, 'reward')}/score", "timeout": 3.0, "retries": 5}
         data["rewards"].append({"class_path": "RemoteReward", "init_args": arguments | {"backoff": 0.2}})
-    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}}
+    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3, "weight_decay": 0.0}}
     config = {
         "trainer": trainer,
         "model": {
@@ -199,20 +202,20 @@ class Campaign:
         self.model = quickstart_model(
             root / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32, **heads
         )
-        self.undisturbed: dict[str, tuple[dict[str, Any], float]] = {}
+        self.undisturbed: dict[tuple[str, bool], tuple[dict[str, Any], float]] = {}
         root.chmod(0o755)  # a run that lost its rights still finds its folder
 
-    def whole(self, victim: str) -> tuple[dict[str, Any], float]:
+    def whole(self, victim: str, *, parsed: bool) -> tuple[dict[str, Any], float]:
         """Weights and seconds of the run that nothing happens to.
 
         Raises:
             RuntimeError: it failed.
         """
-        kind = victim.split()[0]
+        kind = victim.split()[0], parsed
         if kind not in self.undisturbed:
-            folder, kept = self._folders(f"whole-{kind}")
+            folder, kept = self._folders(f"whole-{kind[0]}-{parsed}")
             write_config(folder, kept, self.model, victim, restart=False)
-            status, took = self.run(folder, kept, None, victim)
+            status, took = self.run(folder, kept, None, victim, parsed=parsed)
             if status != 0:
                 raise RuntimeError((kept / "output").read_text(errors="replace")[-3000:])
             weights = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
@@ -227,7 +230,14 @@ class Campaign:
         return folder, kept
 
     def run(
-        self, folder: Path, kept: Path, case: Case | None, victim: str, *arguments: str, took: float = 0.0
+        self,
+        folder: Path,
+        kept: Path,
+        case: Case | None,
+        victim: str,
+        *arguments: str,
+        parsed: bool,
+        took: float = 0.0,
     ) -> tuple[int | None, float]:
         """Forks the run, strikes by time where the case says so, and waits: (status or None at the bound, seconds)."""
         sys.stdout.flush()
@@ -243,13 +253,13 @@ class Campaign:
                 os.environ |= {"NOTES": str(kept), "MODEL": self.model, "TMPDIR": str(kept / "tmp")}
                 tempfile.tempdir = None
                 network = self.isolated and victim not in ("trainer", "core")
-                os._exit(be_the_run(case, victim, list(arguments), network=network))
+                os._exit(be_the_run(case, victim, list(arguments), parsed=parsed, network=network))
             finally:  # an interrupt before the run began
                 os._exit(130)
         os.close(writing)
         reader = threading.Thread(target=_keep, args=(reading, kept / "output"))
         reader.start()
-        start, status, going_on = time.monotonic(), None, False
+        start, status = time.monotonic(), None
         while time.monotonic() - start < BOUND + took:
             ended, code = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -260,11 +270,10 @@ class Campaign:
                 (kept / "struck").write_text(str(pid))
                 for _ in range(2 if case.fault == "SIGINT twice" else 1):
                     os.kill(pid, getattr(signal, case.fault.split()[0]))
-            if case is not None and case.fault == "SIGSTOP" and (kept / "struck").exists() and not going_on:
-                time.sleep(0.7)
-                with suppress(ProcessLookupError, ValueError):  # the number is just being written: next time
+            if case is not None and case.fault == "SIGSTOP" and (kept / "struck").exists():
+                time.sleep(0.7)  # every time: it may not have stopped, or the number not been written yet
+                with suppress(ProcessLookupError, ValueError):
                     os.kill(int((kept / "struck").read_text()), signal.SIGCONT)
-                    going_on = True
             time.sleep(0.02)
         if status is None:
             os.kill(pid, signal.SIGKILL)
@@ -297,7 +306,7 @@ class Campaign:
 
     def judge(self, number: int, case: Case) -> Verdict:
         """Runs one case, and what resumes from it."""
-        whole, took = self.whole(case.victim)
+        whole, took = self.whole(case.victim, parsed=case.place in PARSED)
         folder, kept = self._folders(f"case{number}")
         mounted = case.fault == "full disk"
         if mounted:
@@ -314,7 +323,7 @@ class Campaign:
         self, case: Case, folder: Path, kept: Path, whole: dict[str, Any], took: float, *, restart: bool
     ) -> Verdict:
         write_config(folder, kept, self.model, case.victim, restart=restart)
-        status, seconds = self.run(folder, kept, case, case.victim, took=took)
+        status, seconds = self.run(folder, kept, case, case.victim, parsed=case.place in PARSED, took=took)
         said = (kept / "output").read_text(errors="replace")
         struck = (kept / "struck").exists()
         verdict = Verdict(case, "ran to its end" if status == 0 else f"ended with {status}", seconds=round(seconds, 1))
@@ -336,7 +345,7 @@ class Campaign:
         if status != 0:
             (kept / "output").unlink()
             last = ["--ckpt_path", "last"] if saved else []
-            again, _ = self.run(folder, kept, None, case.victim, *last, took=took)
+            again, _ = self.run(folder, kept, None, case.victim, *last, parsed=case.place in PARSED, took=took)
             again_said = (kept / "output").read_text(errors="replace")
             begun = re.search(r"^begins (\d+)$", again_said, re.MULTILINE)
             if begun is not None and int(begun[1]) < saved and "checkpoint" not in verdict.broken:
@@ -351,15 +360,17 @@ class Campaign:
 
     def _tells(self, case: Case, status: int | None, said: str) -> bool:
         """Whether status and messages say what happened."""
+        said = IGNORED.sub("", said)
+        traced = re.search("^Traceback", said, re.MULTILINE) is not None  # not within a warning of a library
         expected = set(EXPECTED[case.victim][case.fault])
         if case.place == "startup" and case.victim != "trainer":
             expected |= {1, 2}  # a run that cannot begin says so
         if status == 0:
             over = case.place in ("shutdown", "export", "time") or case.number == ROLLOUTS
-            return "Traceback" not in said and (0 in expected or over)
+            return not traced and (0 in expected or over)
         errors = len(re.findall(r"^error: ", said, re.MULTILINE))
         one = errors == 1 or status not in (1, 2) or case.fault.startswith("SIGINT")
-        return status in expected and "Traceback" not in said and one
+        return status in expected and not traced and one
 
 
 def _keep(reading: int, path: Path) -> None:
@@ -409,36 +420,36 @@ def campaign(
     isolated = isolate()
     if not isolated:
         tell("no right to make namespaces: full disks and lost networks are left out")
-    known = read_results(results) if results is not None and results.exists() else {}
+    found = read_results(results) if results is not None and results.exists() else []
+    done = Counter(verdict.case.kind for verdict in found)
     root, start = Path(tempfile.mkdtemp(prefix="lightrl-faults-")), time.monotonic()
     try:
         runs = Campaign(root, isolated=isolated)
         for number, case in enumerate(cases(count, seed, isolated=isolated)):
-            if number in known or only not in str(case):
+            if done[case.kind]:
+                done[case.kind] -= 1
+                continue
+            if not re.search(only, str(case)):
                 continue
             if time.monotonic() - start > 60 * minutes:
                 break
-            known[number] = verdict = runs.judge(number, case)
-            tell(f"{number} {case}: {verdict.outcome} in {verdict.seconds} s, {verdict.broken or 'ok'}")
+            found.append(verdict := runs.judge(number, case))
+            tell(f"{case}: {verdict.outcome} in {verdict.seconds} s, {verdict.broken or 'ok'}")
             if verdict.broken:
                 tell(verdict.said)
             if results is not None:
                 results.parent.mkdir(parents=True, exist_ok=True)
                 with results.open("a") as file:
-                    file.write(json.dumps({"number": number, **asdict(verdict)}) + "\n")
+                    file.write(json.dumps(asdict(verdict)) + "\n")
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    return [known[number] for number in sorted(known)]
-
-
-def read_results(path: Path) -> dict[int, Verdict]:
-    """Number of the case -> its verdict."""
-    found = {}
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
-        number, case = record.pop("number"), Case(**record.pop("case"))
-        found[number] = Verdict(case, **record)
     return found
+
+
+def read_results(path: Path) -> list[Verdict]:
+    """Verdicts of earlier cases."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [Verdict(**record | {"case": Case(**record["case"])}) for record in records]
 
 
 def table(verdicts: list[Verdict]) -> str:
@@ -470,7 +481,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="start no case after so many")
     parser.add_argument("--results", type=Path, help="JSON lines to go on from, and to add to")
-    parser.add_argument("--only", default="", help="cases with this text, such as 'rank 1: SIGKILL'")
+    parser.add_argument("--only", default="", help="regular expression of cases, such as 'rank 1: SIGKILL'")
     parser.add_argument("--table", type=Path, help="page whose part after the mark is replaced by the table")
     options = parser.parse_args()
     torch.set_num_threads(1)

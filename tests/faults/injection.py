@@ -58,6 +58,11 @@ class Case:
     number: int
     fraction: float
 
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """Without what is drawn."""
+        return self.victim, self.fault, self.place
+
     def __str__(self) -> str:
         return f"{self.victim}: {self.fault}, {self.place} {self.number}"
 
@@ -309,7 +314,7 @@ def attend(arguments: list[str], *, parsed: bool) -> int:
         sys.stderr.flush()
 
 
-def be_the_run(case: Case | None, victim: str, arguments: list[str], *, network: bool) -> int:
+def be_the_run(case: Case | None, victim: str, arguments: list[str], *, parsed: bool, network: bool) -> int:
     """The run with what belongs to it, in this process, which was forked for it; its exit status."""
     os.environ["INJECT"] = json.dumps(asdict(case) if case is not None else None)
     if network:
@@ -322,7 +327,6 @@ def be_the_run(case: Case | None, victim: str, arguments: list[str], *, network:
             _keep(name, _sample_for, again)
     elif victim == "reward":
         _keep("reward", _score, again)
-    parsed = not arguments if case is None else case.place in ("startup", "time")
     if victim.startswith("rank"):
         _stand_by(arguments, parsed=parsed)
     return attend(arguments, parsed=parsed)
