@@ -219,7 +219,7 @@ def _require_clear(message: str, key: Key) -> None:
     """One message that names what is wrong; of what is missing only its reader can be named."""
     lines = message.strip().splitlines()
     assert len(lines) <= 12 and "Traceback" not in message, f"{len(lines)} lines: {message[:1000]}"
-    named = [str(step) for step in key if isinstance(step, str) and step not in ("init_args", "class_path")]
+    named = [step.rstrip("+") for step in key if isinstance(step, str) and step not in ("init_args", "class_path")]
     words = [word for step in named[-3:] for word in (step, step.rstrip("s"))]
     assert not words or any(word in message for word in words), f"names none of {words}: {message[:600]}"
 
