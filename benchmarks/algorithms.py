@@ -82,7 +82,7 @@ class Curve(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes the accuracy, the one before training at 0 seconds."""
-        accuracy = float(trainer.callback_metrics["eval/ExactAnswer"])
+        accuracy = float(trainer.callback_metrics["eval/reward/ExactAnswer"])
         rollouts = trainer.fit_loop.total_batch_idx + 1 if not trainer.sanity_checking else 0
         self.points.append({"accuracy": accuracy, "rollouts": rollouts, **self.spent})
         if not trainer.sanity_checking:

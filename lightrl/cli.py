@@ -7,17 +7,19 @@ import errno
 import json
 import os
 import re
+import shlex
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any, Literal
 
 import lightrl
 from lightrl.config_files import expand_configs
-from lightrl.config_values import from_environment, redacted, refuse_senseless
+from lightrl.config_values import from_environment, plain, redacted, refuse_senseless
 from lightrl.console import quiet
 
 __all__ = ["main", "run"]
@@ -158,6 +160,7 @@ def _build_cli() -> type[Any]:
     from lightrl.objectives.aggregation import Aggregation
     from lightrl.objectives.kl import KLPenalty
     from lightrl.objectives.losses import PolicyLoss
+    from lightrl.storage import redact_text
 
     for name in lightrl.engines.__all__:  # engines are imported when they are asked for
         getattr(lightrl.engines, name)
@@ -247,13 +250,22 @@ def _build_cli() -> type[Any]:
             return trainer
 
         def before_fit(self) -> None:
-            """Holds the run's folder before a logger begins a file in it."""
+            """Holds the run's folder before a logger begins a file in it; tells the loggers what the run is."""
             if not self.trainer.is_global_zero or getattr(self.trainer, "fast_dev_run", False):
                 return
             for logger in self.trainer.loggers:
                 folder = getattr(logger, "log_dir", None)
                 if isinstance(folder, str) and "://" not in folder:
                     self.guard.hold(folder)
+            for logger in self.trainer.loggers:
+                logger.log_hyperparams(self._record())
+
+        def _record(self) -> dict[str, Any]:
+            """What loggers call hyperparameters: the whole configuration, versions, the command."""
+            written = self._written if self.subcommand is None else self._written[self.subcommand]
+            versions = {name: version(name) for name in ("torch", "lightning", "transformers")}
+            command = redact_text(shlex.join(["lightrl", *sys.argv[1:]]))
+            return {**plain(written), "versions": {"lightrl": lightrl.__version__, **versions}, "command": command}
 
     return LightRLCLI
 

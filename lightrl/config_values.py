@@ -9,7 +9,7 @@ from typing import Any
 
 from lightrl.storage import plain_secrets, redact, redact_messages, remember_secret, resolve_environment
 
-__all__ = ["from_environment", "redacted", "refuse_senseless"]
+__all__ = ["from_environment", "plain", "redacted", "refuse_senseless"]
 
 
 def refuse_senseless(parsed: Any) -> None:
@@ -23,7 +23,7 @@ def refuse_senseless(parsed: Any) -> None:
     """
     from lightrl.compat.parser_messages import null_arguments
 
-    config = _plain(parsed)
+    config = plain(parsed)
     config = config.get(config.get("subcommand") or "", config)
     seed = config.get("seed_everything")
     if isinstance(seed, int) and not 0 <= seed < 2**32:
@@ -53,7 +53,7 @@ def refuse_senseless(parsed: Any) -> None:
 def redacted(config: Any) -> Any:
     """A copy for what is written, secrets as `***`; says where they stand and remembers them for messages."""
     redact_messages()  # Lightning, which has a format of warnings, is imported by now
-    found = list(plain_secrets(_plain(config)))
+    found = list(plain_secrets(plain(config)))
     for _, secret in found:
         remember_secret(secret)
     if found:
@@ -106,12 +106,12 @@ def _mapped(config: Any, text: Callable[[str, str, str], str], path: str = "", n
     return config
 
 
-def _plain(config: Any) -> Any:
+def plain(config: Any) -> Any:
     """A parsed configuration as dictionaries and lists."""
     from jsonargparse import Namespace
 
     if isinstance(config, Namespace):
         config = vars(config)
     if isinstance(config, dict):
-        return {key: _plain(value) for key, value in config.items()}
-    return [_plain(value) for value in config] if isinstance(config, list) else config
+        return {key: plain(value) for key, value in config.items()}
+    return [plain(value) for value in config] if isinstance(config, list) else config

@@ -167,6 +167,21 @@ def test_throughput_is_there_unless_it_is_named_or_unwanted(write: Callable[...,
     assert throughputs("--without=[Throughput]") == []
 
 
+def test_every_logger_gets_the_whole_configuration_versions_and_command(
+    write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OWN_SECRET", "geheim")
+    monkeypatch.setattr("sys.argv", ["lightrl", "fit", "--api_token=geheim"])
+    config = write(trainer={"logger": True, "max_steps": 0})
+    main(["fit", "--config", config, "--run_dir", str(tmp_path / "run")])
+    for file in ("hparams.yaml", "tensorboard/hparams.yaml"):
+        said = yaml.safe_load((tmp_path / "run" / file).read_text())
+        assert said["model"]["init_args"]["kl"]["init_args"]["coef"] == 0.04  # a default, resolved
+        assert said["data"]["init_args"]["group_size"] == 2
+        assert said["versions"]["torch"] == torch.__version__
+        assert said["command"].startswith("lightrl fit") and "geheim" not in said["command"]
+
+
 def test_a_class_named_anew_starts_from_its_own_defaults(write: Callable[..., str], tmp_path: Path) -> None:
     """Not from those arguments of the class before that happen to have the same names; what is given stays."""
     config = write(model={"loss": {"class_path": "PPOClip", "init_args": {"eps_low": 0.1, "eps_high": 0.3}}})

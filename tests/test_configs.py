@@ -136,7 +136,7 @@ def test_runs_with_a_tiny_model(config: Path, place: Path, tmp_path: Path) -> No
         assert metrics["loss/sft"] > 0 and metrics["eval/loss"] > 0
     else:
         assert metrics["reward/scored_fraction"] == 1.0
-        assert "eval/ExactAnswer" in metrics or ("geo3k" in config.stem and "eval/MathVerify" in metrics)
+        assert "eval/reward/ExactAnswer" in metrics or ("geo3k" in config.stem and "eval/reward/MathVerify" in metrics)
         assert ("kl/ref" in metrics) == (cli.model.kl is not None)
         assert metrics.get("kl/ref", 0.0) == pytest.approx(0.0, abs=1e-4)  # the first rollout is the reference's own
         assert cli.trainer.global_step == cli.model.ppo_epochs

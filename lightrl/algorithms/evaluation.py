@@ -91,9 +91,9 @@ def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]
     """Values of one evaluation batch, per trajectory or per group; the caller averages them over the whole evaluation.
 
     Returns:
-        `eval/reward`, `eval/<function>` (rows that were scored), `eval/response_length`, `eval/truncated_fraction`, and
-        with several completions per prompt `eval/pass@k` (k = 1, 2, 4, ... G) and `eval/majority@G`; of one of several
-        sets of prompts `eval/<set>/...`.
+        `eval/reward`, `eval/reward/<function>` (rows that were scored), `eval/response_length`,
+        `eval/truncated_fraction`, and with several completions per prompt `eval/pass@k` (k = 1, 2, 4, ... G) and
+        `eval/majority@G`; of one of several sets of prompts `eval/<set>/...`.
     """
     within = f"eval/{rollouts.eval_set}/" if rollouts.eval_set else "eval/"
     lengths = trajectory_lengths(rollouts.response_mask, rollouts.trajectory_ids)
@@ -106,7 +106,7 @@ def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]
         "eval/truncated_fraction": rollouts.truncated.float(),
     }
     for name, part in rollouts.reward_parts.items():
-        metrics[f"eval/{name}"] = part[part.isfinite()]
+        metrics[f"eval/reward/{name}"] = part[part.isfinite()]
     groups = [(rollouts.group_ids == g).nonzero().squeeze(1) for g in rollouts.group_ids.unique()]
     size = max(len(rows) for rows in groups)
     success = (rollouts.rewards >= success_reward).float()

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightrl.callbacks.ema import EMA
+from lightrl.callbacks.run_folder import run_folder
 
 __all__ = ["HFExport"]
 
@@ -20,7 +21,7 @@ class HFExport(Callback):
     From a `RewardLightningModule` it exports the reward model, as a folder that `RewardModelSpec` loads.
 
     Args:
-        dirpath: the folder; `model/` under the trainer's `log_dir` where None.
+        dirpath: the folder; `model/` under the run's folder where None.
         every_n_rollouts: also export while training, to `dirpath/rollout=N`; None exports at the end only.
         ema: export the average that the `EMA` callback keeps instead of the policy.
     """
@@ -52,7 +53,7 @@ class HFExport(Callback):
         self.export(trainer, pl_module, self._folder(trainer))
 
     def _folder(self, trainer: Trainer) -> Path:
-        return Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "model")
+        return Path(self.dirpath or run_folder(trainer) / "model")
 
     def export(self, trainer: Trainer, pl_module: Any, folder: Path) -> None:
         """Gathers the weights on every rank, tensor by tensor, and writes them on rank 0."""

@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
+from lightrl.callbacks.run_folder import run_folder
 from lightrl.objectives.trajectories import first_rows
 from lightrl.storage import append_lines, atomic_write
 
@@ -28,7 +29,7 @@ class PredictionWriter(BasePredictionWriter):
 
     Args:
         path: file to write, `.jsonl` (one object per line) or `.parquet`; an existing one is replaced.
-            `predictions.jsonl` in the trainer's `log_dir` where None.
+            `predictions.jsonl` in the run's folder where None.
 
     Raises:
         ValueError: the suffix is another.
@@ -46,7 +47,7 @@ class PredictionWriter(BasePredictionWriter):
         super().setup(trainer, pl_module, stage)
         # Lightning looks for the indices of a sampler; the records' places are kept here without them.
         warnings.filterwarnings("ignore", message="Couldn't infer the batch indices")
-        self._target = Path(self.path or Path(trainer.log_dir or trainer.default_root_dir) / "predictions.jsonl")
+        self._target = Path(self.path or run_folder(trainer) / "predictions.jsonl")
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Rank 0 removes shards of an interrupted run, of however many ranks, before any rank writes."""

@@ -22,6 +22,7 @@ from rich.text import Text
 from torch import Tensor
 
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.callbacks.run_folder import run_folder
 from lightrl.callbacks.thumbnails import contact_sheet, describe, save_thumbnail
 from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, trajectory_lengths
 from lightrl.storage import append_lines
@@ -38,7 +39,7 @@ class SampleLog(RLCallback):
     """Logs a few completions every N rollouts, and those of the same first prompts at each evaluation.
 
     They go to a table in the terminal (above the progress bar, rank 0 only), to every logger that takes tables (W&B) or
-    text (TensorBoard), and in full to `samples.jsonl` in the trainer's `log_dir`, one object per line:
+    text (TensorBoard), and in full to `samples.jsonl` in the run's folder, one object per line:
     `step` (as in the loggers; -1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`), `prompt`,
     `completion`, `reward`, `reward_parts` (function -> value), `num_tokens`, `truncated` and in training `advantage`
     (mean over the sampled tokens). With an environment `completion` is what was sampled last, and there are `turns`,
@@ -76,8 +77,8 @@ class SampleLog(RLCallback):
         self._evaluated: list[dict[str, Any]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Finds the folder; every rank asks, because Lightning answers with rank 0's."""
-        self._path = Path(trainer.log_dir or trainer.default_root_dir) / "samples.jsonl"
+        """Finds the folder; every rank asks, because it is rank 0's."""
+        self._path = run_folder(trainer) / "samples.jsonl"
 
     # ---- training ----------------------------------------------------------------------------------------------
 

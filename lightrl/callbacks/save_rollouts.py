@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.callbacks.run_folder import run_folder
 from lightrl.callbacks.thumbnails import fingerprint
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.storage import atomic_write
@@ -51,7 +52,7 @@ class SaveRollouts(RLCallback):
 
     Args:
         every_n_rollouts: rollouts between two that are saved, at least 1.
-        dirpath: folder; `rollouts/` in the trainer's `log_dir` where None.
+        dirpath: folder; `rollouts/` in the run's folder where None.
     """
 
     def __init__(self, every_n_rollouts: int = 10, dirpath: str | None = None) -> None:
@@ -64,7 +65,7 @@ class SaveRollouts(RLCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finds the folder; every rank asks, because Lightning answers with rank 0's."""
-        self._folder = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "rollouts")
+        self._folder = Path(self.dirpath or run_folder(trainer) / "rollouts")
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: LightningModule, rollouts: Rollouts) -> None:
         """Keeps the rollout, for its texts and reward parts."""

@@ -29,7 +29,9 @@ class Throughput(Callback):
     - `throughput/peak_memory_gb` = largest over ranks, 10^9 bytes since the start: memory PyTorch allocated on the GPU,
       or the resident memory of this process where the run is on CPU. Memory of an engine in its own process is not in.
 
-    It also works with `SFTLightningModule`, where a batch takes the place of a rollout.
+    It also works with `SFTLightningModule`, where a batch takes the place of a rollout. Batches without an
+    `attention_mask`, of modules of your own, are passed over. The command line adds it to every run that does not name
+    one; `--without=[Throughput]` leaves it out.
 
     Args:
         progress_bar: whether `reward`, `kl` and `tok/s` are shown in the progress bar.
@@ -58,7 +60,9 @@ class Throughput(Callback):
         """Logs the rollout."""
         now = time.perf_counter()
         seconds, self._start = max(now - self._start, 1e-9), now
-        mask = batch["attention_mask"] if isinstance(batch, Mapping) else batch.attention_mask
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else getattr(batch, "attention_mask", None)
+        if mask is None:
+            return
         counts = torch.tensor([float(mask.sum()), float(len(mask))], device=pl_module.device)
         tokens, samples = _reduce(trainer, counts, "sum").tolist()
         peak = _reduce(trainer, torch.tensor(peak_memory(pl_module.device), device=pl_module.device), "max")

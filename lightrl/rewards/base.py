@@ -35,8 +35,8 @@ Everything is passed by keyword, and only what the signature takes (`**columns` 
 | `log_extra(column, values)` | n values shown beside the completions as `<function>/<column>` |
 | any other name | the data set's column of that name, n values |
 
-`images`, `videos` and `audios` reach only functions that name them, not `**columns`. They are decoded once and belong
-to all completions of a prompt, to the engine and to the logs: do not write into them.
+`images`, `videos`, `audios` and `training_progress` reach only functions that name them, not `**columns`. Media are
+decoded once and belong to all completions of a prompt, to the engine and to the logs: do not write into them.
 
 Where a data set's column has one of these names, the function gets what this table says.
 """

@@ -22,6 +22,8 @@ MAX_REWARD = 1e16
 """Largest size of a reward: the squares of a batch of them, which a standard deviation sums, still fit in float32."""
 
 Outcome: TypeAlias = tuple[Literal["returned", "raised"], Any]
+ONLY_BY_NAME = (*MEDIA, "training_progress")
+"""Not among what `**columns` takes."""
 _SHOWN_FRAMES = 8
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -114,7 +116,7 @@ class RewardFunction:
         return {
             name: value if name in MEDIA else copied(value)
             for name, value in offered.items()
-            if name in self.takes or (self.takes_all and name not in MEDIA)
+            if name in self.takes or (self.takes_all and name not in ONLY_BY_NAME)
         }
 
     async def _beside(self, arguments: Mapping[str, Any]) -> Outcome:

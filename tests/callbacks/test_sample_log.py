@@ -12,8 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from rich.console import Console
 
 from lightrl.callbacks.evaluate_first import EvaluateFirst
@@ -190,3 +191,26 @@ def test_a_trajectory_of_two_rows_is_one_sample(make_trainer: Callable[..., Any]
     log.on_rollout_scored(None, None, rollouts)  # type: ignore[arg-type]
     log.on_experience_made(None, None, experience)  # type: ignore[arg-type]
     assert log._advantages is not None and log._advantages.tolist() == [2.0, 2.0, 7.0]
+
+
+class ServiceLogger(DummyLogger):
+    """As W&B's: a folder for all runs, a project, an id of the run."""
+
+    save_dir, name, version = None, "project", "4f2a"  # type: ignore[assignment]
+
+
+def test_samples_of_a_service_lie_beside_its_runs_checkpoints(
+    rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    logger = ServiceLogger()
+    ServiceLogger.save_dir = str(tmp_path / "all")  # type: ignore[assignment]
+    checkpoint = ModelCheckpoint()
+    trainer = make_trainer(
+        SampleLog(every_n_rollouts=1, num_samples=1, terminal=False),
+        checkpoint,
+        logger=logger,
+        enable_checkpointing=True,
+    )
+    trainer.fit(LoggingModule(), Loader([rollouts]), Loader([rollouts]))
+    assert len(read(tmp_path / "all" / "project" / "4f2a")) == 2
+    assert checkpoint.dirpath == str(tmp_path / "all" / "project" / "4f2a" / "checkpoints")

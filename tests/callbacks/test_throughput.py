@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightrl.callbacks import throughput
 from lightrl.callbacks.throughput import Throughput
@@ -100,3 +101,11 @@ def test_peak_memory_grows_with_what_is_held() -> None:
 def test_peak_memory_of_a_gpu() -> None:
     held = torch.ones(1_000_000, device="cuda")
     assert throughput.peak_memory(held.device) >= held.nbytes
+
+
+def test_batches_of_other_modules_are_passed_over(make_trainer: Callable[..., Any]) -> None:
+    """The command line adds the callback to any module's runs."""
+    trainer = make_trainer(Throughput())
+    data = torch.utils.data.DataLoader(torch.ones(4, 32), batch_size=2)
+    trainer.fit(BoringModel(), data)
+    assert trainer.global_step == 2 and not [name for name in trainer.callback_metrics if "throughput" in name]
