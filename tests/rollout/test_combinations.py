@@ -355,6 +355,22 @@ CELLS: dict[str, list[Cell]] = {
             "evaluation plays turns, too",
             lambda run, where: run.keep.evaluated[0].turn_ids is not None and len(run.keep.evaluated) == 1,
         ),
+        Cell(
+            "images in messages", refused={PROGRAM: "status 400"}, shows="the trainer's log-probs are those of sampling",
+            tested={
+                ENVIRONMENT: "tests/vision/test_environments.py::test_a_run_learns_from_what_environments_show",
+                PROGRAM: "tests/environments/test_endpoint.py::"
+                "test_malformed_requests_are_refused_in_the_shape_of_their_interface_and_fail_nothing",
+            },
+        ),
+        Cell(
+            "rows with images (`media_columns`)",
+            tested={
+                way: "tests/vision/test_environments.py::test_rows_with_images_are_left_to_the_environment"
+                for way in (ENVIRONMENT, PROGRAM)
+            },
+            refused="has media, but an environment's `reset` makes the first messages",
+        ),
         refused_prompts("`prompts.system_prompt`", "prompts.system_prompt with an environment", system_prompt="s"),
         refused_prompts("`prompts.template_kwargs`", "set environment.template_kwargs", template_kwargs={"a": 1}),
         refused_prompts(
@@ -431,7 +447,7 @@ def page() -> str:
             words = ["refused" if cell.refusal(way) else "run" for way in (ENVIRONMENT, PROGRAM)]
             said = dict.fromkeys(f"“{text}”" for way in (ENVIRONMENT, PROGRAM) if (text := cell.refusal(way)))
             seen = "; ".join([*([cell.shows] if cell.shows and "run" in words else []), *said])
-            if cell.tested:
+            if cell.tested and not cell.shows:
                 seen = "<br>".join(f"`{test}`" for test in dict.fromkeys(cell.tested.values()))
             lines.append(f"| {cell.feature} | {words[0]} | {words[1]} | {seen} |")
     return "\n".join(lines) + "\n"
