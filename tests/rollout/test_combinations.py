@@ -356,7 +356,7 @@ CELLS: dict[str, list[Cell]] = {
             lambda run, where: run.keep.evaluated[0].turn_ids is not None and len(run.keep.evaluated) == 1,
         ),
         Cell(
-            "images in messages", refused={PROGRAM: "status 400"}, shows="the trainer's log-probs are those of sampling",
+            "images in messages", refused={PROGRAM: "this endpoint takes text only"}, shows="the trainer's log-probs are those of sampling",
             tested={
                 ENVIRONMENT: "tests/vision/test_environments.py::test_a_run_learns_from_what_environments_show",
                 PROGRAM: "tests/environments/test_endpoint.py::"
@@ -446,9 +446,9 @@ def page() -> str:
         for cell in cells:
             words = ["refused" if cell.refusal(way) else "run" for way in (ENVIRONMENT, PROGRAM)]
             said = dict.fromkeys(f"“{text}”" for way in (ENVIRONMENT, PROGRAM) if (text := cell.refusal(way)))
-            seen = "; ".join([*([cell.shows] if cell.shows and "run" in words else []), *said])
-            if cell.tested and not cell.shows:
-                seen = "<br>".join(f"`{test}`" for test in dict.fromkeys(cell.tested.values()))
+            shows = [cell.shows] if cell.shows and "run" in words else []
+            tests = [f"`{test}`" for test in dict.fromkeys(cell.tested.values())]
+            seen = "<br>".join(text for text in ("; ".join([*shows, *said]), *tests) if text)
             lines.append(f"| {cell.feature} | {words[0]} | {words[1]} | {seen} |")
     return "\n".join(lines) + "\n"
 
