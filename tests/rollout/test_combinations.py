@@ -247,7 +247,7 @@ CELLS: dict[str, list[Cell]] = {
         ),
     ],
     "Strategies": [
-        Cell("DDP, FSDP2, DeepSpeed ZeRO-3; two ranks", tested={
+        Cell("DDP, FSDP2; two ranks", tested={
             way: RUNS + "test_two_ranks_play_their_own_attempts_and_learn_what_one_learns"
             for way in (ENVIRONMENT, PROGRAM)
         }),
@@ -356,7 +356,9 @@ CELLS: dict[str, list[Cell]] = {
             lambda run, where: run.keep.evaluated[0].turn_ids is not None and len(run.keep.evaluated) == 1,
         ),
         Cell(
-            "images in messages", refused={PROGRAM: "this endpoint takes text only"}, shows="the trainer's log-probs are those of sampling",
+            "images in messages",
+            refused={PROGRAM: "this endpoint takes text only"},
+            shows="the trainer's log-probs are those of sampling",
             tested={
                 ENVIRONMENT: "tests/vision/test_environments.py::test_a_run_learns_from_what_environments_show",
                 PROGRAM: "tests/environments/test_endpoint.py::"
