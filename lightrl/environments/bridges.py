@@ -79,8 +79,8 @@ class Bridge(ABC):
             return part
         if kind != "image" or "image" not in part:
             raise ValueError(
-                f"environment: a {role} message holds a content block of type {kind!r} ({sorted(part)}); environments "
-                "take text and {'type': 'image', 'image': ...}. Describe it in words, or leave it out."
+                f"environment: a {role} message holds a content block of type {kind!r} with {', '.join(sorted(part))}; "
+                "environments take text and {'type': 'image', 'image': ...}. Describe it in words, or leave it out."
             )
         if self.processor is None:
             raise ValueError(

@@ -73,7 +73,7 @@ class MCPEnvironment(ToolEnvironment):
                 raise ValueError(f"factory: the server has a tool {tool.name!r}, too; rename the method.")
             self._tools[tool.name] = self._tool(client, tool.name)
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-            self.tools.append({"type": "function", "function": function})
+            self.tools = [*self.tools, {"type": "function", "function": function}]
         return await super().reset(row, seed=seed)
 
     async def _hold(self, ready: asyncio.Future[tuple[Any, list[Any]]], end: asyncio.Event) -> None:

@@ -184,8 +184,10 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-def make_data(environment: Any = Letters, episode: Any = None, program: Any = None, **kwargs: Any) -> RolloutDataModule:
-    """Rollouts of four prompts, four attempts each, in environments or by a program."""
+def make_data(
+    environment: Any = Letters, episode: Any = None, program: Any = None, made: Any = None, **kwargs: Any
+) -> RolloutDataModule:
+    """Rollouts of four prompts, four attempts each, in environments, by a program or by an episode that is `made`."""
     settings = {"max_turns": 3, "on_truncated": "continue", **(episode or {})}
     arguments: dict[str, Any] = {
         "prompts": PromptSource(
@@ -198,7 +200,9 @@ def make_data(environment: Any = Letters, episode: Any = None, program: Any = No
         "rollouts_per_epoch": 2,
         "seed": 0,
     }
-    if program is None:
+    if made is not None:
+        arguments["episode"] = made
+    elif program is None:
         arguments["episode"] = EnvironmentEpisode(environment, **settings)
     else:
         arguments["episode"] = AgentProgram(program, **(episode or {}))

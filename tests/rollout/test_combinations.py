@@ -247,7 +247,7 @@ CELLS: dict[str, list[Cell]] = {
         ),
     ],
     "Strategies": [
-        Cell("DDP, FSDP2, DeepSpeed ZeRO-3; two ranks", tested={
+        Cell("DDP, FSDP2; two ranks", tested={
             way: RUNS + "test_two_ranks_play_their_own_attempts_and_learn_what_one_learns"
             for way in (ENVIRONMENT, PROGRAM)
         }),
@@ -355,6 +355,24 @@ CELLS: dict[str, list[Cell]] = {
             "evaluation plays turns, too",
             lambda run, where: run.keep.evaluated[0].turn_ids is not None and len(run.keep.evaluated) == 1,
         ),
+        Cell(
+            "images in messages",
+            refused={PROGRAM: "this endpoint takes text only"},
+            shows="the trainer's log-probs are those of sampling",
+            tested={
+                ENVIRONMENT: "tests/vision/test_environments.py::test_a_run_learns_from_what_environments_show",
+                PROGRAM: "tests/environments/test_endpoint.py::"
+                "test_malformed_requests_are_refused_in_the_shape_of_their_interface_and_fail_nothing",
+            },
+        ),
+        Cell(
+            "rows with images (`media_columns`)",
+            tested={
+                way: "tests/vision/test_environments.py::test_rows_with_images_are_left_to_the_environment"
+                for way in (ENVIRONMENT, PROGRAM)
+            },
+            refused="has media, but an environment's `reset` makes the first messages",
+        ),
         refused_prompts("`prompts.system_prompt`", "prompts.system_prompt with an environment", system_prompt="s"),
         refused_prompts("`prompts.template_kwargs`", "set environment.template_kwargs", template_kwargs={"a": 1}),
         refused_prompts(
@@ -430,9 +448,9 @@ def page() -> str:
         for cell in cells:
             words = ["refused" if cell.refusal(way) else "run" for way in (ENVIRONMENT, PROGRAM)]
             said = dict.fromkeys(f"“{text}”" for way in (ENVIRONMENT, PROGRAM) if (text := cell.refusal(way)))
-            seen = "; ".join([*([cell.shows] if cell.shows and "run" in words else []), *said])
-            if cell.tested:
-                seen = "<br>".join(f"`{test}`" for test in dict.fromkeys(cell.tested.values()))
+            shows = [cell.shows] if cell.shows and "run" in words else []
+            tests = [f"`{test}`" for test in dict.fromkeys(cell.tested.values())]
+            seen = "<br>".join(text for text in ("; ".join([*shows, *said]), *tests) if text)
             lines.append(f"| {cell.feature} | {words[0]} | {words[1]} | {seen} |")
     return "\n".join(lines) + "\n"
 
