@@ -38,7 +38,7 @@ BROKEN = [
     ("rows.jsonl", GOOD.decode().encode("utf-16"), "is UTF-16 text"),
     ("rows.jsonl", b"PAR1" + b"x" * 20, r"is a Parquet file: name it rows\.parquet"),
     ("rows.jsonl", b"PK\x03\x04xxxx", "a ZIP archive.*unpack it"),
-    ("rows.jsonl", gzip.compress(GOOD * 1000)[:40], "after line 0: .*EOFError"),
+    ("rows.jsonl", gzip.compress(GOOD * 1000, mtime=0)[:40], "after line 0: .*EOFError"),
     ("rows.parquet", b"PAR1" + b"x" * 20 + b"PAR1", "is a broken Parquet file"),
     ("rows.parquet", GOOD, "is no Parquet file: it begins with .*wrong name"),
     ("rows.csv", b"prompt,answer\n1,2\n\n3,4,5\n", "line 4: 3 cells, the header has 2 .*'3,4,5'"),
@@ -63,7 +63,7 @@ def test_a_broken_file_is_one_message_with_its_line(tmp_path: Path, name: str, c
     [
         ("rows.jsonl", GOOD + b"\r\n" + GOOD),
         ("rows.jsonl", b"\xef\xbb\xbf" + GOOD * 2),
-        ("rows.jsonl", gzip.compress(GOOD * 2)),
+        ("rows.jsonl", gzip.compress(GOOD * 2, mtime=0)),
         ("rows.jsonl", b'{"prompt":"a\\ud83d\\ude00"}\n' + '{"prompt":"\u2028"}\n'.encode()),
         ("rows.json", GOOD * 2),
         ("rows.json", b'[\n {"prompt": "1"},\n {"prompt": "2"}\n]'),
