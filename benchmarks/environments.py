@@ -2,12 +2,13 @@
 
     python benchmarks/environments.py --model /tmp/reader --cases quick slow --out results/environments.json
 
-64 environments at once, 8 prompts x 8, of one plain class that both libraries take unchanged (`Book`): the policy calls
-its tool until that says that nothing is left, five times, and then answers; six turns. In the case slow each call takes
-between 0 and 2 s (twice the square of a seeded uniform number, 0.67 s on average, the same on all sides), in the case
-quick no time. The model (Qwen2 architecture, Qwen 2.5's chat template, 0.6 M parameters) first learns this form from
-written conversations, and is kept in `--model`. Temperature 0.7, float32, CPU, the loss of GRPO without KL, one update
-per rollout, and a learning rate at which the policy stays what it is.
+64 environments at once, 8 prompts x 8, of one plain class that both libraries take unchanged (`Book`). The policy calls
+its tool in each of six turns, the limit on both sides; TRL does not make the call of the last turn. A reply without a
+readable call ends the conversation. In the case slow a call takes between 0 and 2 s (twice the square of a seeded
+uniform number, 0.67 s on average, the same on all sides), in the case quick no time. The model (Qwen2 architecture,
+Qwen 2.5's chat template, 0.6 M parameters) first learns this form from written conversations, and is kept in `--model`.
+Temperature 0.4, float32, CPU, the loss of GRPO without KL, one update per rollout, and a learning rate at which the
+policy stays what it is.
 
 Each side is a subprocess that stops after every step until the parent lets it go on, as in `vs_trl.py`: `trl` samples
 with `generate`, `lightrl` with `TransformersEngine`, `vllm` is LightRL with vLLM in its process. A step is all that
@@ -46,7 +47,7 @@ WORDS = [
     *("inlet", "jetty", "knoll", "larch", "maple", "north", "ocean", "pearl"),
 ]
 LONGEST = 1024  # tokens of a trajectory's replies and results
-RATE, TEMPERATURE = 1e-6, 0.7
+RATE, TEMPERATURE = 1e-6, 0.4
 BARS = {"quick": 2.0, "slow": 8.0}
 SLOWEST = {"quick": 0.0, "slow": 2.0}
 
@@ -63,7 +64,7 @@ class Book:
     def reset(self, **row: Any) -> None:
         """Begins."""
         self.number = next(Book.numbers)
-        self.left = TURNS - 1
+        self.left = TURNS
         self.early = 0
         Book.slept[self.number] = 0.0
 
@@ -86,13 +87,13 @@ class Book:
 
     def get_reward(self) -> float:
         """The fraction of its calls that read in the first half."""
-        return self.early / (TURNS - 1)
+        return self.early / TURNS
 
 
 def text_of(draw: random.Random, page: int, left: int) -> str:
     """What a page says."""
     said = " ".join(draw.choices(WORDS, k=16))
-    return f"Page {page}: {said}. " + (f"There are {left} left." if left > 0 else "Nothing is left.")
+    return f"Page {page}: {said}. There are {left} left."
 
 
 def prompts() -> list[list[dict[str, str]]]:
@@ -102,15 +103,15 @@ def prompts() -> list[list[dict[str, str]]]:
     ]
 
 
-def conversation(draw: random.Random, left: int, calls: int) -> list[dict[str, Any]]:
-    """One as the policy should hold it, with so many calls at most, the first of which leaves so many."""
+def conversation(draw: random.Random, calls: int) -> list[dict[str, Any]]:
+    """One as the policy should hold it."""
     said: list[dict[str, Any]] = list(draw.choice(prompts()))
-    for after in range(left, max(left - calls, -1), -1):
+    for left in range(calls, 0, -1):
         page, why = draw.randrange(10, 100), " ".join(draw.choices(WORDS, k=draw.randint(4, 16)))
         call = {"name": "read", "arguments": {"page": page, "why": why}}
         said.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]})
-        said.append({"role": "tool", "name": "read", "content": text_of(draw, page, after)})
-    return [*said, {"role": "assistant", "content": "I am done."}] if after == 0 else said
+        said.append({"role": "tool", "name": "read", "content": text_of(draw, page, left)})
+    return said
 
 
 def build(folder: str, steps: int) -> None:
@@ -130,7 +131,7 @@ def build(folder: str, steps: int) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=640, special_tokens=marks[:3], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
-    corpus = [json.dumps(message) for _ in range(50) for message in conversation(draw, TURNS - 2, TURNS)]
+    corpus = [json.dumps(message) for _ in range(50) for message in conversation(draw, TURNS)]
     own.train_from_iterator([*corpus, json.dumps(schema), qwen2_5_chat_template], trainer)
     own.add_tokens([AddedToken(mark, normalized=False) for mark in marks[3:]])
     tokenizer = PreTrainedTokenizerFast(
@@ -151,7 +152,7 @@ def build(folder: str, steps: int) -> None:
     for step in range(steps):
         rows, whole = [], step % 4 == 3  # most are the beginnings of some: whole conversations take long
         for _ in range(3 if whole else 8):
-            said = conversation(draw, TURNS - 2, TURNS) if whole else conversation(draw, draw.randrange(3), 2)
+            said = conversation(draw, TURNS if whole else 2)
             text = tokenizer.apply_chat_template(said, tools=[schema], tokenize=False)
             ids: list[int] = []
             told: list[bool] = []
@@ -271,7 +272,9 @@ def run_lightrl(name: str, folder: str, micro_tokens: int, steps: int, ticket: T
     data = RolloutDataModule(
         PromptSource(rows=[{"prompt": prompt} for prompt in prompts()]),
         engine=engine,
-        episode=EnvironmentEpisode(lambda: ToolEnvironment(Book), max_turns=TURNS, max_tokens=2 * LONGEST),
+        episode=EnvironmentEpisode(
+            lambda: ToolEnvironment(Book), max_turns=TURNS, max_tokens=2 * LONGEST, on_parse_error="end"
+        ),
         sampling=SamplingParams(max_new_tokens=LONGEST, temperature=TEMPERATURE),
         group_size=GROUP,
         prompts_per_rollout=PROMPTS,
@@ -331,7 +334,7 @@ def our_share(folder: str, turns: int, attempts: int) -> dict[str, float]:
         turn = int(request.name.split()[1])
         if turn:
             spent[turn].append(now - began)
-        call = conversation(draw, 1, 1)[1]["tool_calls"][0]["function"]
+        call = conversation(draw, 1)[1]["tool_calls"][0]["function"]
         ids = tokenizer.encode(f"<tool_call>\n{json.dumps(call)}\n</tool_call><|im_end|>", add_special_tokens=False)
         completion = Completion(ids, [0.0] * len(ids), "", "stop")
         began = time.thread_time()

@@ -12,7 +12,6 @@ import torch
 
 from lightrl.data.prompts import PromptSource
 from lightrl.environments import AgentProgram, EnvironmentFailedError
-from lightrl.rollout import AgentEpisode
 from tests.environments.test_endpoint import gone, listening
 from tests.rollout.tasks import Letters, chat_model, fit
 
@@ -46,7 +45,7 @@ def test_agent_processes_killed_at_each_phase_are_made_again_with_the_same_seeds
         rows = [{"prompt": f"say {phase}", "word": phase} for phase in PHASES]
         _, keep = fit(
             path, rollouts_per_epoch=1, group_size=2, prompts=PromptSource(rows=rows),
-            made=AgentEpisode(program),
+            made=program,
         )  # fmt: skip
         pids = [int(pid) for file in folder.glob("pids-*") for pid in file.read_text().split()]
         assert len(pids) == 2 * (8 + (len(PHASES) if kind == "killed" else 0)) and all(gone(pid) for pid in pids)
