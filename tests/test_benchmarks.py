@@ -1,4 +1,4 @@
-"""The parts of `benchmarks/environments.py` that need no machine to themselves."""
+"""The part of `benchmarks/environments.py` that needs no machine to itself."""
 
 from __future__ import annotations
 
@@ -33,10 +33,3 @@ def test_a_replay_asks_for_each_turn_once_and_after_the_one_before(environments:
     for attempt in (0, 1):
         lengths = [len(request.token_ids) for request in engine.asked if request.seed == attempt]
         assert lengths == sorted(lengths)
-
-
-def test_our_share_of_a_turn_is_measured_on_a_model_that_was_made(environments: Any, tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    environments.build(str(tmp_path), 1)
-    share = environments.our_share(str(tmp_path), 18, 1)
-    assert share["turns"] == 18 and share["early_ms"] > 0 and share["late_ms"] > 0
