@@ -10,7 +10,7 @@
 
 VENV ?= .venv
 WORKERS ?= 2
-CASES ?= 400
+CASES ?= 310
 # One thread per process: two teams of spinning threads on shared cores are ten times slower than one.
 OMP_NUM_THREADS ?= 1
 export VENV OMP_NUM_THREADS

@@ -238,5 +238,5 @@ def bounded(machine: type[Machine], examples: int) -> Any:
     return case
 
 
-TestEngineHere = bounded(Machine, 20)
-TestEngineOnServers = bounded(ServersMachine, 10)
+TestEngineHere = bounded(Machine, 12)
+TestEngineOnServers = bounded(ServersMachine, 6)
