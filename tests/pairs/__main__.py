@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import logging
 import os
 import sys
 import traceback
@@ -63,6 +64,8 @@ def main() -> None:
     parser.add_argument("--rows", default=":", help="part of each array, as first:last")
     parser.add_argument("--page", type=Path, help=f"page whose part from {BEGIN} to {END} is replaced")
     options = parser.parse_args()
+    for name in ("lightning.pytorch", "lightning.fabric", "lightrl"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     first, _, last = options.rows.partition(":")
     part = slice(int(first or 0), int(last) if last else None)
     counts: Counter[str] = Counter()

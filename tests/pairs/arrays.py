@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import math
 import random
 import re
@@ -207,6 +206,3 @@ def _run(s: Settings, folder: Path, engine: Any, trainer: Any) -> str:
 
 
 MAY_BE_NAN = ("reward_std",)
-
-for _logger in ("lightning.pytorch", "lightning.fabric", "lightrl"):
-    logging.getLogger(_logger).setLevel(logging.ERROR)
