@@ -1,9 +1,8 @@
 """Runs covering arrays of all features and writes the page of what goes together.
 
     python -m tests.pairs --arrays 4 --page docs/feature_pairs.md
-    python -m torch.distributed.run --nproc_per_node 2 -m tests.pairs --rows 0:20
 
-Each array has every pair of settings; others follow from other seeds. Under torchrun a run has as many ranks.
+Each array has every pair of settings; others follow from other seeds.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import argparse
 import contextlib
 import io
 import logging
-import os
 import sys
 import traceback
 from collections import Counter
@@ -22,7 +20,6 @@ from tests.pairs.arrays import covering_array, missing_pairs, refused_settings, 
 from tests.pairs.features import FACTORS, REFUSALS, Settings
 
 BEGIN, END = "<!-- pairs -->", "<!-- end of pairs -->"
-RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def changes(s: Settings) -> str:
@@ -32,11 +29,10 @@ def changes(s: Settings) -> str:
 
 def outcome_of(s: Settings) -> str:
     """What became of a run; failures are printed."""
-    ranks = {"devices": RANKS, "strategy": "ddp"} if RANKS > 1 else {}
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            return run(s, **ranks)
+            return run(s)
     except Exception as error:
         print(f"--- {changes(s)}\n{''.join(traceback.format_exception(error))[-2500:]}", flush=True)
         return "broken"

@@ -147,7 +147,7 @@ class BrokenError(AssertionError):
     """A run did what it must not."""
 
 
-def run(s: Settings, engine: Any = None, **trainer: Any) -> str:
+def run(s: Settings) -> str:
     """Two rollouts. "trained", "nothing to learn", or "refused".
 
     Raises:
@@ -158,7 +158,7 @@ def run(s: Settings, engine: Any = None, **trainer: Any) -> str:
     try:
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            outcome = _run(s, Path(folder), engine, trainer)
+            outcome = _run(s, Path(folder))
     except BrokenError:
         raise
     except Exception as error:
@@ -173,11 +173,11 @@ def run(s: Settings, engine: Any = None, **trainer: Any) -> str:
     return outcome
 
 
-def _run(s: Settings, folder: Path, engine: Any, trainer: Any) -> str:
+def _run(s: Settings, folder: Path) -> str:
     seed_everything(0, verbose=False)
-    module, data, watch = module_of(s, models()[s["rows"]]), data_of(s, engine), Watch()
+    module, data, watch = module_of(s, models()[s["rows"]]), data_of(s), Watch()
     callbacks = [WeightSync(tolerance=0.5), watch, *CALLBACKS[s["callback"]](folder)]
-    arguments = {"precision": s["precision"], "default_root_dir": folder, **trainer}
+    arguments = {"precision": s["precision"], "default_root_dir": folder}
     arguments["enable_checkpointing"] = s["callback"] == "RolloutCheckpoint"
     fitter = quiet_trainer(callbacks=callbacks, **arguments)
     start: dict[str, torch.Tensor] = {}
