@@ -36,7 +36,8 @@ def short_message(text: str, known: Iterable[str] = ()) -> str:
     where: list[str] = []
     classes: list[str] = []
     types: list[str] = []
-    given = base = None
+    given: str | None = None
+    base: str | None = None
     findings: list[str] = []
     for line in (re.sub(r"^(?:- )+", "", line.strip()) for line in text.splitlines()):
         if found := WHERE.match(line):

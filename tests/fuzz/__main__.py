@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import time
 import traceback
@@ -89,6 +90,8 @@ def main() -> None:
     if options.only:
         name, _, number = options.only.partition(":")
         sys.exit(bool(one_slice(name, int(number)).get("failed")))
+    for name in ("lightning.pytorch", "lightning.fabric", "lightrl"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     options.results.parent.mkdir(parents=True, exist_ok=True)
     found = campaign(options.cases, options.results, options.minutes)
     print(table(found))

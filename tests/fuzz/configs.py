@@ -7,7 +7,6 @@ import copy
 import functools
 import io
 import json
-import logging
 import math
 import os
 import sys
@@ -234,8 +233,3 @@ def _inside(folder: str) -> Iterator[None]:
     finally:
         os.chdir(here)
         sys.argv = arguments
-
-
-for _logger in ("lightning.pytorch", "lightrl"):
-    logging.getLogger(_logger).setLevel(logging.ERROR)
-logging.getLogger("lightning.fabric").setLevel(logging.ERROR)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import logging
 import math
 import socketserver
 import threading
@@ -200,6 +199,3 @@ def _judge_engine(server: AnyServer, kind: str) -> str:
     assert len(ids) == len(logprobs) > 0 and all(type(i) is int and i >= 0 for i in ids), completion
     assert all(type(p) is float and math.isfinite(p) for p in logprobs) and isinstance(completion.text, str), completion
     return WORKS
-
-
-logging.getLogger("lightrl").setLevel(logging.ERROR)

@@ -1,9 +1,8 @@
 """Runs covering arrays of all features and writes the page of what goes together.
 
     python -m tests.pairs --arrays 4 --page docs/feature_pairs.md
-    python -m torch.distributed.run --nproc_per_node 2 -m tests.pairs --rows 0:20
 
-Each array has every pair of settings; others follow from other seeds. Under torchrun a run has as many ranks.
+Each array has every pair of settings; others follow from other seeds.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import os
+import logging
 import sys
 import traceback
 from collections import Counter
@@ -21,7 +20,6 @@ from tests.pairs.arrays import covering_array, missing_pairs, refused_settings, 
 from tests.pairs.features import FACTORS, REFUSALS, Settings
 
 BEGIN, END = "<!-- pairs -->", "<!-- end of pairs -->"
-RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def changes(s: Settings) -> str:
@@ -31,11 +29,10 @@ def changes(s: Settings) -> str:
 
 def outcome_of(s: Settings) -> str:
     """What became of a run; failures are printed."""
-    ranks = {"devices": RANKS, "strategy": "ddp"} if RANKS > 1 else {}
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            return run(s, **ranks)
+            return run(s)
     except Exception as error:
         print(f"--- {changes(s)}\n{''.join(traceback.format_exception(error))[-2500:]}", flush=True)
         return "broken"
@@ -63,6 +60,8 @@ def main() -> None:
     parser.add_argument("--rows", default=":", help="part of each array, as first:last")
     parser.add_argument("--page", type=Path, help=f"page whose part from {BEGIN} to {END} is replaced")
     options = parser.parse_args()
+    for name in ("lightning.pytorch", "lightning.fabric", "lightrl"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     first, _, last = options.rows.partition(":")
     part = slice(int(first or 0), int(last) if last else None)
     counts: Counter[str] = Counter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import math
 import random
 import re
@@ -148,7 +147,7 @@ class BrokenError(AssertionError):
     """A run did what it must not."""
 
 
-def run(s: Settings, engine: Any = None, **trainer: Any) -> str:
+def run(s: Settings) -> str:
     """Two rollouts. "trained", "nothing to learn", or "refused".
 
     Raises:
@@ -159,7 +158,7 @@ def run(s: Settings, engine: Any = None, **trainer: Any) -> str:
     try:
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            outcome = _run(s, Path(folder), engine, trainer)
+            outcome = _run(s, Path(folder))
     except BrokenError:
         raise
     except Exception as error:
@@ -174,11 +173,11 @@ def run(s: Settings, engine: Any = None, **trainer: Any) -> str:
     return outcome
 
 
-def _run(s: Settings, folder: Path, engine: Any, trainer: Any) -> str:
+def _run(s: Settings, folder: Path) -> str:
     seed_everything(0, verbose=False)
-    module, data, watch = module_of(s, models()[s["rows"]]), data_of(s, engine), Watch()
+    module, data, watch = module_of(s, models()[s["rows"]]), data_of(s), Watch()
     callbacks = [WeightSync(tolerance=0.5), watch, *CALLBACKS[s["callback"]](folder)]
-    arguments = {"precision": s["precision"], "default_root_dir": folder, **trainer}
+    arguments = {"precision": s["precision"], "default_root_dir": folder}
     arguments["enable_checkpointing"] = s["callback"] == "RolloutCheckpoint"
     fitter = quiet_trainer(callbacks=callbacks, **arguments)
     start: dict[str, torch.Tensor] = {}
@@ -207,6 +206,3 @@ def _run(s: Settings, folder: Path, engine: Any, trainer: Any) -> str:
 
 
 MAY_BE_NAN = ("reward_std",)
-
-for _logger in ("lightning.pytorch", "lightning.fabric", "lightrl"):
-    logging.getLogger(_logger).setLevel(logging.ERROR)

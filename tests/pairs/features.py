@@ -371,7 +371,7 @@ def module_of(s: Settings, model: str) -> Any:
     return getattr(a, f"{s['algorithm']}LightningModule")(spec, **arguments)
 
 
-def data_of(s: Settings, engine: Any = None) -> RolloutDataModule:
+def data_of(s: Settings) -> RolloutDataModule:
     """The data module."""
     rows: list[dict[str, Any]] = [{"prompt": f"{n}+{n}="} for n in range(4)]
     arguments: dict[str, Any] = {}
@@ -384,8 +384,7 @@ def data_of(s: Settings, engine: Any = None) -> RolloutDataModule:
         text, answer = {"text": ("1+1=", "2"), "image": ("what", "a"), "environment": ("say", "a")}[s["rows"]]
         arguments["ptx"] = SFTSource(rows=[{"prompt": text, "completion": answer}] * 2)
         arguments["ptx_batch_size"] = 2
-    if engine is None:
-        engine = TransformersEngine() if s["overlap"] == "none" else ThreadEngine()
+    engine = TransformersEngine() if s["overlap"] == "none" else ThreadEngine()
     return RolloutDataModule(
         PromptSource(rows=rows),
         engine=engine,
