@@ -15,6 +15,7 @@ from torch import Tensor
 from lightrl.compat.transformers import attention_implementation
 from lightrl.kernels.cpu import enabled
 from lightrl.kernels.cpu.fused import fuse
+from lightrl.kernels.cpu.memory import keep_freed_memory
 from lightrl.models.logprobs import LogitMap
 from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
 from lightrl.models.multimodal import (
@@ -81,6 +82,7 @@ class Backbone:
         self.cpu_kernels = enabled(cpu_kernels)
         if self.cpu_kernels:
             fuse(body)
+            keep_freed_memory()
         self.config = model.config
         self.sees = bool(placeholder_ids(model.config)) and hasattr(body, "get_decoder")
         self.num_layers = model.config.get_text_config().num_hidden_layers

@@ -1,8 +1,8 @@
 """Fast paths on CPU: fused norms, SwiGLU and rotary embedding, attention over token streams, and a decoder.
 
 Each has a plain counterpart that runs where it is switched off: the model's own modules, scaled-dot-product attention
-with a mask, and the model's own forward with transformers' cache. `LIGHTRL_CPU_KERNELS=0` switches all off, and
-`ModelSpec.cpu_kernels` those of one model.
+with a mask, and the model's own forward with transformers' cache. With them the process keeps the memory that it frees.
+`LIGHTRL_CPU_KERNELS=0` switches all off, and `ModelSpec.cpu_kernels` those of one model.
 """
 
 from __future__ import annotations
