@@ -247,10 +247,10 @@ CELLS: dict[str, list[Cell]] = {
         ),
     ],
     "Strategies": [
-        Cell("DDP, FSDP2; two ranks", tested={
-            way: RUNS + "test_two_ranks_play_their_own_attempts_and_learn_what_one_learns"
-            for way in (ENVIRONMENT, PROGRAM)
-        }),
+        Cell(
+            "DDP, two ranks",
+            tested={ENVIRONMENT: RUNS + "test_two_ranks_play_their_own_environments_and_learn_what_one_learns"},
+        ),
     ],
     "Estimators and losses": [
         Cell(
@@ -407,6 +407,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("cell", [cell for cells in CELLS.values() for cell in cells], ids=lambda cell: cell.feature)
 def test_each_cell_is_run_or_refused_as_the_page_says(cell: Cell, way: str, path: str, tmp_path: Path) -> None:
     if cell.tested:
+        if way not in cell.tested:
+            pytest.skip("not tried, and so on the page")
         file, name = cell.tested[way].split("::")
         assert f"\ndef {name}(" in (ROOT / file).read_text()
         return
@@ -432,6 +434,13 @@ def test_the_page_is_what_the_tests_say() -> None:
     assert PAGE.read_text() == page(), "docs/combinations.md: run `python -m tests.rollout.test_combinations`"
 
 
+def word(cell: Cell, way: str) -> str:
+    """What became of a cell."""
+    if cell.tested and way not in cell.tested:
+        return "not tried"
+    return "refused" if cell.refusal(way) else "run"
+
+
 def page() -> str:
     """docs/combinations.md."""
     lines = [
@@ -441,12 +450,13 @@ def page() -> str:
         "`tests/rollout/test_combinations.py` tests with a tiny model, one rollout per cell. In every run the policy",
         "must move, and each trained token is compared with the engine's log-probs at 1e-5 (`LedgerCanary`); not with",
         "`staleness`, `streaming` or another sampling temperature. *Environment* is an `EnvironmentEpisode`, *program*",
-        "an `AgentProgram` ([environments](environments.md)). A refusal names the argument and the way out.",
+        "an `AgentProgram` ([environments](environments.md)). A refusal names the argument and the way out. FSDP2 and",
+        "DeepSpeed were not tried together with either.",
     ]
     for title, cells in CELLS.items():
         lines += ["", f"## {title}", "", "| feature | environment | program | what is seen |", "|---|---|---|---|"]
         for cell in cells:
-            words = ["refused" if cell.refusal(way) else "run" for way in (ENVIRONMENT, PROGRAM)]
+            words = [word(cell, way) for way in (ENVIRONMENT, PROGRAM)]
             said = dict.fromkeys(f"“{text}”" for way in (ENVIRONMENT, PROGRAM) if (text := cell.refusal(way)))
             shows = [cell.shows] if cell.shows and "run" in words else []
             tests = [f"`{test}`" for test in dict.fromkeys(cell.tested.values())]

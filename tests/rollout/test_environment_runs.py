@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import RolloutCheckpoint
@@ -189,54 +188,42 @@ def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(way: str, 
 
 # ---- two ranks -------------------------------------------------------------------------------------------------------
 
-NAMES = ("rollout/turns", "rollout/stop_stop", "reward/mean")
 
-
-def ranks_run(path: str, way: str, strategy: Any = "auto") -> dict[str, Any]:
-    """What a run comes to: weights, this rank's prompts, metrics."""
+def ranks_run(path: str, devices: int) -> Any:
     module = GRPOLightningModule(path, kl=None, optimizer=sgd, advantage=GroupRelative(scale="none"))
-    trainer = {"devices": 1 if strategy == "auto" else 2, "strategy": strategy, "log_every_n_steps": 1}
-    attempts = {"program": talk} if way == "program" else {}
-    weights: dict[str, torch.Tensor] = {}
-
-    class Gather(Callback):
-        """The whole policy, while the ranks are still together."""
-
-        def on_train_end(self, trainer: Any, module: Any) -> None:
-            weights.update({name: value.clone() for name, value in module.named_policy_weights()})
-
-    _, keep = fit(path, [Gather()], module, trainer, compare=strategy == "auto", rollouts_per_epoch=2, **attempts)
-    prompts = [p for r in keep.rollouts for p in r.prompts]
-    return {"weights": weights, "prompts": prompts, "metrics": {n: [m[n] for m in keep.metrics] for n in NAMES}}
+    strategy = "ddp" if devices > 1 else "auto"
+    trainer = {"devices": devices, "strategy": strategy, "log_every_n_steps": 1}
+    return fit(path, module=module, trainer=trainer, rollouts_per_epoch=2)
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("way", ["environment", "program"])
-def test_two_ranks_play_their_own_attempts_and_learn_what_one_learns(
-    way: str, strategy: str, path: str, tmp_path: Path
-) -> None:
-    one = ranks_run(path, way)
-    command = [sys.executable, __file__, "ranks", path, str(tmp_path), way, strategy]
+def test_two_ranks_play_their_own_environments_and_learn_what_one_learns(path: str, tmp_path: Path) -> None:
+    one, keep = ranks_run(path, 1)
+    command = [sys.executable, __file__, "ranks", path, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
-    for name, value in one["weights"].items():
-        assert all(torch.allclose(rank["weights"][name], value, atol=1e-6) for rank in ranks), name
-    assert sorted(ranks[0]["prompts"] + ranks[1]["prompts"]) == sorted(one["prompts"])
-    for name, wanted in one["metrics"].items():
-        assert ranks[0]["metrics"][name] == ranks[1]["metrics"][name] == pytest.approx(wanted, abs=1e-6)
+    both = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    for name, value in one.state_dict().items():
+        assert all(torch.allclose(rank["weights"][name], value, atol=1e-6) for rank in both), name
+    assert sorted(both[0]["prompts"] + both[1]["prompts"]) == sorted(p for r in keep.rollouts for p in r.prompts)
+    for name in ("rollout/turns", "rollout/stop_stop", "reward/mean"):
+        wanted = [m[name] for m in keep.metrics]
+        assert both[0]["metrics"][name] == both[1]["metrics"][name] == pytest.approx(wanted, abs=1e-6)
 
 
-def main(kind: str, path: str, folder: Path, way: str, strategy: str = "") -> None:
+def main(kind: str, path: str, folder: Path, way: str = "environment") -> None:
     torch.set_num_threads(1)
     if kind == "killed":
         resumable(way, folder, path, kill_at=60)
         return
-    from tests.distributed.job import make_strategy
-
-    state = ranks_run(path, way, make_strategy(strategy))
+    module, keep = ranks_run(path, 2)
+    names = ("rollout/turns", "rollout/stop_stop", "reward/mean")
+    state = {
+        "weights": module.state_dict(),
+        "prompts": [p for r in keep.rollouts for p in r.prompts],
+        "metrics": {name: [m[name] for m in keep.metrics] for name in names},
+    }
     torch.save(state, folder / f"{torch.distributed.get_rank()}.pt")
 
 
