@@ -265,7 +265,8 @@ def _build_cli() -> type[Any]:
             written = self._written if self.subcommand is None else self._written[self.subcommand]
             versions = {name: version(name) for name in ("torch", "lightning", "transformers")}
             command = redact_text(shlex.join(["lightrl", *sys.argv[1:]]))
-            return {**plain(written), "versions": {"lightrl": lightrl.__version__, **versions}, "command": command}
+            given = {name: value for name, value in plain(written).items() if name != "config"}  # files, merged by now
+            return {**given, "versions": {"lightrl": lightrl.__version__, **versions}, "command": command}
 
     return LightRLCLI
 

@@ -114,4 +114,4 @@ def plain(config: Any) -> Any:
         config = vars(config)
     if isinstance(config, dict):
         return {key: plain(value) for key, value in config.items()}
-    return [plain(value) for value in config] if isinstance(config, list) else config
+    return [plain(value) for value in config] if isinstance(config, list | tuple) else config

@@ -30,6 +30,7 @@ from lightrl.cli import main, run
 from lightrl.engines import EngineContext, EngineDiedError, StaleWeightsError
 from lightrl.rollout.collector import RolloutStalledError
 from lightrl.rollout.sync import EngineSync
+from lightrl.storage import remember_secret
 from tests.toys import quickstart_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -170,8 +171,8 @@ def test_throughput_is_there_unless_it_is_named_or_unwanted(write: Callable[...,
 def test_every_logger_gets_the_whole_configuration_versions_and_command(
     write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OWN_SECRET", "geheim")
-    monkeypatch.setattr("sys.argv", ["lightrl", "fit", "--api_token=geheim"])
+    remember_secret("sk-geheim-of-the-configuration")  # as those that stand in it are
+    monkeypatch.setattr("sys.argv", ["lightrl", "fit", "--some.api_token=sk-geheim-of-the-configuration"])
     config = write(trainer={"logger": True, "max_steps": 0})
     main(["fit", "--config", config, "--run_dir", str(tmp_path / "run")])
     for file in ("hparams.yaml", "tensorboard/hparams.yaml"):
