@@ -85,7 +85,7 @@ class BackgroundLoop:
         """Cancels what runs, runs `last`, and ends the thread, in at most about `timeout` seconds.
 
         Raises:
-            TimeoutError: a coroutine blocks the loop, whose thread is left behind.
+            concurrent.futures.TimeoutError: a coroutine blocks the loop, whose thread is left behind.
         """
         loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is None or thread is None:
@@ -103,7 +103,7 @@ class BackgroundLoop:
             asyncio.run_coroutine_threadsafe(shut_down(), loop).result(timeout)
         finally:
             loop.call_soon_threadsafe(loop.stop)
-            thread.join(min(timeout, 1.0))  # longer only where a coroutine blocks it
+        thread.join(timeout)
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

@@ -101,8 +101,9 @@ def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None,
             "only. Run a program of your own against any model's endpoint to try it."
         )
     tokenizer = load_tokenizer(data.tokenizer_path or module.actor_spec.path)
-    episode.setup(tokenizer)
-    prompts = data.prompts.load(tokenizer, shuffle=False)
+    processor = load_processor(module.actor_spec.path, tokenizer)
+    episode.setup(tokenizer, processor)
+    prompts = data.prompts.load(tokenizer, shuffle=False, processor=processor)
     batch = prompts.rows(range(min(rows, len(prompts))))
     drawn = [
         {**{name: values[i] for name, values in batch.columns.items()}, "prompt": batch.raw[i]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import importlib.util
 import os
 import platform
@@ -209,9 +210,10 @@ def _rewards(built: Any) -> Iterator[Finding]:
         yield ("ok" if module.scores_rollouts else "problem"), "no reward functions: rewards are those of reward_models"
         return
     tokenizer = load_tokenizer(data.tokenizer_path or module.actor_spec.path)
-    prompts = data.prompts.load(tokenizer, shuffle=False)
+    processor = load_processor(module.actor_spec.path, tokenizer)
+    prompts = data.prompts.load(tokenizer, shuffle=False, processor=processor)
     data.scorer.require_columns(prompts.columns)
-    given: set[float] = set()
+    given, bound = set[float](), data.scorer.timeout or 60.0
     try:
         rows = prompts.batch(0, 3)
         for i in range(3):
@@ -225,12 +227,13 @@ def _rewards(built: Any) -> Iterator[Finding]:
                 completion_ids=[tokenizer.encode(text, add_special_tokens=False) for text in texts],
                 columns={name: [value] * len(texts) for name, value in columns.items()},
                 group_ids=[i] * len(texts),
-            ).result(data.scorer.timeout or 60.0)
+                media=rows.media[i].columns(len(texts)) if rows.media else None,
+            ).result(bound)
             given |= {total for total in scores.total if total == total}
             said = "; ".join(f"{name} {total:g}" for name, total in zip(tried, scores.total, strict=True))
             yield "ok", f"rewards of row {rows.indices[i]}: {said}"
-    except TimeoutError:
-        yield "problem", "the reward functions did not answer within 60 s: set data.reward_timeout"
+    except concurrent.futures.TimeoutError:  # Python 3.10 has another TimeoutError
+        yield "problem", f"the reward functions did not answer within {bound:g} s: see data.reward_timeout"
         return
     finally:
         data.scorer.close()

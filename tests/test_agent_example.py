@@ -116,7 +116,7 @@ def test_the_policy_learns(start: Path, root: Path, tmp_path: Path, monkeypatch:
     monkeypatch.chdir(root)
     monkeypatch.setattr("sys.argv", ["lightrl"])
     step("agent/sft", tmp_path, "sft", start)
-    right = step("agent/grpo", tmp_path, "grpo", tmp_path / "sft" / "model")["eval/ExactAnswer"]
+    right = step("agent/grpo", tmp_path, "grpo", tmp_path / "sft" / "model")["eval/reward/ExactAnswer"]
     assert right[-1] >= right[0] + 0.25
 
 

@@ -67,7 +67,7 @@ def test_the_pipeline_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.Mo
     cli = step(
         "ppo", actor, f"--model.init_args.reward_models={judge}", "--data.init_args.rollouts_per_epoch=1", *few[1:]
     )
-    assert "eval/preference" in cli.trainer.callback_metrics
+    assert "eval/reward/preference" in cli.trainer.callback_metrics
     assert 0.0 <= compare(models["sft"], models["ppo"], models["reward"], samples=1) <= 1.0
 
 

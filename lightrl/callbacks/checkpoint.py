@@ -241,6 +241,7 @@ class RolloutCheckpoint(SavingCheckpoint):
         self._restore_handlers()
         self._save_what_is_between(trainer, stopped=stopped)
         if self._guard is not None:
+            self._guard.on_exception(trainer, pl_module, exception)
             self._guard.release()
 
     def _save_what_is_between(self, trainer: Trainer, *, stopped: bool) -> None:

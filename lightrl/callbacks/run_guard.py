@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightrl.callbacks.run_folder import run_folder
 from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.distributed.checkpoint_io import CheckedCheckpointIO
 from lightrl.rollout.datamodule import RolloutDataModule
@@ -77,8 +78,10 @@ class RunGuard(Callback):
         folder = trainer.log_dir  # every rank asks, because Lightning answers with rank 0's
         if trainer.loggers and folder is not None:
             self._hold_for(trainer, folder)
+            own = run_folder(trainer)  # where `--ckpt_path last` looks for it
             if Path(folder).absolute() in self._locks:
-                with atomic_write(Path(folder) / SETTINGS, "w") as file:
+                own.mkdir(parents=True, exist_ok=True)
+                with atomic_write(own / SETTINGS, "w") as file:
                     json.dump(self._settings, file)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightrl.data.media import MediaError
 from lightrl.environments.base import Environment, Message, Reply, Step
 from lightrl.environments.bridges import Bridge
 from lightrl.environments.ledger import Ledger
@@ -170,7 +171,7 @@ class _Played(Attempt):
         self.seconds = 0.0  # counted from here
         parser = settings.parser(environment.tools)
         self.ledger = Ledger(self.bridge, environment.tools)
-        prompt_ids = self.ledger.begin(messages)
+        prompt_ids = self._shown(self.ledger.begin, messages)
         self.states.append(self._state(environment, messages))
         if self.max_tokens is not None and len(prompt_ids) >= self.max_tokens:
             raise ValueError(
@@ -202,8 +203,14 @@ class _Played(Attempt):
                 raise ValueError(
                     "environment: a `step` that is not done must return messages, and none of them the assistant's."
                 )
-            prompt_ids = self.ledger.answer(step.messages)
+            prompt_ids = self._shown(self.ledger.answer, step.messages)
             self.states.append(self._state(environment, step.messages))
+
+    def _shown(self, record: Callable[[Sequence[Message]], list[int]], messages: Sequence[Message]) -> list[int]:
+        try:
+            return record(messages)
+        except MediaError as error:
+            raise _Failed(str(error)) from error
 
     def _state(self, environment: Environment, messages: Sequence[Message]) -> str:
         try:
@@ -272,6 +279,8 @@ class _Played(Attempt):
                 if late is not None:
                     raise _Failed(f"{late} took longer than environment_timeout, {seconds:g} seconds")
                 return None
+            if task.cancelled():
+                raise _Failed("the environment was cancelled")
             return task.result()
         except (_Failed, asyncio.CancelledError):
             raise

@@ -101,7 +101,10 @@ class ToolEnvironment(Environment):
         alone = [number for number, wait in enumerate(waits) if not wait]
         await asyncio.gather(in_turn(alone), *(one(number) for number, wait in enumerate(waits) if wait))
         if self.result_role == "user":
-            return Step([{"role": "user", "content": "\n".join(map(str, results))}])
+            content = results[0]
+            for result in results[1:]:
+                content = _joined(_joined(content, "\n"), result)
+            return Step([{"role": "user", "content": content}])
         return Step(
             [
                 {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result}

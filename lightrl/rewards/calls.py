@@ -97,6 +97,8 @@ class RewardFunction:
                 task.cancel()
         if not task.done():
             raise CallFailed(f"reward function {self.name!r}: did not finish within timeout={timeout} seconds.")
+        if task.cancelled():
+            raise CallFailed(f"reward function {self.name!r}: was cancelled.")
         outcome, value = task.result()
         if isinstance(value, RewardError) and not isinstance(value, CallFailed):  # a mistake in the set-up
             raise RewardError(f"reward function {self.name!r}: {value}") from value

@@ -8,6 +8,7 @@ thread of its own. A group whose last trajectory is done goes to the reward func
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import queue
@@ -139,7 +140,7 @@ class Collector:
         self._live = []
         try:
             self.loop.close(self.episode.close, max(end - time.monotonic(), 0.5))
-        except TimeoutError:
+        except concurrent.futures.TimeoutError:  # Python 3.10 has another TimeoutError
             log.warning("An episode did not end within %g seconds and was left behind.", timeout)
         return stuck
 
@@ -372,6 +373,11 @@ class Collection:
                 for watcher in self._watchers:
                     watcher.cancel()
             self._news.put(number)
+        except asyncio.CancelledError:
+            if self._error is None:  # nobody here did: what was awaited cancelled itself
+                name = self.tasks[number].name
+                self._fail(RuntimeError(f"{name}: its environment, program or reward function was cancelled."))
+            raise
         except Exception as error:
             self._fail(error)
 

@@ -181,6 +181,9 @@ class NewRow:
     def __init__(self) -> None:
         self.answers: list[list[int] | None] = [[7], None]
 
+    def opened(self, messages: Any) -> list[Any]:
+        return list(messages)
+
     def render(self, messages: Any, tools: Any) -> list[int]:
         return [1, 2]
 

@@ -374,7 +374,7 @@ CELLS: dict[str, list[Cell]] = {
             refused="has media, but an environment's `reset` makes the first messages",
         ),
         refused_prompts("`prompts.system_prompt`", "prompts.system_prompt with an environment", system_prompt="s"),
-        refused_prompts("`prompts.template_kwargs`", "set environment.template_kwargs", template_kwargs={"a": 1}),
+        refused_prompts("`prompts.template_kwargs`", "set episode.template_kwargs", template_kwargs={"a": 1}),
         refused_prompts(
             "`overlong: truncate_left`", 'prompts.overlong="truncate_left" with an environment',
             max_prompt_tokens=9, overlong="truncate_left",

@@ -55,13 +55,17 @@ def main(run: str, result_path: str) -> None:
             reward = asyncio.run(awaited())
         result = {"reward": reward}
         written = json.dumps(result)
-    except Exception as error:
+    except BaseException as error:  # SystemExit too: a program that leaves has not answered
         import traceback
 
         traceback.print_exc()
         written = json.dumps({"error": f"{type(error).__name__}: {error}"})
     sys.stdout.flush()
-    Path(result_path).write_text(written)
+    sys.stderr.flush()
+    part = Path(f"{result_path}.part")
+    part.write_text(written)
+    part.replace(result_path)
+    os._exit(0)  # a program's threads and exit handlers would keep the process, and the run waits for its end
 
 
 if __name__ == "__main__":

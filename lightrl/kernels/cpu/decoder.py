@@ -145,7 +145,11 @@ class CPUDecoder:
         shape = (layers, max(needed, room if count else 0), kv, max(longest, width if count else 0), d)
         # With zeros where a prompt is shorter: a weight of 0 does not hide what is not a number.
         keys, values = self.prompt_k.new_zeros(*shape[:3], d, shape[3]), self.prompt_v.new_zeros(shape)
-        keys[:, :count, :, :, :width], values[:, :count, :, :width] = self.prompt_k[:, :count], self.prompt_v[:, :count]
+        if count:
+            keys[:, :count, :, :, :width], values[:, :count, :, :width] = (
+                self.prompt_k[:, :count],
+                self.prompt_v[:, :count],
+            )
         self.prompt_k, self.prompt_v = keys, values
 
     def _arrange(self) -> None:

@@ -15,8 +15,8 @@ MMAP_THRESHOLD, TRIM_THRESHOLD = 32 << 20, 512 << 20
 def keep_freed_memory() -> bool:
     """Raises the amount of free memory at the heap's end above which glibc returns it, from 64 MiB to 512 MiB.
 
-    A training step frees and asks for the same tens of megabytes again and again; page faults were 2 to 5 % of a small
-    model's step. The peak stays what it was. Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
+    A training step frees and asks for the same tens of megabytes again and again; page faults were about 5 % of a
+    small model's CPU time. The peak stays what it was. Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
 
     Returns:
         whether the C library took it; another one than glibc has no such setting and is left as it is.
