@@ -27,7 +27,10 @@ class MCPEnvironment(ToolEnvironment):
             streams, as a list.
         factory: as in `ToolEnvironment`: a class with `reset`, `get_reward` and further tools; None leaves rewards to
             the reward functions.
-        tool_timeout, timeout_message, error_message, result_role: as in `ToolEnvironment`.
+        tool_timeout: as in `ToolEnvironment`.
+        timeout_message: as in `ToolEnvironment`.
+        error_message: as in `ToolEnvironment`.
+        result_role: as in `ToolEnvironment`.
 
     Raises:
         ValueError: the package is missing, or a tool of the class has the name of one of the server's.
