@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-__all__ = ["ADAPTER", "LoraParts", "adapter_layers", "dequantized", "lora_parts"]
+__all__ = ["ADAPTER", "REFERENCE", "LoraParts", "adapter_layers", "dequantized", "lora_parts"]
 
 ADAPTER = "default"
-"""Name of the one adapter."""
+"""Name of the adapter that is trained."""
+
+REFERENCE = "reference"
+"""Name of the frozen copy of it that a run began with, where that is the reference."""
 
 
 class LoraParts(NamedTuple):
