@@ -39,12 +39,12 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
 
 
-def lora_parts(layer: Any) -> LoraParts | None:
-    """The adapter of a layer; None if it is not one of two matrices, as that of an embedding."""
-    if ADAPTER not in getattr(layer, "lora_A", ()):
+def lora_parts(layer: Any, name: str = ADAPTER) -> LoraParts | None:
+    """The adapter of that name of a layer; None if there is none of two matrices, as on an embedding."""
+    if name not in getattr(layer, "lora_A", ()):
         return None
     transposed = bool(getattr(layer, "fan_in_fan_out", False))
-    return LoraParts(layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER], transposed)
+    return LoraParts(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], transposed)
 
 
 def dequantized(layer: Any, weight: Tensor) -> Tensor:

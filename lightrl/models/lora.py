@@ -45,8 +45,10 @@ def keep_reference(model: nn.Module, spec: LoraSpec) -> None:
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a second adapter is meant
         _inject(model, replace(spec, adapter=None, target_modules=sorted(layers)), REFERENCE)
     for layer in layers.values():
-        for matrices in (layer.lora_A, layer.lora_B):
-            matrices[REFERENCE].weight.copy_(matrices[ADAPTER].weight)
+        kept, begun = lora_parts(layer, REFERENCE), lora_parts(layer)
+        assert kept is not None and begun is not None
+        kept.a.copy_(begun.a)
+        kept.b.copy_(begun.b)
         layer.set_adapter([ADAPTER])
     for parameter in model.parameters():
         parameter.requires_grad_(parameter in trained)
@@ -105,7 +107,7 @@ def as_reference(model: nn.Module) -> Iterator[None]:
         raise ValueError("as_reference: the model has no LoRA adapter; a full model needs a reference of its own.")
     trained = [[p.requires_grad for p in layer.parameters()] for layer in layers]
     for layer in layers:
-        if REFERENCE in layer.lora_A:
+        if lora_parts(layer, REFERENCE) is not None:
             layer.set_adapter([REFERENCE])
         else:
             layer.enable_adapters(False)
