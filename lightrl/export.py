@@ -94,7 +94,7 @@ def _spec(stored: Mapping[str, Any], role: str, path: str | None) -> ModelSpec:
     lora = values.pop("lora", None)
     spec = ModelSpec(**{**values, "path": path or values["path"], "gradient_checkpointing": False})
     require_model_folder(spec.path)
-    return replace(spec, lora=None if lora is None else LoraSpec(**{**lora, "quantize_4bit": False}))
+    return replace(spec, lora=None if lora is None else LoraSpec(**{**lora, "quantize_4bit": False, "adapter": None}))
 
 
 def _policy(spec: ModelSpec, state: Mapping[str, Tensor], shared: bool) -> PolicyModel:

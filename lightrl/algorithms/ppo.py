@@ -42,7 +42,7 @@ from lightrl.distributed import random_states, strategies
 from lightrl.distributed.metrics import MetricSums
 from lightrl.distributed.reduction import PieceReduction, Reduction
 from lightrl.models.loading import load_causal_lm, require_model_folder, return_router_logits
-from lightrl.models.lora import adapter_config, named_adapter_weights, named_hf_weights
+from lightrl.models.lora import adapter_config, keep_reference, named_adapter_weights, named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModel, RewardModelSpec
 from lightrl.models.spec import ModelSpec
@@ -136,7 +136,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         actor: the policy: a folder or hub name, or a `ModelSpec` with LoRA, dtype, layout and so on.
         critic: where values come from; None builds no critic (needs an advantage estimator that uses none).
         reference: model of the KL term; None takes a frozen copy of the actor's model (with LoRA: the actor without
-            its adapter). Nothing is built where `kl` is None.
+            its adapter, or with the one in `lora.adapter`). Nothing is built where `kl` is None.
         reward_models: sequence-classification models that add to the rewards of the data module's functions. They
             read the last row of a trajectory.
         advantage: estimator of advantages and returns.
@@ -359,7 +359,12 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self.reward_models = nn.ModuleDict({m.name: RewardModel.from_spec(m) for m in self.reward_model_specs})
 
     def _build_reference(self) -> PolicyModel | None:
-        if self.kl is None or (self.reference_spec is None and self.actor_spec.lora is not None):
+        lora = self.actor_spec.lora
+        if self.kl is None:
+            return None
+        if self.reference_spec is None and lora is not None:
+            if lora.adapter is not None:
+                keep_reference(self.actor.lm, lora)
             return None
         spec = self.reference_spec or replace(self.actor_spec, lora=None, gradient_checkpointing=False)
         lm = load_causal_lm(spec, trainable=False)
@@ -514,7 +519,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         if critic is not None:
             experience.values = batched(critic, lambda x: {"values": value_forward(critic, x)})["values"]
         if self.kl is not None:
-            with actor.adapter_disabled() if reference is None else nullcontext():
+            with actor.as_reference() if reference is None else nullcontext():
                 base = reference or actor
                 experience.ref_logprobs = batched(base, lambda x: policy_forward(base, x))["logprobs"]
 

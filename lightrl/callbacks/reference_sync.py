@@ -45,10 +45,11 @@ class ReferenceSync(RLCallback):
         """Refuses a module that has no reference to move."""
         if pl_module.kl is None:
             raise ValueError("callback ReferenceSync with kl=None: there is no reference to move. Set kl or drop it.")
-        if pl_module.reference_spec is None and pl_module.actor_spec.lora is not None:
+        if (pl_module.reference_spec or pl_module.actor_spec).lora is not None:
+            where = "actor.lora and reference=None" if pl_module.reference_spec is None else "reference.lora"
             raise ValueError(
-                "callback ReferenceSync with actor.lora and reference=None: the reference is the base under the "
-                f"adapter and cannot move. Give it a model of its own: reference={pl_module.actor_spec.path!r}."
+                f"callback ReferenceSync with {where}: the reference is the base under the adapter and cannot move. "
+                f"Give it a model of its own: reference={pl_module.actor_spec.path!r}."
             )
 
     @torch.no_grad()

@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-__all__ = ["ADAPTER", "LoraParts", "adapter_layers", "dequantized", "lora_parts"]
+__all__ = ["ADAPTER", "REFERENCE", "LoraParts", "adapter_layers", "dequantized", "lora_parts"]
 
 ADAPTER = "default"
-"""Name of the one adapter."""
+"""Name of the adapter that is trained."""
+
+REFERENCE = "reference"
+"""Name of the frozen copy of it that a run began with, where that is the reference."""
 
 
 class LoraParts(NamedTuple):
@@ -36,12 +39,12 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
 
 
-def lora_parts(layer: Any) -> LoraParts | None:
-    """The adapter of a layer; None if it is not one of two matrices, as that of an embedding."""
-    if ADAPTER not in getattr(layer, "lora_A", ()):
+def lora_parts(layer: Any, name: str = ADAPTER) -> LoraParts | None:
+    """The adapter of that name of a layer; None if there is none of two matrices, as on an embedding."""
+    if name not in getattr(layer, "lora_A", ()):
         return None
     transposed = bool(getattr(layer, "fan_in_fan_out", False))
-    return LoraParts(layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER], transposed)
+    return LoraParts(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], transposed)
 
 
 def dequantized(layer: Any, weight: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def load_causal_lm(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
 
     Args:
         spec: what to load.
-        trainable: False freezes every parameter and ignores `lora`, `freeze` and `gradient_checkpointing`.
+        trainable: False freezes every parameter and ignores `freeze`, `gradient_checkpointing` and a new `lora`.
 
     Returns:
         the model in training mode, which gradient checkpointing needs, with all dropout set to 0, so that log-probs
@@ -118,7 +118,7 @@ def load_model(spec: ModelSpec, auto_class: Any, *, trainable: bool, **overrides
     for name, value in overrides.items():
         setattr(config, name, value)
     dtype = getattr(torch, spec.dtype or "float32")
-    lora = spec.lora if trainable else None
+    lora = spec.lora if spec.lora is not None and (trainable or spec.lora.adapter is not None) else None
     if spec.random_init:
         kwargs = {k: v for k, v in spec.kwargs.items() if k in ("trust_remote_code", "attn_implementation")}
         model = auto_class.from_config(config, dtype=dtype, **kwargs)
@@ -128,7 +128,7 @@ def load_model(spec: ModelSpec, auto_class: Any, *, trainable: bool, **overrides
     _switch_dropout_off(model)
     if lora is not None:
         add_lora(model, lora)
-    elif not trainable:
+    if not trainable:
         model.requires_grad_(False)
     if trainable:
         _freeze(model, spec.freeze)

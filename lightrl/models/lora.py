@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightrl.compat.deepspeed import whole_parameters
-from lightrl.compat.peft import ADAPTER, adapter_layers, dequantized, lora_parts
+from lightrl.compat.peft import ADAPTER, REFERENCE, adapter_layers, dequantized, lora_parts
 from lightrl.models.spec import LoraSpec
 
-__all__ = ["adapter_config", "adapter_disabled", "add_lora", "named_adapter_weights", "named_hf_weights"]
+__all__ = ["adapter_config", "add_lora", "as_reference", "keep_reference", "named_adapter_weights", "named_hf_weights"]
 
 Gather = Callable[[Tensor], AbstractContextManager[Tensor]]
 
@@ -24,8 +27,34 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
     peft's injection is used rather than its wrapper class, so the model keeps its type and its parameter names.
 
     Raises:
-        ValueError: peft is not installed, or no layer matches `target_modules`.
+        ValueError: peft is not installed, no layer matches `target_modules`, or `adapter` has other tensors.
     """
+    _inject(model, spec, ADAPTER)
+    for name, layer in adapter_layers(model).items():
+        if lora_parts(layer) is None:
+            raise ValueError(f"lora.target_modules={spec.target_modules!r}: {name} is not a linear layer.")
+    if spec.adapter is not None:
+        _read_adapter(model, spec.adapter)
+
+
+@torch.no_grad()
+def keep_reference(model: nn.Module, spec: LoraSpec) -> None:
+    """Freezes a copy of the adapter as it is now, with which `as_reference` then runs the model."""
+    trained, layers = {p for p in model.parameters() if p.requires_grad}, adapter_layers(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a second adapter is meant
+        _inject(model, replace(spec, adapter=None, target_modules=sorted(layers)), REFERENCE)
+    for layer in layers.values():
+        kept, begun = lora_parts(layer, REFERENCE), lora_parts(layer)
+        assert kept is not None and begun is not None
+        kept.a.copy_(begun.a)
+        kept.b.copy_(begun.b)
+        layer.set_adapter([ADAPTER])
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in trained)
+
+
+def _inject(model: nn.Module, spec: LoraSpec, name: str) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -39,29 +68,54 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
         bias="none",
     )
     with whole_parameters():
-        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-    for name, layer in adapter_layers(model).items():
-        if lora_parts(layer) is None:
-            raise ValueError(f"lora.target_modules={spec.target_modules!r}: {name} is not a linear layer.")
+        inject_adapter_in_model(config, model, adapter_name=name)
+
+
+@torch.no_grad()
+def _read_adapter(model: Any, folder: str) -> None:
+    """Copies the tensors of a peft folder into the adapter; those of a language model also into its backbone."""
+    from safetensors.torch import load_file
+
+    file = Path(folder).expanduser() / "adapter_model.safetensors"
+    if not file.is_file():
+        raise ValueError(
+            f"lora.adapter={folder!r} has no {file.name}: save the adapter again with peft's save_pretrained."
+        )
+    own = {n.replace(f".{ADAPTER}.", "."): p for n, p in model.named_parameters() if ".lora_" in n}
+    given = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(file).items()}
+    if not own.keys() & given.keys():
+        given = {name.removeprefix(f"{model.base_model_prefix}."): tensor for name, tensor in given.items()}
+    wrong = sorted(own.keys() ^ given.keys()) or [n for n, p in own.items() if p.shape != given[n].shape]
+    if wrong:
+        raise ValueError(
+            f"lora.adapter={folder!r} does not fit the model: {len(wrong)} tensors are missing, unknown or of another "
+            f"shape, such as {wrong[0]}. Give the base that it was trained on as `path`."
+        )
+    for name, parameter in own.items():
+        parameter.copy_(given[name])
 
 
 @contextmanager
-def adapter_disabled(model: nn.Module) -> Iterator[None]:
-    """Runs `model` without its adapters: the reference policy of a LoRA run.
+def as_reference(model: nn.Module) -> Iterator[None]:
+    """Runs `model` as the reference of a LoRA run: with what `keep_reference` kept, or else without an adapter.
 
     Raises:
         ValueError: the model has no adapter, so that this would be the policy itself.
     """
     layers = list(adapter_layers(model).values())
     if not layers:
-        raise ValueError("adapter_disabled: the model has no LoRA adapter; a full model needs a reference of its own.")
+        raise ValueError("as_reference: the model has no LoRA adapter; a full model needs a reference of its own.")
     trained = [[p.requires_grad for p in layer.parameters()] for layer in layers]
     for layer in layers:
-        layer.enable_adapters(False)
+        if lora_parts(layer, REFERENCE) is not None:
+            layer.set_adapter([REFERENCE])
+        else:
+            layer.enable_adapters(False)
     try:
         yield
     finally:
         for layer, flags in zip(layers, trained, strict=True):
+            layer.set_adapter([ADAPTER])
             layer.enable_adapters(True)
             for parameter, flag in zip(layer.parameters(), flags, strict=True):
                 parameter.requires_grad_(flag)
@@ -123,7 +177,7 @@ def named_adapter_weights(policy: Any, gather: Gather | None = None) -> Iterator
     """Every parameter of the policy's adapter under peft's name, one at a time; arguments as of `named_hf_weights`."""
     gather = gather or nullcontext
     for name, parameter in policy.lm.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name and f".{ADAPTER}." in name:
             with gather(parameter) as full:
                 yield f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", full
 

@@ -18,7 +18,7 @@ from lightrl.compat.transformers import block_class_names
 from lightrl.models.backbone import Backbone
 from lightrl.models.loading import load_backbone
 from lightrl.models.logprobs import LogitMap, install_head
-from lightrl.models.lora import adapter_disabled
+from lightrl.models.lora import as_reference
 from lightrl.models.spec import Layout, ModelSpec
 from lightrl.types import HostRows, Support
 
@@ -129,9 +129,9 @@ class PolicyModel(nn.Module):
         """The transformer blocks, as FSDP2 shards them."""
         return transformer_blocks(self.lm)
 
-    def adapter_disabled(self) -> AbstractContextManager[None]:
-        """Within it the policy is its own LoRA base, the reference."""
-        return adapter_disabled(self.lm)
+    def as_reference(self) -> AbstractContextManager[None]:
+        """Within it the policy is the reference of a LoRA run: its base, or that with the adapter it began with."""
+        return as_reference(self.lm)
 
 
 class ValueModel(nn.Module):

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 __all__ = ["Layout", "LoraSpec", "ModelSpec"]
 
 Layout = Literal["auto", "padded", "packed", "shared_prefix"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+ADAPTER_FILE = "adapter_config.json"
+PLAIN_INIT = (None, True, False, "gaussian")
+OTHER_ADAPTERS = (
+    *("alpha_pattern", "exclude_modules", "layers_to_transform", "lora_bias", "modules_to_save", "rank_pattern"),
+    *("target_parameters", "trainable_token_indices", "use_dora", "use_rslora"),
+)
+"""Settings of peft's LoRA that make it something else than one update of one rank and scale per linear layer."""
 
 
 @dataclass
 class LoraSpec:
     """A low-rank adapter: `W + alpha / r * B A` with W frozen (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
 
-    The base without its adapter serves as the reference model. Exported is the merged weight; what is synced is up to
-    the engine (`VLLMEngine.lora_sync`).
+    The base without its adapter serves as the reference model, or the base with `adapter` as it was. Exported is the
+    merged weight; what is synced is up to the engine (`VLLMEngine.lora_sync`).
 
     Args:
         r: rank of the update, at least 1.
@@ -24,9 +33,11 @@ class LoraSpec:
         dropout: on the adapter's input, in [0, 1). Above 0 log-probs are noisy, and with them the policy ratio.
         target_modules: names of linear layers that get an adapter; "all-linear" is all but the output head.
         quantize_4bit: keep W in 4-bit NF4 (QLoRA, https://arxiv.org/abs/2305.14314); needs CUDA and bitsandbytes.
+        adapter: folder of a peft LoRA adapter to begin with: r, alpha and target_modules are then its own, and its
+            dropout is not taken over. The base is the spec's `path`, whatever the folder names. null begins at B = 0.
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a value is out of its range, or `adapter` is no plain LoRA adapter or says otherwise.
     """
 
     r: int = 16
@@ -34,12 +45,32 @@ class LoraSpec:
     dropout: float = 0.0
     target_modules: list[str] | str = "all-linear"
     quantize_4bit: bool = False
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
+        if self.adapter is not None:
+            self._take_over(_adapter_config(self.adapter))
         if self.r < 1:
             raise ValueError(f"lora.r={self.r}: the rank must be at least 1.")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"lora.dropout={self.dropout}: must be in [0, 1).")
+
+    def _take_over(self, config: dict[str, Any]) -> None:
+        """Sets what the adapter's configuration says, unless something else was asked for."""
+        targets = config["target_modules"]
+        theirs = {
+            "r": config["r"],
+            "alpha": float(config["lora_alpha"]),
+            "target_modules": targets if isinstance(targets, str) else sorted(targets),
+        }
+        defaults = {f.name: f.default for f in fields(self)}
+        for name, value in theirs.items():
+            if getattr(self, name) not in (value, defaults[name]):
+                raise ValueError(
+                    f"lora.{name}={getattr(self, name)!r} with lora.adapter={self.adapter!r}, whose own is {value!r}: "
+                    f"leave {name} out."
+                )
+            setattr(self, name, value)
 
 
 @dataclass
@@ -47,7 +78,8 @@ class ModelSpec:
     """A model and how it is held.
 
     Args:
-        path: folder with a Hugging Face model, or its name on the hub.
+        path: folder with a Hugging Face model, or its name on the hub. The folder of a peft LoRA adapter stands for the
+            base that it names with `lora.adapter` on it.
         dtype: of the parameters: float32, bfloat16, float16 or float64; null is float32. Trained models are best left
             in float32 and run under the Trainer's bf16-mixed; a reference or reward model may be bfloat16.
         random_init: draw the weights from the configuration's initialiser with the run's seed; the folder then
@@ -78,6 +110,9 @@ class ModelSpec:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if (Path(self.path).expanduser() / ADAPTER_FILE).is_file():
+            self.lora = replace(self.lora or LoraSpec(), adapter=self.path)
+            self.path = _base_of(self.path)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"ModelSpec.dtype={self.dtype!r}: give one of {', '.join(DTYPES)}, or null for float32.")
         if self.layout not in ("auto", "padded", "packed", "shared_prefix"):
@@ -86,3 +121,36 @@ class ModelSpec:
             raise ValueError(
                 "ModelSpec.random_init with lora: an adapter on random frozen weights is of no use; drop one."
             )
+
+
+def _adapter_config(folder: str) -> dict[str, Any]:
+    """`adapter_config.json` of a folder, if it is one of a plain LoRA adapter."""
+    file = Path(folder).expanduser() / ADAPTER_FILE
+    if not file.is_file():
+        raise ValueError(f"lora.adapter={folder!r}: give a local folder with {ADAPTER_FILE}, as peft writes it.")
+    config: dict[str, Any] = {"r": 8, "lora_alpha": 8, **json.loads(file.read_text())}
+    other = [name for name in OTHER_ADAPTERS if config.get(name)]
+    other += [f"bias={config['bias']}"] if config.get("bias", "none") != "none" else []
+    init = config.get("init_lora_weights")
+    other += [f"init_lora_weights={init}"] if init not in PLAIN_INIT else []  # PiSSA and others change the base
+    kind = config.get("peft_type")
+    other += [f"peft_type={kind}"] if kind != "LORA" else []
+    other += [] if config.get("target_modules") else ["no target_modules"]
+    if other:
+        raise ValueError(
+            f"Adapter {folder!r} has {', '.join(other)}: only plain LoRA can be trained further. Merge it into its "
+            "base (peft's merge_and_unload) and give that folder."
+        )
+    return config
+
+
+def _base_of(adapter: str) -> str:
+    """The base that an adapter's folder names."""
+    base = _adapter_config(adapter).get("base_model_name_or_path") or ""
+    local = base[:1] in (".", "/", "~") or base.count("/") > 1
+    if not base or (local and not Path(base).expanduser().is_dir()):
+        raise ValueError(
+            f"Adapter {adapter!r} names the base {base!r}, which is not here. Give the base yourself: "
+            f"{{path: BASE, lora: {{adapter: {adapter}}}}}."
+        )
+    return base

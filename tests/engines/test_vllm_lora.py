@@ -12,6 +12,7 @@ import torch
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, VLLMEngine
+from lightrl.engines.vllm.lora import AdapterFolder
 from lightrl.models.lora import adapter_config, add_lora, named_adapter_weights
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
@@ -80,7 +81,10 @@ def test_prompts_that_would_be_cut_in_two_keep_their_seeds(engine: VLLMEngine, t
     assert together == {**sample([0, 3, 4, 5]), **sample([7, 6, 2, 1])}
 
 
-def test_a_run_pushes_the_adapter_only(engine: VLLMEngine, tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_run_pushes_the_adapter_only(
+    engine: VLLMEngine, tied_folder: Path, monkeypatch: pytest.MonkeyPatch, existing: bool
+) -> None:
     monkeypatch.setattr(engine, "close", lambda: None)
     engine.mark_stale()
     sent: list[int] = []
@@ -92,8 +96,11 @@ def test_a_run_pushes_the_adapter_only(engine: VLLMEngine, tied_folder: Path, mo
         push(pairs, config, **kwargs)
 
     monkeypatch.setattr(engine, "load_adapter", counted)
+    policy, folder = adapted(tied_folder, 1), AdapterFolder()
+    folder.write(named_adapter_weights(policy), adapter_config(policy, SPEC))
+    lora = LoraSpec(adapter=folder.path) if existing else SPEC
     module = GRPOLightningModule(
-        ModelSpec(str(tied_folder), lora=SPEC), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2)
+        ModelSpec(str(tied_folder), lora=lora), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2)
     )
     monkeypatch.setattr(module, "named_policy_weights", lambda: pytest.fail("merged weights were pushed"))
     sync = WeightSync()
@@ -103,6 +110,7 @@ def test_a_run_pushes_the_adapter_only(engine: VLLMEngine, tied_folder: Path, mo
     assert sync.last_gap is not None and sync.last_gap <= 5e-5
     moved = [p for name, p in module.actor.named_parameters() if "lora_B" in name]
     assert all(p.abs().max() > 0 for p in moved)
+    folder.remove()
 
 
 def test_merged_where_asked_and_refusals(tied_folder: Path) -> None:

@@ -60,11 +60,11 @@ def test_base_is_the_reference(batch: Batch) -> None:
     base = PolicyModel(build("qwen2", tie_word_embeddings=True))(*batch[:3]).logprobs
     trained = {name for name, p in policy.named_parameters() if p.requires_grad}
     assert trained and all(".lora_" in name for name in trained)
-    with policy.adapter_disabled():
+    with policy.as_reference():
         assert policy(*batch[:3]).logprobs.equal(base)
     assert not torch.allclose(policy(*batch[:3]).logprobs, base, atol=0.1)
     assert trained == {name for name, p in policy.named_parameters() if p.requires_grad}
-    with pytest.raises(ValueError, match="has no LoRA adapter"), PolicyModel(build("qwen2")).adapter_disabled():
+    with pytest.raises(ValueError, match="has no LoRA adapter"), PolicyModel(build("qwen2")).as_reference():
         pass
 
 
