@@ -86,6 +86,7 @@ def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None,
     Raises:
         ValueError: the configuration has no `EnvironmentEpisode`.
     """
+    from lightrl.data.processing import load_processor
     from lightrl.data.templates import load_tokenizer
     from lightrl.environments import EnvironmentEpisode
     from lightrl.report.check_env import play

@@ -200,6 +200,7 @@ def _prompts(built: Any) -> Any:
 
 def _rewards(built: Any) -> Iterator[Finding]:
     """What the reward functions say to made-up completions of three rows, and to the rows' own columns."""
+    from lightrl.data.processing import load_processor
     from lightrl.data.templates import load_tokenizer
 
     module, data = built.model, built.datamodule

@@ -249,10 +249,12 @@ data:
     prompts: {{path: {tmp_path}/rows.jsonl}}
     engine: TransformersEngine
     sampling: {{max_new_tokens: 4}}
-    environment:
-      environment: {{class_path: tests.rollout.tasks.Letters, init_args: {{delay: 0.01}}}}
-      max_turns: 2
-      on_truncated: continue
+    episode:
+      class_path: EnvironmentEpisode
+      init_args:
+        environment: {{class_path: tests.rollout.tasks.Letters, init_args: {{delay: 0.01}}}}
+        max_turns: 2
+        on_truncated: continue
     group_size: 2
     prompts_per_rollout: 2
     rollouts_per_epoch: 1
