@@ -376,6 +376,17 @@ def test_groups_stream_out(engines: dict[str, TransformersEngine], monkeypatch: 
         assert sorted(prefilled) == sorted(PROMPTS)  # each once, not once per completion
 
 
+def test_shorter_prompts_join_when_all_rows_have_ended(engines: dict[str, TransformersEngine]) -> None:
+    engine = engines["qwen2"]
+    request = GenerationRequest([5] * 20, SamplingParams(max_new_tokens=4), seed=0)
+    decoder = engine._decoder([request], complete=False)
+    decoder.prefill([[5] * 20], 1, {})
+    decoder.keep([])
+    after = decoder.prefill([[5] * 10, [6] * 10], 1, {})
+    fresh = engine._decoder([request], complete=False).prefill([[5] * 10, [6] * 10], 1, {})
+    assert torch.equal(after, fresh)
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_short_prompts_are_copied(
     engines: dict[str, TransformersEngine], kind: str, monkeypatch: pytest.MonkeyPatch

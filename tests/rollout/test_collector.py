@@ -268,6 +268,15 @@ def test_an_error_of_a_reward_function_ends_generation_at_once(beside: bool, col
     assert time.monotonic() - begin < 5
 
 
+def test_what_cancels_itself_ends_the_rollout_and_does_not_hang_it(collector: Any) -> None:
+    class Gone(Episode):
+        async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
+            raise asyncio.CancelledError
+
+    with pytest.raises(RuntimeError, match="environment, program or reward function was cancelled"):
+        collector(episode=Gone(), stall_timeout=20.0).start(tasks()).finish()
+
+
 def test_an_error_of_an_episode_is_the_runs_error(collector: Any) -> None:
     class Breaks(Episode):
         async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
