@@ -45,7 +45,7 @@ def nudge(policy: Any, seed: int) -> None:
 
 def compare(engine: Any, folder: Any) -> Any:
     """Mixed rows in order and shuffled, then another version of the weights of which only the trained are sent."""
-    engine.start(EngineContext(folder.path, max_prompt_tokens=128, max_new_tokens=12))
+    engine.start(EngineContext(folder.path, max_prompt_tokens=400, max_new_tokens=12))
     policy = folder.policy(freeze=["visual" if folder.family in QWEN else "*vision*"])
     policy.lm.requires_grad_(True)
     nudge(policy, 1)
