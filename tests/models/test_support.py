@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightrl.engines.base import EngineContext
 from lightrl.engines.transformers.engine import TransformersEngine
+from lightrl.environments.bridges import Tokens
 from lightrl.environments.ledger import Ledger
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.logprobs import LogitMap, chunked_logprobs
@@ -179,15 +180,15 @@ class NewRow:
     """A template that extends the first turn and rewrites the history at the second."""
 
     def __init__(self) -> None:
-        self.answers: list[list[int] | None] = [[7], None]
+        self.answers: list[Tokens | None] = [Tokens([7]), None]
 
     def opened(self, messages: Any) -> list[Any]:
         return list(messages)
 
-    def render(self, messages: Any, tools: Any) -> list[int]:
-        return [1, 2]
+    def render(self, messages: Any, tools: Any) -> Tokens:
+        return Tokens([1, 2])
 
-    def extend(self, *_: Any) -> list[int] | None:
+    def extend(self, *_: Any) -> Tokens | None:
         return self.answers.pop(0)
 
 
