@@ -63,8 +63,9 @@ def require_weights(own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
         )
     for name, tensor in own.items():
         there = stored[name]
-        same = getattr(there, "shape", None) == tensor.shape and there.is_floating_point() == tensor.is_floating_point()
-        if not same:
+        shape = getattr(there, "shape", None)
+        elsewhere = tensor.numel() == 0 and shape is not None  # ZeRO-3 keeps parts of it, in its own place
+        if not elsewhere and (shape != tensor.shape or there.is_floating_point() != tensor.is_floating_point()):
             what = f"{getattr(there, 'dtype', type(there).__name__)} {list(getattr(there, 'shape', []))}"
             raise ValueError(f"The checkpoint's {name} is {what}, not {tensor.dtype} {list(tensor.shape)}: {way_out}")
         if there.is_floating_point() and not bool(there.isfinite().all()):

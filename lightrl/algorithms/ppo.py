@@ -35,7 +35,7 @@ from lightrl.algorithms.batches import (
 )
 from lightrl.algorithms.hooks import RLCallback, rl_callbacks
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.schedule import UNCOUNTED, LRSchedule
+from lightrl.algorithms.schedule import UNCOUNTED, LRSchedule, make_optimizer
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import is_compiled, run_seed
 from lightrl.distributed import random_states, strategies
@@ -382,7 +382,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         if critic and self.critic_spec is not None:
             lr = {} if self.critic_spec.lr is None else {"lr": self.critic_spec.lr}
             groups.append({"params": critic, "name": "critic", **lr})
-        optimizer = self.optimizer_factory(groups)
+        optimizer = make_optimizer(self.optimizer_factory, groups)
         if self.lr_scheduler_factory is None:
             return optimizer
         if isinstance(self.lr_scheduler_factory, LRSchedule):

@@ -13,7 +13,7 @@ from torchmetrics.classification import BinaryAccuracy
 
 from lightrl.algorithms import checkpoints
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.schedule import LRSchedule, with_schedule
+from lightrl.algorithms.schedule import LRSchedule, make_optimizer, with_schedule
 from lightrl.distributed import strategies
 from lightrl.models.loading import require_model_folder
 from lightrl.models.lora import named_hf_weights
@@ -91,7 +91,7 @@ class RewardLightningModule(SavesPretrained):
         trained = [p for p in self.reward_model.parameters() if p.requires_grad and id(p) not in in_head]
         lr = {} if self.head_lr is None else {"lr": self.head_lr}
         groups: list[dict[str, Any]] = [{"params": trained, "name": "backbone"}, {"params": head, "name": "head", **lr}]
-        optimizer = self.optimizer_factory([group for group in groups if group["params"]])
+        optimizer = make_optimizer(self.optimizer_factory, [group for group in groups if group["params"]])
         return with_schedule(optimizer, self.lr_scheduler_factory, self.trainer)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

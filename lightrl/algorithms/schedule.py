@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-__all__ = ["UNCOUNTED", "LRSchedule", "with_schedule"]
+__all__ = ["UNCOUNTED", "LRSchedule", "make_optimizer", "with_schedule"]
 
 UNCOUNTED = (
     "lr_scheduler by name needs to know where the run ends: set trainer.max_epochs or trainer.max_steps, or give a "
@@ -87,3 +88,15 @@ def with_schedule(optimizer: Optimizer, schedule: Any, trainer: Trainer) -> Any:
     else:
         made = schedule(optimizer)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}
+
+
+def make_optimizer(factory: Callable[[Any], Any], parameters: Any) -> Any:
+    """What an `optimizer` argument makes of parameters or groups.
+
+    Raises:
+        ValueError: one of its own arguments is null or of a wrong type.
+    """
+    try:
+        return factory(parameters)
+    except TypeError as error:
+        raise ValueError(f"optimizer: {error}. Look for an argument of it that is null or no number.") from error

@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric
 
 from lightrl.algorithms import checkpoints
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.schedule import LRSchedule, with_schedule
+from lightrl.algorithms.schedule import LRSchedule, make_optimizer, with_schedule
 from lightrl.distributed import strategies
 from lightrl.models.loading import load_causal_lm, require_model_folder
 from lightrl.models.lora import named_hf_weights
@@ -66,7 +66,7 @@ class SFTLightningModule(SavesPretrained):
 
     def configure_optimizers(self) -> Any:
         """One optimizer; the schedule counts updates."""
-        optimizer = self.optimizer_factory([p for p in self.actor.parameters() if p.requires_grad])
+        optimizer = make_optimizer(self.optimizer_factory, [p for p in self.actor.parameters() if p.requires_grad])
         return with_schedule(optimizer, self.lr_scheduler_factory, self.trainer)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture import providers
 
 from tests.fuzz.checkpoints import CHECKPOINTS, judge_checkpoints
 from tests.fuzz.configs import CONFIGS, judge_configs
@@ -78,5 +80,7 @@ def run_slice(name: str, number: int, count: int) -> Iterator[tuple[Any, str | B
             verdict = error
         outcomes.append((case, verdict))
 
-    draw()
+    # Hypothesis also draws constants of the modules that are loaded: a slice would be another one in another process.
+    with mock.patch.object(providers, "_get_local_constants", providers.Constants):
+        draw()
     return iter(outcomes)

@@ -211,7 +211,8 @@ def _quick(trainer: Any, key: Key, change: str, number: int) -> bool:
     value = VALUES[number]
     huge = change in ("value", "extra") and isinstance(value, int | float) and not -10 <= value <= 10
     one_process = not PROCESSES & set(map(str, key)) and trainer.world_size == 1
-    return one_process and not huge and bool(trainer.fast_dev_run) and number % 2 == 0
+    sampled_here = "engine" not in key  # another engine takes its time to start
+    return sampled_here and one_process and not huge and bool(trainer.fast_dev_run) and number % 2 == 0
 
 
 def _require_clear(message: str, key: Key) -> None:

@@ -236,7 +236,8 @@ def test_a_backtracking_pattern_ends_within_its_time_and_is_unscored():
 
 def test_ctrl_c_ends_a_run_whose_pattern_does_not_end():
     code = f"""
-import threading, time
+import signal, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
 from lightrl.rewards import RegexFormat, RewardScorer
 scorer = RewardScorer([RegexFormat({ENDLESS!r}, timeout=100.0)])
 row = {{"prompts": ["p"], "completions": [{LONG!r}], "completion_ids": [[1]], "group_ids": [0]}}

@@ -495,6 +495,7 @@ print("end", flush=True)
 def test_ctrl_c_interrupts_the_wait():
     code = """
 import signal, threading, os
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
 from lightrl.rewards import RewardScorer
 def hang(completions):
     os.kill(os.getpid(), signal.SIGINT)
