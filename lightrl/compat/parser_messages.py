@@ -72,7 +72,7 @@ def short_message(text: str, known: Iterable[str] = ()) -> str:
         return f"{'.'.join(where)}={given!r}: expected {' or '.join(dict.fromkeys(names))}."
     first = findings[0]
     if found := re.match(r"Option '([^']+)' is not accepted", first):
-        names = parameters(classes[-1:]) or known
+        names = parameters(classes[-1:]) or list(known)
         return f"{place}{first.rstrip('.')} by {_short(classes)}.{_suggestion(found[1], names)}"
     if found := re.match(r"Group '([^']+)' does not accept option '([^']+)'", first):
         return f"{place}{first.rstrip('.')}.{_suggestion(found[2], parameters(classes[-1:], found[1]))}"
