@@ -19,20 +19,18 @@ from lightrl.objectives.advantages import (
     OPO,
     RLOO,
     AdvantageEstimator,
-    GiGPO,
     GroupRelative,
     MaxRL,
     PassAtK,
     Reinforce,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
-    TurnGAE,
-    TurnReturns,
 )
 from lightrl.objectives.aggregation import Aggregation, ConstantLength, SequenceMean, SequenceSum, TokenMean
 from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.objectives.losses import CISPO, CPG, DPPO, DRO, GMPO, GSPO, SAPO, PolicyLoss, PPOClip, RLOOSequence
 from lightrl.objectives.off_policy import VESPO, GeometricEngineMask, OffPolicyCorrection, OffPolicySequenceMask
+from lightrl.objectives.turn_advantages import GiGPO, TurnGAE, TurnReturns
 from lightrl.types import Rollouts
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
