@@ -100,10 +100,7 @@ class CriticSpec:
             raise ValueError(f"CriticSpec.clip={self.clip!r}: must be above 0, or None (null) to turn it off.")
 
 
-AT_LEAST = {
-    **{"ptx_coef": 0, "aux_loss_coef": 0},
-    **{"ppo_epochs": 1, "micro_batch_tokens": 1, "max_skipped_updates": 1},
-}
+AT_LEAST = {"ptx_coef": 0, "aux_loss_coef": 0, "ppo_epochs": 1, "micro_batch_tokens": 1, "max_skipped_updates": 1}
 REFUSED_CALLBACKS = {
     "BatchSizeFinder": "micro_batch_tokens bounds the memory; `lightrl plan` says what fits.",
     "GradientAccumulationScheduler": "micro_batch_tokens and prompts_per_rollout say what is accumulated.",

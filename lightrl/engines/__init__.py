@@ -32,7 +32,7 @@ __all__ = [
     "VLLMEngine",
 ]
 
-_LAZY = {
+_LAZY = {  # an engine that is added: here, in `__all__`, in the imports above and in `lightrl/__init__.py`
     "ServerEngine": "lightrl.engines.server.engine",
     "TransformersEngine": "lightrl.engines.transformers.engine",
     "VLLMEngine": "lightrl.engines.vllm.engine",

@@ -139,6 +139,12 @@ class RequestQueue:
 class Engine(ABC):
     """Samples completions from its own copy of the policy.
 
+    An engine of your own implements `start`, `started`, `max_model_len`, `generate`, `check_request`, `logprobs`,
+    `load_weights` and `close`; calls `super().__init__()`; keeps the queue of each `generate` in `self._queues` while
+    it runs (`_checked_queue` makes one of the requests); and sets `policy_version` and `dtype`. The other members say
+    what more it can do, and have a default. YAML names it by its dotted path:
+    `data.init_args.engine: my_file.MyEngine`.
+
     Life: built from YAML without touching a device; `start(context)` on all ranks together, once, after Lightning has
     set up the strategy; then any number of `load_weights` and `generate`; `close()` at the end. `close` may be called
     twice and before `start`.
@@ -151,7 +157,8 @@ class Engine(ABC):
     """Whether completions come with the ids that top-p, top-k and min-p left for each token (`Completion.support`)."""
 
     dtype: str | None = None
-    """Of the weights of the started engine: "float32", "bfloat16" or "float16"; None where the engine does not know."""
+    """Of the weights of the started engine: "float32", "bfloat16" or "float16"; None where the engine does not know,
+    and then `WeightSync` allows the gap of float32."""
 
     @property
     def concurrent(self) -> bool:

@@ -1,1 +1,1 @@
-"""Fast paths for particular machines; none changes a result. `LIGHTRL_CPU_KERNELS=0` turns those of `cpu` off."""
+"""Fast paths that change no result beyond rounding. `LIGHTRL_CPU_KERNELS=0` turns those of `cpu` off."""

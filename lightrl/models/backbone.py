@@ -82,7 +82,8 @@ class Backbone:
         self.cpu_kernels = enabled(cpu_kernels)
         if self.cpu_kernels:
             fuse(body)
-            keep_freed_memory()
+            if not torch.accelerator.is_available():
+                keep_freed_memory()
         self.config = model.config
         self.sees = bool(placeholder_ids(model.config)) and hasattr(body, "get_decoder")
         self.num_layers = model.config.get_text_config().num_hidden_layers

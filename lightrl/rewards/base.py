@@ -45,7 +45,7 @@ Where a data set's column has one of these names, the function gets what this ta
 class RewardError(RuntimeError):
     """A reward function failed, or returned what is not a reward. The message names the function.
 
-    A function raises it itself for a mistake in the set-up, which no `on_error` setting turns into a None.
+    A function raises it itself for a mistake in the set-up, which no `on_reward_error` setting turns into a None.
     """
 
 

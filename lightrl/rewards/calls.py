@@ -29,7 +29,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 class CallFailed(RewardError):
-    """The function raised or ran out of time: the failures that `on_error` decides about."""
+    """The function raised or ran out of time: the failures that `on_reward_error` decides about."""
 
 
 class CallLog:

@@ -84,6 +84,7 @@ class MathVerify(Reward):
         if log_metric is not None:
             log_metric("unparsable", verdicts.count("unparsable") / max(1, len(verdicts)))
             log_metric("timeouts", verdicts.count("timeout") / max(1, len(verdicts)))
+            log_metric("crashes", verdicts.count("crashed") / max(1, len(verdicts)))
         values: dict[str, float | None] = {"equal": 1.0, "unequal": 0.0, "timeout": self.timeout_value}
         return [values.get(verdict) for verdict in verdicts]
 
@@ -101,7 +102,7 @@ class _Worker:
         self._lock = threading.Lock()
 
     def compare(self, gold: str, text: str, timeout: float) -> str:
-        """ "equal", "unequal", "unparsable" (gold) or "timeout".
+        """ "equal", "unequal", "unparsable" (gold), "timeout", or "crashed" where the process died of it twice.
 
         A process that dies is replaced and asked again, once: it may have been killed for what others did.
         """
@@ -118,8 +119,8 @@ class _Worker:
                 return str(json.loads(answer))
             self.stop()
             if answer is None:
-                break
-        return "timeout"
+                return "timeout"
+        return "crashed"
 
     def stop(self) -> None:
         with self._lock:

@@ -79,8 +79,8 @@ class RewardScorer:
         max_concurrency: most calls of one function at a time. A function's own `max_concurrency` attribute wins.
         timeout: seconds that one call may take from its start; None waits for ever. A function that is not `async`
             cannot be stopped: its thread is left behind and its result ignored.
-        on_error: what an exception or a time-out means: "error" ends the run, "none" gives None for the rows of that
-            call, logs a warning and counts them in `reward/<function>/failed`. Mistakes in the set-up are always an
+        on_reward_error: what an exception or a time-out means: "error" ends the run, "none" gives None for the rows of
+            that call, logs a warning and counts them in `reward/<function>/failed`. Mistakes in the set-up are always an
             error: values that are no rewards (wrong length, NaN, no number), missing columns, a `RewardError` that the
             function raises itself.
 
@@ -101,16 +101,16 @@ class RewardScorer:
         label_column: str = "label",
         max_concurrency: int = 32,
         timeout: float | None = None,
-        on_error: Literal["error", "none"] = "error",
+        on_reward_error: Literal["error", "none"] = "error",
     ) -> None:
         loaded = [load_reward(function) for function in functions]
         self.names = [reward_name(function) for function in loaded] if names is None else list(names)
-        _check(loaded, self.names, weights, recipes, max_concurrency, timeout, on_error)
+        _check(loaded, self.names, weights, recipes, max_concurrency, timeout, on_reward_error)
         self.recipes = None if recipes is None else {label: dict(parts) for label, parts in recipes.items()}
         self.weights = _weights(self.names, weights, self.recipes)
         self.label_column = label_column
         self.timeout = timeout
-        self.on_error = on_error
+        self.on_reward_error = on_reward_error
         self._functions = [RewardFunction(name, function) for name, function in zip(self.names, loaded, strict=True)]
         self._limits = [getattr(function, "max_concurrency", None) or max_concurrency for function in loaded]
         self._loop = BackgroundLoop("rewards")
@@ -254,19 +254,19 @@ class RewardScorer:
             async with self._slots[index]:
                 values, calls = await function.run(chosen, self.timeout)
         except CallFailed as error:
-            if self.on_error == "error":
+            if self.on_reward_error == "error":
                 raise
             values, failed = [math.nan] * len(asked), 1.0
             self._warn(function.name, error)
         metrics = {name: math.fsum(numbers) / len(numbers) for name, numbers in calls.metrics.items()}
-        if self.on_error == "none":
+        if self.on_reward_error == "none":
             metrics[f"reward/{function.name}/failed"] = failed
         return Scores(values, {}, metrics, dict(calls.extra)).spread(asked, len(weights))
 
     def _warn(self, name: str, error: CallFailed) -> None:
         first = name not in self._warned
         self._warned.add(name)
-        hint = " Its rows count as not scored (on_error='none'); later ones are logged without traceback."
+        hint = " Its rows count as not scored (on_reward_error: none); later ones are logged without traceback."
         log.warning("%s%s", error, hint if first else "", exc_info=error if first else None)
 
 
@@ -286,7 +286,7 @@ def _check(
     recipes: Mapping[str, Sequence[tuple[str, float]]] | None,
     max_concurrency: int,
     timeout: float | None,
-    on_error: str,
+    on_reward_error: str,
 ) -> None:
     if not functions:
         raise ValueError("functions=[]: give at least one reward function.")
@@ -302,8 +302,8 @@ def _check(
         raise ValueError(f"max_concurrency={max_concurrency}: must be at least 1.")
     if timeout is not None and timeout <= 0:
         raise ValueError(f"timeout={timeout}: must be above 0, or None for no limit.")
-    if on_error not in ("error", "none"):
-        raise ValueError(f"on_error={on_error!r}: must be 'error' or 'none'.")
+    if on_reward_error not in ("error", "none"):
+        raise ValueError(f"on_reward_error={on_reward_error!r}: must be 'error' or 'none'.")
     if recipes is not None:
         _check_recipes(names, weights, recipes)
 

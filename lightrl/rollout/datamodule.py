@@ -186,7 +186,7 @@ class RolloutDataModule(LightningDataModule):
                 label_column=label_column,
                 timeout=reward_timeout,
                 max_concurrency=reward_concurrency,
-                on_error=on_reward_error,
+                on_reward_error=on_reward_error,
             )
         )
 

@@ -40,6 +40,11 @@ def uses_all(prompts, completions, completion_ids, group_ids, references, labels
     ]
 
 
+def too_many(completions):
+    """One value more than completions."""
+    return [0.0] * (len(completions) + 1)
+
+
 def raises(completions):
     raise KeyError("inside")
 

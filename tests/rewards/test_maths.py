@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("math_verify")
 
-from lightrl.rewards import MathVerify, RewardError, RewardScorer
+from lightrl.rewards import MathVerify, RewardError, RewardScorer, maths
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_endless_comparisons_are_unscored_and_the_rest_goes_on(reward):
     logged = {}
     values = reward(["1", "1", "1", "x"], logged.__setitem__, answer=["1", TOWER, "1", None])
     assert values == [1.0, None, 1.0, None]
-    assert logged == {"unparsable": 0.0, "timeouts": 0.25}
+    assert logged == {"unparsable": 0.0, "timeouts": 0.25, "crashes": 0.0}
 
 
 def test_timeout_value_is_what_an_endless_comparison_scores():
@@ -77,6 +77,21 @@ def test_a_killed_worker_is_replaced(reward):
     reward(["1"], answer=["1"])
     reward._workers[0]._process.kill()
     assert reward(["1"], answer=["1"]) == [1.0]
+
+
+def test_a_row_on_which_every_worker_dies_is_unscored_and_not_called_a_time_out(reward, monkeypatch):
+    start = maths._Worker._started
+
+    def started_and_killed(worker):
+        process = start(worker)
+        process.kill()
+        process.wait()
+        return process
+
+    monkeypatch.setattr(maths._Worker, "_started", started_and_killed)
+    logged = {}
+    assert reward(["1"], logged.__setitem__, answer=["1"]) == [None]
+    assert logged == {"unparsable": 0.0, "timeouts": 0.0, "crashes": 1.0}
 
 
 def test_in_a_scorer_several_workers_and_no_process_after_close():

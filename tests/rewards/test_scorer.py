@@ -129,12 +129,12 @@ def test_arrays_tensors_and_bools_are_rewards(scorers, values):
         (np.ones((2, 2)), ["'fn'", "value 0", "ndarray"]),
     ],
 )
-def test_what_is_no_reward_is_an_error_whatever_on_error_says(scorers, values, words):
+def test_what_is_no_reward_is_an_error_whatever_on_reward_error_says(scorers, values, words):
     def fn(completions):
         return values
 
     with pytest.raises(RewardError) as info:
-        submit(scorers([fn], on_error="none")).result(10)
+        submit(scorers([fn], on_reward_error="none")).result(10)
     assert all(word in str(info.value) for word in words), info.value
 
 
@@ -219,7 +219,7 @@ def test_an_exception_keeps_its_origin(scorers, is_async):
     assert ("coroutine" if is_async else "plain") in str(info.value)
 
 
-def test_on_error_none_leaves_the_rows_out_and_counts_them(scorers, caplog):
+def test_on_reward_error_none_leaves_the_rows_out_and_counts_them(scorers, caplog):
     def broken(completions, group_ids):
         if group_ids[0] == 1:
             raise OSError("disk")
@@ -228,19 +228,19 @@ def test_on_error_none_leaves_the_rows_out_and_counts_them(scorers, caplog):
     def fine(completions):
         return [2.0, 2.0]
 
-    scorer = scorers([broken, fine], on_error="none")
+    scorer = scorers([broken, fine], on_reward_error="none")
     scores = Scores.concat([submit(scorer, group=g).result(10) for g in (0, 1)])
     same(scores.total, [3.0, 3.0, 2.0, 2.0])
     assert scores.metrics == {"reward/broken/failed": 0.5, "reward/fine/failed": 0.0}
     assert "disk" in caplog.text and "broken" in caplog.text
 
 
-def test_a_mistake_in_the_set_up_is_an_error_whatever_on_error_says(scorers):
+def test_a_mistake_in_the_set_up_is_an_error_whatever_on_reward_error_says(scorers):
     def fn(completions):
         raise RewardError("no such column")
 
     with pytest.raises(RewardError, match="'fn': no such column"):
-        submit(scorers([fn], on_error="none")).result(10)
+        submit(scorers([fn], on_reward_error="none")).result(10)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -261,7 +261,7 @@ def test_timeout(scorers, is_async):
     try:
         with pytest.raises(RewardError, match=rf"'{hanging.__name__}'.*timeout=0.05"):
             submit(scorers([hanging, quick], timeout=0.05)).result(10)
-        scores = submit(scorers([hanging, quick], timeout=0.05, on_error="none")).result(10)
+        scores = submit(scorers([hanging, quick], timeout=0.05, on_reward_error="none")).result(10)
         same(scores.total, [5.0, 5.0])
         assert scores.metrics[f"reward/{hanging.__name__}/failed"] == 1.0
     finally:
@@ -276,7 +276,7 @@ def test_a_call_that_timed_out_gives_its_place_back(scorers):
             release.wait(30)
         return [1.0, 1.0]
 
-    scorer = scorers([fn], timeout=0.3, on_error="none", max_concurrency=1)
+    scorer = scorers([fn], timeout=0.3, on_reward_error="none", max_concurrency=1)
     handles = [submit(scorer, group=g) for g in (0, 1)]
     same(handles[1].result(10).total, [1.0, 1.0])
     release.set()
@@ -425,7 +425,7 @@ def _fn(completions):
         ({"functions": [_fn], "weights": [NAN]}, "finite"),
         ({"functions": [_fn], "max_concurrency": 0}, "max_concurrency=0"),
         ({"functions": [_fn], "timeout": 0}, "timeout=0"),
-        ({"functions": [_fn], "on_error": "ignore"}, "on_error='ignore'"),
+        ({"functions": [_fn], "on_reward_error": "ignore"}, "on_reward_error='ignore'"),
         ({"functions": [_fn], "recipes": {"a": [("g", 1.0)]}}, "names 'g'; the reward functions are: _fn"),
         ({"functions": [_fn], "recipes": {"a": []}}, "in no recipe.*_fn"),
         ({"functions": [_fn], "recipes": {"a": [("_fn", 1.0), ("_fn", 2.0)]}}, "twice"),

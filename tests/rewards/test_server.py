@@ -118,6 +118,12 @@ def test_a_function_that_fails_on_the_server(serve):
         score(RemoteReward(server.url, retries=1, backoff=0.01), ["a"])
 
 
+def test_a_mistake_in_the_set_up_on_the_server_is_not_asked_again(serve):
+    server = serve("too_many")
+    with pytest.raises(RewardError, match=r"refused the request with 422.*too_many"):
+        score(RemoteReward(server.url, retries=1000), ["a"])
+
+
 def test_a_function_out_of_time_on_the_server(serve):
     server = serve("slow", timeout=0.2)
     with pytest.raises(RewardError, match=r"500.*within timeout=0.2"):

@@ -2,7 +2,8 @@
 
 Each has a plain counterpart that runs where it is switched off: the model's own modules, scaled-dot-product attention
 with a mask, and the model's own forward with transformers' cache. With them the process keeps the memory that it frees.
-`LIGHTRL_CPU_KERNELS=0` switches all off, and `ModelSpec.cpu_kernels` those of one model.
+`LIGHTRL_CPU_KERNELS=0` switches all off that no argument switches on; `ModelSpec.cpu_kernels` decides for one model of
+the trainer, `TransformersEngine.cpu_kernels` for one engine.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect
 
 from lightrl.rewards.base import RewardError
-from lightrl.rewards.calls import RewardFunction
+from lightrl.rewards.calls import CallFailed, RewardFunction
 from lightrl.rewards.media import MEDIA, decode_images, decode_videos
 
 __all__ = ["create_app"]
@@ -75,7 +75,9 @@ def create_app(
                 values, _ = await function.run(rows, timeout)
             except RewardError as error:
                 log.exception("scoring failed")
-                raise HTTPException(500, str(error).splitlines()[0]) from error  # the lines of the code stay here
+                # Only a failed call is worth another attempt; a mistake in the set-up ends the run that asked.
+                status = 500 if isinstance(error, CallFailed) else 422
+                raise HTTPException(status, str(error).splitlines()[0]) from error  # the lines of the code stay here
         counts["requests"] += 1
         counts["rows"] += len(values)
         return {"rewards": [None if math.isnan(value) else value for value in values]}
