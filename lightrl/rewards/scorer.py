@@ -80,8 +80,8 @@ class RewardScorer:
         timeout: seconds that one call may take from its start; None waits for ever. A function that is not `async`
             cannot be stopped: its thread is left behind and its result ignored.
         on_reward_error: what an exception or a time-out means: "error" ends the run, "none" gives None for the rows of
-            that call, logs a warning and counts them in `reward/<function>/failed`. Mistakes in the set-up are always an
-            error: values that are no rewards (wrong length, NaN, no number), missing columns, a `RewardError` that the
+            that call, logs a warning and counts them in `reward/<function>/failed`. Mistakes in the set-up are always
+            an error: values that are no rewards (wrong length, NaN, no number), missing columns, a `RewardError` that the
             function raises itself.
 
     Attributes:
