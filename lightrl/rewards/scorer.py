@@ -81,8 +81,8 @@ class RewardScorer:
             cannot be stopped: its thread is left behind and its result ignored.
         on_reward_error: what an exception or a time-out means: "error" ends the run, "none" gives None for the rows of
             that call, logs a warning and counts them in `reward/<function>/failed`. Mistakes in the set-up are always
-            an error: values that are no rewards (wrong length, NaN, no number), missing columns, a `RewardError` that the
-            function raises itself.
+            an error: values that are no rewards (wrong length, NaN, no number), missing columns, a `RewardError` that
+            the function raises itself.
 
     Attributes:
         names: one per function.
