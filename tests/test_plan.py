@@ -31,7 +31,7 @@ from lightrl.memory_plan.memory import (
     total,
     trained_parameters,
 )
-from lightrl.memory_plan.model import measure_model
+from lightrl.memory_plan.model import ModelSize, measure_model
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
@@ -316,16 +316,34 @@ SHAPES = {
     "7 B": (3584, 18944, 28, 28, 4, 152064, False),
     "14 B": (5120, 13824, 48, 40, 8, 152064, False),
     "32 B": (5120, 27648, 64, 40, 8, 152064, False),
+    "72 B": (8192, 29568, 80, 64, 8, 152064, False),
 }  # of Qwen2.5
 
 
-def test_table_of_the_documentation(root: Path, tmp_path: Path) -> None:
+def size_of(label: str, folder: Path) -> ModelSize:
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config = QWEN_1_5B | dict(zip((*names, "vocab_size", "tie_word_embeddings"), SHAPES[label], strict=True))
+    (folder / "config.json").write_text(json.dumps(config))
+    return measure_model(str(folder), compute=torch.bfloat16)
+
+
+def test_gradients_of_large_models_are_in_shards(tmp_path: Path) -> None:
+    """7 B on 8 and 72 B on 64 GPUs of 80 GB have room for an engine that sleeps; whole gradients did not."""
+    seven, seventy = size_of("7 B", tmp_path), size_of("72 B", tmp_path)
+    case = Plan(seven, critic=False, engine=False)
+    fsdp2, zero3, zero1 = (memory(case, name) for name in ("fsdp2", "zero3", "zero1"))
+    assert fsdp2["gradients"] == 4 * seven.parameters / 8 and zero3["gradients"] == 2 * seven.parameters / 8
+    assert zero1["gradients"] == 2 * seven.parameters and zero1["gathered"] == 0
+    assert fsdp2["gathered"] == 4 * (3 * seven.block + 2 * seven.outside)
+    assert total(fsdp2) < 50e9 and total(memory(replace(case, gpus=64, actor=seventy), "fsdp2")) < 65e9
+    adapter = memory(replace(case, lora=32), "fsdp2")
+    assert adapter["gradients"] == 4 * seven.lora(32) / 8 and adapter["gathered"] < fsdp2["gathered"]
+
+
+def test_table_of_the_documentation(root: Path, tmp_path: Path) -> None:
     text = (root / "docs" / "scaling.md").read_text()
-    for label, shape in SHAPES.items():
-        config = QWEN_1_5B | dict(zip((*names, "vocab_size", "tie_word_embeddings"), shape, strict=True))
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        size = measure_model(str(tmp_path), compute=torch.bfloat16)
+    for label in SHAPES:
+        size = size_of(label, tmp_path)
         for algorithm in ("PPO", "GRPO"):
             ppo = algorithm == "PPO"
             case = Plan(size, critic=ppo, reward=size if ppo else None, engine=False)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 __all__ = [
     "FlatPart",
+    "begin_backward",
     "discard_reduced_gradients",
     "flat_groups",
     "flat_part",
@@ -60,6 +61,19 @@ def local_part(parameter: Any) -> Tensor:
     """What this rank holds of a parameter of ZeRO-3."""
     part: Tensor = parameter.ds_tensor.detach()
     return part
+
+
+def begin_backward(engine: Any, *, last: bool) -> None:
+    """Before each of several backwards whose gradients ZeRO-2 or 3 reduces at once and adds to those before.
+
+    What DeepSpeed does in its own forward, of which a training step that calls models by themselves has one only.
+
+    Args:
+        engine: DeepSpeed's.
+        last: whether the optimizer steps after this one.
+    """
+    engine.optimizer.clear_backward_seen_flag()
+    engine.set_gradient_accumulation_boundary(last)
 
 
 def discard_reduced_gradients(optimizer: Any) -> None:
