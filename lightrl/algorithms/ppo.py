@@ -396,7 +396,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         if critic and self.critic_spec is not None:
             lr = {} if self.critic_spec.lr is None else {"lr": self.critic_spec.lr}
             groups.append({"params": critic, "name": "critic", **lr})
-        optimizer = make_optimizer(self.optimizer_factory, groups)
+        optimizer = make_optimizer(self.optimizer_factory, groups, self.trainer.strategy)
         if self.lr_scheduler_factory is None:
             return optimizer
         if isinstance(self.lr_scheduler_factory, LRSchedule):

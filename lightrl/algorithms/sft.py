@@ -72,7 +72,8 @@ class SFTLightningModule(SavesPretrained):
 
     def configure_optimizers(self) -> Any:
         """One optimizer; the schedule counts updates."""
-        optimizer = make_optimizer(self.optimizer_factory, [p for p in self.actor.parameters() if p.requires_grad])
+        trained = [p for p in self.actor.parameters() if p.requires_grad]
+        optimizer = make_optimizer(self.optimizer_factory, trained, self.trainer.strategy)
         return with_schedule(optimizer, self.lr_scheduler_factory, self.trainer)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightrl.compat.transformers import attention_implementation
 from lightrl.kernels.cpu import enabled
-from lightrl.kernels.cpu.fused import fuse
 from lightrl.kernels.cpu.memory import keep_freed_memory
+from lightrl.kernels.fusing import fuse
 from lightrl.models.logprobs import LogitMap
 from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
 from lightrl.models.multimodal import (
@@ -82,8 +82,8 @@ class Backbone:
         self.layout = layout
         self.explicit = layout != "auto"
         self.cpu_kernels = enabled(cpu_kernels)
+        fuse(body, cpu=self.cpu_kernels)
         if self.cpu_kernels:
-            fuse(body)
             keep_freed_memory()
         self.config = model.config
         self.sees = bool(placeholder_ids(model.config)) and hasattr(body, "get_decoder")
@@ -108,8 +108,8 @@ class Backbone:
         refuse_heads(self.config, dist.get_world_size(group))
         if self.layout == "padded":
             raise ValueError(
-                f"context_parallel_size={dist.get_world_size(group)} with {self.name} in the padded layout: ranks share "
-                "out a packed stream of tokens. Take a layout that is packed, or 1."
+                f"context_parallel_size={dist.get_world_size(group)} with {self.name} in the padded layout: ranks "
+                "share out a packed stream of tokens. Take a layout that is packed, or 1."
             )
         self._context = group
 

@@ -1,7 +1,7 @@
 """Weights that a rank reads from safetensors files part by part, so that no rank ever holds a whole model.
 
 The model is built with its parameters on the meta device, which hold nothing, and sharded; then each rank reads the
-rows that it keeps. Buffers (of rotary embeddings) are computed when the model is built, and new heads are drawn, as ever.
+rows that it keeps. Buffers (of rotary embeddings) are computed when the model is built, and new heads drawn, as ever.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def main(folder: Path) -> None:
             ours = learn(*spread, rows)
             mine = expected[:, :3, :] if rank == 0 else expected[:, 3:, : rows["ids"].shape[1]]
             torch.testing.assert_close(ours, mine, atol=1e-5, rtol=1e-5)
-            assert not case == "idle" or rank == 0 or not ours.any()
+            assert case != "idle" or rank == 0 or not ours.any()
             for a, b in zip(alone, spread, strict=True):
                 for (key, one), two in zip(a.named_parameters(), b.parameters(), strict=True):
                     gradient = two.grad.clone()
