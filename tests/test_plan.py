@@ -26,6 +26,7 @@ from lightrl.memory_plan.memory import (
     activations,
     head,
     host_memory,
+    largest_micro_batch,
     memory,
     smallest_fit,
     total,
@@ -180,6 +181,15 @@ def test_each_setting_counts(big: str) -> None:
         assert memory(replace(base, **change), "fsdp2")[part] == pytest.approx(ratio * before[part], rel=0.15), change
     assert memory(replace(base, reward=size), "fsdp2")["reward model"] == before["reference"]
     assert memory(replace(base, lora=16), "ddp")["gradients"] == 4 * (2 * size.lora(16) + 1537)
+
+
+def test_the_largest_micro_batch_fits_and_twice_of_it_does_not(big: str) -> None:
+    case, limit = Plan(measure_model(big, compute=torch.bfloat16), length=2048), 40 * 2.0**30
+    tokens = largest_micro_batch(case, "fsdp2", limit)
+    assert tokens is not None and 2048 < tokens < 1 << 17
+    ours, twice = (total(memory(replace(case, micro_batch_tokens=n), "fsdp2")) for n in (tokens, 2 * tokens))
+    assert ours <= limit < twice
+    assert largest_micro_batch(case, "fsdp2", 2.0**30) is None
 
 
 def test_smallest_fit_fits_and_half_of_it_does_not(big: str) -> None:
@@ -356,7 +366,7 @@ def test_command_prints_a_table_and_a_recommendation(big: str, capsys: pytest.Ca
     main(["plan", "--model", big, "--gpus", "8", "--gpu_memory", "80"])
     out = capsys.readouterr().out
     assert "8 x 80 GiB, 1.54 B parameters" in out and "zero3_offload" in out and "KV cache" in out
-    assert "Take ddp" in out
+    assert "Take ddp" in out and "Micro-batches may have 16384 tokens" in out
     main(["plan", f"--model={big}/config.json", "--gpu-memory=48", "--engine", "elsewhere"])
     assert "Take fsdp2" in capsys.readouterr().out
     main(["plan", "--model", big, "--strategy", "deepspeed_zero3"])

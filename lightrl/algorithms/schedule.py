@@ -98,8 +98,8 @@ def with_schedule(optimizer: Optimizer, schedule: Any, trainer: Trainer) -> Any:
 def make_optimizer(factory: Callable[[Any], Any], parameters: Any, strategy: Strategy) -> Any:
     """What an `optimizer` argument makes of parameters or groups; warns where bfloat16 weights would not move.
 
-    An update of Adam and its kin is about its learning rate in size. A bfloat16 weight w has neighbours 2^-8 to 2^-7 |w|
-    away, and an update of less than half of that, taken alone, rounds back to w.
+    An update of Adam and its kin is about its learning rate in size. A bfloat16 weight w has neighbours 2^-8 to 2^-7
+    |w| away, and an update of less than half of that, taken alone, rounds back to w.
 
     Args:
         factory: the argument.

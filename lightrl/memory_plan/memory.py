@@ -20,6 +20,7 @@ __all__ = [
     "Plan",
     "Precision",
     "host_memory",
+    "largest_micro_batch",
     "memory",
     "smallest_fit",
     "total",
@@ -200,6 +201,18 @@ def host_memory(plan: Plan, strategy: str) -> float:
     weight, gradient, state = _bytes(plan, strategy)
     moved = (state + gradient) * trained_parameters(plan)
     return moved + weight * held_parameters(plan) * (strategy == "zero3_offload")
+
+
+def largest_micro_batch(plan: Plan, strategy: str, limit: float) -> int | None:
+    """The largest power of two of tokens, from a sequence's own to 131,072, with which the plan stays within `limit`.
+
+    Returns:
+        None where the shortest does not fit either.
+    """
+    tokens, largest = 1 << max(plan.length - 1, 1).bit_length(), None
+    while tokens <= 1 << 17 and total(memory(replace(plan, micro_batch_tokens=tokens), strategy)) <= limit:
+        largest, tokens = tokens, 2 * tokens
+    return largest
 
 
 def smallest_fit(plan: Plan, strategy: str, limit: float) -> int | None:

@@ -106,11 +106,12 @@ class WeightSync(EngineSync):
         if worst:
             version = engine.policy_version
             engine.mark_stale()
+            half = ", and half of what the trainer has moved by" if behind else ""
             raise StaleWeightsError(
                 f"After pushing the weights of policy version {version} the engine's log-probs differ from the "
                 f"trainer's by {self.last_gap:.2e} on average (at most {gaps.max():.2e}; allowed: {tolerance:g} on "
-                f"average{', and half of what the trainer has moved by' if behind else ''}). The engine holds stale or incomplete weights. Check that its dtype matches the trainer's "
-                "precision; raise WeightSync.tolerance only if the gap is rounding."
+                f"average{half}). The engine holds stale or incomplete weights. Check that its dtype matches the "
+                "trainer's precision; raise WeightSync.tolerance only if the gap is rounding."
             )
 
     def _tokens(self, module: RolloutLearner, length: int) -> torch.Tensor:

@@ -115,7 +115,8 @@ def main(folder: Path) -> None:
                 for (key, one), two in zip(a.named_parameters(), b.parameters(), strict=True):
                     gradient = two.grad.clone()
                     dist.all_reduce(gradient)
-                    assert not torch.equal(gradient, two.grad) or not gradient.any(), "each rank has a part of the sum"
+                    whole = torch.equal(gradient, two.grad) and bool(gradient.any())
+                    assert not whole or ".layers." not in key or case == "idle", "each rank has a part of the sum"
                     torch.testing.assert_close(gradient, one.grad, atol=1e-5, rtol=1e-5, msg=key)
     dist.destroy_process_group()
 

@@ -253,7 +253,7 @@ def test_checkpointing_gives_the_same_gradients() -> None:
 
 
 def test_kernels_are_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry of the registry runs on its device alone, where it says that it fits, with a CPU's switched off or on."""
+    """An entry of the registry runs on its device alone, where it says that it fits."""
     called: list[str] = []
 
     def note(name: str, result: Any) -> Any:

@@ -5,8 +5,8 @@ features), and autograd keeps several of these. On a CPU small models spend more
 each is one autograd function with a gradient written by hand, which goes through the rows in blocks that stay in the
 processor's cache and keeps only its inputs. The results are the same but for rounding.
 
-`lightrl.kernels.fusing` puts them in place of a model's own. Outside float32 and float64 on a CPU, and under autocast, the
-model's own code runs.
+`lightrl.kernels.fusing` puts them in place of a model's own. Outside float32 and float64 on a CPU, and under autocast,
+the model's own code runs.
 
 Sources: Zhang and Sennrich 2019 (RMS norm), https://arxiv.org/abs/1910.07467; Shazeer 2020 (SwiGLU),
 https://arxiv.org/abs/2002.05202; Su et al. 2021 (rotary embedding), https://arxiv.org/abs/2104.09864.
