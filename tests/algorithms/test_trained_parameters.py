@@ -114,7 +114,7 @@ def test_rates_below_what_bfloat16_weights_can_take_are_warned_of() -> None:
     strategy = SingleDeviceStrategy()
 
     def moved(rate: float, dtype: torch.dtype) -> tuple[float, list[str]]:
-        weight = torch.nn.Parameter(start.to(dtype))
+        weight = torch.nn.Parameter(start.to(dtype, copy=True))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             made = make_optimizer(lambda x: torch.optim.AdamW(x, lr=rate, weight_decay=0.0), [weight], strategy)

@@ -99,7 +99,7 @@ def test_steps_far_below_the_tolerance_leave_no_engine_behind_unseen(model: str)
             return super().logprobs(sequences)
 
     sync = WeightSync()
-    fit(model, Asked(), lr=3e-5, sync=sync)
+    fit(model, Asked(), lr=3e-7, sync=sync)
     assert sync.last_gap is not None and sync.last_gap < 5e-6
     first = sums_data().prompts.rows
     assert asked[0] != asked[1] == asked[2] == asked[3] and len(asked[1]) == 2 and len(asked[1][0]) == 16
@@ -108,9 +108,9 @@ def test_steps_far_below_the_tolerance_leave_no_engine_behind_unseen(model: str)
     assert all(tokenizer.decode(tokens[i : i + 6]).endswith("=") for i in range(0, 30, 6)), first
     sync = WeightSync()
     with pytest.raises(StaleWeightsError, match="of policy version 4 .*half of what the trainer has moved by"):
-        fit(model, Engine(skip_from=4), lr=3e-5, sync=sync)
+        fit(model, Engine(skip_from=4), lr=3e-7, sync=sync)
     assert sync.last_gap is not None and sync.last_gap < 5e-4 / 2
-    assert fit(model, Engine(skip_from=4), lr=3e-5, sync=WeightSync(tolerance=5e-4)).policy_version == 8
+    assert fit(model, Engine(skip_from=4), lr=3e-7, sync=WeightSync(tolerance=5e-4)).policy_version == 8
 
 
 def test_number_and_length_of_the_canarys_sequences(model: str) -> None:

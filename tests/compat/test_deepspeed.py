@@ -34,6 +34,21 @@ def test_zero_keeps_what_is_read_under_these_names() -> None:
         assert f"param.{name} = " in partitioned
 
 
+def test_each_backward_begins_as_after_a_forward_of_deepspeeds_own() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    done: list[Any] = []
+    optimizer = SimpleNamespace(clear_backward_seen_flag=lambda: done.append("cleared"))
+    compat.begin_backward(
+        SimpleNamespace(optimizer=optimizer, set_gradient_accumulation_boundary=done.append), last=True
+    )
+    assert done == ["cleared", True]
+    assert "self.optimizer.clear_backward_seen_flag()" in inspect.getsource(DeepSpeedEngine)
+    assert hasattr(DeepSpeedEngine, "set_gradient_accumulation_boundary")
+    for stage in ("stage_1_and_2", "stage3"):
+        assert "def clear_backward_seen_flag(self)" in source_of(stage)
+
+
 def test_the_place_of_a_parameter_in_zero_3_is_id_offset_and_length() -> None:
     assert "self.grad_position[param_id] = [int(i), int(current_offset), int(num_elements)]" in source_of("stage3")
 
