@@ -1,12 +1,11 @@
 """Two gloo ranks: weights read part by part are those of the files, and rows that share a stream learn what they did.
 
-The file is its own script, which each of the two ranks runs.
+The file is its own script, which forks the ranks.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +21,11 @@ from lightrl.models.packing.context import refuse_heads
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.shards import fill_shards
 from lightrl.models.spec import LoraSpec, ModelSpec
-from tests.toys import quickstart_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.toys import quickstart_model  # noqa: E402
 
 
 def rows_of(rank: int | None, case: str) -> dict[str, torch.Tensor]:
@@ -66,14 +67,14 @@ def models(path: str, layout: Any, checkpointing: bool, in_shards: bool = False)
 CASES = [("shared_prefix", False, "all"), ("packed", True, "all"), ("shared_prefix", False, "idle")]
 
 
-def main(folder: Path) -> None:
-    """Both ranks: compares with what one process loads and computes."""
+def main(rank: int, folder: Path) -> None:
+    """One of two ranks: compares with what one process loads and computes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
     for name in ("tied", "untied"):
         whole = models(str(folder / name), "packed", False)
         parts = models(str(folder / name), "packed", False, in_shards=True)
@@ -130,19 +131,10 @@ def test_two_ranks_read_parts_and_share_streams(tmp_path: Path) -> None:
         vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, tie_word_embeddings=False, **heads
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "untied", max_shard_size="20KB")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path)],
-            cwd=ROOT, env=os.environ | common | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(error[-3000:] for error in errors)
+    command = [sys.executable, __file__, str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_what_cannot_be_read_in_parts_is_loaded_whole(tmp_path: Path) -> None:
@@ -170,5 +162,4 @@ def test_heads_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    main(Path(sys.argv[1]))
+    torch.multiprocessing.start_processes(main, (Path(sys.argv[1]),), nprocs=2, start_method="fork")

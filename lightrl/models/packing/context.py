@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.nn.functional import all_to_all_single
+from torch.autograd.function import once_differentiable
 
 from lightrl.models.packing.layouts import TokenStream, make_stream
 from lightrl.types import HostRows
@@ -56,9 +56,7 @@ class SharedStream:
     def collect(self, hidden: Tensor) -> Tensor:
         """(n, D) states of this rank's stretch to the (M, D) of this rank's `targets`. Collective."""
         part = hidden.index_select(0, self.taken)
-        out = part.new_empty(sum(self.received), part.shape[1])
-        states: Tensor = all_to_all_single(out, part, self.received, self.sent, group=self.stream.group)
-        return states.index_select(0, self.order)
+        return _traded(part, self.sent, self.received, self.stream.group).index_select(0, self.order)
 
 
 def refuse_heads(config: Any, ranks: int) -> None:
@@ -149,13 +147,35 @@ def heads_for_tokens(x: Tensor, group: Any) -> Tensor:
     tokens, heads, width = x.shape
     x = x.repeat_interleave(lcm(heads, ranks) // heads, 1) if heads % ranks else x
     parts = x.reshape(tokens, ranks, -1, width).transpose(0, 1).contiguous()
-    traded: Tensor = all_to_all_single(torch.empty_like(parts), parts, group=group)
-    return traded.view(ranks * tokens, -1, width)
+    return _traded(parts, [1] * ranks, [1] * ranks, group).view(ranks * tokens, -1, width)
 
 
 def tokens_for_heads(x: Tensor, group: Any) -> Tensor:
     """The way back: (P n, H / P, D) to (n, H, D). Collective."""
     ranks = dist.get_world_size(group)
     parts = x.reshape(ranks, len(x) // ranks, *x.shape[1:]).contiguous()
-    traded: Tensor = all_to_all_single(torch.empty_like(parts), parts, group=group)
+    traded = _traded(parts, [1] * ranks, [1] * ranks, group)
     return traded.transpose(0, 1).reshape(len(x) // ranks, -1, x.shape[2])
+
+
+def _traded(x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    """`sent[r]` rows of x go to rank r, in their order, and `received[r]` come from it; so do their gradients back."""
+    result: Tensor = _Trade.apply(x, sent, received, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Trade(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:  # type: ignore[override]
+        ctx.trade = sent, received, group
+        out = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        sent, received, group = ctx.trade
+        out = grad.new_empty(sum(sent), *grad.shape[1:])
+        dist.all_to_all_single(out, grad.contiguous(), sent, received, group=group)
+        return out, None, None, None
