@@ -69,7 +69,6 @@ PATH = {
     "models/media_tokens.py": "ids that stand for media",
     "models/packing/layouts.py": "rows to a token stream",
     "models/packing/attention.py": "attention over a stream",
-    "models/packing/context.py": "streams that ranks share",
     "models/packing/micro_batches.py": "cutting by tokens",
     "distributed/strategies.py": "what differs between strategies",
     "distributed/reduction.py": "sums over ranks",
