@@ -77,7 +77,12 @@ def begin_backward(engine: Any, *, last: bool) -> None:
 
 
 def discard_reduced_gradients(optimizer: Any) -> None:
-    """Forgets what a ZeRO optimizer has reduced already, and would add the next gradients to; `zero_grad` keeps it."""
+    """Forgets what a ZeRO optimizer has reduced already, and would add the next gradients to.
+
+    Lightning's `zero_grad` works on attributes of its wrapper, so that the optimizer's own count of backwards stays.
+    """
+    optimizer.zero_grad()
+    optimizer.micro_step_id = 0 if hasattr(optimizer, "fp16_groups") else -1  # of ZeRO-3, and of ZeRO-1 and 2
     for name in ("averaged_gradients", "all_grad_tensors"):
         kept = getattr(optimizer, name, {})
         kept.update(dict.fromkeys(kept))

@@ -62,8 +62,16 @@ def test_the_place_of_a_parameter_in_zero_1_and_2_has_two_addresses() -> None:
 
 
 def test_what_is_reduced_already_is_forgotten() -> None:
-    optimizer: Any = SimpleNamespace(averaged_gradients={0: "some", 1: "some"}, all_grad_tensors={0: "some"})
+    from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+    cleared: list[str] = []
+    some: Any = {"zero_grad": lambda: cleared.append("zero_grad"), "micro_step_id": 3}
+    optimizer: Any = SimpleNamespace(averaged_gradients={0: "some", 1: "some"}, all_grad_tensors={0: "some"}, **some)
     compat.discard_reduced_gradients(optimizer)
+    assert cleared == ["zero_grad"] and optimizer.micro_step_id == INITIAL_MICRO_STEP_ID
+    three = SimpleNamespace(averaged_gradients={0: "some"}, fp16_groups=[], **some)
+    compat.discard_reduced_gradients(three)
+    assert three.micro_step_id == 0 and "self.micro_step_id = 0" in source_of("stage3")
     assert optimizer.averaged_gradients == {0: None, 1: None}
     assert optimizer.all_grad_tensors == {0: None}
 
