@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -21,6 +22,11 @@ ROOT = Path(__file__).resolve().parent.parent
 STEPS: dict[str, Callable[[argparse.Namespace], Any]] = {}
 VLLM_STEPS: dict[str, Callable[[argparse.Namespace], Any]] = {}
 SECONDS = {"benchmark": 240, "attention": 120}  # limits of the longer steps; 90 for the rest
+ENVIRONMENT = {
+    "ipc_expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    "vllm_fire": {"VLLM_USE_V2_MODEL_RUNNER": "0"},  # the second one takes no logits processors
+}
+"""What must be set before a step's process starts."""
 
 
 def step(steps: dict[str, Any]) -> Callable[[Any], Any]:
@@ -180,6 +186,9 @@ def training(args: argparse.Namespace) -> dict[str, Any]:
         metrics, _ = fit(args, name, spec, {"precision": precision})
         assert metrics["optim/skipped_updates"] == 0
         found[f"{name} {precision} {spec}"] = metrics["optim/grad_norm"]
+    expected, _ = fit(args, "PPO", {}, {"precision": "32-true", "accelerator": "cpu"})
+    ours = found["PPO 32-true {}"]
+    assert abs(ours / expected["optim/grad_norm"] - 1) < 1e-3, f"{ours} here, {expected['optim/grad_norm']} on the CPU"
     if args.device == "cuda":
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as caught:
@@ -208,6 +217,54 @@ def sharded(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+@step(STEPS)
+def resume(args: argparse.Namespace) -> dict[str, Any]:
+    """Two rollouts at once, and the second again from the checkpoint between them: the same weights."""
+    from lightning.pytorch import seed_everything
+
+    from lightrl.algorithms import GRPOLightningModule
+    from lightrl.callbacks import RolloutCheckpoint, WeightSync
+    from lightrl.distributed import FSDP2Strategy
+    from lightrl.models.spec import ModelSpec
+    from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+    found = {}
+    for name in ("auto",) if args.tiny else ("auto", "fsdp2"):
+        with tempfile.TemporaryDirectory() as folder:
+            path = quickstart_model(Path(folder) / "model", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+            weights = []
+            for source in (None, f"{folder}/saved/rollout=000001.ckpt"):
+                seed_everything(0, verbose=False)
+                adam = torch.optim.AdamW
+                module = GRPOLightningModule(ModelSpec(path), optimizer=lambda p, adam=adam: adam(p, lr=1e-2))
+                save = RolloutCheckpoint(1, dirpath=f"{folder}/saved", save_top_k=-1)
+                trainer = quiet_trainer(
+                    accelerator=args.accelerator, strategy=FSDP2Strategy() if name == "fsdp2" else name,
+                    callbacks=[WeightSync(), *([] if source else [save])], enable_checkpointing=source is None,
+                )  # fmt: skip
+                trainer.fit(module, sums_data(rollouts_per_epoch=2, prompts_per_rollout=4), ckpt_path=source)
+                assert trainer.global_step == 2
+                weights.append(torch.cat([x.float().cpu().flatten() for _, x in module.named_policy_weights()]))
+            gap = float((weights[1] - weights[0]).abs().max())
+            assert gap <= (0.0 if args.device == "cpu" else 1e-6), f"{name}: weights differ by {gap}"
+            found[name] = gap
+    return found
+
+
+@step(STEPS)
+def profile(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Where the time of a step goes: the ten most expensive operations of the device."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    cuda = args.device == "cuda"
+    with profiled(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as record:
+        fit(args, "GRPO", {}, {"precision": "32-true" if args.tiny else "bf16-mixed"})
+    time_of = "self_device_time_total" if cuda else "self_cpu_time_total"
+    rows = sorted(record.key_averages(), key=lambda row: -getattr(row, time_of))[:10]
+    return [{"operation": row.key, "calls": row.count, "ms": getattr(row, time_of) / 1e3} for row in rows]
+
+
 def _child(queue: Any, answers: Any) -> None:
     tensor = queue.get()
     answers.put(float(tensor.sum()))
@@ -232,6 +289,12 @@ def ipc(args: argparse.Namespace) -> dict[str, Any]:
     (torch.cuda.set_rng_state if args.device == "cuda" else torch.set_rng_state)(state)
     assert torch.equal(first, torch.rand(4, device=args.device))
     return {"sum": 1000.0}
+
+
+@step(STEPS)
+def ipc_expandable(args: argparse.Namespace) -> dict[str, Any]:
+    """The same with `expandable_segments`, whose memory other processes get by another way."""
+    return ipc(args)
 
 
 @step(STEPS)
@@ -284,7 +347,7 @@ def benchmark(args: argparse.Namespace) -> Any:
 @step(VLLM_STEPS)
 def vllm_in_process(args: argparse.Namespace) -> dict[str, Any]:
     """Start, push, gap, sleep and wake of an engine in the trainer's process, over two rollouts."""
-    return _vllm(args, {"sleep_level": 1 if args.device == "cuda" else 0, "gpu_memory_utilization": 0.3})
+    return _vllm(args, {"sleep_level": 1, **_share(args)})
 
 
 @step(VLLM_STEPS)
@@ -293,17 +356,86 @@ def vllm_own_process(args: argparse.Namespace) -> dict[str, Any]:
     return _vllm(args, {"in_process": False})
 
 
-def _vllm(args: argparse.Namespace, engine: dict[str, Any]) -> dict[str, Any]:
+@step(VLLM_STEPS)
+def vllm_sleep_2(args: argparse.Namespace) -> dict[str, Any]:
+    """Weights that sleep drops, and a push to an engine that wakes."""
+    return _vllm(args, {"sleep_level": 2, **_share(args)})
+
+
+@step(VLLM_STEPS)
+def vllm_fire(args: argparse.Namespace) -> dict[str, Any]:
+    """A heated first token, with vLLM's first model runner."""
+    from lightrl.types import SamplingParams
+
+    return _vllm(args, _share(args), sampling=SamplingParams(max_new_tokens=6, fire_temperature=5.0))
+
+
+@step(VLLM_STEPS)
+def vllm_lora(args: argparse.Namespace) -> dict[str, Any]:
+    """An adapter that is pushed alone."""
+    from lightrl.models.spec import LoraSpec
+
+    return _vllm(args, _share(args), lora=LoraSpec(r=8))
+
+
+@step(VLLM_STEPS)
+def vllm_seeds(args: argparse.Namespace) -> dict[str, Any]:
+    """Seeds repeat; greedy tokens are the model's own, before a push and after one (under CUDA graphs on a GPU)."""
+    from transformers import Qwen2ForCausalLM
+
+    from lightrl.engines.vllm.engine import VLLMEngine
+    from lightrl.types import EngineContext, Prompts, SamplingParams
+    from tests.toys import quickstart_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [quickstart_model(Path(folder) / str(i), seed=i, num_hidden_layers=1) for i in range(2)]
+        engine = VLLMEngine(**_share(args))
+        engine.start(EngineContext(paths[0], device=args.device + ":0" * (args.device == "cuda"), max_prompt_tokens=8,
+                                   max_new_tokens=8))  # fmt: skip
+        prompts, found = Prompts(token_ids=[[5, 6, 7], [8, 9, 4, 3]], texts=["", ""]), {}
+        for version, path in enumerate(paths):
+            lm = Qwen2ForCausalLM.from_pretrained(path).to(args.device)
+            engine.load_weights(lm.named_parameters(), policy_version=version)
+
+            def sample(temperature: float, engine: Any = engine) -> list[list[int]]:
+                settings = SamplingParams(max_new_tokens=8, temperature=temperature, ignore_eos=True)
+                asked = [prompts.request(i, settings, 7 + i, 2) for i in range(2)]
+                groups = {id(group.request): group.completions for group in engine.generate(asked)}
+                return [list(completion.token_ids) for request in asked for completion in groups[id(request)]]
+
+            first = sample(1.0)
+            assert first == sample(1.0), "the same seeds sampled other tokens"
+            same = 0
+            for number, tokens in enumerate(sample(0.0)):
+                ids = torch.tensor([prompts.token_ids[number // 2]], device=args.device)
+                for token in tokens:
+                    logits = lm(ids).logits[0, -1]
+                    same += int(logits.argmax()) == token
+                    ids = torch.cat([ids, ids.new_tensor([[token]])], 1)
+            assert same >= 30, f"{same} of 32 greedy tokens are the model's"  # a tie may fall either way
+            found[f"greedy, version {version}"] = same
+        engine.close()
+        return found
+
+
+def _share(args: argparse.Namespace) -> dict[str, Any]:
+    """Of a GPU that the trainer uses too."""
+    return {"gpu_memory_utilization": 0.3} if args.device == "cuda" else {}
+
+
+def _vllm(args: argparse.Namespace, engine: dict[str, Any], lora: Any = None, **data: Any) -> dict[str, Any]:
     from lightrl.algorithms import GRPOLightningModule
     from lightrl.callbacks import WeightSync
     from lightrl.engines.vllm.engine import VLLMEngine
+    from lightrl.models.spec import ModelSpec
     from tests.toys import quickstart_model, quiet_trainer, sums_data
 
     with tempfile.TemporaryDirectory() as folder:
         path = quickstart_model(Path(folder), num_hidden_layers=1, intermediate_size=64)
         sync = WeightSync()
         trainer = quiet_trainer(accelerator=args.accelerator, callbacks=[sync])
-        trainer.fit(GRPOLightningModule(path), sums_data(engine=VLLMEngine(**engine), rollouts_per_epoch=2))
+        module = GRPOLightningModule(ModelSpec(path, lora=lora))
+        trainer.fit(module, sums_data(engine=VLLMEngine(**engine), rollouts_per_epoch=2, **data))
         return {"gap": float(sync.last_gap)}
 
 
@@ -339,7 +471,10 @@ def outcome(name: str, args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--device", args.device, "--step", name, *(["--tiny"] * args.tiny)]
     began = time.perf_counter()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS.get(name, 90))
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=SECONDS.get(name, 90),
+            env=os.environ | ENVIRONMENT.get(name, {}),
+        )  # fmt: skip
         results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         ok = done.returncode == 0 and bool(results)
         result = json.loads(results[-1].removeprefix("RESULT ")) if ok else (done.stdout + done.stderr)[-4000:]

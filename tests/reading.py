@@ -60,6 +60,7 @@ PATH = {
     "ops/masking.py": "formulas",
     "models/spec.py": "what a model is given",
     "models/loading.py": "loading",
+    "models/shards.py": "weights read part by part",
     "models/policy.py": "policy and critic: (B, T) to (B, T)",
     "models/backbone.py": "the backbone on a token stream",
     "models/logprobs.py": "log-probs without a (tokens, vocabulary) matrix",

@@ -44,7 +44,15 @@ PUBLIC_DESPITE_UNDERSCORE = {"_asdict", "_exit", "_fields", "_make", "_replace"}
 # Lightning's, and modules below which nothing is.
 UNDOCUMENTED = {
     *("all_grad_tensors", "averaged_gradients", "bit16_groups", "fp16_groups", "fp32_partitioned_groups_flat"),
-    *("ds_id", "ds_tensor", "grad_position", "reset_cpu_buffers", "single_partition_of_fp32_groups"),
+    *(
+        "ds_id",
+        "ds_tensor",
+        "grad_position",
+        "reset_cpu_buffers",
+        "micro_step_id",
+        "clear_backward_seen_flag",
+        "single_partition_of_fp32_groups",
+    ),
     *("get_hp_fragment_address", "lp_fragment_address", "lora_A", "lora_B", "lazy_get_init_args", "PL_GLOBAL_SEED"),
 }
 PACKAGES = {"deepspeed", "lightning", "peft", "torch", "transformers", "vllm"}

@@ -26,12 +26,13 @@ from lightrl.memory_plan.memory import (
     activations,
     head,
     host_memory,
+    largest_micro_batch,
     memory,
     smallest_fit,
     total,
     trained_parameters,
 )
-from lightrl.memory_plan.model import measure_model
+from lightrl.memory_plan.model import ModelSize, measure_model
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
@@ -182,6 +183,15 @@ def test_each_setting_counts(big: str) -> None:
     assert memory(replace(base, lora=16), "ddp")["gradients"] == 4 * (2 * size.lora(16) + 1537)
 
 
+def test_the_largest_micro_batch_fits_and_twice_of_it_does_not(big: str) -> None:
+    case, limit = Plan(measure_model(big, compute=torch.bfloat16), length=2048), 40 * 2.0**30
+    tokens = largest_micro_batch(case, "fsdp2", limit)
+    assert tokens is not None and 2048 < tokens < 1 << 17
+    ours, twice = (total(memory(replace(case, micro_batch_tokens=n), "fsdp2")) for n in (tokens, 2 * tokens))
+    assert ours <= limit < twice
+    assert largest_micro_batch(case, "fsdp2", 2.0**30) is None
+
+
 def test_smallest_fit_fits_and_half_of_it_does_not(big: str) -> None:
     case, limit = Plan(measure_model(big, compute=torch.bfloat16)), 40 * 2.0**30
     gpus = smallest_fit(case, "fsdp2", limit)
@@ -316,16 +326,37 @@ SHAPES = {
     "7 B": (3584, 18944, 28, 28, 4, 152064, False),
     "14 B": (5120, 13824, 48, 40, 8, 152064, False),
     "32 B": (5120, 27648, 64, 40, 8, 152064, False),
+    "72 B": (8192, 29568, 80, 64, 8, 152064, False),
 }  # of Qwen2.5
 
 
-def test_table_of_the_documentation(root: Path, tmp_path: Path) -> None:
+def size_of(label: str, folder: Path) -> ModelSize:
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config = QWEN_1_5B | dict(zip((*names, "vocab_size", "tie_word_embeddings"), SHAPES[label], strict=True))
+    (folder / "config.json").write_text(json.dumps(config))
+    return measure_model(str(folder), compute=torch.bfloat16)
+
+
+def test_gradients_of_large_models_are_in_shards(tmp_path: Path) -> None:
+    """7 B on 8 GPUs of 80 GB and 72 B on 64 fit beside an engine that sleeps; with whole gradients they did not."""
+    seven, seventy = size_of("7 B", tmp_path), size_of("72 B", tmp_path)
+    case = Plan(seven, critic=False, engine=False)
+    fsdp2, zero3, zero1 = (memory(case, name) for name in ("fsdp2", "zero3", "zero1"))
+    assert fsdp2["gradients"] == 4 * seven.parameters / 8 and zero3["gradients"] == 2 * seven.parameters / 8
+    assert zero1["gradients"] == 2 * seven.parameters and zero1["gathered"] == 0
+    assert fsdp2["gathered"] == 4 * (3 * seven.block + 2 * seven.outside)
+    assert f"{total(fsdp2) / 2**30:.0f}" == "43"  # as docs/scaling.md says
+    assert (
+        f"{total(memory(replace(case, gpus=64, actor=seventy, micro_batch_tokens=2048), 'fsdp2')) / 2**30:.0f}" == "64"
+    )
+    adapter = memory(replace(case, lora=32), "fsdp2")
+    assert adapter["gradients"] == 4 * seven.lora(32) / 8 and adapter["gathered"] < fsdp2["gathered"]
+
+
+def test_table_of_the_documentation(root: Path, tmp_path: Path) -> None:
     text = (root / "docs" / "scaling.md").read_text()
-    for label, shape in SHAPES.items():
-        config = QWEN_1_5B | dict(zip((*names, "vocab_size", "tie_word_embeddings"), shape, strict=True))
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        size = measure_model(str(tmp_path), compute=torch.bfloat16)
+    for label in SHAPES:
+        size = size_of(label, tmp_path)
         for algorithm in ("PPO", "GRPO"):
             ppo = algorithm == "PPO"
             case = Plan(size, critic=ppo, reward=size if ppo else None, engine=False)
@@ -338,7 +369,7 @@ def test_command_prints_a_table_and_a_recommendation(big: str, capsys: pytest.Ca
     main(["plan", "--model", big, "--gpus", "8", "--gpu_memory", "80"])
     out = capsys.readouterr().out
     assert "8 x 80 GiB, 1.54 B parameters" in out and "zero3_offload" in out and "KV cache" in out
-    assert "Take ddp" in out
+    assert "Take ddp" in out and "Micro-batches may have 16384 tokens" in out
     main(["plan", f"--model={big}/config.json", "--gpu-memory=48", "--engine", "elsewhere"])
     assert "Take fsdp2" in capsys.readouterr().out
     main(["plan", "--model", big, "--strategy", "deepspeed_zero3"])

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen2ForCausalLM
 
 from lightrl.cli import main
+from lightrl.engines import TransformersEngine
 from lightrl.memory_plan.time import (
     Job,
     Rates,
@@ -20,6 +22,7 @@ from lightrl.memory_plan.time import (
     decode_seconds,
     generation,
     lengths,
+    needed_staleness,
     steady,
     step_time,
     sync,
@@ -28,6 +31,7 @@ from lightrl.memory_plan.time import (
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
+from lightrl.types import EngineContext, Prompts, SamplingParams
 from tests.toys import quickstart_model
 
 RATES = Rates(flops=4e14, decode_flops=1e14, bandwidth=1e12, overhead=0.0, network=1e10)
@@ -81,6 +85,13 @@ def test_staleness_hides_the_tail_and_says_what_binds() -> None:
     assert engines + trainers == 8 and best.step <= ahead.step
 
 
+def test_the_staleness_that_hides_the_longest_completion() -> None:
+    """One of 1,000 tokens takes 1,000 steps of 2.4 ms, and a tool 5 s more: 2.4 s or 7.4 s, in steps of 2 s."""
+    assert needed_staleness(JOB, RATES, 2, 2.0) == 2
+    assert needed_staleness(replace(JOB, turns=2, tool_seconds=5.0), RATES, 2, 2.0) == 4
+    assert needed_staleness(JOB, RATES, 2, 100.0) == 1 and needed_staleness(JOB, RATES, 0, 2.0) == 0
+
+
 def test_the_curve_goes_to_4096_gpus_and_never_gets_much_slower() -> None:
     found = curve(replace(JOB, trajectories=4096, spread=0.7), RATES)
     assert [gpus for gpus, *_ in found] == [1 << i for i in range(13)]
@@ -118,8 +129,38 @@ def test_training_time_is_predicted_from_the_measured_rate(tmp_path: Path) -> No
     assert training(many, replace(RATES, flops=rate), 1) == pytest.approx(seconds(48, 256), rel=0.3)
 
 
+@pytest.mark.slow
+def test_generation_time_is_predicted_from_measured_rates(tmp_path: Path) -> None:
+    """The rates of 8 and of 64 short sequences give the seconds of 96 longer ones on 32 slots within 30 %."""
+    torch.set_num_threads(1)
+    path = quickstart_model(tmp_path, hidden_size=128, intermediate_size=512)
+    size = sum(p.numel() for p in Qwen2ForCausalLM.from_pretrained(path).parameters())
+
+    def seconds(trajectories: int, response: int, slots: int) -> float:
+        engine = TransformersEngine(max_sequences=slots)
+        engine.start(EngineContext(path))
+        with torch.no_grad():
+            engine.load_weights(Qwen2ForCausalLM.from_pretrained(path).named_parameters(), policy_version=0)
+        prompts = Prompts(token_ids=[[5, 6, 7, 8]], texts=[""])
+        settings = SamplingParams(max_new_tokens=response, ignore_eos=True)
+        try:
+            return cpu_seconds(
+                lambda: list(engine.generate([prompts.request(0, settings, i, 1) for i in range(trajectories)]))
+            )
+        finally:
+            engine.close()
+
+    short = Job(size, 3, 128, 0, 8, prompt=4, response=32, spread=0.0, slots=64)
+    few, many = seconds(8, 32, 64), seconds(64, 32, 64)
+    each = (many - few) / 32 / 56  # seconds that one more sequence adds to a step
+    rates = replace(RATES, decode_flops=2 * size / each, bandwidth=1e15, overhead=max(0.0, few / 32 - 8 * each))
+    long = replace(short, trajectories=96, response=96, slots=32)
+    assert generation(long, rates, 1) == pytest.approx(seconds(96, 96, 32), rel=0.3)
+
+
 def test_the_command_prints_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = quickstart_model(tmp_path)
     main(["plan", "--model", path, "--strategy", "ddp", "--trajectories", "1024"])
     out = capsys.readouterr().out
     assert "seconds per step of 1024 trajectories" in out and "4096" in out and "decoding" in out
+    assert "staleness" in out and "131072" in out

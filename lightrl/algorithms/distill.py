@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lightrl.algorithms.batches import batched_forward, policy_forward
 from lightrl.algorithms.variants import CriticFreeLightningModule
+from lightrl.distributed import strategies
 from lightrl.distributed.metrics import MetricSums
 from lightrl.distributed.reduction import Reduction
 from lightrl.models.loading import load_causal_lm, require_model_folder
@@ -96,10 +97,13 @@ class DistillLightningModule(CriticFreeLightningModule):
 
     def _build_models(self) -> None:
         super()._build_models()
+        in_shards = strategies.loads_in_shards(self.trainer.strategy)
         self.teachers = nn.ModuleDict(
             {
                 name: PolicyModel(
-                    load_causal_lm(spec, trainable=False), layout=spec.layout, cpu_kernels=spec.cpu_kernels
+                    load_causal_lm(spec, trainable=False, in_shards=in_shards),
+                    layout=spec.layout,
+                    cpu_kernels=spec.cpu_kernels,
                 )
                 for name, spec in self.teacher_specs.items()
             }

@@ -45,6 +45,7 @@ from lightrl.models.loading import load_causal_lm, require_model_folder, return_
 from lightrl.models.lora import adapter_config, keep_reference, named_adapter_weights, named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModel, RewardModelSpec
+from lightrl.models.shards import fill_shards
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import GAE, AdvantageEstimator
 from lightrl.objectives.aggregation import Aggregation, TokenMean
@@ -342,16 +343,29 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self._build_models()
         for model in self._models():
             strategies.shard_model(model, model.blocks(), self)
+            fill_shards(model, strategies.shard_device(strategy))
+        group = strategies.context_group(strategy)
+        for model in self._models() if group is not None else ():
+            if not isinstance(model, RewardModel):  # which read whole rows, each rank its own
+                model.spread(group)
 
     def _build_models(self) -> None:
+        if self.aux_loss_coef and strategies.context_group(self.trainer.strategy) is not None:
+            raise ValueError(
+                f"aux_loss_coef={self.aux_loss_coef} with context_parallel_size above 1: a rank sees routers of a part "
+                "of the tokens only. Set either to its default."
+            )
         critic = self.critic_spec
         shared = critic is not None and critic.shared
         spec = self.actor_spec
-        lm = load_causal_lm(spec, trainable=True)
+        in_shards = strategies.loads_in_shards(self.trainer.strategy)
+        lm = load_causal_lm(spec, trainable=True, in_shards=in_shards)
         if self.aux_loss_coef:
             return_router_logits(lm)
         self.actor = PolicyModel(lm, value_head=shared, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
-        self.critic = None if critic is None or shared else ValueModel.from_spec(critic.model or spec)
+        self.critic = (
+            None if critic is None or shared else ValueModel.from_spec(critic.model or spec, in_shards=in_shards)
+        )
         self.reference = self._build_reference()
         self.reward_models = nn.ModuleDict({m.name: RewardModel.from_spec(m) for m in self.reward_model_specs})
 
@@ -364,7 +378,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                 keep_reference(self.actor.lm, lora)
             return None
         spec = self.reference_spec or replace(self.actor_spec, lora=None, gradient_checkpointing=False)
-        lm = load_causal_lm(spec, trainable=False)
+        lm = load_causal_lm(spec, trainable=False, in_shards=strategies.loads_in_shards(self.trainer.strategy))
         return PolicyModel(lm, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
 
     def _models(self) -> list[Any]:
@@ -379,7 +393,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         if critic and self.critic_spec is not None:
             lr = {} if self.critic_spec.lr is None else {"lr": self.critic_spec.lr}
             groups.append({"params": critic, "name": "critic", **lr})
-        optimizer = make_optimizer(self.optimizer_factory, groups)
+        optimizer = make_optimizer(self.optimizer_factory, groups, self.trainer.strategy)
         if self.lr_scheduler_factory is None:
             return optimizer
         if isinstance(self.lr_scheduler_factory, LRSchedule):
@@ -430,7 +444,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                 for minibatch in self.minibatches(experience) if is_whole else [experience]:
                     if is_whole:
                         minibatch = self.normalized(minibatch)
-                    with strategies.optimizer_window(self.trainer.strategy):
+                    with strategies.optimizer_window(self.trainer.strategy, self._trained_models):
                         for micro in self.micro_batches(minibatch, reduction, reduce_gradients=piece.last):
                             supervised = isinstance(micro, SupervisedBatch)
                             loss, values = self.compute_ptx_loss(micro) if supervised else self.compute_loss(micro)

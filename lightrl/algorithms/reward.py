@@ -91,7 +91,9 @@ class RewardLightningModule(SavesPretrained):
         trained = [p for p in self.reward_model.parameters() if p.requires_grad and id(p) not in in_head]
         lr = {} if self.head_lr is None else {"lr": self.head_lr}
         groups: list[dict[str, Any]] = [{"params": trained, "name": "backbone"}, {"params": head, "name": "head", **lr}]
-        optimizer = make_optimizer(self.optimizer_factory, [group for group in groups if group["params"]])
+        optimizer = make_optimizer(
+            self.optimizer_factory, [group for group in groups if group["params"]], self.trainer.strategy
+        )
         return with_schedule(optimizer, self.lr_scheduler_factory, self.trainer)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

@@ -7,9 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from lightrl.distributed.strategies import local_shard
 
 __all__ = ["UNCOUNTED", "LRSchedule", "make_optimizer", "with_schedule"]
 
@@ -90,13 +95,41 @@ def with_schedule(optimizer: Optimizer, schedule: Any, trainer: Trainer) -> Any:
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}
 
 
-def make_optimizer(factory: Callable[[Any], Any], parameters: Any) -> Any:
-    """What an `optimizer` argument makes of parameters or groups.
+def make_optimizer(factory: Callable[[Any], Any], parameters: Any, strategy: Strategy) -> Any:
+    """What an `optimizer` argument makes of parameters or groups; warns where bfloat16 weights would not move.
+
+    An update of Adam and its kin is about its learning rate in size. A bfloat16 weight w has neighbours 2^-8 to 2^-7
+    |w| away, and an update of less than half of that, taken alone, rounds back to w.
+
+    Args:
+        factory: the argument.
+        parameters: parameters or groups of them.
+        strategy: the trainer's; DeepSpeed's optimizers keep float32 weights of their own.
 
     Raises:
         ValueError: one of its own arguments is null or of a wrong type.
     """
     try:
-        return factory(parameters)
+        optimizer = factory(parameters)
     except TypeError as error:
         raise ValueError(f"optimizer: {error}. Look for an argument of it that is null or no number.") from error
+    if "Adam" in type(optimizer).__name__ and not isinstance(strategy, DeepSpeedStrategy):
+        for group in optimizer.param_groups:
+            _warn_of_lost_updates(group)
+    return optimizer
+
+
+def _warn_of_lost_updates(group: dict[str, Any]) -> None:
+    """Says by how much the largest matrix of a group is too coarse for its learning rate."""
+    matrices = [p for p in group["params"] if p.dtype == torch.bfloat16 and p.dim() > 1]
+    largest = max(matrices, key=lambda p: p.numel(), default=None)
+    own = None if largest is None else local_shard(largest)
+    if own is None or not own.numel():
+        return
+    size, rate = float(own.abs().float().mean()), float(group["lr"])
+    if 0 < rate < size * 2.0**-9:
+        rank_zero_warn(
+            f"optimizer: lr={rate:g} with bfloat16 weights (of {size:.1g} on average): they have neighbours about "
+            f"{size * 2.0**-8:.1g} apart, so most updates round to nothing. Train float32 weights under "
+            "trainer.precision=bf16-mixed (actor.dtype=float32), or raise the rate."
+        )

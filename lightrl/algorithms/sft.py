@@ -17,6 +17,7 @@ from lightrl.distributed import strategies
 from lightrl.models.loading import load_causal_lm, require_model_folder
 from lightrl.models.lora import named_hf_weights
 from lightrl.models.policy import PolicyModel
+from lightrl.models.shards import fill_shards
 from lightrl.models.spec import ModelSpec
 
 __all__ = ["SFTLightningModule"]
@@ -60,13 +61,19 @@ class SFTLightningModule(SavesPretrained):
             return
         _zero3_config = strategies.keep_zero3_config(self.trainer.strategy)
         spec = self.actor_spec
-        lm = load_causal_lm(spec, trainable=True)
+        strategy = self.trainer.strategy
+        lm = load_causal_lm(spec, trainable=True, in_shards=strategies.loads_in_shards(strategy))
         self.actor = PolicyModel(lm, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
         strategies.shard_model(self.actor, self.actor.blocks(), self)
+        fill_shards(self.actor, strategies.shard_device(strategy))
+        group = strategies.context_group(strategy)
+        if group is not None:
+            self.actor.spread(group)
 
     def configure_optimizers(self) -> Any:
         """One optimizer; the schedule counts updates."""
-        optimizer = make_optimizer(self.optimizer_factory, [p for p in self.actor.parameters() if p.requires_grad])
+        trained = [p for p in self.actor.parameters() if p.requires_grad]
+        optimizer = make_optimizer(self.optimizer_factory, trained, self.trainer.strategy)
         return with_schedule(optimizer, self.lr_scheduler_factory, self.trainer)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 __all__ = [
     "FlatPart",
+    "begin_backward",
     "discard_reduced_gradients",
     "flat_groups",
     "flat_part",
@@ -62,8 +63,26 @@ def local_part(parameter: Any) -> Tensor:
     return part
 
 
+def begin_backward(engine: Any, *, last: bool) -> None:
+    """Before each of several backwards whose gradients ZeRO-2 or 3 reduces at once and adds to those before.
+
+    What DeepSpeed does in its own forward, of which a training step that calls models by themselves has one only.
+
+    Args:
+        engine: DeepSpeed's.
+        last: whether the optimizer steps after this one.
+    """
+    engine.optimizer.clear_backward_seen_flag()
+    engine.set_gradient_accumulation_boundary(last)
+
+
 def discard_reduced_gradients(optimizer: Any) -> None:
-    """Forgets what a ZeRO optimizer has reduced already, and would add the next gradients to; `zero_grad` keeps it."""
+    """Forgets what a ZeRO optimizer has reduced already, and would add the next gradients to.
+
+    Lightning's `zero_grad` works on attributes of its wrapper, so that the optimizer's own count of backwards stays.
+    """
+    optimizer.zero_grad()
+    optimizer.micro_step_id = 0 if hasattr(optimizer, "fp16_groups") else -1  # of ZeRO-3, and of ZeRO-1 and 2
     for name in ("averaged_gradients", "all_grad_tensors"):
         kept = getattr(optimizer, name, {})
         kept.update(dict.fromkeys(kept))

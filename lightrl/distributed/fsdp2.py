@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,8 +40,14 @@ class FSDP2Strategy(ModelParallelStrategy):
         reduce_every_micro_batch: sum gradients over ranks after each micro-batch, so that a rank holds its shards of
             them alone, and not once per update, when every rank holds them whole (4 bytes per parameter). The sums
             differ in their order only. None: where a model has more than 3 billion parameters.
+        context_parallel_size: so many ranks run their micro-batches as one stream of tokens, which they share out
+            equally, heads in attention: rows may be longer than `micro_batch_tokens` of one rank allow for. It divides
+            the number of ranks and of attention heads; it takes packed layouts of text, and results are the same.
         save_distributed_checkpoint: every rank writes its shards to a folder; False gathers a single file on rank 0.
         timeout: a collective that takes longer ends the run. It must exceed the longest rollout of the slowest rank.
+
+    Raises:
+        ValueError: `context_parallel_size` is below 1.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
@@ -51,6 +58,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         reduce_dtype: Literal["float32", "bfloat16"] = "float32",
         cpu_offload: bool = False,
         reduce_every_micro_batch: bool | None = None,
+        context_parallel_size: int = 1,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -62,6 +70,25 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.reduce_dtype = reduce_dtype
         self.cpu_offload = cpu_offload
         self.reduce_every_micro_batch = reduce_every_micro_batch
+        if context_parallel_size < 1:
+            raise ValueError(f"context_parallel_size={context_parallel_size}: must be at least 1.")
+        self.context_parallel_size = context_parallel_size
+
+    @cached_property
+    def context_group(self) -> Any:
+        """The process group of this rank's neighbours with which it shares streams of tokens; None where it has none.
+
+        Raises:
+            ValueError: groups of `context_parallel_size` do not make up the ranks.
+        """
+        size = self.context_parallel_size
+        if size == 1:
+            return None
+        if self.world_size % size:
+            raise ValueError(
+                f"context_parallel_size={size} does not divide the {self.world_size} ranks: take a divisor of them."
+            )
+        return torch.distributed.new_subgroups(size)[0]
 
     @property
     def shard_options(self) -> dict[str, Any]:
@@ -134,12 +161,23 @@ class ZeROStrategy(DeepSpeedStrategy):
     `state_dict` has them: a reference that moves, or weights that were drawn at random.
 
     Args:
+        reduce_every_micro_batch: as of `FSDP2Strategy`, with stage 2 or 3. None: where a model has more than 3 billion
+            parameters.
         kwargs: those of `lightning.pytorch.strategies.DeepSpeedStrategy`, such as `stage`, `offload_optimizer`,
             `offload_parameters` and `config`.
+
+    Raises:
+        ValueError: `reduce_every_micro_batch` with stage 1, which does not shard gradients.
     """
 
-    def __init__(self, stage: int = 2, **kwargs: Any) -> None:
+    def __init__(self, stage: int = 2, reduce_every_micro_batch: bool | None = None, **kwargs: Any) -> None:
+        if reduce_every_micro_batch and stage < 2:
+            raise ValueError(
+                f"reduce_every_micro_batch=True with stage={stage}: ZeRO-{stage} keeps whole gradients on every rank. "
+                "Take stage 2 or 3."
+            )
         super().__init__(stage=stage, **kwargs)
+        self.reduce_every_micro_batch = reduce_every_micro_batch
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Every rank writes its part."""

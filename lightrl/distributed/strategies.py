@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 
-from lightrl.compat.deepspeed import discard_reduced_gradients, gathered, is_partitioned, local_part
+from lightrl.compat.deepspeed import begin_backward, discard_reduced_gradients, gathered, is_partitioned, local_part
 from lightrl.compat.lightning import tensor_parallel_size
 
 __all__ = [
@@ -25,16 +25,19 @@ __all__ = [
     "backward_scope",
     "blend_parameter",
     "clip_gradients",
+    "context_group",
     "discard_gradients",
     "frozen_group",
     "gather_objects",
     "gather_parameter",
     "is_sharded",
     "keep_zero3_config",
+    "loads_in_shards",
     "local_shard",
     "optimizer_window",
     "refuse_unsupported",
     "set_gradient_clipping",
+    "shard_device",
     "shard_model",
 ]
 
@@ -99,12 +102,26 @@ def shard_model(model: nn.Module, layers: Iterable[nn.Module], module: Any) -> N
     fully_shard(model, reshard_after_forward=True, **options)
 
 
-def optimizer_window(strategy: Strategy) -> AbstractContextManager[None]:
-    """The context of all backwards of one optimizer step."""
-    if isinstance(strategy, DeepSpeedStrategy) and strategy.config is not None:
-        stage = strategy.config.get("zero_optimization", {}).get("stage", 0)
-        if stage > 0:
-            return strategy.deepspeed_engine.coalesce_grad_reduction()  # type: ignore[no-any-return]
+def context_group(strategy: Strategy) -> Any:
+    """The process group whose ranks run their rows as one stream of tokens, or None. Collective where there are any."""
+    return getattr(strategy, "context_group", None)
+
+
+def loads_in_shards(strategy: Strategy) -> bool:
+    """Whether each rank reads the parts of weights that it keeps, and none reads a model whole: FSDP2."""
+    return isinstance(strategy, ModelParallelStrategy)
+
+
+def shard_device(strategy: Strategy) -> torch.device:
+    """Where a rank's parts of weights are."""
+    offloaded = getattr(strategy, "cpu_offload", False)
+    return torch.device("cpu") if offloaded else strategy.root_device
+
+
+def optimizer_window(strategy: Strategy, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """The context of all backwards of one optimizer step, through the trained `models`."""
+    if isinstance(strategy, DeepSpeedStrategy) and _zero_stage(strategy) and not _zero_reduces_always(strategy, models):
+        return strategy.deepspeed_engine.coalesce_grad_reduction()  # type: ignore[no-any-return]
     return nullcontext()
 
 
@@ -112,9 +129,11 @@ def optimizer_window(strategy: Strategy) -> AbstractContextManager[None]:
 def backward_scope(strategy: Strategy, models: Iterable[Any], *, last: bool) -> Iterator[None]:
     """The context of one micro-batch: gradients are reduced over ranks in the last one only.
 
-    Under FSDP2 they are whole on every rank until then, unless the strategy asks for a reduction in each.
+    Under FSDP2 and ZeRO-2 and 3 they are whole on every rank until then, unless the strategy reduces in each.
     """
     if isinstance(strategy, DeepSpeedStrategy):  # a DDPStrategy by inheritance, so asked first
+        if _zero_reduces_always(strategy, models):
+            begin_backward(strategy.deepspeed_engine, last=last)
         yield
     elif isinstance(strategy, ModelParallelStrategy):
         for model in models:
@@ -133,7 +152,18 @@ LARGE_MODEL = 3_000_000_000
 
 def _reduces_always(strategy: Strategy, model: nn.Module) -> bool:
     asked: bool | None = getattr(strategy, "reduce_every_micro_batch", None)
-    return sum(p.numel() for p in model.parameters()) > LARGE_MODEL if asked is None else asked
+    if asked is not None:
+        return asked
+    return sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters()) > LARGE_MODEL  # ZeRO-3 empties p
+
+
+def _zero_stage(strategy: DeepSpeedStrategy) -> int:
+    return int((strategy.config or {}).get("zero_optimization", {}).get("stage", 0))
+
+
+def _zero_reduces_always(strategy: DeepSpeedStrategy, models: Iterable[nn.Module]) -> bool:
+    """Whether every backward reduces; all models are one to DeepSpeed. ZeRO-1 does not shard gradients."""
+    return _zero_stage(strategy) >= 2 and any(_reduces_always(strategy, model) for model in models)
 
 
 def clip_gradients(strategy: Strategy, parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor | None:

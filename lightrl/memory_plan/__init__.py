@@ -10,9 +10,19 @@ import sys
 from dataclasses import replace
 from typing import Any, Literal
 
-from lightrl.memory_plan.memory import PARTS, STRATEGIES, Plan, Precision, host_memory, memory, smallest_fit, total
+from lightrl.memory_plan.memory import (
+    PARTS,
+    STRATEGIES,
+    Plan,
+    Precision,
+    host_memory,
+    largest_micro_batch,
+    memory,
+    smallest_fit,
+    total,
+)
 from lightrl.memory_plan.model import measure_model
-from lightrl.memory_plan.time import Job, Rates, curve
+from lightrl.memory_plan.time import Job, Rates, curve, needed_staleness
 
 __all__ = ["needed_memory", "plan"]
 
@@ -54,7 +64,8 @@ def plan(
     """Prints the memory per GPU of a run, part by part, under each strategy, and which strategy to take.
 
     With `--trajectories` it also estimates seconds per step on 1 to 4,096 GPUs: how many of them generate and how many
-    train, which strategy holds the models there, and what binds.
+    train, the staleness with which no update waits for the longest completion, which strategy holds the models there,
+    with micro-batches of how many tokens at most, and what binds.
 
     Everything follows from the model's config.json; no weights are read and no GPU is needed. Weights, gradients and
     optimizer are exact to rounding, activations are those of one forward of a block on fake tensors. The peak is
@@ -87,7 +98,8 @@ def plan(
         spread: standard deviation of completions' lengths over their mean.
         turns: sampled turns of a trajectory.
         tool_seconds: seconds that a tool takes between two turns.
-        staleness: rollouts that generation may be ahead; with 0 nothing overlaps.
+        staleness: rollouts that generation may be ahead; with 0 nothing overlaps. Times are those of as many as the
+            table names, where there are more.
         tflops: a GPU's dense bfloat16 peak in 10^12 operations per second (H100: 989, A100: 312, H20: 148).
         bandwidth: of its memory in 10^12 bytes per second (H100: 3.35, A100: 2.0, H20: 4.0).
 
@@ -199,7 +211,8 @@ def _print_times(case: Plan, job: Job, rates: Rates, staleness: int, limit: floa
     from rich.table import Table
 
     table = Table(title=f"seconds per step of {job.trajectories} trajectories, staleness {staleness} (estimates)")
-    for name in ("GPUs", "generate", "train", "generation", "training", "sync", "step", "strategy", "binds"):
+    names = ("GPUs", "generate", "train", "generation", "training", "sync", "step", "staleness", "strategy", "tokens")
+    for name in (*names, "binds"):
         table.add_column(name, justify="right")
     for gpus, engines, trainers, times in curve(job, rates, staleness):
         here = replace(case, gpus=trainers or engines, engine=case.engine and not trainers)
@@ -207,7 +220,10 @@ def _print_times(case: Plan, job: Job, rates: Rates, staleness: int, limit: floa
         seconds = (times.generation, times.training, times.sync, times.step)
         shared = "the same" if not trainers else str(trainers)
         counts = (str(gpus), str(engines), shared, *(f"{x:.1f}" for x in seconds))
-        table.add_row(*counts, next(fitting, "none fits"), times.binds)
+        ahead = needed_staleness(job, rates, engines if trainers else 0, times.step)
+        strategy = next(fitting, None)
+        tokens = None if strategy is None else largest_micro_batch(here, strategy, limit)
+        table.add_row(*counts, str(ahead), strategy or "none fits", str(tokens or "-"), times.binds)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
@@ -221,9 +237,12 @@ def advice(case: Plan, fitting: list[str], limit: float) -> str:
     """
     for name in _PREFERRED:
         if name in fitting:
-            return f"Take {name}: {_WHY[name]}"
+            tokens = largest_micro_batch(case, name, limit)
+            room = "" if tokens is None else f" Micro-batches may have {tokens} tokens (model.micro_batch_tokens)."
+            return f"Take {name}: {_WHY[name]}{room}"
     ways = ["--engine asleep, --engine elsewhere" if case.engine else "", "--lora 32" if not case.lora else ""]
-    ways += ["--micro_batch_tokens of the half" if case.micro_batch_tokens > 4096 else ""]
+    tokens = largest_micro_batch(case, "fsdp2", limit)
+    ways += [f"--micro_batch_tokens {tokens} with fsdp2" if tokens is not None else ""]
     needed = smallest_fit(case, "fsdp2", limit)
     if needed is not None:
         ways.insert(0, f"fsdp2 on {needed} GPUs")

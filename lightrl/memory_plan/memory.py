@@ -1,8 +1,8 @@
 """Memory per GPU, part by part, under each strategy. Bytes; N GPUs.
 
 What is sharded follows from how LightRL runs an update: gradients of all its micro-batches add up on each GPU and are
-reduced once at its end, so they are whole there under every strategy. That keeps an update's result free of the number
-of micro-batches, and its communication at one reduction per update.
+reduced once at its end, so they are whole there. Models of more than 3 billion parameters are reduced after every
+micro-batch under FSDP2 and ZeRO-2 and 3, whose ranks then hold shards, and the whole gradients of what is in reduction.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lightrl.distributed.strategies import LARGE_MODEL
 from lightrl.memory_plan.model import ModelSize
 from lightrl.models.logprobs import CUDA_CHUNK_ELEMENTS
 
@@ -19,6 +20,7 @@ __all__ = [
     "Plan",
     "Precision",
     "host_memory",
+    "largest_micro_batch",
     "memory",
     "smallest_fit",
     "total",
@@ -34,6 +36,7 @@ PARTS = (
 )  # fmt: skip
 
 _KV_CACHED_DTYPE = 2  # bytes: engines run in bfloat16
+_ZERO_BUCKET = 200_000_000  # gradients that DeepSpeed reduces at once (`reduce_bucket_size` of Lightning's strategy)
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,16 @@ def _shards(plan: Plan, strategy: str) -> tuple[int, int]:
     return 1, 1 if strategy == "ddp" else plan.gpus
 
 
+def _gradients(plan: Plan, strategy: str) -> tuple[int, float]:
+    """Number of pieces that gradients are cut into, and how many are whole beside them while they are reduced."""
+    if plan.actor.parameters <= LARGE_MODEL or strategy in ("ddp", "zero1"):
+        return 1, 0.0
+    if plan.lora:
+        return plan.gpus, 0.0
+    unit = max(plan.actor.block, plan.actor.outside)
+    return plan.gpus, plan.actor.block + plan.actor.outside if strategy == "fsdp2" else max(unit, _ZERO_BUCKET)
+
+
 def held_parameters(plan: Plan) -> int:
     """Parameters of actor and critic, adapters included. A critic has one output in the place of the language head."""
     critic = plan.actor.parameters - plan.actor.head + plan.actor.hidden + 1
@@ -118,7 +131,8 @@ def memory(plan: Plan, strategy: str) -> dict[str, float]:
     held, trained = held_parameters(plan), trained_parameters(plan)
     parts = dict.fromkeys(PARTS, 0.0)
     parts["weights"] = weight * held / weight_shards
-    parts["gradients"] = gradient * trained
+    pieces, whole = _gradients(plan, strategy)
+    parts["gradients"] = gradient * trained / pieces
     parts["optimizer"] = state * trained / state_shards
     if plan.reference and not plan.lora:
         parts["reference"] = plan.frozen_bytes * plan.actor.parameters / weight_shards
@@ -127,6 +141,7 @@ def memory(plan: Plan, strategy: str) -> dict[str, float]:
     if weight_shards > 1:
         # The unit at work, the one that is fetched ahead, and what lies outside the blocks.
         parts["gathered"] = weight * (2 * plan.actor.block + plan.actor.outside)
+    parts["gathered"] += gradient * whole
     parts["activations"] = activations(plan)
     parts["head"] = head(plan)
     if not plan.fused:
@@ -186,6 +201,18 @@ def host_memory(plan: Plan, strategy: str) -> float:
     weight, gradient, state = _bytes(plan, strategy)
     moved = (state + gradient) * trained_parameters(plan)
     return moved + weight * held_parameters(plan) * (strategy == "zero3_offload")
+
+
+def largest_micro_batch(plan: Plan, strategy: str, limit: float) -> int | None:
+    """The largest power of two of tokens, from a sequence's own to 131,072, with which the plan stays within `limit`.
+
+    Returns:
+        None where the shortest does not fit either.
+    """
+    tokens, largest = 1 << max(plan.length - 1, 1).bit_length(), None
+    while tokens <= 1 << 17 and total(memory(replace(plan, micro_batch_tokens=tokens), strategy)) <= limit:
+        largest, tokens = tokens, 2 * tokens
+    return largest
 
 
 def smallest_fit(plan: Plan, strategy: str, limit: float) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from math import exp, log, sqrt
+from math import ceil, exp, log, sqrt
 from statistics import NormalDist
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "decode_seconds",
     "generation",
     "lengths",
+    "needed_staleness",
     "steady",
     "step_time",
     "sync",
@@ -194,6 +195,22 @@ def step_time(job: Job, rates: Rates, engines: int, trainers: int, staleness: in
     slower = "training" if learn > sample else "decoding"
     binds = "weight sync" if push > max(sample, learn) else slower
     return Times(sample, learn, push, max(sample, learn) + push, binds)
+
+
+def needed_staleness(job: Job, rates: Rates, engines: int, step: float) -> int:
+    """Rollouts that generation must be ahead so that no update waits for the longest completion, tools included.
+
+    Args:
+        job: the work.
+        rates: of a GPU.
+        engines: GPUs that generate beside training; 0 where they take turns.
+        step: seconds from one rollout to the next.
+    """
+    if not engines:
+        return 0
+    live = max(1, min(job.slots, job.trajectories // engines))
+    each = decode_seconds(job, rates, live, job.prompt + job.response / 2)
+    return max(1, ceil((lengths(job, job.trajectories)[0] * each + job.tool_seconds * (job.turns - 1)) / step))
 
 
 def best_split(job: Job, rates: Rates, gpus: int, staleness: int = 1) -> tuple[int, int, Times]:

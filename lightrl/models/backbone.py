@@ -9,13 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightrl.compat.transformers import attention_implementation
 from lightrl.kernels.cpu import enabled
-from lightrl.kernels.cpu.fused import fuse
 from lightrl.kernels.cpu.memory import keep_freed_memory
+from lightrl.kernels.fusing import fuse
 from lightrl.models.logprobs import LogitMap
 from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
 from lightrl.models.multimodal import (
@@ -30,6 +31,7 @@ from lightrl.models.multimodal import (
     true_embeddings,
 )
 from lightrl.models.packing.attention import IMPLEMENTATION, keep_attention_caps, text_attention, unsupported_reason
+from lightrl.models.packing.context import refuse_heads, share_stream
 from lightrl.models.packing.layouts import LayoutError, TokenStream, make_stream
 from lightrl.models.spec import Layout
 from lightrl.types import HostRows
@@ -80,8 +82,8 @@ class Backbone:
         self.layout = layout
         self.explicit = layout != "auto"
         self.cpu_kernels = enabled(cpu_kernels)
+        fuse(body, cpu=self.cpu_kernels)
         if self.cpu_kernels:
-            fuse(body)
             if not torch.accelerator.is_available():
                 keep_freed_memory()
         self.config = model.config
@@ -89,6 +91,7 @@ class Backbone:
         self.num_layers = model.config.get_text_config().num_hidden_layers
         keep_attention_caps(model)
         own = text_attention(model.config, attention_implementation(model.config.get_text_config()))
+        self._context: Any = None
         self._restore_attention = partial(model.set_attn_implementation, own)
         if layout != "padded":
             reason = unsupported_reason(model, body)
@@ -96,6 +99,20 @@ class Backbone:
                 model.set_attn_implementation(text_attention(model.config, IMPLEMENTATION))
             else:
                 self._fall_back(reason)
+
+    def spread(self, group: Any) -> None:
+        """From now on the ranks of a process group run their rows as one stream (`packing/context.py`).
+
+        Raises:
+            ValueError: heads that they cannot share out, or a layout without a stream.
+        """
+        refuse_heads(self.config, dist.get_world_size(group))
+        if self.layout == "padded":
+            raise ValueError(
+                f"context_parallel_size={dist.get_world_size(group)} with {self.name} in the padded layout: ranks "
+                "share out a packed stream of tokens. Take a layout that is packed, or 1."
+            )
+        self._context = group
 
     def __call__(
         self,
@@ -114,6 +131,8 @@ class Backbone:
             response, groups = (None if x is None else x.cpu() for x in (response_mask, group_ids))
             host = HostRows(token_ids.cpu(), attention_mask.cpu(), response, groups)
         rows = inputs if inputs and any(inputs) else None
+        if self._context is not None:
+            return self._run_spread(token_ids.device, host, rows)
         if rows and any("token_type_ids" in row for row in rows) and self.layout != "padded":
             self._fall_back("parts of its images attend in both directions")
         hidden = sampled_placeholders(self.config, host.token_ids, host.response_mask) if rows else None
@@ -187,6 +206,33 @@ class Backbone:
         if stream.num_calls != self.num_layers:
             raise LayoutError(f"{stream.num_calls} of its {self.num_layers} layers use the replaced attention")
         return self._output(out, stream.read, stream.targets, stream.shape, None, idle=self.sees and not rows)
+
+    def _run_spread(self, device: torch.device, host: HostRows, rows: list[dict[str, Any]] | None) -> BackboneOutput:
+        """Runs this rank's stretch of its group's stream. Collective over the group."""
+        if rows:
+            raise ValueError("context_parallel_size above 1 with images, videos or sound: only text is shared out.")
+        share = share_stream(
+            host, self._context, share=self.layout != "packed", cpu_kernels=self.cpu_kernels, device=device
+        )
+        out = self.body(
+            input_ids=share.ids.unsqueeze(0),
+            position_ids=share.positions.unsqueeze(0),
+            attention_mask=torch.empty(1, 1, 1, 1, device=device),
+            use_cache=False,
+            stream=share.stream,
+        )
+        if share.stream.num_calls != self.num_layers:
+            raise ValueError(
+                f"context_parallel_size above 1 with {self.name}: {share.stream.num_calls} of its {self.num_layers} "
+                "layers use the replaced attention. Take 1."
+            )
+        own = out.last_hidden_state[0]
+        hidden = share.collect(own)
+        empty = len(share.targets) == 0
+        if empty:  # the backward is collective, so what was sent must stay in the graph
+            hidden = own[:1] + 0.0 * hidden.sum()
+        targets = share.targets.new_zeros(1) if empty else share.targets
+        return BackboneOutput(hidden, targets, share.shape, empty)
 
     def _run_padded(
         self,

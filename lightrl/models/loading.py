@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.modeling_layers import GenericForSequenceClassification
@@ -26,6 +27,7 @@ from lightrl.compat.torch import persistent_buffers
 from lightrl.compat.transformers import cached_path, model_class, with_from_config
 from lightrl.models.lora import add_lora
 from lightrl.models.media_tokens import placeholder_ids
+from lightrl.models.shards import meta_parameters, weight_places
 from lightrl.models.spec import ModelSpec
 
 __all__ = [
@@ -72,12 +74,15 @@ def require_model_folder(path: str) -> None:
         )
 
 
-def load_causal_lm(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
+def load_causal_lm(spec: ModelSpec, *, trainable: bool, in_shards: bool = False) -> PreTrainedModel:
     """Loads a causal language model (or a model that takes images and text and has a language head).
 
     Args:
         spec: what to load.
         trainable: False freezes every parameter and ignores `freeze`, `gradient_checkpointing` and a new `lora`.
+        in_shards: leave parameters on the meta device, for `fill_shards` to read once they are sharded. Where that
+            cannot be (adapters, random weights, arguments in `kwargs`, weights that transformers converts) they are
+            loaded whole as ever.
 
     Returns:
         the model in training mode, which gradient checkpointing needs, with all dropout set to 0, so that log-probs
@@ -87,7 +92,7 @@ def load_causal_lm(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
         ValueError: there is no such folder, or it holds no model.
     """
     require_model_folder(spec.path)
-    return load_model(spec, causal_class(_config(spec)), trainable=trainable)
+    return load_model(spec, causal_class(_config(spec)), trainable=trainable, in_shards=in_shards)
 
 
 def return_router_logits(lm: PreTrainedModel) -> None:
@@ -106,12 +111,14 @@ def return_router_logits(lm: PreTrainedModel) -> None:
     config.output_router_logits = True
 
 
-def load_backbone(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
+def load_backbone(spec: ModelSpec, *, trainable: bool, in_shards: bool = False) -> PreTrainedModel:
     """Loads the model without its language head, as a critic needs it. Arguments and result: `load_causal_lm`."""
-    return load_model(spec, AutoModel, trainable=trainable)
+    return load_model(spec, AutoModel, trainable=trainable, in_shards=in_shards)
 
 
-def load_model(spec: ModelSpec, auto_class: Any, *, trainable: bool, **overrides: Any) -> PreTrainedModel:
+def load_model(
+    spec: ModelSpec, auto_class: Any, *, trainable: bool, in_shards: bool = False, **overrides: Any
+) -> PreTrainedModel:
     """Loads a model of any auto class; `overrides` are set on the configuration. Otherwise as `load_causal_lm`."""
     require_model_folder(spec.path)
     config = _config(spec)
@@ -119,7 +126,11 @@ def load_model(spec: ModelSpec, auto_class: Any, *, trainable: bool, **overrides
         setattr(config, name, value)
     dtype = getattr(torch, spec.dtype or "float32")
     lora = spec.lora if spec.lora is not None and (trainable or spec.lora.adapter is not None) else None
-    if spec.random_init:
+    plain = in_shards and lora is None and not spec.random_init and not spec.kwargs
+    model = _without_weights(auto_class, config, dtype) if plain else None
+    if model is not None:
+        pass
+    elif spec.random_init:
         kwargs = {k: v for k, v in spec.kwargs.items() if k in ("trust_remote_code", "attn_implementation")}
         model = auto_class.from_config(config, dtype=dtype, **kwargs)
     else:
@@ -135,6 +146,17 @@ def load_model(spec: ModelSpec, auto_class: Any, *, trainable: bool, **overrides
         if spec.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
+
+
+def _without_weights(auto_class: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel | None:
+    """The model with parameters on the meta device, if `fill_shards` will find all of them."""
+    with meta_parameters():
+        model: Any = auto_class.from_config(config, dtype=dtype)
+    if not all(p.is_meta for p in model.parameters()) or weight_places(model) is None:
+        return None
+    if model.can_generate() and cached_path(config.name_or_path, "generation_config.json") is not None:
+        model.generation_config = GenerationConfig.from_pretrained(config.name_or_path)
+    return model
 
 
 def _config(spec: ModelSpec) -> Any:

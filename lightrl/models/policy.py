@@ -129,6 +129,10 @@ class PolicyModel(nn.Module):
         """The transformer blocks, as FSDP2 shards them."""
         return transformer_blocks(self.lm)
 
+    def spread(self, group: Any) -> None:
+        """From now on the ranks of a process group run their rows as one stream; see `Backbone.spread`."""
+        self._backbone.spread(group)
+
     def as_reference(self) -> AbstractContextManager[None]:
         """Within it the policy is the reference of a LoRA run: its base, or that with the adapter it began with."""
         return as_reference(self.lm)
@@ -149,9 +153,9 @@ class ValueModel(nn.Module):
         self._backbone = Backbone(backbone, backbone, layout, cpu_kernels)
 
     @classmethod
-    def from_spec(cls, spec: ModelSpec) -> ValueModel:
-        """Loads the backbone of a language model and puts a new head on it."""
-        backbone = load_backbone(spec, trainable=True)
+    def from_spec(cls, spec: ModelSpec, *, in_shards: bool = False) -> ValueModel:
+        """Loads the backbone of a language model and puts a new head on it; `in_shards` as of `load_causal_lm`."""
+        backbone = load_backbone(spec, trainable=True, in_shards=in_shards)
         return cls(backbone, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
 
     def forward(
@@ -177,6 +181,10 @@ class ValueModel(nn.Module):
         """The transformer blocks, as FSDP2 shards them."""
         return transformer_blocks(self.backbone)
 
+    def spread(self, group: Any) -> None:
+        """From now on the ranks of a process group run their rows as one stream; see `Backbone.spread`."""
+        self._backbone.spread(group)
+
 
 def new_value_head(model: Any) -> nn.Linear:
     """A linear head whose first values are close to 0: weights of standard deviation 1 / (D + 1), bias 0."""
@@ -185,7 +193,8 @@ def new_value_head(model: Any) -> nn.Linear:
         head = nn.Linear(size, 1)
     nn.init.normal_(head.weight, std=1.0 / (size + 1))
     nn.init.zeros_(head.bias)
-    return head.to(next(model.parameters()).device)
+    device = next(model.parameters()).device
+    return head if device.type == "meta" else head.to(device)
 
 
 def read_values(head: nn.Linear, hidden: Tensor) -> Tensor:

@@ -479,6 +479,9 @@ class RolloutDataModule(LightningDataModule):
         self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int], *, recover: bool = True
     ) -> Collection:
         """Starts the groups of this rank's prompts; the engine must be ready."""
+        if not any(prompts.media):
+            for sync in self._syncs():
+                sync.show_prompts(prompts.token_ids)
         if self.scorer is not None:
             self.scorer.set_progress(self._progress())
         if self._collector is None:

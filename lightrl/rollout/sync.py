@@ -27,6 +27,9 @@ class EngineSync(Callback, ABC):
             engine: started and awake; its `policy_version` is the module's afterwards.
         """
 
+    def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """Token ids of prompts without media that are about to be sampled, of this rank; in any thread."""
+
 
 class TrajectoryCheck(Callback, ABC):
     """A callback that looks at the trajectories of a training rollout while the engine still holds what sampled them.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
@@ -25,13 +27,16 @@ class WeightSync(EngineSync):
     that takes adapters gets the adapter alone. `RolloutDataModule` takes one with the settings below where no callback
     of the run is an `EngineSync`; name it to change them.
 
-    After a push a *canary* asks engine and trainer for the log-probs of a few fixed tokens. If they differ by more
-    than `tolerance` the run stops: training on samples of stale or half-loaded weights fails silently otherwise.
+    After a push a *canary* asks engine and trainer for the log-probs of a few fixed tokens: of the run's first prompts
+    once there are any, of random ones before. If they differ by more than `tolerance` the run stops: training on
+    samples of stale or half-loaded weights fails silently otherwise. It also stops where the trainer's log-probs have
+    moved by ten times the gap of the push before, and the push has not brought the engine's half of the way: steps too
+    small for any tolerance leave an engine behind unseen otherwise.
 
     Args:
         canary: whether to ask after each push.
-        tolerance: largest allowed mean absolute difference in nats. None takes 5e-4 for a float32 engine, 0.15 for
-            bfloat16, 0.05 for float16.
+        tolerance: largest allowed mean absolute difference in nats, and nothing else. None takes 5e-4 for a float32
+            engine, 0.15 for bfloat16, 0.05 for float16, and looks at the way that the push has brought the engine.
         num_sequences: sequences of the canary.
         num_tokens: tokens in each.
 
@@ -53,6 +58,8 @@ class WeightSync(EngineSync):
         self.num_tokens = num_tokens
         self.last_gap: float | None = None
         """Mean absolute log-prob gap in nats of the last canary."""
+        self._prompts: list[list[int]] | None = None
+        self._answered: tuple[torch.Tensor, torch.Tensor, float] | None = None  # tokens, the engine's answer, the gap
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuses a data module that has no engine."""
@@ -62,6 +69,11 @@ class WeightSync(EngineSync):
                 f"WeightSync needs a data module with an engine (RolloutDataModule), not {type(datamodule).__name__}: "
                 "remove the callback or change the data module."
             )
+
+    def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """Takes the first prompts that it sees for the canary."""
+        if self._prompts is None:
+            self._prompts = [list(ids) for ids in token_ids]
 
     def ensure_synced(self, module: RolloutLearner, engine: Engine) -> None:
         """Pushes if the versions differ. Collective: every rank calls it at the same time."""
@@ -80,10 +92,7 @@ class WeightSync(EngineSync):
                 self._check(module, engine)
 
     def _check(self, module: RolloutLearner, engine: Engine) -> None:
-        vocabulary = module.actor.lm.config.get_text_config().vocab_size
-        generator = torch.Generator().manual_seed(0)
-        length = min(self.num_tokens, engine.max_model_len - 1)
-        tokens = torch.randint(vocabulary, (self.num_sequences, length), generator=generator)
+        tokens = self._tokens(module, min(self.num_tokens, engine.max_model_len - 1))
         for placeholder in placeholder_ids(module.actor.lm.config).values():  # stands for what is not there
             tokens[tokens == placeholder] = harmless_id(module.actor.lm.config)
         theirs = torch.tensor(engine.logprobs(tokens.tolist()))
@@ -91,16 +100,35 @@ class WeightSync(EngineSync):
         gaps = (ours - theirs).abs()
         self.last_gap = float(gaps.mean())
         tolerance = self.tolerance or TOLERANCE.get(engine.dtype or "float32", TOLERANCE["bfloat16"])
-        worst = bool(module.all_max(torch.tensor(float(not self.last_gap <= tolerance))))
+        behind = self.tolerance is None and self._is_behind(tokens, ours)
+        worst = bool(module.all_max(torch.tensor(float(behind or not self.last_gap <= tolerance))))
+        self._answered = None if worst else (tokens, theirs, self.last_gap)
         if worst:
             version = engine.policy_version
             engine.mark_stale()
+            half = ", and half of what the trainer has moved by" if behind else ""
             raise StaleWeightsError(
                 f"After pushing the weights of policy version {version} the engine's log-probs differ from the "
                 f"trainer's by {self.last_gap:.2e} on average (at most {gaps.max():.2e}; allowed: {tolerance:g} on "
-                "average). The engine holds stale or incomplete weights. Check that its dtype matches the trainer's "
-                "precision; raise WeightSync.tolerance only if the gap is rounding."
+                f"average{half}). The engine holds stale or incomplete weights. Check that its dtype matches the "
+                "trainer's precision; raise WeightSync.tolerance only if the gap is rounding."
             )
+
+    def _tokens(self, module: RolloutLearner, length: int) -> torch.Tensor:
+        """(num_sequences, length): prompts one after the other, or random tokens where there are too few."""
+        known = [token for prompt in self._prompts or () for token in prompt][: self.num_sequences * length]
+        if len(known) == self.num_sequences * length:
+            return torch.tensor(known).view(self.num_sequences, length)
+        vocabulary = module.actor.lm.config.get_text_config().vocab_size
+        return torch.randint(vocabulary, (self.num_sequences, length), generator=torch.Generator().manual_seed(0))
+
+    def _is_behind(self, tokens: torch.Tensor, ours: torch.Tensor) -> bool:
+        """Whether the trainer has moved well beyond rounding since the last canary, and the engine not half as far."""
+        if self._answered is None or not torch.equal(tokens, self._answered[0]):
+            return False
+        _, before, rounding = self._answered
+        moved = float((ours - before).abs().mean())  # what the gap would be without a push
+        return moved > 10 * rounding and self.last_gap is not None and self.last_gap > moved / 2
 
 
 def _some_frozen(module: RolloutLearner) -> bool:

@@ -81,7 +81,7 @@ class Walk(PPOLightningModule):
         for make_loss in LOSSES:
             for make_aggregation in AGGREGATIONS:
                 self.loss, self.aggregation = make_loss(), make_aggregation()
-                with strategies.optimizer_window(self.trainer.strategy):
+                with strategies.optimizer_window(self.trainer.strategy, [self.actor]):
                     for micro in self.micro_batches(self.normalized(experience)):
                         loss, _ = self.compute_loss(micro)
                         self.manual_backward(loss)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from lightrl.algorithms import PPOLightningModule
 from lightrl.algorithms.ppo import CriticSpec
+from lightrl.algorithms.schedule import make_optimizer
 from lightrl.callbacks import WeightSync
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives.kl import KLInReward
@@ -102,3 +105,31 @@ def test_the_aux_loss_reaches_the_router(tmp_path: Path) -> None:
     moved = {name for name in plain if not torch.equal(plain[name], balanced[name])}
     assert any("gate.weight" in name for name in moved), moved
     assert metrics["loss/aux"] > 0
+
+
+def test_rates_below_what_bfloat16_weights_can_take_are_warned_of() -> None:
+    """Below 2^-9 of the weights' size a step of Adam leaves nearly all as they are, which float32 weights take."""
+    torch.manual_seed(0)
+    start = 0.02 * (torch.rand(64, 64) + 0.5)  # within one power of two and the next
+    strategy = SingleDeviceStrategy()
+
+    def moved(rate: float, dtype: torch.dtype) -> tuple[float, list[str]]:
+        weight = torch.nn.Parameter(start.to(dtype, copy=True))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made = make_optimizer(lambda x: torch.optim.AdamW(x, lr=rate, weight_decay=0.0), [weight], strategy)
+        weight.grad = torch.randn_like(weight)
+        made.step()
+        return float((weight != start.to(dtype)).float().mean()), [str(w.message) for w in caught]
+
+    lost, texts = moved(1e-5, torch.bfloat16)
+    assert lost < 0.01 and len(texts) == 1 and "lr=1e-05 with bfloat16 weights" in texts[0] and "bf16-mixed" in texts[0]
+    assert moved(1e-5, torch.float32) == (1.0, [])
+    kept, texts = moved(3e-4, torch.bfloat16)
+    assert kept > 0.99 and texts == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weight = [torch.nn.Parameter(start.bfloat16())]
+        make_optimizer(lambda x: torch.optim.SGD(x, lr=1e-5), weight, strategy)
+        zero = DeepSpeedStrategy.__new__(DeepSpeedStrategy)  # it cannot be made without CUDA
+        make_optimizer(lambda x: torch.optim.Adam(x, lr=1e-5), weight, zero)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, seed_everything
+from transformers import AutoTokenizer
 
 from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import WeightSync
@@ -86,6 +87,30 @@ def test_bfloat16_rounding_is_let_through_and_a_skipped_push_is_not(model: str) 
     assert sync.last_gap is not None and sync.last_gap < 0.15
     with pytest.raises(StaleWeightsError, match="allowed: 0.15 on average"):
         fit(model, Engine(skip_from=2), lr=0.1, precision="bf16-mixed")
+
+
+def test_steps_far_below_the_tolerance_leave_no_engine_behind_unseen(model: str) -> None:
+    """The canary asks for prompts, once there are any; a push that moves nothing is one too few, however small."""
+    asked: list[list[list[int]]] = []
+
+    class Asked(Engine):
+        def logprobs(self, sequences: Any) -> list[list[float]]:
+            asked.append(sequences)
+            return super().logprobs(sequences)
+
+    sync = WeightSync()
+    fit(model, Asked(), lr=3e-7, sync=sync)
+    assert sync.last_gap is not None and sync.last_gap < 5e-6
+    first = sums_data().prompts.rows
+    assert asked[0] != asked[1] == asked[2] == asked[3] and len(asked[1]) == 2 and len(asked[1][0]) == 16
+    tokens = [token for row in asked[1] for token in row]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert all(tokenizer.decode(tokens[i : i + 6]).endswith("=") for i in range(0, 30, 6)), first
+    sync = WeightSync()
+    with pytest.raises(StaleWeightsError, match="of policy version 4 .*half of what the trainer has moved by"):
+        fit(model, Engine(skip_from=4), lr=3e-7, sync=sync)
+    assert sync.last_gap is not None and sync.last_gap < 5e-4 / 2
+    assert fit(model, Engine(skip_from=4), lr=3e-7, sync=WeightSync(tolerance=5e-4)).policy_version == 8
 
 
 def test_number_and_length_of_the_canarys_sequences(model: str) -> None:

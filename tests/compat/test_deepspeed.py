@@ -34,6 +34,21 @@ def test_zero_keeps_what_is_read_under_these_names() -> None:
         assert f"param.{name} = " in partitioned
 
 
+def test_each_backward_begins_as_after_a_forward_of_deepspeeds_own() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    done: list[Any] = []
+    optimizer = SimpleNamespace(clear_backward_seen_flag=lambda: done.append("cleared"))
+    compat.begin_backward(
+        SimpleNamespace(optimizer=optimizer, set_gradient_accumulation_boundary=done.append), last=True
+    )
+    assert done == ["cleared", True]
+    assert "self.optimizer.clear_backward_seen_flag()" in inspect.getsource(DeepSpeedEngine)
+    assert hasattr(DeepSpeedEngine, "set_gradient_accumulation_boundary")
+    for stage in ("stage_1_and_2", "stage3"):
+        assert "def clear_backward_seen_flag(self)" in source_of(stage)
+
+
 def test_the_place_of_a_parameter_in_zero_3_is_id_offset_and_length() -> None:
     assert "self.grad_position[param_id] = [int(i), int(current_offset), int(num_elements)]" in source_of("stage3")
 
@@ -47,8 +62,16 @@ def test_the_place_of_a_parameter_in_zero_1_and_2_has_two_addresses() -> None:
 
 
 def test_what_is_reduced_already_is_forgotten() -> None:
-    optimizer: Any = SimpleNamespace(averaged_gradients={0: "some", 1: "some"}, all_grad_tensors={0: "some"})
+    from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+    cleared: list[str] = []
+    some: Any = {"zero_grad": lambda: cleared.append("zero_grad"), "micro_step_id": 3}
+    optimizer: Any = SimpleNamespace(averaged_gradients={0: "some", 1: "some"}, all_grad_tensors={0: "some"}, **some)
     compat.discard_reduced_gradients(optimizer)
+    assert cleared == ["zero_grad"] and optimizer.micro_step_id == INITIAL_MICRO_STEP_ID
+    three = SimpleNamespace(averaged_gradients={0: "some"}, fp16_groups=[], **some)
+    compat.discard_reduced_gradients(three)
+    assert three.micro_step_id == 0 and "self.micro_step_id = 0" in source_of("stage3")
     assert optimizer.averaged_gradients == {0: None, 1: None}
     assert optimizer.all_grad_tensors == {0: None}
 

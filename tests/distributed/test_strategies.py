@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from lightrl.distributed.fsdp2 import ZeROStrategy
 from lightrl.distributed.strategies import refuse_unsupported
 from lightrl.export import export
 from tests.distributed.job import ROLLOUTS, train
@@ -24,7 +25,11 @@ from tests.toys import quickstart_model
 ROOT = Path(__file__).resolve().parent.parent.parent
 MIDDLE, END = f"rollout={ROLLOUTS // 2:06d}.ckpt", f"rollout={ROLLOUTS:06d}.ckpt"
 STRATEGIES = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
-EXTRA = {"fsdp2": ["offload", "bf16", "every", f"lora@one/lora/{MIDDLE}"]}
+EXTRA = {
+    "fsdp2": ["offload", "bf16", "every", f"lora@one/lora/{MIDDLE}"],
+    "zero2": ["every", "every-broken"],
+    "zero3": ["every", "every-broken"],
+}
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]  # the first may have to compile
 
@@ -160,6 +165,17 @@ def test_fsdp2_options(ranks: Any, one: dict[str, Any]) -> None:
     assert torch.equal(rounded, steps["bf16"][1]["weights"]["model.embed_tokens.weight"])
 
 
+@pytest.mark.parametrize("ranks", ["fsdp2", "zero2", "zero3"], indirect=True)
+def test_reduced_every_micro_batch_is_reduced_once(ranks: Any) -> None:
+    """Gradients in shards after each backward, and the same updates; also where one is skipped in the middle."""
+    name, steps = ranks
+    for late, early in [("ppo", "every"), ("broken", "every-broken")][: 1 if name == "fsdp2" else 2]:
+        for once, always in zip(steps[late], steps[early], strict=True):
+            assert once["updates"] == always["updates"] > 1
+            for parameter, value in once["weights"].items():
+                torch.testing.assert_close(always["weights"][parameter], value, atol=1e-6, rtol=0)
+
+
 def alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -210,6 +226,8 @@ def test_a_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:
 
 
 def test_refuses_what_would_train_apart() -> None:
+    with pytest.raises(ValueError, match="reduce_every_micro_batch=True with stage=1.*Take stage 2 or 3"):
+        ZeROStrategy(stage=1, reduce_every_micro_batch=True)
     with pytest.raises(ValueError, match="tensor_parallel_size=2.*FSDP2Strategy"):
         refuse_unsupported(ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2))
     with pytest.raises(ValueError, match="FSDP1.*fsdp2.yaml"):

@@ -19,6 +19,7 @@ from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import EMA, ReferenceSync, WeightSync
 from lightrl.data.sft import SFTSource
+from lightrl.distributed.fsdp2 import FSDP2Strategy
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import GroupRelative
 from lightrl.objectives.kl import KLInLoss
@@ -85,9 +86,12 @@ def run(kind: str, path: str, devices: int, strategy: str = "auto") -> Record:
         data = {"rewards": [some_flat], "max_refills": 8, **ptx}
     record = Record()
     callbacks = [WeightSync(), record, EMA(0.9), ReferenceSync(every_n_rollouts=1, alpha=0.5)]
-    fsdp2 = ModelParallelStrategy(data_parallel_size=devices, tensor_parallel_size=1)
+    sharded: dict[str, Any] = {
+        "fsdp2": ModelParallelStrategy(data_parallel_size=devices, tensor_parallel_size=1),
+        "context": FSDP2Strategy(context_parallel_size=devices),
+    }
     trainer = quiet_trainer(
-        devices=devices, strategy=fsdp2 if strategy == "fsdp2" else strategy, callbacks=callbacks, log_every_n_steps=1
+        devices=devices, strategy=sharded.get(strategy, strategy), callbacks=callbacks, log_every_n_steps=1
     )
     trainer.fit(module, sums_data(rollouts_per_epoch=2, prompts_per_rollout=8, **data))
     return record
@@ -95,7 +99,7 @@ def run(kind: str, path: str, devices: int, strategy: str = "auto") -> Record:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "strategy"), [("ppo", "ddp"), ("grpo", "ddp"), ("ppo", "fsdp2")])
+@pytest.mark.parametrize(("kind", "strategy"), [("ppo", "ddp"), ("grpo", "ddp"), ("ppo", "fsdp2"), ("ppo", "context")])
 def test_two_ranks_equal_one(kind: str, strategy: str, tmp_path: Path) -> None:
     path = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     one = run(kind, path, devices=1)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from lightrl.engines import EngineContext, VLLMEngine
@@ -45,6 +49,28 @@ def test_devices_say_where_engines_run(monkeypatch: pytest.MonkeyPatch) -> None:
         VLLMEngine(devices=[1])
     with pytest.raises(ValueError, match="different numbers"):
         VLLMEngine(in_process=False, devices=[1, 1])
+
+
+def test_what_pushes_would_miss_is_refused_before_a_model_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(config: dict[str, Any], lora: int = 0, **engine_args: Any) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        VLLMEngine(engine_args=engine_args).check(EngineContext(str(tmp_path), lora_rank=lora))
+
+    monkeypatch.delenv("VLLM_MLA_DISABLE", raising=False)
+    check({"model_type": "qwen2"})
+    with pytest.raises(ValueError, match="quantised by 'fp8'.*engine_args.quantization"):
+        check({"model_type": "qwen2"}, quantization="fp8")
+    with pytest.raises(ValueError, match="quantised by 'awq'"):
+        check({"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}})
+    check({"model_type": "qwen2"}, lora=8, quantization="fp8")  # whose base is never pushed
+    latent = {"model_type": "deepseek_v3", "kv_lora_rank": 512}
+    for config in (latent, {"model_type": "kimi", "text_config": latent}):
+        with pytest.raises(ValueError, match=r"latent attention \(kv_lora_rank=512\).*VLLM_MLA_DISABLE=1"):
+            check(config)
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    check(latent)
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,11 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from lightrl.kernels import fusing
 from lightrl.kernels.cpu import fused
-from lightrl.kernels.cpu.fused import fuse, rms_norm, rotate, swiglu
+from lightrl.kernels.cpu.fused import rms_norm, rotate, swiglu
+from lightrl.kernels.cuda import liger
+from lightrl.kernels.fusing import Kernels, fuse
 from lightrl.models.packing import attention
 from lightrl.models.policy import PolicyModel
 
@@ -97,7 +100,7 @@ def listed(name: str) -> Any:
     return getattr(import_module(f"transformers.models.{folder}.modeling_{folder}"), kind)
 
 
-@pytest.mark.parametrize("name", fused.NORMS)
+@pytest.mark.parametrize("name", fusing.NORMS)
 def test_each_listed_norm_is_that_of_llama(name: str) -> None:
     norm = listed(name)(8, eps=1e-3)
     norm.weight.data.normal_()
@@ -108,7 +111,7 @@ def test_each_listed_norm_is_that_of_llama(name: str) -> None:
     torch.testing.assert_close(norm(x), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", fused.MLPS)
+@pytest.mark.parametrize("name", fusing.MLPS)
 def test_each_listed_mlp_is_that_of_llama(name: str) -> None:
     kind = listed(name)
     mlp = kind.__new__(kind)  # constructors differ: each reads a configuration of its own
@@ -122,7 +125,7 @@ def test_each_listed_mlp_is_that_of_llama(name: str) -> None:
     torch.testing.assert_close(mlp(x), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", fused.ATTENTIONS)
+@pytest.mark.parametrize("name", fusing.ATTENTIONS)
 def test_each_listed_attention_rotates_as_llama_does(name: str) -> None:
     kind = listed(name)
     own = kind.forward.__globals__["apply_rotary_pos_emb"]
@@ -140,7 +143,7 @@ def test_an_attention_that_rotates_the_other_way_is_not_listed() -> None:
     cos, sin = random(2, 5, 8, grad=False), random(2, 5, 8, grad=False)
     theirs, _ = kind.forward.__globals__["apply_rotary_pos_emb"](q, q, cos, sin)
     assert not torch.allclose(rotate(q, cos, sin), theirs)
-    assert "nanochat.NanoChatAttention" not in fused.ATTENTIONS
+    assert "nanochat.NanoChatAttention" not in fusing.ATTENTIONS
 
 
 def replaced(model: nn.Module) -> tuple[int, ...]:
@@ -247,3 +250,45 @@ def test_checkpointing_gives_the_same_gradients() -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     _, checkpointed = loss_and_gradients(model, ids)
     assert all(torch.equal(checkpointed[name], gradient) for name, gradient in plain.items())
+
+
+def test_kernels_are_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry of the registry runs on its device alone, where it says that it fits."""
+    called: list[str] = []
+
+    def note(name: str, result: Any) -> Any:
+        called.append(name)
+        return result
+
+    plain = Kernels(
+        lambda *tensors: tensors[0].dtype == torch.float64,
+        lambda x, weight, eps: note("norm", x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight),
+        lambda gate, up: note("swiglu", F.silu(gate) * up),
+        lambda q, k, cos, sin: note("rotate", apply_rotary_pos_emb(q, k, cos, sin)),
+    )
+    assert set(fusing.KERNELS) == {"cpu", *(["cuda"] if liger.installed() else [])}
+    ids, model = torch.randint(50, (2, 9)), tiny().double()
+    expected, gradients = loss_and_gradients(model, ids)
+    monkeypatch.setitem(fusing.KERNELS, "meta", plain)
+    fuse(model, cpu=False)
+    assert replaced(model) == (5, 2, 2)
+    assert torch.equal(loss_and_gradients(model, ids)[0], expected) and not called  # a CPU's are switched off
+    elsewhere = copy.deepcopy(model).to("meta")
+    x = torch.ones(2, 9, 32, dtype=torch.float64, device="meta")
+    elsewhere.model.layers[0].mlp(elsewhere.model.norm(x))
+    assert called == ["norm", "swiglu"]
+    elsewhere.float().model.norm(x.float())
+    assert called == ["norm", "swiglu"], "it does not fit float32"
+    called.clear()
+    monkeypatch.setitem(fusing.KERNELS, "cpu", plain)
+    again = tiny().double()
+    fuse(again)
+    ours, ours_gradients = loss_and_gradients(again, ids)
+    assert {*called} == {"norm", "swiglu", "rotate"}
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)  # transformers' norm rounds to float32 within
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours_gradients[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_ligers_kernels_fit_one_dtype_on_cuda_alone() -> None:
+    assert not liger.fits(torch.ones(2)) and not liger.fits(torch.ones(2, device="meta"))

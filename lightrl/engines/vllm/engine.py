@@ -35,6 +35,7 @@ from lightrl.engines.vllm.setup import (
     free_cached_memory,
     free_port,
     lacks_weights,
+    refuse_what_pushes_miss,
     threads_per_engine,
 )
 from lightrl.types import Completion, CompletionGroup, EngineContext, GenerationRequest
@@ -179,6 +180,11 @@ class VLLMEngine(Engine):
         self._died = False
 
     # -- life ------------------------------------------------------------------------------------------------------
+
+    def check(self, context: EngineContext) -> None:
+        """See `Engine.check`: quantised weights and latent attention, which pushes do not reach."""
+        if self._adapter_rank(context) == 0:
+            refuse_what_pushes_miss(self.model or context.model_path, self.engine_args)
 
     def start(self, context: EngineContext) -> None:
         if self._adapter is not None:

@@ -27,6 +27,7 @@ from lightrl.compat.torch import FLEX_BLOCK as BLOCK
 from lightrl.compat.torch import flex_attention, flex_block_mask, has_triton, varlen_attention
 from lightrl.compat.transformers import attention_implementation, has_recurrent_state, supports_sdpa
 from lightrl.kernels.cpu.attention import buckets, cpu_attention
+from lightrl.models.packing.context import heads_for_tokens, tokens_for_heads
 from lightrl.models.packing.layouts import LayoutError, TokenStream
 
 __all__ = ["IMPLEMENTATION", "keep_attention_caps", "stream_attention", "text_attention", "unsupported_reason"]
@@ -91,7 +92,11 @@ def attention(
     device = query.device.type  # under autocast rotary embeddings leave queries and keys wider than values
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     q, k, v = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
-    return stream_attention(q, k, v, stream, scale, window).unsqueeze(0), None
+    if stream.group is None:
+        return stream_attention(q, k, v, stream, scale, window).unsqueeze(0), None
+    q, k, v = (heads_for_tokens(x, stream.group) for x in (q, k, v))
+    out = stream_attention(q, k, v, stream, scale, window)
+    return tokens_for_heads(out, stream.group).unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)

@@ -40,6 +40,7 @@ class TokenStream:
         rows: S integers, the row each segment comes from.
         shape: (B, T).
         cpu_kernels: whether attention on a CPU is that of `kernels.cpu`.
+        group: process group over whose ranks the stream is spread (`context.py`), or None.
         num_calls: attention layers that have used the stream, so that a model that ignores it is found out.
         cache: what attention functions derive from the stream, kept for the next layer.
     """
@@ -54,6 +55,7 @@ class TokenStream:
     rows: list[int]
     shape: tuple[int, int]
     cpu_kernels: bool = True
+    group: Any = None
     num_calls: int = 0
     cache: dict[Any, Any] = field(default_factory=dict)
 

@@ -1,0 +1,1 @@
+"""Kernels of other packages on CUDA, where they are installed."""

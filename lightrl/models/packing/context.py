@@ -1,0 +1,181 @@
+"""Context parallelism: the ranks of a group run the micro-batches of all of them as one stream of tokens.
+
+Each rank takes an equal stretch of the stream through the model. Around attention, which alone looks across tokens, an
+all-to-all trades stretches for heads: a rank then has all tokens for its share of the heads, under the stream's own
+segments, and trades back (Jacobs et al. 2023, DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). In the end the
+hidden states go to the rank that the row belongs to, whose head and loss are those of a run without it. So a row may
+be as long as the group's memory allows, ranks have equal work, and nothing outside of the backbone knows.
+
+It differs from DeepSpeed-Ulysses in that the ranks of a group have different rows, and that key-value heads fewer than
+ranks are repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightrl.models.packing.layouts import TokenStream, make_stream
+from lightrl.types import HostRows
+
+__all__ = ["SharedStream", "heads_for_tokens", "refuse_heads", "share_stream", "tokens_for_heads"]
+
+
+@dataclass
+class SharedStream:
+    """A rank's part of its group's stream.
+
+    Attributes:
+        stream: of all the group's rows, padded so that stretches are equally long.
+        ids: (n,) int64, token ids of this rank's stretch.
+        positions: (n,) int64.
+        taken: (m,) int64, which of the stretch's states are read, in the order of the ranks that get them.
+        sent, received: number of states to and from each rank of the group.
+        order: (M,) int64, puts what is received into the order of `targets`.
+        targets: (M,) int64, index in this rank's flattened (B, T) batch of the token that each belongs to, ascending.
+        shape: (B, T) of this rank.
+    """
+
+    stream: TokenStream
+    ids: Tensor
+    positions: Tensor
+    taken: Tensor
+    sent: list[int]
+    received: list[int]
+    order: Tensor
+    targets: Tensor
+    shape: tuple[int, int]
+
+    def collect(self, hidden: Tensor) -> Tensor:
+        """(n, D) states of this rank's stretch to the (M, D) of this rank's `targets`. Collective."""
+        part = hidden.index_select(0, self.taken)
+        return _traded(part, self.sent, self.received, self.stream.group).index_select(0, self.order)
+
+
+def refuse_heads(config: Any, ranks: int) -> None:
+    """Refuses a model whose heads cannot be shared out.
+
+    Raises:
+        ValueError: the number of heads is no multiple of the number of ranks.
+    """
+    heads = config.get_text_config().num_attention_heads
+    if heads % ranks:
+        raise ValueError(
+            f"context_parallel_size={ranks} with {heads} attention heads ({config.model_type}): ranks share the heads "
+            f"out equally. Take a divisor of {heads}."
+        )
+
+
+def share_stream(host: HostRows, group: Any, *, share: bool, cpu_kernels: bool, device: torch.device) -> SharedStream:
+    """Plans the stream of all rows of a group, and what of it is this rank's. Collective.
+
+    Args:
+        host: this rank's rows, with a response mask.
+        group: process group.
+        share: whether to compute the prompt of a group of completions once.
+        cpu_kernels: see `ModelSpec`.
+        device: of the result.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    own = (host.token_ids, host.attention_mask, host.response_mask, host.group_ids)
+    rows: list[Any] = [None] * ranks
+    dist.all_gather_object(rows, own, group=group)
+    width = max(ids.shape[1] for ids, *_ in rows)
+    ids, attention, response = (
+        torch.cat([F.pad(row[i], (0, width - row[i].shape[1])) for row in rows]) for i in range(3)
+    )
+    groups = torch.cat([row[3] for row in rows]) if share and all(row[3] is not None for row in rows) else None
+    stream = make_stream(ids, attention, response, groups, share=share, cpu_kernels=cpu_kernels)
+    count = stream.num_tokens
+    each = -(-count // ranks)
+    stretch = slice(rank * each, (rank + 1) * each)
+    source, positions = (F.pad(x, (0, ranks * each - count)) for x in (stream.source, stream.position_ids))
+    begins = torch.tensor([len(row[0]) for row in rows]).cumsum(0)
+    owner = torch.bucketize(stream.targets // width, begins, right=True)  # ascending, as targets are
+    place = stream.read // each
+    mine, here = owner == rank, place == rank
+    row, column = (
+        stream.targets[mine] // width - (int(begins[rank]) - len(host.token_ids)),
+        stream.targets[mine] % width,
+    )
+    by_place = place[mine].argsort(stable=True)
+    if ranks * each > count:  # what fills the last stretch up is a segment of its own
+        stream = replace(
+            stream,
+            starts=[*stream.starts, count],
+            lengths=[*stream.lengths, ranks * each - count],
+            parents=[*stream.parents, -1],
+            rows=[*stream.rows, 0],
+        )
+    taken, order, targets, ids, positions, whole = (
+        x.to(device, non_blocking=True)
+        for x in (
+            stream.read[here] - stretch.start,
+            by_place.argsort(),
+            row * host.token_ids.shape[1] + column,
+            ids.reshape(-1)[source[stretch]],
+            positions[stretch],
+            positions,
+        )
+    )
+    return SharedStream(
+        replace(stream, source=source, position_ids=whole, group=group),
+        ids,
+        positions,
+        taken,
+        torch.bincount(owner[here], minlength=ranks).tolist(),
+        torch.bincount(place[mine], minlength=ranks).tolist(),
+        order,
+        targets,
+        (host.token_ids.shape[0], host.token_ids.shape[1]),
+    )
+
+
+def heads_for_tokens(x: Tensor, group: Any) -> Tensor:
+    """(n, H, D) of this rank's tokens to (P n, H / P, D) of all tokens of a group of P ranks. Collective.
+
+    Heads that P does not divide are repeated, each in place, up to the least common multiple.
+    """
+    ranks = dist.get_world_size(group)
+    tokens, heads, width = x.shape
+    x = x.repeat_interleave(lcm(heads, ranks) // heads, 1) if heads % ranks else x
+    parts = x.reshape(tokens, ranks, -1, width).transpose(0, 1).contiguous()
+    return _traded(parts, [1] * ranks, [1] * ranks, group).view(ranks * tokens, -1, width)
+
+
+def tokens_for_heads(x: Tensor, group: Any) -> Tensor:
+    """The way back: (P n, H / P, D) to (n, H, D). Collective."""
+    ranks = dist.get_world_size(group)
+    parts = x.reshape(ranks, len(x) // ranks, *x.shape[1:]).contiguous()
+    traded = _traded(parts, [1] * ranks, [1] * ranks, group)
+    return traded.transpose(0, 1).reshape(len(x) // ranks, -1, x.shape[2])
+
+
+def _traded(x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    """`sent[r]` rows of x go to rank r, in their order, and `received[r]` come from it; so do their gradients back."""
+    result: Tensor = _Trade.apply(x, sent, received, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Trade(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:  # type: ignore[override]
+        ctx.trade = sent, received, group
+        out = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        sent, received, group = ctx.trade
+        out = grad.new_empty(sum(sent), *grad.shape[1:])
+        dist.all_to_all_single(out, grad.contiguous(), sent, received, group=group)
+        return out, None, None, None
