@@ -77,6 +77,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "sft.yaml").write_text(yaml.safe_dump(sft))
     reference = {"path": model, "dtype": None}
     (folder / "reference.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"reference": reference}}}))
+    (folder / "curriculum.yaml").write_text(yaml.safe_dump({"data": {"init_args": {"prompts": {"source": source}}}}))
     teachers = {"grpo": {"path": model}}
     (folder / "teachers.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"teachers": teachers}}}))
     return folder
@@ -130,6 +131,8 @@ def test_runs_with_a_tiny_model(config: Path, place: Path, tmp_path: Path) -> No
         files.append(place / "reference.yaml")
     if "teachers:" in config.read_text():
         files.append(place / "teachers.yaml")
+    if "curriculum" in config.stem:
+        files.append(place / "curriculum.yaml")
     cli = run(["fit", *(f"--config={file}" for file in files)])
     metrics = cli.trainer.callback_metrics
     if config.stem == "sft":
@@ -143,7 +146,7 @@ def test_runs_with_a_tiny_model(config: Path, place: Path, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("overlay", ["lora", "bf16"])
+@pytest.mark.parametrize("overlay", ["lora", "bf16", "fp16"])
 def test_overlays_run_with_a_tiny_model(overlay: str, place: Path) -> None:
     if overlay == "lora":
         pytest.importorskip("peft")
@@ -151,7 +154,7 @@ def test_overlays_run_with_a_tiny_model(overlay: str, place: Path) -> None:
     files = [CONFIGS / "algorithms" / "grpo.yaml", tiny, CONFIGS / "overlays" / f"{overlay}.yaml"]
     cli = run(["fit", *(f"--config={file}" for file in files)])
     trained = sum(p.numel() for p in cli.model.actor.parameters() if p.requires_grad)
-    assert cli.trainer.precision == ("bf16-mixed" if overlay == "bf16" else "32-true")
+    assert cli.trainer.precision == {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(overlay, "32-true")
     assert (trained < 0.5 * sum(p.numel() for p in cli.model.actor.parameters())) == (overlay == "lora")
     assert cli.trainer.global_step == 1
 
@@ -162,6 +165,7 @@ def expected_changes(overlay: Path) -> dict[str, Any]:
     return {
         "8gpu": {"trainer.devices": 8, strategy: "ddp"},
         "bf16": {},
+        "fp16": {"trainer.precision": "16-mixed"},
         "lora": {
             "model.init_args.reference": None,
             "model.init_args.actor.lora": {"r": 32, "alpha": 64.0},
