@@ -14,7 +14,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ __all__ = [
     "StopReason",
     "SupervisedBatch",
     "Support",
+    "TopTokens",
     "Trajectory",
     "TrajectoryRow",
 ]
@@ -286,6 +287,17 @@ class Support:
         own = flat[wanted]
         index = torch.repeat_interleave(starts[wanted] - (own.cumsum(0) - own), own) + torch.arange(int(own.sum()))
         return Support(own.to(targets.device), ids[index].to(targets.device))
+
+
+class TopTokens(NamedTuple):
+    """A teacher's K likeliest words for each of M tokens.
+
+    Attributes:
+        ids: (M, K) int64. logprobs: (M, K) float32.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
 
 
 @dataclass

@@ -15,7 +15,6 @@ from lightrl.distributed.metrics import MetricSums
 from lightrl.distributed.reduction import Reduction
 from lightrl.engines.server.teacher import ServerTeacher
 from lightrl.models.loading import load_causal_lm, require_model_folder
-from lightrl.models.logprobs import TopTokens
 from lightrl.models.policy import Lesson, PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import AdvantageEstimator, Reinforce, fraction, positive
@@ -24,7 +23,7 @@ from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.trajectories import TrajectoryLayout
 from lightrl.ops.advantages import returns_to_go
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.types import Experience, Rollouts
+from lightrl.types import Experience, Rollouts, TopTokens
 
 __all__ = ["DistillLightningModule"]
 

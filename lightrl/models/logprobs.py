@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from lightrl.types import Support
+from lightrl.types import Support, TopTokens
 
 __all__ = [
     "LogitMap",
     "TeacherStates",
     "TokenHead",
-    "TopTokens",
     "chunked_divergence",
     "chunked_logprobs",
     "chunked_top",
@@ -377,17 +376,6 @@ class TeacherStates(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     logit_map: LogitMap
-
-
-class TopTokens(NamedTuple):
-    """A teacher's K likeliest words for each of M tokens.
-
-    Attributes:
-        ids: (M, K) int64. logprobs: (M, K) float32.
-    """
-
-    ids: Tensor
-    logprobs: Tensor
 
 
 def chunked_divergence(

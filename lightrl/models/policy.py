@@ -18,10 +18,10 @@ from lightrl.compat.deepspeed import whole_parameters
 from lightrl.compat.transformers import block_class_names
 from lightrl.models.backbone import Backbone, BackboneOutput
 from lightrl.models.loading import load_backbone
-from lightrl.models.logprobs import LogitMap, TeacherStates, TopTokens, install_head
+from lightrl.models.logprobs import LogitMap, TeacherStates, install_head
 from lightrl.models.lora import as_reference
 from lightrl.models.spec import Layout, ModelSpec
-from lightrl.types import HostRows, Support
+from lightrl.types import HostRows, Support, TopTokens
 
 __all__ = ["Lesson", "PolicyModel", "PolicyOutput", "ValueModel"]
 

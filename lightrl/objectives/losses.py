@@ -383,9 +383,7 @@ class CPG(PolicyLoss):
         if not drift_clip > 0:
             raise ValueError(f"CPG(drift_clip={drift_clip}): must be above 0.")
         if weight_max is not None and not weight_max >= 1:
-            raise ValueError(
-                f"CPG(weight_max={weight_max}): must be at least 1, or None (null); it bounds pi / pi_old."
-            )
+            raise ValueError(f"CPG(weight_max={weight_max}): must be at least 1, or None (null) for none.")
         self.drift_coef = drift_coef
         self.drift_clip = drift_clip
         self.weight_max = weight_max

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.models.logprobs import LogitMap, TeacherStates, TopTokens, chunked_divergence, chunked_top
+from lightrl.models.logprobs import LogitMap, TeacherStates, chunked_divergence, chunked_top
 from lightrl.models.policy import Lesson, PolicyModel
 from lightrl.models.spec import Layout
 from lightrl.objectives.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
-from lightrl.types import Experience, Support
+from lightrl.types import Experience, Support, TopTokens
 from tests.models.conftest import Batch, build
 
 DIVERGENCES = [ReverseKL(), ForwardKL(), JensenShannon(0.3)]
