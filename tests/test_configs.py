@@ -77,7 +77,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "sft.yaml").write_text(yaml.safe_dump(sft))
     reference = {"path": model, "dtype": None}
     (folder / "reference.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"reference": reference}}}))
-    (folder / "curriculum.yaml").write_text(yaml.safe_dump({"data": {"init_args": {"prompts": {"source": source}}}}))
+    curriculum = {"class_path": "lightrl.data.PromptCurriculum", "init_args": {"source": source, "replay": 0.5}}
+    of_curriculum = {**rl["data"]["init_args"], "prompts": curriculum}
+    (folder / "curriculum.yaml").write_text(yaml.safe_dump({**rl, "data": {"init_args": of_curriculum}}))
     teachers = {"grpo": {"path": model}}
     (folder / "teachers.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"teachers": teachers}}}))
     return folder
@@ -126,13 +128,12 @@ def test_runs_with_a_tiny_model(config: Path, place: Path, tmp_path: Path) -> No
     """One rollout and one evaluation; nothing is written, so a trial cannot damage the files of a real run."""
     if "geo3k" in config.stem:
         pytest.importorskip("math_verify")
-    files = [config, place / ("sft.yaml" if config.stem == "sft" else "rl.yaml")]
+    tiny = "sft" if config.stem == "sft" else "curriculum" if "curriculum" in config.stem else "rl"
+    files = [config, place / f"{tiny}.yaml"]
     if "reference:" in config.read_text():
         files.append(place / "reference.yaml")
     if "teachers:" in config.read_text():
         files.append(place / "teachers.yaml")
-    if "curriculum" in config.stem:
-        files.append(place / "curriculum.yaml")
     cli = run(["fit", *(f"--config={file}" for file in files)])
     metrics = cli.trainer.callback_metrics
     if config.stem == "sft":
