@@ -7,6 +7,7 @@ the place of theirs, by one more --config as a user would do it; overlays are me
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def served(place: Path) -> Iterator[Path]:
+    """A configuration that puts a small server with the tiny model in the place of a served teacher."""
+    pytest.importorskip("uvicorn")
+    from tests.engines.sglang_server import SGLangServer
+
+    server = SGLangServer(place / "model")
+    teacher = {"class_path": "lightrl.engines.ServerTeacher", "init_args": {"urls": [server.start()], "kind": "sglang"}}
+    (place / "served.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"teachers": {"grpo": teacher}}}}))
+    yield place / "served.yaml"
+    server.stop()
+
+
 def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
     """What `lightrl fit ... --print_config` prints."""
     capsys.readouterr()
@@ -124,7 +138,7 @@ def test_prints(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("config", WHOLE, ids=name)
-def test_runs_with_a_tiny_model(config: Path, place: Path, tmp_path: Path) -> None:
+def test_runs_with_a_tiny_model(config: Path, place: Path, served: Path, tmp_path: Path) -> None:
     """One rollout and one evaluation; nothing is written, so a trial cannot damage the files of a real run."""
     if "geo3k" in config.stem:
         pytest.importorskip("math_verify")
@@ -132,7 +146,9 @@ def test_runs_with_a_tiny_model(config: Path, place: Path, tmp_path: Path) -> No
     files = [config, place / f"{tiny}.yaml"]
     if "reference:" in config.read_text():
         files.append(place / "reference.yaml")
-    if "teachers:" in config.read_text():
+    if "ServerTeacher" in config.read_text():
+        files.append(served)
+    elif "teachers:" in config.read_text():
         files.append(place / "teachers.yaml")
     cli = run(["fit", *(f"--config={file}" for file in files)])
     metrics = cli.trainer.callback_metrics

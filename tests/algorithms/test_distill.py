@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from lightning.pytorch import seed_everything
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightrl.algorithms import DistillLightningModule
+from lightrl.algorithms import DistillLightningModule, SFTLightningModule
+from lightrl.callbacks import PredictionWriter, WeightSync
 from lightrl.data.prompts import PromptSource
+from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import RLOO, Reinforce
@@ -193,3 +196,26 @@ def test_what_cannot_be_distilled_is_refused(tmp_path: Path) -> None:
     tokenizer.save_pretrained(larger)
     with pytest.raises(ValueError, match=r"teachers\['more'\].*1 tokens that the policy lacks, such as '<more>'"):
         quiet_trainer().fit(DistillLightningModule(student, {"more": larger}, divergence=ReverseKL()), sums_data())
+
+
+def test_stored_completions_of_a_teacher_are_supervised_rows(tmp_path: Path) -> None:
+    """What `lightrl predict` writes is read by the supervised data module, token for token, and learnt from."""
+    teacher, student = quickstart_model(tmp_path / "teacher", seed=1), quickstart_model(tmp_path / "student")
+    rows, file = [{"prompt": f"{i}+{i}="} for i in range(8)], tmp_path / "predictions.jsonl"
+    data = sums_data(predict_prompts=PromptSource(rows=rows), eval_sampling=SamplingParams(max_new_tokens=4))
+    trainer = quiet_trainer(callbacks=[WeightSync(), PredictionWriter(str(file))])
+    trainer.predict(DistillLightningModule(teacher, {"unused": teacher}), data, return_predictions=False)
+    stored = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [record["prompt"] for record in stored] == [row["prompt"] for row in rows]
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    source = SFTSource(path=str(file), chat_template=False)
+    for (prompt, completion), record in zip(source.tokenized(tokenizer), stored, strict=True):
+        assert prompt == tokenizer(record["prompt"])["input_ids"]
+        assert completion == [*tokenizer(record["completion"])["input_ids"], tokenizer.eos_token_id]
+    module = SFTLightningModule(student, optimizer=lambda params: torch.optim.Adam(params, lr=1e-2))
+    losses = []
+    for epochs in (1, 20):
+        fit = quiet_trainer(max_epochs=epochs, callbacks=[])
+        fit.fit(module, SFTDataModule(train=source, tokenizer=student, batch_size=8))
+        losses.append(fit.callback_metrics["loss/sft"].item())
+    assert losses[1] < 0.5 * losses[0]
