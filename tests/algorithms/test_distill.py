@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -190,6 +192,11 @@ def test_what_cannot_be_distilled_is_refused(tmp_path: Path) -> None:
         DistillLightningModule(student, {"a": student}, gamma=1.0, divergence=ReverseKL())
     with pytest.raises(ValueError, match="divergence_top_k=3 with divergence=None"):
         DistillLightningModule(student, {"a": student}, divergence_top_k=3)
+    sharded = DistillLightningModule(student, {"a": student}, divergence=ReverseKL())
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+    sharded._trainer = SimpleNamespace(strategy=strategy, precision="32-true", callbacks=[], datamodule=None)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="divergence=ReverseKL with strategy=ModelParallelStrategy, which shards"):
+        sharded.setup("fit")
     larger = quickstart_model(tmp_path / "larger")
     tokenizer = AutoTokenizer.from_pretrained(larger)
     tokenizer.add_tokens(["<more>"])

@@ -20,7 +20,7 @@ __all__ = ["ServerTeacher"]
 class ServerTeacher:
     """Scores given tokens on vLLM or SGLang servers, as a teacher of `DistillLightningModule`.
 
-    The servers are ordinary ones, of any model with the policy's tokenizer: their weights are never changed, so that
+    The servers are ordinary ones, of any model with the policy's tokenizer (vLLM's are asked): their weights are never changed, so that
     vLLM's need no development mode, and several runs may share them. Rows go to the living server with the fewest
     outstanding ones; those of a server that dies are asked of the others. Log-probs are those at temperature 1 over the
     whole vocabulary, which is what servers say about given tokens.
