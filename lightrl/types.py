@@ -742,6 +742,8 @@ class Experience(_Rows):
         advantages: 0 off the mask.
         teacher_top_ids: (B, T, K) int64 on the host, a served teacher's likeliest words at each token, or None.
         teacher_top_logprobs: (B, T, K) on the host, their log-probs.
+        teacher_prompts: B lists of token ids that the teacher reads in the place of what comes before the first sampled
+            token; empty where it reads the same.
         values: critic's values at the start of the update; None without critic.
         returns: targets for the critic; None without critic.
         rewards: (B,) sequence rewards after shaping; valid: (B,) bool, False where no reward function scored.
@@ -768,6 +770,7 @@ class Experience(_Rows):
     teacher_numbers: Tensor | None = None
     teacher_top_ids: Tensor | None = None
     teacher_top_logprobs: Tensor | None = None
+    teacher_prompts: list[list[int]] = field(default_factory=list)
     values: Tensor | None = None
     returns: Tensor | None = None
     normalizer: float = 1.0

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lightrl.algorithms.batches import batched_forward, policy_forward
 from lightrl.algorithms.variants import CriticFreeLightningModule
+from lightrl.data.templates import encode, load_tokenizer, render_prompt
 from lightrl.distributed import strategies
 from lightrl.distributed.metrics import MetricSums
 from lightrl.distributed.reduction import Reduction
@@ -23,7 +24,7 @@ from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.trajectories import TrajectoryLayout
 from lightrl.ops.advantages import returns_to_go
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.types import Experience, Rollouts, TopTokens
+from lightrl.types import Experience, Rollouts, SupervisedBatch, TopTokens
 
 __all__ = ["DistillLightningModule"]
 
@@ -57,6 +58,10 @@ class DistillLightningModule(CriticFreeLightningModule):
         coef: weight of D_t, above 0.
         gamma: discount of later tokens' d_t, in [0, 1]; 0 with a divergence.
         divergence: `ReverseKL`, `ForwardKL` or `JensenShannon` over the whole vocabulary; None is the sampled one.
+        privileged_column: column with a prompt (a string, put into the tokenizer's chat template where it has one, or
+            a conversation) that the teacher reads in the row's place, such as the question with its solution; with the
+            policy's own model as teacher that is self-distillation (OPSD). Needs a divergence over all words; None has
+            teachers read what the policy read.
         divergence_top_k: compare only the teacher's so many likeliest words and "any other", at least 1; None compares
             all words.
         kl: further penalty against a reference; None for none.
@@ -67,8 +72,8 @@ class DistillLightningModule(CriticFreeLightningModule):
             divergence under a strategy that shards models; on a rollout, a row that names no teacher.
 
     Source: https://arxiv.org/abs/2306.13649 (on-policy distillation), https://arxiv.org/abs/2306.08543 (reverse KL by
-        policy gradient), https://thinkingmachines.ai/blog/on-policy-distillation (per-token advantage, gamma 0). With
-        top words TRL and verl leave "any other" out, so that the loss has another optimum than the teacher.
+        policy gradient), https://thinkingmachines.ai/blog/on-policy-distillation (per-token advantage, gamma 0),
+        https://github.com/siyan-zhao/OPSD (privileged prompts; it clips each word's share, here nothing is).
     """
 
     default_group_size = 1
@@ -85,6 +90,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         gamma: float = 0.0,
         divergence: Divergence | None = None,
         divergence_top_k: int | None = None,
+        privileged_column: str | None = None,
         kl: KLPenalty | None = None,
         **kwargs: Any,
     ) -> None:
@@ -120,7 +126,13 @@ class DistillLightningModule(CriticFreeLightningModule):
                 f"divergence={type(divergence).__name__} with teachers {sorted(self.teacher_servers)} on servers, "
                 "which name their likeliest words only: set divergence_top_k (vLLM: at most its --max-logprobs, 20)."
             )
+        if privileged_column is not None and (self.teacher_servers or divergence is None or divergence_top_k):
+            raise ValueError(
+                f"privileged_column={privileged_column!r} needs a divergence over all words (divergence_top_k=None) "
+                "and teachers in this process (model folders)."
+            )
         self.teacher_column = teacher_column
+        self.privileged_column = privileged_column
         self.distill_coef = positive("DistillLightningModule", "coef", coef)
         self.distill_gamma = fraction("DistillLightningModule", "gamma", gamma)
         self.divergence = divergence
@@ -176,6 +188,8 @@ class DistillLightningModule(CriticFreeLightningModule):
                 experience.teacher_numbers[rows] = self.teacher_names.index(name)
                 if name in self.teacher_servers:
                     self._ask_server(name, experience, rows)
+            if self.privileged_column is not None:
+                experience.teacher_prompts = self._privileged_prompts(self.privileged_column, rollouts)
             return
         if experience.old_logprobs is None:
             experience.old_logprobs = self._scores(self.actor, experience, reduction)
@@ -285,9 +299,27 @@ class DistillLightningModule(CriticFreeLightningModule):
         return lessons
 
     def _own_lesson(self, name: str, rows: Experience) -> Lesson:
+        """What a teacher in this process says, about places in `rows` whatever it reads in front of them."""
         teacher: Any = self.teachers[name]
-        lesson: Lesson = teacher.teach(rows, self.divergence_top_k)
-        return lesson
+        if not rows.teacher_prompts:
+            lesson: Lesson = teacher.teach(rows, self.divergence_top_k)
+            return lesson
+        read, shifts = _with_other_prompts(rows)
+        lesson = teacher.teach(read)
+        width, own = read.token_ids.shape[1], rows.token_ids.shape[1]
+        row = lesson.targets // width
+        place = (lesson.targets % width - shifts.to(row.device)[row]).clamp(min=0)
+        return Lesson(row * own + place, lesson.states)
+
+    def _privileged_prompts(self, column: str, rollouts: Rollouts) -> list[list[int]]:
+        """Token ids of what the teachers read before each row's first sampled token."""
+        if column not in rollouts.columns:
+            raise ValueError(f"privileged_column={column!r}: the data has the columns {sorted(rollouts.columns)}.")
+        if any(rollouts.inputs):
+            raise ValueError(f"privileged_column={column!r}: prompts with images cannot be exchanged; leave it out.")
+        tokenizer = load_tokenizer(self.actor_spec.path)
+        rendered = (render_prompt(tokenizer, prompt) for prompt in rollouts.columns[column])
+        return [encode(tokenizer, text, templated=templated) for text, templated in rendered]
 
     def _served_lesson(self, rows: Experience) -> Lesson:
         """What `_ask_server` wrote down about the response tokens."""
@@ -327,6 +359,28 @@ class DistillLightningModule(CriticFreeLightningModule):
                 f"as {more[0]!r}. divergence={type(self.divergence).__name__} compares all words: take a teacher with "
                 "the policy's tokenizer, or divergence=None (null in YAML), the sampled reverse KL."
             )
+
+
+def _with_other_prompts(rows: Experience) -> tuple[SupervisedBatch, Tensor]:
+    """The rows with `teacher_prompts` before their first sampled tokens, and by how many places these moved."""
+    ids, lengths = rows.on_host("token_ids"), rows.on_host("attention_mask").sum(1).tolist()
+    response = rows.on_host("response_mask")
+    firsts = torch.where(response.any(1), response.int().argmax(1), torch.tensor(lengths)).tolist()
+    parts = list(zip(rows.teacher_prompts, firsts, lengths, strict=True))
+    width = max(len(prompt) + length - first for prompt, first, length in parts)
+    token_ids = torch.zeros(len(parts), width, dtype=torch.long)
+    attention, sampled = (torch.zeros(len(parts), width, dtype=torch.bool) for _ in range(2))
+    for row, (prompt, first, length) in enumerate(parts):
+        begin, end = len(prompt), len(prompt) + length - first
+        token_ids[row, :end] = torch.tensor([*prompt, *ids[row, first:length].tolist()])
+        attention[row, :end] = True
+        sampled[row, begin:end] = response[row, first:length]
+    shifts = torch.tensor([len(prompt) - first for prompt, first, _ in parts])
+    device = rows.token_ids.device
+    read = SupervisedBatch(
+        token_ids, attention_mask=attention, response_mask=sampled, group_ids=rows.on_host("group_ids")
+    )
+    return read.to(device), shifts
 
 
 def _gap(experience: Experience) -> Tensor:

@@ -154,6 +154,32 @@ def test_the_gradient_of_a_divergence_is_the_dense_one(divergence: Divergence, t
     assert float(total.detach() / count) == pytest.approx(logged, rel=1e-4)
 
 
+def test_the_model_teaches_itself_what_it_knows_with_a_privileged_prompt(tmp_path: Path) -> None:
+    """The loss is the divergence between the policy after the prompt and the teacher after the privileged one."""
+    path = quickstart_model(tmp_path / "model")
+    rows = [{"prompt": f"{i}+{i}=", "hint": "(8)" * (i % 3 + 1) + f"{i}+{i}="} for i in range(8)]
+    module = Keep(
+        path, {"self": path}, divergence=ForwardKL(), privileged_column="hint", micro_batch_tokens=60,
+    )  # fmt: skip
+    quiet_trainer().fit(module, sums_data(prompts=PromptSource(rows=rows), group_size=2, rollouts_per_epoch=1))
+    kept, total, count = module.kept, torch.zeros(()), 0
+    lm, tokenizer = copy.deepcopy(module.actor.lm), AutoTokenizer.from_pretrained(path)
+    for row, hint in enumerate(module.rollouts.columns["hint"]):
+        ids = kept.token_ids[row][kept.attention_mask[row]]
+        sampled = kept.response_mask[row, : len(ids)]
+        first = int(sampled.int().argmax())
+        privileged = torch.cat([torch.tensor(tokenizer(hint)["input_ids"]), ids[first:]])
+        n = len(ids) - first
+        own, theirs = (lm(x[None]).logits[0, -n - 1 : -1].log_softmax(-1) for x in (ids, privileged))
+        total, count = total + ForwardKL()(own, theirs.detach()).sum(), count + n
+    parameters = [p for p in lm.parameters() if p.requires_grad]
+    for got, want in zip(module.gradient, torch.autograd.grad(total / count, parameters), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-3)
+    assert float(total.detach()) > 1e-3
+    with pytest.raises(ValueError, match="privileged_column='hint' needs a divergence over all words"):
+        DistillLightningModule(path, {"self": path}, privileged_column="hint")
+
+
 def test_each_row_is_scored_by_the_teacher_that_its_column_names(tmp_path: Path) -> None:
     paths = {name: quickstart_model(tmp_path / name, seed=seed) for seed, name in enumerate(("student", "a", "b"))}
     rows = [{"prompt": f"{i}+{i}=", "who": "ab"[i % 2]} for i in range(8)]

@@ -20,10 +20,10 @@ __all__ = ["ServerTeacher"]
 class ServerTeacher:
     """Scores given tokens on vLLM or SGLang servers, as a teacher of `DistillLightningModule`.
 
-    The servers are ordinary ones, of any model with the policy's tokenizer (vLLM's are asked): their weights are never changed, so that
-    vLLM's need no development mode, and several runs may share them. Rows go to the living server with the fewest
-    outstanding ones; those of a server that dies are asked of the others. Log-probs are those at temperature 1 over the
-    whole vocabulary, which is what servers say about given tokens.
+    The servers are ordinary ones, of any model with the policy's tokenizer (vLLM's are asked). Nobody changes their
+    weights, so that vLLM's need no development mode and several runs may share them. Rows go to the living server with
+    the fewest outstanding ones; those of a server that dies are asked of the others. Log-probs are those at temperature
+    1 over the whole vocabulary, which is what servers say about given tokens.
 
     Args:
         urls: of the servers, e.g. [http://10.0.0.2:8000]; all with the same model.
