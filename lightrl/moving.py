@@ -282,8 +282,6 @@ def _trainer(
     """The trainer with its callbacks, and the run's folder. Wraps the loss where TRL corrects vLLM's log-probs."""
     run_dir = given.take("output_dir", "outputs/trl")
     half, bf16 = given.take("fp16", False), given.take("bf16", True)
-    if half:
-        notes.append("fp16: became bf16-mixed; float16 needs loss scaling, which only DeepSpeed brings here.")
     steps, epochs = given.take("max_steps", -1), given.take("num_train_epochs", 3)
     if steps < 0 and epochs != int(epochs):
         notes.append(f"num_train_epochs: {epochs} is rounded up; trainer.max_steps counts updates.")
@@ -311,7 +309,7 @@ def _trainer(
     trainer: dict[str, Any] = {
         "accelerator": "auto",
         "devices": devices,
-        "precision": "bf16-mixed" if bf16 or half else "32-true",
+        "precision": "16-mixed" if half else "bf16-mixed" if bf16 else "32-true",
         "max_epochs": -1 if steps > 0 else -(-epochs // 1),
         "callbacks": callbacks,
     }

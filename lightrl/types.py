@@ -14,7 +14,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ __all__ = [
     "StopReason",
     "SupervisedBatch",
     "Support",
+    "TopTokens",
     "Trajectory",
     "TrajectoryRow",
 ]
@@ -286,6 +287,17 @@ class Support:
         own = flat[wanted]
         index = torch.repeat_interleave(starts[wanted] - (own.cumsum(0) - own), own) + torch.arange(int(own.sum()))
         return Support(own.to(targets.device), ids[index].to(targets.device))
+
+
+class TopTokens(NamedTuple):
+    """A teacher's K likeliest words for each of M tokens.
+
+    Attributes:
+        ids: (M, K) int64. logprobs: (M, K) float32.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
 
 
 @dataclass
@@ -580,7 +592,7 @@ class _Rows:
             return self
 
         def cropped(x: Tensor) -> Tensor:
-            return x[:, :length] if x.ndim == 2 and x.shape[1] == width else x
+            return x[:, :length] if x.ndim > 1 and x.shape[1] == width else x
 
         return self.mapped(cropped, lambda x: x).with_host({name: cropped(x) for name, x in self.host_copies().items()})
 
@@ -725,8 +737,13 @@ class Experience(_Rows):
             rollout, where they equal the current ones and are not computed twice.
         ref_logprobs: log-probs under the reference; None without one.
         teacher_logprobs: log-probs under each row's teacher; None without one.
+        teacher_numbers: (B,) int64, which of the teachers a row has; None where whole distributions are not compared.
         engine_logprobs: as in `Rollouts`.
         advantages: 0 off the mask.
+        teacher_top_ids: (B, T, K) int64 on the host, a served teacher's likeliest words at each token, or None.
+        teacher_top_logprobs: (B, T, K) on the host, their log-probs.
+        teacher_prompts: B lists of token ids that the teacher reads in the place of what comes before the first sampled
+            token; empty where it reads the same.
         values: critic's values at the start of the update; None without critic.
         returns: targets for the critic; None without critic.
         rewards: (B,) sequence rewards after shaping; valid: (B,) bool, False where no reward function scored.
@@ -750,6 +767,10 @@ class Experience(_Rows):
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+    teacher_numbers: Tensor | None = None
+    teacher_top_ids: Tensor | None = None
+    teacher_top_logprobs: Tensor | None = None
+    teacher_prompts: list[list[int]] = field(default_factory=list)
     values: Tensor | None = None
     returns: Tensor | None = None
     normalizer: float = 1.0

@@ -7,6 +7,7 @@ the place of theirs, by one more --config as a user would do it; overlays are me
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,25 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "sft.yaml").write_text(yaml.safe_dump(sft))
     reference = {"path": model, "dtype": None}
     (folder / "reference.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"reference": reference}}}))
+    curriculum = {"class_path": "lightrl.data.PromptCurriculum", "init_args": {"source": source, "replay": 0.5}}
+    of_curriculum = {**rl["data"]["init_args"], "prompts": curriculum}
+    (folder / "curriculum.yaml").write_text(yaml.safe_dump({**rl, "data": {"init_args": of_curriculum}}))
     teachers = {"grpo": {"path": model}}
     (folder / "teachers.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"teachers": teachers}}}))
     return folder
+
+
+@pytest.fixture(scope="module")
+def served(place: Path) -> Iterator[Path]:
+    """A configuration that puts a small server with the tiny model in the place of a served teacher."""
+    pytest.importorskip("uvicorn")
+    from tests.engines.sglang_server import SGLangServer
+
+    server = SGLangServer(place / "model")
+    teacher = {"class_path": "lightrl.engines.ServerTeacher", "init_args": {"urls": [server.start()], "kind": "sglang"}}
+    (place / "served.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"teachers": {"grpo": teacher}}}}))
+    yield place / "served.yaml"
+    server.stop()
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
@@ -121,14 +138,17 @@ def test_prints(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("config", WHOLE, ids=name)
-def test_runs_with_a_tiny_model(config: Path, place: Path, tmp_path: Path) -> None:
+def test_runs_with_a_tiny_model(config: Path, place: Path, served: Path, tmp_path: Path) -> None:
     """One rollout and one evaluation; nothing is written, so a trial cannot damage the files of a real run."""
     if "geo3k" in config.stem:
         pytest.importorskip("math_verify")
-    files = [config, place / ("sft.yaml" if config.stem == "sft" else "rl.yaml")]
+    tiny = "sft" if config.stem == "sft" else "curriculum" if "curriculum" in config.stem else "rl"
+    files = [config, place / f"{tiny}.yaml"]
     if "reference:" in config.read_text():
         files.append(place / "reference.yaml")
-    if "teachers:" in config.read_text():
+    if "ServerTeacher" in config.read_text():
+        files.append(served)
+    elif "teachers:" in config.read_text():
         files.append(place / "teachers.yaml")
     cli = run(["fit", *(f"--config={file}" for file in files)])
     metrics = cli.trainer.callback_metrics
@@ -162,6 +182,7 @@ def expected_changes(overlay: Path) -> dict[str, Any]:
     return {
         "8gpu": {"trainer.devices": 8, strategy: "ddp"},
         "bf16": {},
+        "fp16": {"trainer.precision": "16-mixed"},
         "lora": {
             "model.init_args.reference": None,
             "model.init_args.actor.lora": {"r": 32, "alpha": 64.0},

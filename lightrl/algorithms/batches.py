@@ -44,8 +44,8 @@ def widest_layout(*models: PolicyModel | ValueModel | None) -> Layout:
     return "padded" if "padded" in used else "packed" if "packed" in used else "auto"
 
 
-def policy_forward(model: PolicyModel, rows: Any, **wanted: bool) -> dict[str, Tensor]:
-    """What the policy says about some rows: `logprobs` and, where `wanted`, `entropy` and `values`, each (b, t)."""
+def policy_forward(model: PolicyModel, rows: Any, **wanted: Any) -> dict[str, Tensor]:
+    """What the policy says about some rows: `logprobs` and what else of a `PolicyOutput` is `wanted`, each (b, t)."""
     output = model(
         rows.token_ids,
         rows.attention_mask,
@@ -323,12 +323,12 @@ def join_pieces(rollouts: Rollouts, done: list[tuple[Piece, Experience]]) -> Exp
 
 
 def _gathered(parts: list[tuple[Tensor, Tensor]], total: int, width: int) -> Tensor:
-    """(total,) or (total, width) from parts of their rows, narrower ones filled up with zeros on the right."""
+    """(total, ...) or (total, width, ...) from parts of their rows, narrower ones filled with zeros on the right."""
     like = parts[0][1]
-    out = like.new_zeros((total, width) if like.ndim == 2 else (total, *like.shape[1:]))
+    out = like.new_zeros((total, width, *like.shape[2:]) if like.ndim > 1 else (total,))
     for rows, values in parts:
         rows = rows.to(out.device)
-        if like.ndim == 2:
+        if like.ndim > 1:
             out[rows, : values.shape[1]] = values
         else:
             out[rows] = values

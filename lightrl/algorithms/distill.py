@@ -10,17 +10,21 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lightrl.algorithms.batches import batched_forward, policy_forward
 from lightrl.algorithms.variants import CriticFreeLightningModule
+from lightrl.data.templates import encode, load_tokenizer, render_prompt
 from lightrl.distributed import strategies
 from lightrl.distributed.metrics import MetricSums
 from lightrl.distributed.reduction import Reduction
+from lightrl.engines.server.teacher import ServerTeacher
 from lightrl.models.loading import load_causal_lm, require_model_folder
-from lightrl.models.policy import PolicyModel
+from lightrl.models.policy import Lesson, PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import AdvantageEstimator, Reinforce, fraction, positive
+from lightrl.objectives.divergences import Divergence
 from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.trajectories import TrajectoryLayout
 from lightrl.ops.advantages import returns_to_go
-from lightrl.types import Experience, Rollouts
+from lightrl.rollout.datamodule import RolloutDataModule
+from lightrl.types import Experience, Rollouts, SupervisedBatch, TopTokens
 
 __all__ = ["DistillLightningModule"]
 
@@ -36,26 +40,40 @@ class DistillLightningModule(CriticFreeLightningModule):
     responses. The minimiser of both is the teacher; with a reward r too (`advantage` a Reinforce, or RLOO or
     GroupRelative(scale="none")) and gamma 1 it is `pi ~ pi_teacher * exp(r / coef)`.
 
+    With a `divergence` whole distributions are compared instead, and the teacher is a term of the loss: each token's
+    loss is raised by `coef * D(pi, pi_teacher)` at its prefix, prefixes held fixed. It is what gamma 0 estimates from
+    one sample for `ReverseKL`, without its noise, and the choice of other divergences; no (tokens, vocabulary) matrix
+    is kept, only a few hundred tokens' logits live at once. Teachers run in every pass over a rollout.
+
     Teachers are frozen; they score the very tokens that were sampled, at the sampling temperature and over the tokens
-    that top-p, top-k and min-p left. Metric: `kl/teacher`, the mean of -d_t.
+    that top-p, top-k and min-p left. Metrics: `kl/teacher`, the mean of -d_t; with a divergence `loss/teacher`, its
+    mean.
 
     Args:
-        teachers: name -> model: a folder or hub name, or a `ModelSpec`. Their tokenizers must give every token the
-            policy's id.
+        teachers: name -> model: a folder or hub name, a `ModelSpec`, or a `ServerTeacher`, which scores at temperature
+            1 over all words. Their tokenizers must give every token the policy's id.
         teacher_column: column of the data set that names each row's teacher; needed where there are several.
         advantage: estimator for the data module's rewards; None leaves rewards to the logs, and every trajectory that
             did not fail is trained.
         coef: weight of D_t, above 0.
-        gamma: discount of later tokens' d_t, in [0, 1].
+        gamma: discount of later tokens' d_t, in [0, 1]; 0 with a divergence.
+        divergence: `ReverseKL`, `ForwardKL` or `JensenShannon` over the whole vocabulary; None is the sampled one.
+        privileged_column: column with a prompt (a string, put into the tokenizer's chat template where it has one, or
+            a conversation) that the teacher reads in the row's place, such as the question with its solution; with the
+            policy's own model as teacher that is self-distillation (OPSD). Needs a divergence over all words; None has
+            teachers read what the policy read.
+        divergence_top_k: compare only the teacher's so many likeliest words and "any other", at least 1; None compares
+            all words.
         kl: further penalty against a reference; None for none.
         kwargs: the other arguments of `PPOLightningModule`, but for `critic`.
 
     Raises:
-        ValueError: an argument is out of range; before models are loaded, a teacher with another vocabulary; on a
-            rollout, a row that names no teacher.
+        ValueError: an argument is out of range; before models are loaded, a teacher with another vocabulary, or a
+            divergence under a strategy that shards models; on a rollout, a row that names no teacher.
 
     Source: https://arxiv.org/abs/2306.13649 (on-policy distillation), https://arxiv.org/abs/2306.08543 (reverse KL by
-        policy gradient), https://thinkingmachines.ai/blog/on-policy-distillation (per-token advantage, gamma 0).
+        policy gradient), https://thinkingmachines.ai/blog/on-policy-distillation (per-token advantage, gamma 0),
+        https://github.com/siyan-zhao/OPSD (privileged prompts; it clips each word's share, here nothing is).
     """
 
     default_group_size = 1
@@ -64,12 +82,15 @@ class DistillLightningModule(CriticFreeLightningModule):
     def __init__(
         self,
         actor: str | ModelSpec,
-        teachers: dict[str, str | ModelSpec],
+        teachers: dict[str, str | ModelSpec | ServerTeacher],
         teacher_column: str | None = None,
         *,
         advantage: AdvantageEstimator | None = None,
         coef: float = 1.0,
         gamma: float = 0.0,
+        divergence: Divergence | None = None,
+        divergence_top_k: int | None = None,
+        privileged_column: str | None = None,
         kl: KLPenalty | None = None,
         **kwargs: Any,
     ) -> None:
@@ -80,20 +101,70 @@ class DistillLightningModule(CriticFreeLightningModule):
                 f"teachers={sorted(teachers)} with teacher_column=None: name the column that says which teacher a row "
                 "belongs to."
             )
+        if divergence is not None and gamma:
+            raise ValueError(
+                f"gamma={gamma} with divergence={type(divergence).__name__}: a divergence is each token's own. Take "
+                "gamma=0, or divergence=None (null in YAML), the sampled reverse KL."
+            )
+        if divergence_top_k is not None and (divergence is None or divergence_top_k < 1):
+            raise ValueError(
+                f"divergence_top_k={divergence_top_k} with divergence={divergence}: must be at least 1, and needs a "
+                "divergence (ReverseKL, ForwardKL, JensenShannon)."
+            )
         self.learns_rewards = advantage is not None
         super().__init__(actor, advantage=Reinforce() if advantage is None else advantage, kl=kl, **kwargs)
-        self.teacher_specs = {name: ModelSpec(s) if isinstance(s, str) else s for name, s in teachers.items()}
+        self.teacher_names = list(teachers)
+        self.teacher_specs: dict[str, ModelSpec] = {}
+        self.teacher_servers: dict[str, ServerTeacher] = {}
+        for name, teacher in teachers.items():
+            if isinstance(teacher, ServerTeacher):
+                self.teacher_servers[name] = teacher
+            else:
+                self.teacher_specs[name] = ModelSpec(teacher) if isinstance(teacher, str) else teacher
+        if self.teacher_servers and divergence is not None and divergence_top_k is None:
+            raise ValueError(
+                f"divergence={type(divergence).__name__} with teachers {sorted(self.teacher_servers)} on servers, "
+                "which name their likeliest words only: set divergence_top_k (vLLM: at most its --max-logprobs, 20)."
+            )
+        if privileged_column is not None and (self.teacher_servers or divergence is None or divergence_top_k):
+            raise ValueError(
+                f"privileged_column={privileged_column!r} needs a divergence over all words (divergence_top_k=None) "
+                "and teachers in this process (model folders)."
+            )
         self.teacher_column = teacher_column
+        self.privileged_column = privileged_column
         self.distill_coef = positive("DistillLightningModule", "coef", coef)
         self.distill_gamma = fraction("DistillLightningModule", "gamma", gamma)
+        self.divergence = divergence
+        self.divergence_top_k = divergence_top_k
 
     def setup(self, stage: str) -> None:
         """See `PPOLightningModule.setup`; refuses teachers that read other tokens."""
         super().setup(stage)
+        if self.divergence is not None and strategies.shards_parameters(self.trainer.strategy):
+            raise ValueError(
+                f"divergence={type(self.divergence).__name__} with strategy={type(self.trainer.strategy).__name__}, "
+                "which shards models: comparing distributions needs the heads of student and teacher whole and at "
+                "once. Take ddp or ZeRO 1 or 2, or divergence=None (null in YAML), the sampled reverse KL."
+            )
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if self.teacher_servers and isinstance(data, RolloutDataModule):
+            sampling = data.sampling
+            cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+            if sampling.temperature != 1 or (cut and data.engine.records_support):
+                raise ValueError(
+                    f"teachers {sorted(self.teacher_servers)} on servers with {sampling}: servers score at temperature "
+                    "1 over all words. Take temperature 1 without top_p, top_k and min_p, or a teacher in this process "
+                    "(a model folder)."
+                )
+        for server in self.teacher_servers.values():
+            server.check(self.actor_spec.path)
         own = AutoTokenizer.from_pretrained(self.actor_spec.path).get_vocab()
         for name, spec in self.teacher_specs.items():
             require_model_folder(spec.path)
             _refuse_other_vocabulary(name, spec.path, own)
+            if self.divergence is not None:
+                self._refuse_more_words(name, spec.path, own)
 
     def _build_models(self) -> None:
         super()._build_models()
@@ -114,16 +185,49 @@ class DistillLightningModule(CriticFreeLightningModule):
 
     def _evaluate_models(self, experience: Experience, rollouts: Rollouts, reduction: Reduction) -> None:
         super()._evaluate_models(experience, rollouts, reduction)
+        if self.divergence is not None:
+            experience.teacher_numbers = torch.zeros(len(rollouts), dtype=torch.long)
+            for name, rows in self._rows_of_teachers(rollouts).items():
+                experience.teacher_numbers[rows] = self.teacher_names.index(name)
+                if name in self.teacher_servers:
+                    self._ask_server(name, experience, rows)
+            if self.privileged_column is not None:
+                experience.teacher_prompts = self._privileged_prompts(self.privileged_column, rollouts)
+            return
         if experience.old_logprobs is None:
             experience.old_logprobs = self._scores(self.actor, experience, reduction)
         experience.teacher_logprobs = torch.zeros_like(experience.old_logprobs)
         for name, rows in self._rows_of_teachers(rollouts).items():
+            if name in self.teacher_servers:
+                self._ask_server(name, experience, rows)
+                continue
             rows = rows.to(experience.token_ids.device)
             part = experience.select(rows if len(rows) else torch.zeros(1, dtype=torch.long, device=rows.device))
             if not len(rows):  # sharded teachers run on all ranks or on none
                 part.response_mask = torch.zeros_like(part.response_mask)
             scores = self._scores(self.teachers[name], part, reduction)
             experience.teacher_logprobs[rows] = scores[: len(rows)]
+
+    def _ask_server(self, name: str, experience: Experience, rows: Tensor) -> None:
+        """Writes what a server says about some rows into the experience: log-probs, and likeliest words."""
+        ids, lengths = experience.on_host("token_ids"), experience.on_host("attention_mask").sum(1).tolist()
+        top, shape = self.divergence_top_k or 0, tuple(experience.token_ids.shape)
+        if any(experience.inputs):
+            raise ValueError(f"teachers[{name!r}] is on servers, which score text only, and rows have images.")
+        if experience.teacher_logprobs is None:
+            experience.teacher_logprobs = torch.zeros(shape, device=experience.token_ids.device)
+        if top and experience.teacher_top_ids is None:
+            experience.teacher_top_ids = torch.zeros(*shape, top, dtype=torch.long)
+            experience.teacher_top_logprobs = torch.zeros(*shape, top)
+        numbers = rows.tolist()
+        said = self.teacher_servers[name].scores([ids[row, : lengths[row]].tolist() for row in numbers], top)
+        for row, scores in zip(numbers, said, strict=True):
+            logprobs = torch.tensor(scores.logprobs)
+            experience.teacher_logprobs[row, 1 : lengths[row]] = logprobs.to(experience.teacher_logprobs.device)
+            if top and experience.teacher_top_ids is not None and experience.teacher_top_logprobs is not None:
+                words = torch.tensor(scores.top, dtype=torch.float64)  # (n - 1, K, 2), ids exact
+                experience.teacher_top_ids[row, 1 : lengths[row]] = words[..., 0].long()
+                experience.teacher_top_logprobs[row, 1 : lengths[row]] = words[..., 1].float()
 
     def _scores(self, model: Any, rows: Experience, reduction: Reduction) -> Tensor:
         forward = batched_forward(
@@ -135,21 +239,21 @@ class DistillLightningModule(CriticFreeLightningModule):
     def _rows_of_teachers(self, rollouts: Rollouts) -> dict[str, Tensor]:
         """Teacher -> numbers of its rows."""
         if self.teacher_column is None:
-            return {name: torch.arange(len(rollouts)) for name in self.teacher_specs}
+            return {name: torch.arange(len(rollouts)) for name in self.teacher_names}
         if self.teacher_column not in rollouts.columns:
             raise ValueError(
                 f"teacher_column={self.teacher_column!r}: the data has the columns {sorted(rollouts.columns)}."
             )
         named = [str(value) for value in rollouts.columns[self.teacher_column]]
-        unknown = sorted(set(named) - set(self.teacher_specs))
+        unknown = sorted(set(named) - set(self.teacher_names))
         if unknown:
             raise ValueError(
                 f"teacher_column={self.teacher_column!r} names {unknown[0]!r}, but teachers are "
-                f"{sorted(self.teacher_specs)}: add it, or mend the rows."
+                f"{sorted(self.teacher_names)}: add it, or mend the rows."
             )
         return {
             name: torch.tensor([row for row, value in enumerate(named) if value == name], dtype=torch.long)
-            for name in self.teacher_specs
+            for name in self.teacher_names
         }
 
     def _token_rewards(self, experience: Experience, rollouts: Rollouts, sums: MetricSums) -> Tensor:
@@ -165,6 +269,8 @@ class DistillLightningModule(CriticFreeLightningModule):
     ) -> tuple[Tensor, Tensor | None]:
         """See `PPOLightningModule.compute_advantages`; adds what the teachers say about each token."""
         advantages, returns = super().compute_advantages(experience, token_rewards, rollouts)
+        if self.divergence is not None:
+            return advantages, returns
         layout = TrajectoryLayout(experience.trajectory_ids, experience.response_mask)
         gain = returns_to_go(layout.join(_gap(experience)), layout.mask, self.distill_gamma)
         return advantages + self.distill_coef * layout.split(gain) * experience.valid[:, None], returns
@@ -173,12 +279,111 @@ class DistillLightningModule(CriticFreeLightningModule):
         self, experience: Experience, advantages: Tensor, rollouts: Rollouts, reduction: Reduction, sums: MetricSums
     ) -> None:
         super()._finish_advantages(experience, advantages, rollouts, reduction, sums)
-        sums.add({"kl/teacher": -_gap(experience)}, experience.response_mask)
+        if self.divergence is None:
+            sums.add({"kl/teacher": -_gap(experience)}, experience.response_mask)
+
+    def _also_wanted(self, rows: Experience) -> dict[str, Any]:
+        if self.divergence is None:
+            return {}
+        return {"divergence": self.divergence, "lessons": self._lessons(rows)}
+
+    def _lessons(self, rows: Experience) -> list[Lesson]:
+        """What each teacher says about its rows of a micro-batch."""
+        assert rows.teacher_numbers is not None
+        device, width, lessons = rows.token_ids.device, rows.token_ids.shape[1], []
+        for number, name in enumerate(self.teacher_names):
+            own = (rows.teacher_numbers == number).nonzero().squeeze(1)
+            if not len(own):
+                continue
+            part = rows.select(own)
+            lesson = self._served_lesson(part) if name in self.teacher_servers else self._own_lesson(name, part)
+            targets = own.to(device)[lesson.targets // width] * width + lesson.targets % width
+            lessons.append(Lesson(targets, lesson.states))
+        return lessons
+
+    def _own_lesson(self, name: str, rows: Experience) -> Lesson:
+        """What a teacher in this process says, about places in `rows` whatever it reads in front of them."""
+        teacher: Any = self.teachers[name]
+        if not rows.teacher_prompts:
+            lesson: Lesson = teacher.teach(rows, self.divergence_top_k)
+            return lesson
+        read, shifts = _with_other_prompts(rows)
+        lesson = teacher.teach(read)
+        width, own = read.token_ids.shape[1], rows.token_ids.shape[1]
+        row = lesson.targets // width
+        place = (lesson.targets % width - shifts.to(row.device)[row]).clamp(min=0)
+        return Lesson(row * own + place, lesson.states)
+
+    def _privileged_prompts(self, column: str, rollouts: Rollouts) -> list[list[int]]:
+        """Token ids of what the teachers read before each row's first sampled token."""
+        if column not in rollouts.columns:
+            raise ValueError(f"privileged_column={column!r}: the data has the columns {sorted(rollouts.columns)}.")
+        if any(rollouts.inputs):
+            raise ValueError(f"privileged_column={column!r}: prompts with images cannot be exchanged; leave it out.")
+        tokenizer = load_tokenizer(self.actor_spec.path)
+        rendered = (render_prompt(tokenizer, prompt) for prompt in rollouts.columns[column])
+        return [encode(tokenizer, text, templated=templated) for text, templated in rendered]
+
+    def _served_lesson(self, rows: Experience) -> Lesson:
+        """What `_ask_server` wrote down about the response tokens."""
+        assert rows.teacher_top_ids is not None and rows.teacher_top_logprobs is not None
+        device = rows.token_ids.device
+        targets = rows.on_host("response_mask").reshape(-1).nonzero().squeeze(1)
+        ids, logprobs = (x.flatten(0, 1)[targets].to(device) for x in (rows.teacher_top_ids, rows.teacher_top_logprobs))
+        return Lesson(targets.to(device), TopTokens(ids, logprobs))
+
+    def _policy_loss(self, out: dict[str, Tensor], old: Tensor, rows: Experience) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = super()._policy_loss(out, old, rows)
+        if self.divergence is None:
+            return loss, metrics
+        return loss + self.distill_coef * out["divergence"], {**metrics, "loss/teacher": out["divergence"].detach()}
+
+    @property
+    def _zero_rows_are_free(self) -> bool:
+        return self.divergence is None and super()._zero_rows_are_free
+
+    def teardown(self, stage: str) -> None:
+        """Lets go of the teachers' servers."""
+        super().teardown(stage)
+        for server in self.teacher_servers.values():
+            server.close()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """See `PPOLightningModule.state_dict`; without the teachers, which are loaded from where they came from."""
         state = super().state_dict(*args, **kwargs)
         return {name: value for name, value in state.items() if not name.startswith("teachers.")}
+
+    def _refuse_more_words(self, name: str, path: str, own: dict[str, int]) -> None:
+        """Raises a ValueError for a teacher with tokens that the policy lacks, to which it would give probability."""
+        more = sorted(set(AutoTokenizer.from_pretrained(path).get_vocab()) - set(own))
+        if more:
+            raise ValueError(
+                f"teachers[{name!r}]={path!r} has another vocabulary: {len(more)} tokens that the policy lacks, such "
+                f"as {more[0]!r}. divergence={type(self.divergence).__name__} compares all words: take a teacher with "
+                "the policy's tokenizer, or divergence=None (null in YAML), the sampled reverse KL."
+            )
+
+
+def _with_other_prompts(rows: Experience) -> tuple[SupervisedBatch, Tensor]:
+    """The rows with `teacher_prompts` before their first sampled tokens, and by how many places these moved."""
+    ids, lengths = rows.on_host("token_ids"), rows.on_host("attention_mask").sum(1).tolist()
+    response = rows.on_host("response_mask")
+    firsts = torch.where(response.any(1), response.int().argmax(1), torch.tensor(lengths)).tolist()
+    parts = list(zip(rows.teacher_prompts, firsts, lengths, strict=True))
+    width = max(len(prompt) + length - first for prompt, first, length in parts)
+    token_ids = torch.zeros(len(parts), width, dtype=torch.long)
+    attention, sampled = (torch.zeros(len(parts), width, dtype=torch.bool) for _ in range(2))
+    for row, (prompt, first, length) in enumerate(parts):
+        begin, end = len(prompt), len(prompt) + length - first
+        token_ids[row, :end] = torch.tensor([*prompt, *ids[row, first:length].tolist()])
+        attention[row, :end] = True
+        sampled[row, begin:end] = response[row, first:length]
+    shifts = torch.tensor([len(prompt) - first for prompt, first, _ in parts])
+    device = rows.token_ids.device
+    read = SupervisedBatch(
+        token_ids, attention_mask=attention, response_mask=sampled, group_ids=rows.on_host("group_ids")
+    )
+    return read.to(device), shifts
 
 
 def _gap(experience: Experience) -> Tensor:

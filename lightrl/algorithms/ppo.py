@@ -708,10 +708,10 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         assert minibatch.loss_weights is not None, "weights are those of the whole mini-batch, see `micro_batches`"
         mask, critic = minibatch.response_mask, self.critic_spec
         shared = self.actor.value_head is not None
-        out = policy_forward(self.actor, minibatch, entropy=True, values=shared)
+        out = policy_forward(self.actor, minibatch, entropy=True, values=shared, **self._also_wanted(minibatch))
         logprobs, entropy = out["logprobs"], out["entropy"]
         old = logprobs.detach() if minibatch.old_logprobs is None else minibatch.old_logprobs
-        token_loss, metrics = self._policy_loss(logprobs, old, minibatch)
+        token_loss, metrics = self._policy_loss(out, old, minibatch)
         metrics = {**metrics, "loss/policy": token_loss, "policy/entropy": entropy}
         if isinstance(self.kl, KLInLoss) and minibatch.ref_logprobs is not None:
             penalty = self.kl(logprobs, old, minibatch.ref_logprobs)
@@ -733,11 +733,15 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             metrics["loss/aux"] = out["aux_loss"]
         return loss, metrics
 
-    def _policy_loss(self, logprobs: Tensor, old: Tensor, rows: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        """(B, T) token losses; what looks at whole responses gets the rows of a trajectory as one."""
+    def _also_wanted(self, rows: Experience) -> dict[str, Any]:
+        """Further arguments of the actor's forward, for losses of subclasses."""
+        return {}
+
+    def _policy_loss(self, out: dict[str, Tensor], old: Tensor, rows: Experience) -> tuple[Tensor, dict[str, Tensor]]:
+        """(B, T) token losses from what the actor says; what looks at whole responses gets a trajectory as one row."""
         layout = TrajectoryLayout(rows.trajectory_ids, rows.response_mask, rows.on_host("trajectory_ids"))
         loss, metrics = self.loss(
-            layout.join(logprobs),
+            layout.join(out["logprobs"]),
             layout.join(old),
             layout.join(rows.advantages),
             layout.mask,
@@ -759,16 +763,20 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             finite: whether this rank's losses of the mini-batch were all finite.
 
         Returns:
-            `optim/skipped_updates` (0 or 1), `optim/lr_*`, and `optim/grad_norm` of a step that was taken.
+            `optim/skipped_updates` (0 or 1), `optim/lr_*`, `optim/grad_norm` of a step that was taken, and with
+            float16 autocast `optim/loss_scale`, by which the losses were multiplied.
 
         Raises:
             RuntimeError: `max_skipped_updates` updates in a row were skipped.
         """
         strategy, optimizer = self.trainer.strategy, self._optimizer
+        scaler = strategies.loss_scaler(self.trainer.precision_plugin)
+        scale = 1.0 if scaler is None else scaler.get_scale()
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = strategies.clip_gradients(strategy, trained, self.max_grad_norm)
-        broken = not finite or (norm is not None and not bool(torch.isfinite(norm)))
-        skip = bool(self._all_ranks.max(torch.tensor(float(broken))))
+        norm = strategies.clip_gradients(strategy, trained, self.max_grad_norm, scale)
+        overflow = norm is not None and not bool(torch.isfinite(norm))
+        lost, overflow = self._all_ranks.max(torch.tensor([float(not finite), float(overflow)])).bool().tolist()
+        skip = lost or overflow
         role = {"actor": "policy"}
         names = [group.get("name", "policy") for group in optimizer.param_groups]
         rates = [float(group["lr"]) for group in optimizer.param_groups]
@@ -781,12 +789,16 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             norm, skip = strategies.after_step(strategy, norm)
         if skip:
             strategies.discard_gradients(strategy)
+            if scaler is not None:
+                strategies.lower_scale(scaler)
         else:
             schedulers: Any = self.lr_schedulers() or []
             for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
                 scheduler.step()
         optimizer.zero_grad()
-        self._count_skips(skip, norm)
+        self._count_skips(skip, norm, searching=scale > 1 and not lost)
+        if scaler is not None:
+            metrics["optim/loss_scale"] = scale
         if norm is not None and not skip:
             metrics["optim/grad_norm"] = norm
         return {"optim/skipped_updates": float(skip), **metrics}
@@ -795,8 +807,10 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def _optimizer(self) -> Any:
         return self.optimizers()
 
-    def _count_skips(self, skip: bool, norm: Tensor | None) -> None:
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skip else 0
+    def _count_skips(self, skip: bool, norm: Tensor | None, *, searching: bool) -> None:
+        """Counts a skipped update; one after which a smaller loss scale is tried is not held against the run."""
+        if not (skip and searching):
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skip else 0
         self.num_skipped_updates += skip
         if self.skipped_in_a_row >= self.max_skipped_updates:
             raise RuntimeError(

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightrl.callbacks.run_folder import run_folder
+from lightrl.data.curriculum import PromptCurriculum
 from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.distributed.checkpoint_io import CheckedCheckpointIO
 from lightrl.rollout.datamodule import RolloutDataModule
@@ -188,7 +189,7 @@ def other_settings(trainer: Trainer, folder: Path) -> str:
     return ", ".join(f"{name}={theirs[name]}" for name in own if name in theirs and theirs[name] != own[name])
 
 
-def data_fingerprint(source: PromptSource | PromptMixture) -> str:
+def data_fingerprint(source: PromptSource | PromptMixture | PromptCurriculum) -> str:
     """Twelve characters that change when the prompts do: the number of rows, the first or last of them, or the source.
 
     Of a local file its size and its first and last 64 KiB count, not its name; of a folder the names and sizes of its
@@ -199,6 +200,8 @@ def data_fingerprint(source: PromptSource | PromptMixture) -> str:
 
 
 def _described(source: Any) -> Any:
+    if isinstance(source, PromptCurriculum):
+        return _described(source.source)
     if isinstance(source, PromptMixture):
         return [[_described(each) for each in source.sources], source.weights]
     return [_rows_described(source), source.name, source.split, source.limit, source.prompt_column]

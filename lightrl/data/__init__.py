@@ -1,6 +1,7 @@
 """Data sets, chat templates and the data modules that make batches of them."""
 
 from lightrl.data.arithmetic import ArithmeticRows
+from lightrl.data.curriculum import PromptCurriculum
 from lightrl.data.preferences import PreferenceDataModule, PreferenceSource
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource
 from lightrl.data.rows import RowSource
@@ -11,6 +12,7 @@ __all__ = [
     "ArithmeticRows",
     "PreferenceDataModule",
     "PreferenceSource",
+    "PromptCurriculum",
     "PromptMixture",
     "PromptSet",
     "PromptSource",

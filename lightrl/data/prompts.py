@@ -194,6 +194,10 @@ class OpenSource(ABC):
     def row(self, number: int) -> Callable[[], Drawn]:
         """The prompt with this number in the order of the data set, as from `draw`."""
 
+    def index(self, number: int) -> int:
+        """Row in the data set of the prompt with this number in its order."""
+        raise AssertionError(f"row {number} of a stream: callers ask for the length first, which raises")
+
     @property
     def read_columns(self) -> list[str]:
         """Columns that a prompt is made of."""
@@ -344,6 +348,9 @@ class _MapRows(OpenSource):
 
     def row(self, number: int) -> Callable[[], Drawn]:
         return lambda: self._first_good(number)
+
+    def index(self, number: int) -> int:
+        return int(self.kept[number])
 
     def _first_good(self, number: int) -> Drawn:
         """This prompt, or the next one in the data set's order that is good."""

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 
@@ -34,11 +35,14 @@ __all__ = [
     "keep_zero3_config",
     "loads_in_shards",
     "local_shard",
+    "loss_scaler",
+    "lower_scale",
     "optimizer_window",
     "refuse_unsupported",
     "set_gradient_clipping",
     "shard_device",
     "shard_model",
+    "shards_parameters",
 ]
 
 
@@ -50,8 +54,8 @@ def refuse_unsupported(strategy: Strategy, precision: str = "32-true") -> None:
         precision: the trainer's, of modules that optimise manually; Lightning's own loop scales float16 losses right.
 
     Raises:
-        ValueError: FSDP1, whose whole-module wrapping breaks under manual optimisation, tensor parallelism, and float16
-            autocast, whose loss scaling would be clipped before it is undone.
+        ValueError: FSDP1, whose whole-module wrapping breaks under manual optimisation, tensor parallelism, float16
+            weights without DeepSpeed, and float16 autocast under FSDP2, whose overflows one rank alone would see.
     """
     if isinstance(strategy, FSDPStrategy):
         raise ValueError(
@@ -65,10 +69,13 @@ def refuse_unsupported(strategy: Strategy, precision: str = "32-true") -> None:
             "data_parallel_size to the number of ranks and tensor_parallel_size to 1."
         )
     if precision.startswith("16") and not isinstance(strategy, DeepSpeedStrategy):
-        raise ValueError(
-            f"precision={precision}: float16 loss scaling is not supported in manual optimisation. Use bf16-mixed, "
-            "bf16-true or 32-true (or DeepSpeed, which scales in its own engine)."
-        )
+        sharded = isinstance(strategy, ModelParallelStrategy)
+        if precision != "16-mixed" or sharded:
+            raise ValueError(
+                f"precision={precision}{' with FSDP2' if sharded else ''}: losses are scaled with 16-mixed on one "
+                "device and under DDP only, and by DeepSpeed in its own engine. Use one of these, bf16-mixed, "
+                "bf16-true or 32-true."
+            )
 
 
 def keep_zero3_config(strategy: Strategy) -> Any:
@@ -82,6 +89,13 @@ def keep_zero3_config(strategy: Strategy) -> Any:
     from transformers.integrations import HfDeepSpeedConfig
 
     return HfDeepSpeedConfig(strategy.config)
+
+
+def shards_parameters(strategy: Strategy) -> bool:
+    """Whether a rank holds parts of parameters only: under FSDP2 and ZeRO-3."""
+    return isinstance(strategy, ModelParallelStrategy) or bool(
+        isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3
+    )
 
 
 def shard_model(model: nn.Module, layers: Iterable[nn.Module], module: Any) -> None:
@@ -166,8 +180,30 @@ def _zero_reduces_always(strategy: DeepSpeedStrategy, models: Iterable[nn.Module
     return _zero_stage(strategy) >= 2 and any(_reduces_always(strategy, model) for model in models)
 
 
-def clip_gradients(strategy: Strategy, parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor | None:
+def loss_scaler(precision: Precision) -> torch.amp.GradScaler | None:
+    """What multiplies losses before their backward, so that float16 gradients do not vanish; None without one."""
+    return precision.scaler if isinstance(precision, MixedPrecision) else None
+
+
+def lower_scale(scaler: torch.amp.GradScaler) -> None:
+    """Halves the scale (by `backoff_factor`) after gradients that were not finite, and begins to count anew.
+
+    `GradScaler.update` would do so on the ranks only whose own gradients overflowed.
+    """
+    state = scaler.state_dict()
+    scaler.load_state_dict({**state, "scale": state["scale"] * state["backoff_factor"], "_growth_tracker": 0})
+
+
+def clip_gradients(
+    strategy: Strategy, parameters: Iterable[nn.Parameter], max_norm: float | None, scale: float = 1.0
+) -> Tensor | None:
     """Clips the joint gradient norm of all parameters.
+
+    Args:
+        strategy: the trainer's.
+        parameters: with gradients.
+        max_norm: bound on the norm; None is off.
+        scale: what the losses were multiplied by. The gradients stay so, until the step undoes it.
 
     Returns:
         the norm before clipping, float32 scalar, the same on every rank; None under DeepSpeed, which clips by its own
@@ -175,8 +211,8 @@ def clip_gradients(strategy: Strategy, parameters: Iterable[nn.Parameter], max_n
     """
     if isinstance(strategy, DeepSpeedStrategy):
         return None
-    norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if max_norm is None else max_norm)
-    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).detach().float()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if max_norm is None else max_norm * scale)
+    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).detach().float() / scale
 
 
 def after_step(strategy: Strategy, norm: Tensor | None) -> tuple[Tensor | None, bool]:

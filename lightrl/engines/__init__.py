@@ -16,6 +16,7 @@ from lightrl.types import EngineContext
 
 if TYPE_CHECKING:
     from lightrl.engines.server.engine import ServerEngine
+    from lightrl.engines.server.teacher import ServerTeacher
     from lightrl.engines.transformers.engine import TransformersEngine
     from lightrl.engines.vllm.engine import VLLMEngine
 
@@ -27,6 +28,7 @@ __all__ = [
     "GenerationCancelledError",
     "RequestQueue",
     "ServerEngine",
+    "ServerTeacher",
     "StaleWeightsError",
     "TransformersEngine",
     "VLLMEngine",
@@ -34,6 +36,7 @@ __all__ = [
 
 _LAZY = {  # an engine that is added: here, in `__all__`, in the imports above and in `lightrl/__init__.py`
     "ServerEngine": "lightrl.engines.server.engine",
+    "ServerTeacher": "lightrl.engines.server.teacher",
     "TransformersEngine": "lightrl.engines.transformers.engine",
     "VLLMEngine": "lightrl.engines.vllm.engine",
 }

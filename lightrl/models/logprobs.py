@@ -16,20 +16,31 @@ leaves the loss to the caller.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
-from lightrl.types import Support
+from lightrl.types import Support, TopTokens
 
-__all__ = ["LogitMap", "TokenHead", "chunked_logprobs", "install_head"]
+__all__ = [
+    "LogitMap",
+    "TeacherStates",
+    "TokenHead",
+    "chunked_divergence",
+    "chunked_logprobs",
+    "chunked_top",
+    "install_head",
+]
 
 CHUNK_ELEMENTS = 1 << 26  # logits that live at once: 256 MiB in float32
 CUDA_CHUNK_ELEMENTS = 1 << 28  # on CUDA, where each tile reads the whole weight: 1 GiB
 CACHE_ELEMENTS, CACHE_TOKENS = 1 << 19, 1024  # on a CPU: 2 MiB, and fewest tokens that keep matrix products fast
+DIVERGENCE_ELEMENTS = 1 << 24  # logits of either model while distributions are compared; four times that on CUDA
 CUT = -1e9  # the logit of a word that was cut: finite, since 0 times infinity would be in entropies
 KEPT_ELEMENTS = 3 << 25  # on a CPU, logits that are kept for the backward pass: 384 MiB in float32
 
@@ -166,19 +177,24 @@ class _Tiles:
 
     def cut(self, z: Tensor, rows: slice, words: slice, support: Support) -> None:
         """Lowers the logits of words outside of the support so far that their probability is 0, in place."""
-        counts = support.counts[rows]
-        ids = support.ids[self.offsets[rows.start] : self.offsets[rows.stop]].long()
-        owners = torch.repeat_interleave(torch.arange(len(counts), device=ids.device), counts)
-        inside = (ids >= words.start) & (ids < words.stop)
-        outside = (counts > 0)[:, None].repeat(1, z.shape[1])
-        outside[owners[inside], ids[inside] - words.start] = False
-        z.masked_fill_(outside, CUT)
+        z.masked_fill_(_outside(support, self.offsets, rows, words), CUT)
 
     def places(self, rows: slice, words: slice) -> tuple[Tensor, Tensor]:
         """(C, 1) columns of the targets, and whether they lie in the tile at all."""
         place = self.targets[rows, None] - words.start
         last = words.stop - words.start - 1
         return place.clamp(0, last), (place >= 0) & (place <= last)
+
+
+def _outside(support: Support, offsets: list[int], rows: slice, words: slice) -> Tensor:
+    """(C, W) bool, True where a token of `rows` could not become a word of `words`; `offsets` are where ids begin."""
+    counts = support.counts[rows]
+    ids = support.ids[offsets[rows.start] : offsets[rows.stop]].long()
+    owners = torch.repeat_interleave(torch.arange(len(counts), device=ids.device), counts)
+    inside = (ids >= words.start) & (ids < words.stop)
+    outside = (counts > 0)[:, None].repeat(1, words.stop - words.start)
+    outside[owners[inside], ids[inside] - words.start] = False
+    return outside
 
 
 class _Sums(NamedTuple):
@@ -344,6 +360,113 @@ def _logit_gradient(
     return dz if slope is None else dz.mul_(slope)
 
 
+# ---- whole distributions -----------------------------------------------------------------------------------------
+
+
+class TeacherStates(NamedTuple):
+    """What a teacher says about M tokens, before its head: all of its distribution, in little memory.
+
+    Attributes:
+        hidden: (M, D'), what its head reads.
+        weight: (V', D'). bias: (V',) or None.
+        logit_map: as of `chunked_logprobs`.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    logit_map: LogitMap
+
+
+def chunked_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    teacher: TeacherStates | TopTokens,
+    divergence: Callable[[Tensor, Tensor], Tensor],
+    *,
+    temperature: float = 1.0,
+    logit_map: LogitMap = LogitMap(),  # noqa: B008 - an immutable tuple
+    support: Support | None = None,
+    chunk_elements: int | None = None,
+) -> Tensor:
+    """A divergence between the student's and a teacher's distribution at each of M tokens, over all words.
+
+    Logits of some tokens at a time are made, used and dropped, and made again in the backward pass. Where the heads
+    have different numbers of words, both distributions are over those that both have. Against `TopTokens` it is the
+    divergence over K + 1 outcomes, each of the teacher's top words and "any other", which is never above the whole
+    one and 0 where the student gives those K words the teacher's probabilities.
+
+    Args:
+        hidden, weight, bias, temperature, logit_map, support: as of `chunked_logprobs`; temperature and support are
+            the teacher's too.
+        teacher: of the same M tokens; without graph.
+        divergence: (C, W) log-probs of student and teacher to (C,), differentiable in the first.
+        chunk_elements: most logits that live at once for either model; 2^26 on CUDA, 2^24 elsewhere where None.
+
+    Returns:
+        (M,) float32, with exact gradients for hidden, weight and bias. Logits have the dtype of the head's weight.
+    """
+    device = hidden.device.type
+    if chunk_elements is None:
+        chunk_elements = DIVERGENCE_ELEMENTS << 2 if device == "cuda" else DIVERGENCE_ELEMENTS
+    offsets = [] if support is None else [0, *support.counts.cumsum(0).tolist()]
+    words = len(weight) if isinstance(teacher, TopTokens) else min(len(weight), len(teacher.weight))
+
+    def distribution(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_map: LogitMap, rows: slice) -> Tensor:
+        z = F.linear(hidden, weight[:words], None if bias is None else bias[:words])
+        z = z.to(torch.promote_types(z.dtype, torch.float32)) * logit_map.scale
+        if logit_map.cap:
+            z = torch.tanh(z / logit_map.cap) * logit_map.cap
+        z = z / temperature
+        if support is not None:
+            z = z.masked_fill(_outside(support, offsets, rows, slice(0, words)), CUT)
+        return z.log_softmax(-1)
+
+    def part(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
+        own = distribution(hidden, weight, bias, logit_map, rows)
+        if isinstance(teacher, TopTokens):
+            return divergence(_with_rest(own.gather(1, teacher.ids[rows])), _with_rest(teacher.logprobs[rows]))
+        with torch.no_grad():
+            theirs = distribution(teacher.hidden[rows], teacher.weight, teacher.bias, teacher.logit_map, rows)
+        return divergence(own, theirs)
+
+    chunks = _chunks(len(hidden), max(1, chunk_elements // words))
+    return torch.cat([checkpoint(part, hidden[c], weight, bias, c, use_reentrant=False) for c in chunks])
+
+
+def _with_rest(logprobs: Tensor) -> Tensor:
+    """(C, K) log-probs of some words and, behind them, of all others together: (C, K + 1)."""
+    others = 1.0 - logprobs.exp().sum(-1, keepdim=True)
+    return torch.cat([logprobs, others.clamp(min=torch.finfo(others.dtype).eps).log()], -1)
+
+
+@torch.no_grad()
+def chunked_top(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    count: int,
+    *,
+    temperature: float = 1.0,
+    logit_map: LogitMap = LogitMap(),  # noqa: B008 - an immutable tuple
+    support: Support | None = None,
+    chunk_elements: int | None = None,
+) -> TopTokens:
+    """The `count` likeliest words of each of M tokens; arguments as of `chunked_logprobs`."""
+    dtype = weight.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    size = max(1, (chunk_elements or CHUNK_ELEMENTS) // len(weight)), len(weight)
+    settings = temperature, logit_map, size, support
+    tiles = _Tiles(hidden.to(dtype), weight.to(dtype), bias, torch.zeros(0), settings)
+    parts = []
+    for rows in tiles.rows():
+        z = tiles.logits(rows, slice(0, len(weight)))
+        parts.append(torch.topk(z.log_softmax(-1), count))
+    return TopTokens(torch.cat([p.indices for p in parts]), torch.cat([p.values for p in parts]))
+
+
 class TokenHead(nn.Linear):
     """A language head that answers with log-probs where it is given targets, and as before where it is not.
 
@@ -352,8 +475,26 @@ class TokenHead(nn.Linear):
     that is where ZeRO-3 gathers it (FSDP2 has it gathered throughout the root's forward).
     """
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, **settings: Any) -> Any:  # type: ignore[override]
-        """Logits of (..., D), or with (M,) targets what `chunked_logprobs` returns."""
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        *,
+        teacher: TeacherStates | TopTokens | None = None,
+        top: int | None = None,
+        **settings: Any,
+    ) -> Any:
+        """Logits of (..., D), or what a function of this file returns.
+
+        Args:
+            hidden: (..., D); (M, D) with another argument.
+            targets: (M,), for `chunked_logprobs`. teacher: for `chunked_divergence`. top: the count of `chunked_top`.
+            settings: the other arguments of that function.
+        """
+        if teacher is not None:
+            return chunked_divergence(hidden, self.weight, self.bias, teacher, **settings)
+        if top is not None:
+            return chunked_top(hidden, self.weight, self.bias, top, **settings)
         if targets is None:
             return super().forward(hidden)
         return chunked_logprobs(hidden, self.weight, self.bias, targets, **settings)

@@ -6,8 +6,9 @@ calls, and nothing reaches into a sharded model from outside.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +16,46 @@ from torch import Tensor, nn
 
 from lightrl.compat.deepspeed import whole_parameters
 from lightrl.compat.transformers import block_class_names
-from lightrl.models.backbone import Backbone
+from lightrl.models.backbone import Backbone, BackboneOutput
 from lightrl.models.loading import load_backbone
-from lightrl.models.logprobs import LogitMap, install_head
+from lightrl.models.logprobs import LogitMap, TeacherStates, install_head
 from lightrl.models.lora import as_reference
 from lightrl.models.spec import Layout, ModelSpec
-from lightrl.types import HostRows, Support
+from lightrl.types import HostRows, Support, TopTokens
 
-__all__ = ["PolicyModel", "PolicyOutput", "ValueModel"]
+__all__ = ["Lesson", "PolicyModel", "PolicyOutput", "ValueModel"]
+
+
+@dataclass
+class Lesson:
+    """What a teacher says about some tokens of a (B, T) batch.
+
+    Attributes:
+        targets: (N,) int64, row times T plus place of the tokens it is about; each once.
+        states: of these N tokens, in that order: the teacher's whole distribution, or its likeliest words.
+    """
+
+    targets: Tensor
+    states: TeacherStates | TopTokens
+
+    def among(self, targets: Tensor, size: int) -> tuple[Tensor, TeacherStates | TopTokens]:
+        """Those of (M,) `targets` that it is about.
+
+        Args:
+            targets: (M,) int64, each once. size: B times T.
+
+        Returns:
+            (n,) their places among the M, and what is said about them.
+        """
+        place = targets.new_full((size,), -1)
+        place[self.targets] = torch.arange(len(self.targets), device=targets.device)
+        found = place[targets]
+        here = (found >= 0).nonzero().squeeze(1)
+        rows = found[here]
+        states = self.states
+        if isinstance(states, TopTokens):
+            return here, TopTokens(states.ids[rows], states.logprobs[rows])
+        return here, states._replace(hidden=states.hidden[rows])
 
 
 class PolicyOutput(NamedTuple):
@@ -33,12 +66,14 @@ class PolicyOutput(NamedTuple):
         entropy: (B, T) entropy in nats of the distribution each was drawn from; None if not asked for.
         values: (B, T) value of the state before each response token; None if not asked for.
         aux_loss: scalar load-balancing loss of a mixture of experts; None for other models.
+        divergence: (B, T) how far the distribution of each response token is from its teacher's; None without lessons.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     values: Tensor | None = None
     aux_loss: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 class PolicyModel(nn.Module):
@@ -78,6 +113,8 @@ class PolicyModel(nn.Module):
         values: bool = False,
         inputs: list[dict[str, Any]] | None = None,
         supports: Sequence[Support | None] = (),
+        lessons: Sequence[Lesson] = (),
+        divergence: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> PolicyOutput:
         """Scores the response tokens.
 
@@ -93,6 +130,8 @@ class PolicyModel(nn.Module):
             inputs: B dictionaries of further model inputs, `{}` for text.
             supports: B times what the row's tokens were drawn from, as in `Rollouts`: log-probs and entropies are those
                 of the distribution over it. None, or none at all, means the whole vocabulary.
+            lessons: what teachers say about response tokens, each of which is in one lesson at most.
+            divergence: from the lessons, see `chunked_divergence`.
 
         Raises:
             ValueError: `values` without a value head, rows that are not right-padded, or a bad temperature.
@@ -104,21 +143,53 @@ class PolicyModel(nn.Module):
             self._backbone.check_logits(self.lm, self.logit_map)
         out = self._backbone(token_ids, attention_mask, response_mask, group_ids, inputs, host)
         tokens = token_ids.reshape(-1)[out.targets]
-        picked, entropies = self.lm.get_output_embeddings()(
-            out.hidden,
-            targets=tokens,
-            temperature=temperature,
-            entropy=entropy,
-            logit_map=self.logit_map,
-            support=Support.at(supports, out.targets, token_ids.shape[1]) if supports else None,
-        )
+        settings = self._head_settings(out, supports, temperature)
+        head = self.lm.get_output_embeddings()
+        picked, entropies = head(out.hidden, targets=tokens, entropy=entropy, **settings)
         read = read_values(self.value_head, out.hidden) if values and self.value_head is not None else None
+        apart = None
+        if divergence is not None:
+            apart = torch.zeros_like(picked)
+            for lesson in lessons:
+                here, states = lesson.among(out.targets, token_ids.numel())
+                if len(here):
+                    settings = self._head_settings(out, supports, temperature, here)
+                    value = head(out.hidden[here], teacher=states, divergence=divergence, **settings)
+                    apart = apart.index_add(0, here, value)
         return PolicyOutput(
             out.scatter(picked),
             None if entropies is None else out.scatter(entropies),
             None if read is None else out.scatter(read),
             out.aux_loss,
+            None if apart is None else out.scatter(apart),
         )
+
+    @torch.no_grad()
+    def teach(self, rows: Any, top: int | None = None) -> Lesson:
+        """What the model says about the response tokens of some rows, as their teacher.
+
+        The whole distribution is handed out as the head's input and the head itself, so no strategy may shard it.
+
+        Args:
+            rows: B rows, an `Experience` or `Rollouts`.
+            top: how many of its likeliest words; None takes the whole distribution.
+        """
+        out = self._backbone(
+            rows.token_ids, rows.attention_mask, rows.response_mask, rows.group_ids, rows.inputs, rows.host_rows()
+        )
+        head = self.lm.get_output_embeddings()
+        if top is None:
+            return Lesson(out.targets, TeacherStates(out.hidden, head.weight, head.bias, self.logit_map))
+        settings = self._head_settings(out, rows.supports, rows.temperature)
+        return Lesson(out.targets, head(out.hidden, top=top, **settings))
+
+    def _head_settings(
+        self, out: BackboneOutput, supports: Sequence[Support | None], temperature: float, here: Tensor | None = None
+    ) -> dict[str, Any]:
+        """What the head needs to know of the sampling distribution of the tokens, or of those `here`."""
+        targets = out.targets if here is None else out.targets[here]
+        support = Support.at(supports, targets, out.shape[1]) if supports else None
+        return {"temperature": temperature, "logit_map": self.logit_map, "support": support}
 
     @property
     def layout(self) -> Layout:

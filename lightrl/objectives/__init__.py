@@ -1,4 +1,5 @@
-"""What an algorithm is put together from: advantage estimators, policy losses, aggregations, KL penalties."""
+"""What an algorithm is put together from: advantage estimators, policy losses, aggregations, KL penalties,
+divergences from a teacher."""
 
 from lightrl.objectives.advantages import (
     GAE,
@@ -16,6 +17,7 @@ from lightrl.objectives.advantages import (
     SequenceEstimator,
 )
 from lightrl.objectives.aggregation import Aggregation, ConstantLength, SequenceMean, SequenceSum, TokenMean
+from lightrl.objectives.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
 from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.objectives.losses import CISPO, CPG, DPPO, DRO, GMPO, GSPO, SAPO, PolicyLoss, PPOClip, RLOOSequence
 from lightrl.objectives.off_policy import (
@@ -43,11 +45,14 @@ __all__ = [
     "AdvantageEstimator",
     "Aggregation",
     "ConstantLength",
+    "Divergence",
     "EngineRatio",
     "EstimatorInput",
+    "ForwardKL",
     "GeometricEngineMask",
     "GiGPO",
     "GroupRelative",
+    "JensenShannon",
     "KLInLoss",
     "KLInReward",
     "KLPenalty",
@@ -61,6 +66,7 @@ __all__ = [
     "Reinforce",
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
+    "ReverseKL",
     "SequenceEstimator",
     "SequenceMean",
     "SequenceSum",

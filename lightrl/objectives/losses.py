@@ -345,28 +345,35 @@ class CPG(PolicyLoss):
         L = -min(log r * A, clip(log r, log(1 - eps_low), log(1 + eps_high)) * A) + drift_coef * D
         grad D = clip(r - 1, max=drift_clip) * grad log pi        (k3 of KL(pi_old || pi), its ratio bounded)
 
-    The gradient of a token is A times grad log pi, never weighted by its ratio. The value reported for D is k3's.
+    The gradient of a token is A times grad log pi, not weighted by its ratio, which is right in the first updates on a
+    rollout. Over several epochs A times `sg(min(r, weight_max))` takes its place, against the bias of what the updates
+    before have changed. The value reported for D is k3's.
 
     Args:
         eps_low: in [0, 1).
         eps_high: at least 0.
         drift_coef: weight of the drift penalty, at least 0; 0 is off. The drift is 0 in the first update of a rollout.
         drift_clip: bound on r - 1 in the drift's gradient, above 0; 2 as in the authors' code.
+        weight_max: bound of the importance weight on A, at least 1; None takes no weight, as the authors' code.
 
     Raises:
         ValueError: an argument is out of range.
 
     Source: https://arxiv.org/abs/2505.12504. Its estimator is `GroupRelative(scale="group")`. Its eq. 2 divides by the
-        tokens of the group; `SequenceMean` equals its code at one sequence per micro-batch. For several epochs its
-        section 6.1 multiplies A by a truncated importance weight, against the bias of what the first updates changed;
-        here no such weight is built in: one or a few updates per rollout need none.
+        tokens of the group; `SequenceMean` equals its code at one sequence per micro-batch. The weight on A
+        is its section 6.1's, for several epochs.
         LightRFT has the clip without the drift, and its CPGD advantages are all 0.
     """
 
     needs_whole_trajectories = False
 
     def __init__(
-        self, eps_low: float = 0.2, eps_high: float = 0.2, drift_coef: float = 0.0, drift_clip: float = 2.0
+        self,
+        eps_low: float = 0.2,
+        eps_high: float = 0.2,
+        drift_coef: float = 0.0,
+        drift_clip: float = 2.0,
+        weight_max: float | None = None,
     ) -> None:
         self.eps_low, self.eps_high = _bounds("CPG", eps_low, eps_high)
         if eps_low == 1:
@@ -375,8 +382,11 @@ class CPG(PolicyLoss):
             raise ValueError(f"CPG(drift_coef={drift_coef}): must be 0 or more.")
         if not drift_clip > 0:
             raise ValueError(f"CPG(drift_clip={drift_clip}): must be above 0.")
+        if weight_max is not None and not weight_max >= 1:
+            raise ValueError(f"CPG(weight_max={weight_max}): must be at least 1, or None (null) for none.")
         self.drift_coef = drift_coef
         self.drift_clip = drift_clip
+        self.weight_max = weight_max
         self.zero_advantage_is_zero_loss = drift_coef == 0
 
     def __call__(
@@ -384,6 +394,8 @@ class CPG(PolicyLoss):
     ) -> tuple[Tensor, Metrics]:
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         lower, upper = math.log(1 - self.eps_low), math.log(1 + self.eps_high)
+        if self.weight_max is not None:
+            advantages = advantages * log_ratio.detach().exp().clamp(max=self.weight_max)
         loss = torch.maximum(-advantages * log_ratio, -advantages * log_ratio.clamp(lower, upper))
         clips = ClippedLoss(
             loss, (log_ratio < lower) & (advantages < 0), (log_ratio > upper) & (advantages > 0), advantages < 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +17,12 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import run_seed
+from lightrl.data.curriculum import CurriculumSet, PromptCurriculum
 from lightrl.data.processing import load_processor
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source
 from lightrl.data.sft import SFTLoader, SFTSource
 from lightrl.data.templates import load_tokenizer
+from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.base import Engine, StaleWeightsError
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.environments.episodes import Episode, SingleTurn, Task, request_seed
@@ -54,8 +57,8 @@ class RolloutDataModule(LightningDataModule):
     raises.
 
     Args:
-        prompts: where training prompts come from: a source, several mixed, or just the rows: a path or hub name, a list
-            of dictionaries, a `datasets.Dataset`.
+        prompts: where training prompts come from: a source, several mixed, one with a `PromptCurriculum`, or just the
+            rows: a path or hub name, a list of dictionaries, a `datasets.Dataset`.
         rewards: reward functions: import paths (`package.module:function`, `file.py:function`) or configured classes.
         engine: what samples. The default is vLLM in this process.
         sampling: how training completions are sampled; temperature above 0.
@@ -65,7 +68,7 @@ class RolloutDataModule(LightningDataModule):
         prompts_per_rollout: P, prompts in one rollout, over all ranks; must be a multiple of their number.
         rollouts_per_epoch: rollouts in one Lightning epoch; None makes an epoch one pass over the prompts, the last
             rollout filled up with the first prompts of the next pass.
-        shuffle: a new order of the prompts in every pass; False keeps the order of the rows, for a curriculum.
+        shuffle: a new order of the prompts in every pass; False keeps the order of the rows.
         max_refills: dynamic sampling (DAPO): groups whose completions all got the same reward are dropped and replaced
             by those of further prompts, in at most this many further generations per rollout; then the batch is
             completed with dropped groups, so that it keeps its size. Spread is that of the summed reward functions.
@@ -104,7 +107,7 @@ class RolloutDataModule(LightningDataModule):
 
     def __init__(
         self,
-        prompts: PromptSource | PromptMixture | list[dict[str, Any]] | str,
+        prompts: PromptSource | PromptMixture | PromptCurriculum | list[dict[str, Any]] | str,
         rewards: list[RewardSpec] | None = None,
         engine: Engine = deferred(VLLMEngine),  # noqa: B008
         sampling: SamplingParams = SamplingParams(),  # noqa: B008
@@ -140,7 +143,7 @@ class RolloutDataModule(LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        self.prompts = prompt_source(prompts, "prompts")
+        self.prompts = prompts if isinstance(prompts, PromptCurriculum) else prompt_source(prompts, "prompts")
         named = eval_prompts if isinstance(eval_prompts, dict) else {"": eval_prompts}
         self.eval_prompts = {
             name: prompt_source(source, f"eval_prompts.{name}".rstrip("."))
@@ -231,14 +234,16 @@ class RolloutDataModule(LightningDataModule):
         self.tokenizer = load_tokenizer(self.tokenizer_path or module.actor_spec.path)
         self.processor = load_processor(module.actor_spec.path, self.tokenizer)
         self.episode.setup(self.tokenizer, self.processor)
-        sources = {f"eval_prompts/{name}": source for name, source in self.eval_prompts.items()}
+        sources: dict[str, PromptSource | PromptMixture | PromptCurriculum] = {
+            f"eval_prompts/{name}": source for name, source in self.eval_prompts.items()
+        }
         if stage == "fit":
             sources["prompts"] = self.prompts
         elif stage == "predict" and self.predict_prompts is not None:
             sources["predict_prompts"] = self.predict_prompts
         for name, source in sources.items():
             if name not in self._sets:
-                self.episode.check_prompts(source)
+                self.episode.check_prompts(source.source if isinstance(source, PromptCurriculum) else source)
                 self._sets[name] = source.load(
                     self.tokenizer,
                     seed=self.seed,
@@ -328,9 +333,11 @@ class RolloutDataModule(LightningDataModule):
         self.teardown("fit")
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the prompts and in the supervised rows, the same on every rank."""
+        """The position in prompts and supervised rows, and what a curriculum has seen, the same on every rank."""
         ptx = None if self._ptx_loader is None else self._ptx_loader.state_dict()
-        return {"prompt_cursor": self.prompt_cursor, "seed": self.seed, "ptx": ptx}
+        prompts = self._sets.get("prompts")
+        learnt = prompts.state_dict() if isinstance(prompts, CurriculumSet) else None
+        return {"prompt_cursor": self.prompt_cursor, "seed": self.seed, "ptx": ptx, "curriculum": learnt}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues with the prompts and rows that were next, in the order of the run that was interrupted."""
@@ -340,6 +347,9 @@ class RolloutDataModule(LightningDataModule):
             self._sets.clear()
             self.setup("fit")
         self.prompt_cursor = state_dict["prompt_cursor"]
+        prompts = self._sets.get("prompts")
+        if isinstance(prompts, CurriculumSet) and state_dict.get("curriculum") is not None:
+            prompts.load_state_dict(state_dict["curriculum"])
         if self._ptx_loader is not None and state_dict.get("ptx") is not None:
             self._ptx_loader.load_state_dict(state_dict["ptx"])
 
@@ -366,6 +376,9 @@ class RolloutDataModule(LightningDataModule):
         if self._ptx_loader is not None:
             batch: dict[str, Any] = next(iter(self._ptx_loader))
             rollouts.supervised = SupervisedBatch(**batch, group_ids=torch.arange(len(batch["token_ids"])))
+        prompts = self._sets["prompts"]
+        if isinstance(prompts, CurriculumSet):
+            rollouts.metrics |= prompts.observe(self._visits(prompts.spec, collected.sampled), collected.cursor)
         self.prompt_cursor = collected.cursor  # last, so that a rollout which is interrupted leaves no trace
         return rollouts
 
@@ -396,7 +409,7 @@ class RolloutDataModule(LightningDataModule):
     def _collect_rollout(self, first: int, gather: Callable[[int], list[int]], *, recover: bool) -> CollectedRollout:
         """The training rollout that starts with prompt number `first`; the engine must be ready."""
         count, metrics = self.prompts_per_rollout, {"time/generate": 0.0, "time/score": 0.0}
-        retried = 0
+        retried, sampled = 0, list[ScoredGroup]()
 
         def collect(prompts: Prompts, seeds: list[int]) -> list[ScoredGroup]:
             nonlocal retried
@@ -405,6 +418,7 @@ class RolloutDataModule(LightningDataModule):
             for name, seconds in collection.seconds.items():
                 metrics[name] += seconds
             retried += collection.retried
+            sampled.extend(groups)
             return groups
 
         def collect_more(start: int, offset: int, count: int) -> list[ScoredGroup]:
@@ -421,7 +435,17 @@ class RolloutDataModule(LightningDataModule):
         if self.episode.multi_turn:
             metrics["rollout/retried"] = float(retried)
         self._check_trajectories(groups)
-        return CollectedRollout(groups, cursor, {**metrics, **self._prompt_counts()})
+        return CollectedRollout(groups, cursor, {**metrics, **self._prompt_counts()}, sampled=sampled)
+
+    def _visits(self, spec: PromptCurriculum, groups: list[ScoredGroup]) -> list[tuple[int, float]]:
+        """(data-set row, share of attempts that succeeded) of every rank's groups. Collective."""
+        own = []
+        for group in groups:
+            rewards = [reward for reward in group.rewards if not math.isnan(reward)]
+            if rewards:
+                succeeded = sum(reward >= spec.success_reward for reward in rewards)
+                own.append((group.prompt.indices[0], succeeded / len(rewards)))
+        return [visit for visits in gather_objects(own) for visit in visits]
 
     def _streamed_rollout(self) -> Rollouts:
         """The next rollout with the current policy, its groups as they finish."""
@@ -618,6 +642,18 @@ class RolloutDataModule(LightningDataModule):
                 f"max_refills={self.max_refills} drops groups without reward spread: it needs reward functions in "
                 "`rewards`, whose results are known before the update."
             )
+        if isinstance(self.prompts, PromptCurriculum):
+            if self.staleness or self.streaming:
+                wanted = f"staleness={self.staleness}" if self.staleness else "streaming=True"
+                raise ValueError(
+                    f"{wanted} with PromptCurriculum: the next prompts depend on how the last ones went, which is not "
+                    "known while they are sampled. Take one of the two."
+                )
+            if not (rewards or self.episode.multi_turn):
+                raise ValueError(
+                    "PromptCurriculum without `rewards`: it picks prompts by rewards that are known when a rollout has "
+                    "been sampled. Give reward functions, or serve the reward model as one (RemoteReward)."
+                )
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature=0: greedy completions of a prompt are all equal; train above 0.")
         self._check_overlap()

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -33,12 +33,14 @@ class CollectedRollout:
         cursor: number of the prompt after its last.
         metrics: scalars of its making.
         version: version of the policy, where the groups' own may be out of date; None to take theirs.
+        sampled: all groups that were sampled on the way, also those that were replaced.
     """
 
     groups: list[ScoredGroup]
     cursor: int
     metrics: dict[str, float]
     version: int | None = None
+    sampled: list[ScoredGroup] = field(default_factory=list)
 
 
 @dataclass

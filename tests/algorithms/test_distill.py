@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightrl.algorithms import DistillLightningModule
+from lightrl.algorithms import DistillLightningModule, SFTLightningModule
+from lightrl.callbacks import PredictionWriter, WeightSync
 from lightrl.data.prompts import PromptSource
+from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.advantages import Reinforce
+from lightrl.objectives.advantages import RLOO, Reinforce
+from lightrl.objectives.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.types import Experience, Rollouts, SamplingParams
 from tests.algorithms.test_bandit import REWARDS, policy, reward, tv
@@ -49,17 +55,30 @@ def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.01 ** min(step / NUM_ROLLOUTS, 1.0))
 
 
-@pytest.mark.parametrize("with_reward", [False, True])
-def test_the_minimiser_is_the_teacher_and_with_a_reward_the_mixture(with_reward: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("divergence", "top", "with_reward"),
+    [
+        (None, None, False), (None, None, True), (ReverseKL(), None, True), (ReverseKL(), K - 1, False),
+        (ForwardKL(), None, False), (JensenShannon(), None, False),
+    ],
+    ids=["sampled", "sampled and reward", "reverse and reward", "top words", "forward", "jensen-shannon"],
+)  # fmt: skip
+def test_the_minimiser_is_the_teacher_and_with_a_reward_the_mixture(
+    with_reward: bool, divergence: Divergence | None, top: int | None, tmp_path: Path
+) -> None:
     seed_everything(0, verbose=False)
     student, teacher = bandit_model(tmp_path / "student", K), bandit_model(tmp_path / "teacher", K, seed=10)
     start, taught = probabilities(student), probabilities(teacher)
     module = DistillLightningModule(
         ModelSpec(student, layout="padded"), {"only": ModelSpec(teacher, layout="padded")},
-        advantage=Reinforce() if with_reward else None, coef=0.5 if with_reward else 1.0, gamma=float(with_reward),
-        optimizer=lambda params: torch.optim.Adam(params, lr=0.03), lr_scheduler=schedule, max_grad_norm=None,
+        advantage=(RLOO() if divergence else Reinforce()) if with_reward else None, coef=0.5 if with_reward else 1.0,
+        gamma=float(with_reward and divergence is None), divergence=divergence, divergence_top_k=top,
+        optimizer=lambda params: torch.optim.Adam(params, lr=0.06 if divergence else 0.03), lr_scheduler=schedule,
+        max_grad_norm=None,
     )  # fmt: skip
-    rest = {} if with_reward else {"rewards": None}
+    rest: dict[str, Any] = {} if with_reward else {"rewards": None}
+    if divergence is not None and not with_reward:  # without noise a few samples do
+        rest |= {"group_size": 1, "prompts_per_rollout": 2}
     quiet_trainer().fit(module, bandit(**rest))
     optimum = (taught.log() + REWARDS / 0.5 * with_reward).softmax(-1)
     assert tv(start, optimum) > 0.2, "there is something to learn"
@@ -104,6 +123,63 @@ def test_the_gradient_is_that_of_the_reverse_kl(tmp_path: Path) -> None:
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("divergence", [ReverseKL(), ForwardKL(), JensenShannon(0.3)], ids=lambda d: type(d).__name__)
+def test_the_gradient_of_a_divergence_is_the_dense_one(divergence: Divergence, tmp_path: Path) -> None:
+    """Rows of two teachers, three micro-batches: the mean over all sampled tokens of D between whole distributions."""
+    paths = {name: quickstart_model(tmp_path / name, seed=seed) for seed, name in enumerate(("student", "a", "b"))}
+    rows = [{"prompt": f"{i}+{i}=", "who": "ab"[i % 2]} for i in range(8)]
+    module = Keep(
+        paths["student"], {"a": paths["a"], "b": paths["b"]}, "who", coef=0.5, divergence=divergence,
+        micro_batch_tokens=40,
+    )  # fmt: skip
+    data = sums_data(
+        prompts=PromptSource(rows=rows), group_size=1, rollouts_per_epoch=1,
+        sampling=SamplingParams(max_new_tokens=6, temperature=0.8),
+    )  # fmt: skip
+    quiet_trainer().fit(module, data)
+    kept, total, count = module.kept, torch.zeros((), dtype=torch.float64), 0
+    models = {name: copy.deepcopy(module.teachers[name].lm).double() for name in "ab"}
+    student = copy.deepcopy(module.actor.lm).double()
+    for row, name in enumerate(module.rollouts.columns["who"]):
+        ids = kept.token_ids[row][kept.attention_mask[row]][None]
+        mask = kept.response_mask[row, 1 : ids.shape[1]]
+        own, theirs = ((m(ids).logits[0, :-1] / 0.8).log_softmax(-1) for m in (student, models[name]))
+        total, count = total + divergence(own, theirs.detach())[mask].sum(), count + int(mask.sum())
+    names = [name for name, p in module.actor.lm.named_parameters() if p.requires_grad]
+    parameters = dict(student.named_parameters())
+    expected = torch.autograd.grad(0.5 * total / count, [parameters[name] for name in names])
+    for got, want in zip(module.gradient, expected, strict=True):
+        torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=1e-3)
+    logged = module.trainer.callback_metrics["loss/teacher"].item()
+    assert float(total.detach() / count) == pytest.approx(logged, rel=1e-4)
+
+
+def test_the_model_teaches_itself_what_it_knows_with_a_privileged_prompt(tmp_path: Path) -> None:
+    """The loss is the divergence between the policy after the prompt and the teacher after the privileged one."""
+    path = quickstart_model(tmp_path / "model")
+    rows = [{"prompt": f"{i}+{i}=", "hint": "(8)" * (i % 3 + 1) + f"{i}+{i}="} for i in range(8)]
+    module = Keep(
+        path, {"self": path}, divergence=ForwardKL(), privileged_column="hint", micro_batch_tokens=60,
+    )  # fmt: skip
+    quiet_trainer().fit(module, sums_data(prompts=PromptSource(rows=rows), group_size=2, rollouts_per_epoch=1))
+    kept, total, count = module.kept, torch.zeros(()), 0
+    lm, tokenizer = copy.deepcopy(module.actor.lm), AutoTokenizer.from_pretrained(path)
+    for row, hint in enumerate(module.rollouts.columns["hint"]):
+        ids = kept.token_ids[row][kept.attention_mask[row]]
+        sampled = kept.response_mask[row, : len(ids)]
+        first = int(sampled.int().argmax())
+        privileged = torch.cat([torch.tensor(tokenizer(hint)["input_ids"]), ids[first:]])
+        n = len(ids) - first
+        own, theirs = (lm(x[None]).logits[0, -n - 1 : -1].log_softmax(-1) for x in (ids, privileged))
+        total, count = total + ForwardKL()(own, theirs.detach()).sum(), count + n
+    parameters = [p for p in lm.parameters() if p.requires_grad]
+    for got, want in zip(module.gradient, torch.autograd.grad(total / count, parameters), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-3)
+    assert float(total.detach()) > 1e-3
+    with pytest.raises(ValueError, match="privileged_column='hint' needs a divergence over all words"):
+        DistillLightningModule(path, {"self": path}, privileged_column="hint")
+
+
 def test_each_row_is_scored_by_the_teacher_that_its_column_names(tmp_path: Path) -> None:
     paths = {name: quickstart_model(tmp_path / name, seed=seed) for seed, name in enumerate(("student", "a", "b"))}
     rows = [{"prompt": f"{i}+{i}=", "who": "ab"[i % 2]} for i in range(8)]
@@ -138,3 +214,41 @@ def test_what_cannot_be_distilled_is_refused(tmp_path: Path) -> None:
         DistillLightningModule(student, {"a": student}, coef=0)
     with pytest.raises(ValueError, match="gamma=2"):
         DistillLightningModule(student, {"a": student}, gamma=2)
+    with pytest.raises(ValueError, match=r"gamma=1.0 with divergence=ReverseKL"):
+        DistillLightningModule(student, {"a": student}, gamma=1.0, divergence=ReverseKL())
+    with pytest.raises(ValueError, match="divergence_top_k=3 with divergence=None"):
+        DistillLightningModule(student, {"a": student}, divergence_top_k=3)
+    sharded = DistillLightningModule(student, {"a": student}, divergence=ReverseKL())
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+    sharded._trainer = SimpleNamespace(strategy=strategy, precision="32-true", callbacks=[], datamodule=None)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="divergence=ReverseKL with strategy=ModelParallelStrategy, which shards"):
+        sharded.setup("fit")
+    larger = quickstart_model(tmp_path / "larger")
+    tokenizer = AutoTokenizer.from_pretrained(larger)
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(larger)
+    with pytest.raises(ValueError, match=r"teachers\['more'\].*1 tokens that the policy lacks, such as '<more>'"):
+        quiet_trainer().fit(DistillLightningModule(student, {"more": larger}, divergence=ReverseKL()), sums_data())
+
+
+def test_stored_completions_of_a_teacher_are_supervised_rows(tmp_path: Path) -> None:
+    """What `lightrl predict` writes is read by the supervised data module, token for token, and learnt from."""
+    teacher, student = quickstart_model(tmp_path / "teacher", seed=1), quickstart_model(tmp_path / "student")
+    rows, file = [{"prompt": f"{i}+{i}="} for i in range(8)], tmp_path / "predictions.jsonl"
+    data = sums_data(predict_prompts=PromptSource(rows=rows), eval_sampling=SamplingParams(max_new_tokens=4))
+    trainer = quiet_trainer(callbacks=[WeightSync(), PredictionWriter(str(file))])
+    trainer.predict(DistillLightningModule(teacher, {"unused": teacher}), data, return_predictions=False)
+    stored = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [record["prompt"] for record in stored] == [row["prompt"] for row in rows]
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    source = SFTSource(path=str(file), chat_template=False)
+    for (prompt, completion), record in zip(source.tokenized(tokenizer), stored, strict=True):
+        assert prompt == tokenizer(record["prompt"])["input_ids"]
+        assert completion == [*tokenizer(record["completion"])["input_ids"], tokenizer.eos_token_id]
+    module = SFTLightningModule(student, optimizer=lambda params: torch.optim.Adam(params, lr=1e-2))
+    losses = []
+    for epochs in (1, 20):
+        fit = quiet_trainer(max_epochs=epochs, callbacks=[])
+        fit.fit(module, SFTDataModule(train=source, tokenizer=student, batch_size=8))
+        losses.append(fit.callback_metrics["loss/sft"].item())
+    assert losses[1] < 0.5 * losses[0]

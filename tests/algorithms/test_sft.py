@@ -46,14 +46,14 @@ def test_a_rank_without_tokens_weighs_nothing(
     assert loss.item() == pytest.approx(expected)
 
 
-def test_float16_is_refused_in_manual_optimisation_only(tmp_path: Path) -> None:
+def test_float16_weights_are_refused_in_manual_optimisation_only(tmp_path: Path) -> None:
     path = quickstart_model(tmp_path, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
-    trainer = SimpleNamespace(strategy=SingleDeviceStrategy("cpu"), precision="16-mixed")
+    trainer = SimpleNamespace(strategy=SingleDeviceStrategy("cpu"), precision="16-true")
     for kind in (SFTLightningModule, RewardLightningModule, GRPOLightningModule):
         module = kind(path)
         module._trainer = trainer
         if kind is GRPOLightningModule:
-            with pytest.raises(ValueError, match="precision=16-mixed: float16 loss scaling"):
+            with pytest.raises(ValueError, match="precision=16-true: losses are scaled with 16-mixed"):
                 module.setup("fit")
         else:
             module.setup("fit")

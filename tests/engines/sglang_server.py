@@ -112,11 +112,11 @@ class SGLangServer:
         time.sleep(self.delay)
         self.requests.append(body)
         if isinstance(body["input_ids"][0], int):
-            return self.one(body["input_ids"], body["sampling_params"], body.get("logprob_start_len", -1))
-        return [self.one(ids, p, -1) for ids, p in zip(body["input_ids"], body["sampling_params"], strict=True)]
+            return self.one(body["input_ids"], body["sampling_params"], body)
+        return [self.one(ids, p, {}) for ids, p in zip(body["input_ids"], body["sampling_params"], strict=True)]
 
     @torch.no_grad()
-    def one(self, ids: list[int], params: dict[str, Any], start: int) -> dict[str, Any]:
+    def one(self, ids: list[int], params: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(params.get("sampling_seed", 0))
         tokens, logprobs, reason = list(ids), [], "length"
         for _ in range(params["max_new_tokens"]):
@@ -135,8 +135,12 @@ class SGLangServer:
             "weight_version": self.version,
             "output_token_logprobs": [[lp, t, None] for lp, t in zip(logprobs, new, strict=True)],
         }
-        if start >= 0:
+        if "logprob_start_len" in body:
             all_scores = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
             known = [float(all_scores[i, ids[i + 1]]) for i in range(len(ids) - 1)]
             meta["input_token_logprobs"] = [[lp, t, None] for lp, t in zip([None, *known], ids, strict=True)]
+            if body.get("top_logprobs_num"):
+                words = [row.topk(body["top_logprobs_num"]) for row in all_scores[:-1]]
+                pairs = [zip(row.values.tolist(), row.indices.tolist(), strict=True) for row in words]
+                meta["input_top_logprobs"] = [None, *([[lp, t, None] for lp, t in row] for row in pairs)]
         return {"text": self.tokenizer.decode(new, skip_special_tokens=True), "output_ids": new, "meta_info": meta}

@@ -21,14 +21,16 @@ pytest.importorskip("uvicorn")
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
-from lightrl.algorithms import GRPOLightningModule
+from lightrl.algorithms import DistillLightningModule, GRPOLightningModule
 from lightrl.callbacks import WeightSync
-from lightrl.engines import EngineContext, EngineDiedError, ServerEngine, StaleWeightsError
+from lightrl.engines import EngineContext, EngineDiedError, ServerEngine, ServerTeacher, StaleWeightsError
 from lightrl.engines.base import GenerationCancelledError, RequestQueue
+from lightrl.objectives.divergences import Divergence, ForwardKL
 from lightrl.types import Prompts, SamplingParams
+from tests.algorithms.test_distill import Keep
 from tests.engines.conftest import ask, build_model, change, load, reference_logprobs
 from tests.engines.sglang_server import SGLangServer, serve
-from tests.toys import quiet_trainer, sums_data
+from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 PROMPTS = Prompts(token_ids=[[3, 4, 5], [6, 7], [8, 9, 10, 11], [12, 13, 14]], texts=["", "", "", ""])
 SAMPLING = SamplingParams(max_new_tokens=6, temperature=0.7)
@@ -332,6 +334,41 @@ def test_a_run_learns_from_servers(overlap: dict[str, Any], start: Start, tied_f
         assert server.calls["/update_weights_from_disk"] == 4 - overlap.get("staleness", 0)
     groups = [r for server in servers for r in server.requests if isinstance(r["input_ids"][0], list)]
     assert len(groups) == 4 * 8 and list((tmp_path / "weights").iterdir()) == []
+
+
+@pytest.mark.parametrize("divergence", [None, ForwardKL()], ids=["sampled", "top words"])
+def test_a_served_teacher_teaches_what_its_model_would(divergence: Divergence | None, tmp_path: Path) -> None:
+    """Two servers, of which one dies: advantages and gradient are those of the same model in this process."""
+    student = quickstart_model(tmp_path / "student")
+    path, results = quickstart_model(tmp_path / "teacher", seed=1), []
+    servers = [SGLangServer(path) for _ in range(2)]
+    remote = ServerTeacher([server.start() for server in servers], kind="sglang", timeout=1.0)
+    remote.check(student)
+    servers[0].stop()
+    for teacher in (path, remote):
+        module = Keep(student, {"one": teacher}, divergence=divergence, divergence_top_k=7 if divergence else None)
+        quiet_trainer().fit(module, sums_data(rollouts_per_epoch=1, group_size=2))
+        results.append((module.kept.advantages, module.gradient))
+    servers[1].stop()
+    (advantages, gradient), (served, of_served) = results
+    torch.testing.assert_close(served, advantages, atol=1e-4, rtol=1e-4)
+    assert bool(advantages.any()) is (divergence is None)
+    for a, b in zip(of_served, gradient, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+    assert any(bool(g.any()) for g in gradient)
+
+
+def test_what_served_teachers_cannot_do_is_refused(tmp_path: Path) -> None:
+    student, teacher = quickstart_model(tmp_path / "student"), ServerTeacher(["http://127.0.0.1:9"], start_timeout=0.1)
+    with pytest.raises(ValueError, match=r"teachers \['far'\] on servers, which name .*: set divergence_top_k"):
+        DistillLightningModule(student, {"far": teacher}, divergence=ForwardKL())
+    with pytest.raises(ValueError, match=r"temperature=0.5.*servers score at temperature 1"):
+        data = sums_data(sampling=SamplingParams(max_new_tokens=4, temperature=0.5))
+        quiet_trainer().fit(DistillLightningModule(student, {"far": teacher}), data)
+    with pytest.raises(ValueError, match=r"No healthy server at http://127.0.0.1:9 after 0.1 s"):
+        quiet_trainer().fit(DistillLightningModule(student, {"far": teacher}), sums_data())
+    with pytest.raises(ValueError, match="max_requests=0"):
+        ServerTeacher(["http://a:1"], max_requests=0)
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:

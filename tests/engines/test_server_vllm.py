@@ -23,7 +23,7 @@ from lightning.pytorch import Callback, seed_everything
 
 from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import WeightSync
-from lightrl.engines import EngineContext, ServerEngine
+from lightrl.engines import EngineContext, ServerEngine, ServerTeacher
 from lightrl.types import Prompts, SamplingParams
 from tests.engines.conftest import ask, build_model, change, load, reference_logprobs
 from tests.toys import quiet_trainer, sums_data
@@ -179,6 +179,20 @@ def test_seeds_and_settings(engine: ServerEngine, tied_folder: Path) -> None:
         list(ask(engine, PROMPTS, wrong, num_completions=2, seeds=[0] * 4))
 
 
+def test_as_teachers_they_name_the_likeliest_words(servers: Servers, tied_folder: Path) -> None:
+    teacher = ServerTeacher(servers.urls, timeout=20)
+    teacher.check(str(tied_folder))
+    model, rows = load(tied_folder), [[2 + (7 * i + j) % 40 for i in range(9 + j)] for j in range(4)]
+    for scores, ids in zip(teacher.scores(rows, 5), rows, strict=True):
+        assert torch.allclose(torch.tensor(scores.logprobs), reference_logprobs(model, ids), atol=5e-5)
+        likeliest = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1).topk(5)
+        assert [[word for word, _ in top] for top in scores.top] == likeliest.indices.tolist()
+        assert torch.allclose(torch.tensor([[p for _, p in top] for top in scores.top]), likeliest.values, atol=5e-5)
+    with pytest.raises(ValueError, match=r"refuses a row of 9 tokens"):
+        teacher.scores(rows[:1], 30)  # above --max-logprobs
+    teacher.close()
+
+
 def test_what_a_server_lacks_is_said_before_models_load(servers: Servers, tied_folder: Path, tmp_path: Path) -> None:
     url = servers.urls[:1]
     here = EngineContext(str(tied_folder), max_new_tokens=8)
@@ -195,7 +209,7 @@ def test_what_a_server_lacks_is_said_before_models_load(servers: Servers, tied_f
             here,
             r"No healthy server at http://127.0.0.1:9 after",
         ),
-        ({"model": "gpt"}, here, r"ServerEngine.model='gpt': http.* serves .*--served-model-name"),
+        ({"model": "gpt"}, here, r"model='gpt': http.* serves .*--served-model-name"),
         ({}, EngineContext(str(other), max_new_tokens=8), r"serves another model: vocab_size is 50 there and 60 here"),
         ({}, EngineContext(str(tokens), max_new_tokens=8), r"has another tokenizer than .*'12 \+ 34 = 46' is \[4, 5"),
         ({}, EngineContext(str(tied_folder), max_new_tokens=300), r"needs 300. Start it with --max-model-len 300"),

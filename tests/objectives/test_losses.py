@@ -164,6 +164,8 @@ def test_cpg_by_hand() -> None:
     assert gradient == approx([0.1, -2.25, -2.0, 2.1])
     # the authors' bound of 2 lets r - 1 = 0.5 through: 0.5 * (0.5, -0.5, 0, 0.5)
     assert CPG().drift_clip == 2.0 and losses(CPG(drift_coef=0.5))[2] == approx([0.25, -2.25, -2.0, 2.25])
+    # the importance weight on A, bounded at 1.2: 1.2, 0.5, 1, 1.2
+    assert losses(CPG(weight_max=1.2))[2] == approx([0.0, -1.0, -2.0, 2.4])
     assert CPG().zero_advantage_is_zero_loss and not CPG(drift_coef=0.5).zero_advantage_is_zero_loss
 
 
@@ -401,6 +403,7 @@ def test_every_argument_has_an_effect(one: PolicyLoss, other: PolicyLoss) -> Non
         (lambda: CPG(eps_low=1), "eps_low=1"),
         (lambda: CPG(drift_coef=-1), "drift_coef=-1"),
         (lambda: CPG(drift_clip=0), "drift_clip=0"),
+        (lambda: CPG(weight_max=0.5), "weight_max=0.5"),
         (lambda: OffPolicyCorrection(PPOClip(), level="row"), "level='row'"),  # type: ignore[arg-type]
         (lambda: OffPolicyCorrection(PPOClip(), mode="clip"), "mode='clip'"),  # type: ignore[arg-type]
         (lambda: OffPolicyCorrection(PPOClip(), high=0.5), "high=0.5"),

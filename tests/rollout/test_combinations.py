@@ -18,11 +18,13 @@ from lightning.pytorch import Callback
 from lightrl.algorithms import CriticSpec, DistillLightningModule, GRPOLightningModule, PPOLightningModule
 from lightrl.callbacks import EMA, AdaptiveKL, LedgerCanary, RewardNormalization, SaveRollouts
 from lightrl.callbacks.save_rollouts import load_rollouts
+from lightrl.data.curriculum import PromptCurriculum
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTSource
 from lightrl.engines import ServerEngine
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import GSPO, GiGPO, GroupRelative, KLInLoss, KLInReward, TurnGAE, TurnReturns
+from lightrl.objectives.divergences import ReverseKL
 from lightrl.types import SamplingParams
 from tests.rollout.tasks import Keep, Letters, chat_model, fit, sgd, talk
 from tests.toys import ThreadEngine
@@ -308,6 +310,15 @@ CELLS: dict[str, list[Cell]] = {
             "the teacher scores every sampled token",
             lambda run, where: run.keep.experiences[0].teacher_logprobs is not None,
         ),
+        Cell(
+            "distillation with a `divergence`", lambda where: {
+                "build": lambda path: DistillLightningModule(
+                    path, {"one": teacher(path)}, divergence=ReverseKL(), optimizer=sgd
+                ),
+            },
+            "the whole distributions of every sampled token differ",
+            lambda run, where: run.keep.metrics[0]["loss/teacher"] > 0,
+        ),
     ],
     "Sampling": [
         Cell(
@@ -354,6 +365,15 @@ CELLS: dict[str, list[Cell]] = {
             },
             "evaluation plays turns, too",
             lambda run, where: run.keep.evaluated[0].turn_ids is not None and len(run.keep.evaluated) == 1,
+        ),
+        Cell(
+            "`PromptCurriculum`", lambda where: {
+                "prompts": PromptCurriculum(
+                    PromptSource(rows=[{"prompt": f"say {word}", "word": word} for word in "abab"]), replay=0.25
+                ),
+            },
+            "two of four prompts have been seen",
+            lambda run, where: run.keep.metrics[0]["rollout/rows_unseen"] == 0.5,
         ),
         Cell(
             "images in messages",

@@ -14,7 +14,7 @@ from lightrl.engines.server.http import Server, ServerError
 from lightrl.engines.server.protocols import ServerProtocol, VLLMProtocol
 from lightrl.types import EngineContext
 
-__all__ = ["API_KEY", "check_length", "learn"]
+__all__ = ["API_KEY", "check_length", "check_tokenizer", "learn"]
 
 API_KEY = "LIGHTRL_SERVER_API_KEY"
 """Environment variable with the servers' key."""
@@ -48,13 +48,14 @@ async def learn(
                 )
             if folder is not None and isinstance(protocol, VLLMProtocol):
                 await _check_worker(server, protocol, folder, context.model_path)
-            await _check_tokenizer(server, protocol, context.model_path)
+            await check_tokenizer(server, protocol, context.model_path)
         except ServerError as error:
             way_out = f" Set {API_KEY} or ServerEngine.api_key to its key." if error.status == 401 else ""
             raise ValueError(f"{error}.{way_out} Is it a server of ServerEngine.kind?") from error
 
 
-async def _check_tokenizer(server: Server, protocol: ServerProtocol, path: str) -> None:
+async def check_tokenizer(server: Server, protocol: ServerProtocol, path: str) -> None:
+    """Refuses a server whose tokenizer, where it can be asked, is not that of `path`, with a ValueError."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -17,7 +17,7 @@ from lightrl.engines.server.http import Server, ServerError
 from lightrl.engines.vllm.requests import completion_seed, plain_sampling
 from lightrl.types import Completion, GenerationRequest, SamplingParams
 
-__all__ = ["PROTOCOLS", "Facts", "SGLangProtocol", "ServerProtocol", "VLLMProtocol"]
+__all__ = ["PROTOCOLS", "Facts", "SGLangProtocol", "ServerProtocol", "TokenScores", "VLLMProtocol"]
 
 WORKER = "lightrl.engines.server.worker.ServerWorker"
 
@@ -39,8 +39,26 @@ class Facts:
     transfer_backend: str | None = None
 
 
+@dataclass
+class TokenScores:
+    """What a model says about tokens 1..n-1 of a row of n, at temperature 1.
+
+    Attributes:
+        logprobs: n - 1 floats, of the tokens given those before.
+        top: n - 1 lists of the likeliest words there, (id, log-prob), the likeliest first; empty lists where none were
+            asked for.
+    """
+
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]
+
+
 class ServerProtocol(ABC):
     """A kind of server. Methods talk to one server and raise `ServerError` or `ServerLostError`."""
+
+    @abstractmethod
+    async def served(self, server: Server, model: str | None) -> Facts:
+        """Asks what the server serves, without what only a server whose weights are changed must have."""
 
     @abstractmethod
     async def facts(self, server: Server, model: str | None) -> Facts:
@@ -61,9 +79,13 @@ class ServerProtocol(ABC):
         Fewer than asked for come back where the server aborted some.
         """
 
-    @abstractmethod
     async def logprobs(self, server: Server, ids: Sequence[int]) -> list[float]:
         """Log-probs at temperature 1 of tokens 1..n-1 given those before."""
+        return (await self.scores(server, ids, 0)).logprobs
+
+    @abstractmethod
+    async def scores(self, server: Server, ids: Sequence[int], top: int) -> TokenScores:
+        """The same, and the `top` likeliest words at each of these tokens."""
 
     @abstractmethod
     async def pause(self, server: Server, mark: str) -> None:
@@ -85,15 +107,19 @@ class ServerProtocol(ABC):
 class VLLMProtocol(ServerProtocol):
     """vLLM 0.32's server in development mode."""
 
-    async def facts(self, server: Server, model: str | None) -> Facts:
+    async def served(self, server: Server, model: str | None) -> Facts:
         models = (await server.get("/v1/models"))["data"]
         served = {entry["id"]: entry for entry in models}
         name = model or next(iter(served))
         if name not in served:
             raise ValueError(
-                f"ServerEngine.model={model!r}: {server.url} serves {', '.join(served)}. Name one of these (or none), "
-                "or start the server with --served-model-name."
+                f"model={model!r}: {server.url} serves {', '.join(served)}. Name one of these (or none), or start the "
+                "server with --served-model-name."
             )
+        return Facts(name, int(served[name]["max_model_len"]))
+
+    async def facts(self, server: Server, model: str | None) -> Facts:
+        served = await self.served(server, model)
         try:
             config = (await server.get("/server_info", params={"config_format": "json"}))["vllm_config"]
         except ServerError as error:
@@ -110,8 +136,8 @@ class VLLMProtocol(ServerProtocol):
                 "--logprobs-mode processed_logprobs."
             )
         return Facts(
-            name,
-            int(served[name]["max_model_len"]),
+            served.model,
+            served.max_model_len,
             str(config["model_config"]["dtype"]).removeprefix("torch."),
             (config.get("weight_transfer_config") or {}).get("backend"),
         )
@@ -144,11 +170,16 @@ class VLLMProtocol(ServerProtocol):
     async def _version(self, server: Server) -> str:
         return str((await server.get("/weight_info"))["weight_version"])
 
-    async def logprobs(self, server: Server, ids: Sequence[int]) -> list[float]:
+    async def scores(self, server: Server, ids: Sequence[int], top: int) -> TokenScores:
         body = {"model": server.facts.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0}
-        answer = await server.post("/v1/completions", body | {"prompt_logprobs": 0})
-        entries = answer["choices"][0]["prompt_logprobs"]
-        return [float(entry[str(token)]["logprob"]) for token, entry in zip(ids[1:], entries[1:], strict=True)]
+        answer = await server.post("/v1/completions", body | {"prompt_logprobs": top})
+        entries = answer["choices"][0]["prompt_logprobs"][1:]
+        logprobs = [float(entry[str(token)]["logprob"]) for token, entry in zip(ids[1:], entries, strict=True)]
+        likeliest = []
+        for entry in entries:  # the token itself is in it, too
+            ranked = sorted((said["rank"], int(word), float(said["logprob"])) for word, said in entry.items())
+            likeliest.append([(word, logprob) for _, word, logprob in ranked[:top]])
+        return TokenScores(logprobs, likeliest)
 
     async def pause(self, server: Server, mark: str) -> None:
         await server.post("/pause", params={"mode": "abort"})
@@ -224,6 +255,9 @@ class SGLangProtocol(ServerProtocol):
     """
 
     async def facts(self, server: Server, model: str | None) -> Facts:
+        return await self.served(server, model)
+
+    async def served(self, server: Server, model: str | None) -> Facts:
         info = await server.get("/get_model_info")
         if not info.get("is_generation", True):
             raise ValueError(f"{server.url} serves {info['model_path']}, which does not generate text.")
@@ -247,15 +281,18 @@ class SGLangProtocol(ServerProtocol):
                 completions.append(_completion(tokens, logprobs, answer["text"], reason))
         return completions, versions.pop() if len(versions) == 1 else f"mixed: {sorted(versions)}"
 
-    async def logprobs(self, server: Server, ids: Sequence[int]) -> list[float]:
+    async def scores(self, server: Server, ids: Sequence[int], top: int) -> TokenScores:
         body = {
             "input_ids": list(ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             "return_logprob": True,
             "logprob_start_len": 0,
+            "top_logprobs_num": top,
         }
-        answer = await server.post("/generate", body)
-        return [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+        meta = (await server.post("/generate", body))["meta_info"]
+        logprobs = [float(entry[0]) for entry in meta["input_token_logprobs"][1:]]
+        words = meta["input_top_logprobs"][1:] if top else [[] for _ in logprobs]
+        return TokenScores(logprobs, [[(int(entry[1]), float(entry[0])) for entry in entries] for entries in words])
 
     async def pause(self, server: Server, mark: str) -> None:
         await server.post("/pause_generation", {"mode": "abort"})

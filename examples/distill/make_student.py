@@ -1,0 +1,28 @@
+"""Writes the student's model folder: the quickstart's tokenizer and a smaller Qwen2, no weights.
+
+    python -m examples.distill.make_student [outputs/distill/start]
+
+0.1 M parameters (hidden size 64, 2 layers) beside the teacher's 0.45 M. The weights are drawn at the start of the
+supervised run (`random_init: true`).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from transformers import AutoConfig, AutoTokenizer
+
+TEACHER = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "model"
+SMALLER = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+
+
+def make(folder: str) -> str:
+    """Writes the folder and returns it."""
+    AutoConfig.from_pretrained(TEACHER, **SMALLER).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TEACHER).save_pretrained(folder)
+    return folder
+
+
+if __name__ == "__main__":
+    print("Wrote", make(sys.argv[1] if len(sys.argv) > 1 else "outputs/distill/start"))

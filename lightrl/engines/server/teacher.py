@@ -1,0 +1,161 @@
+"""`ServerTeacher`: a teacher on servers that nobody pushes weights to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from lightrl.background import BackgroundLoop
+from lightrl.engines.base import EngineDiedError
+from lightrl.engines.server.checks import API_KEY, check_tokenizer
+from lightrl.engines.server.http import Server, ServerError, ServerLostError
+from lightrl.engines.server.protocols import PROTOCOLS, TokenScores
+
+__all__ = ["ServerTeacher"]
+
+
+class ServerTeacher:
+    """Scores given tokens on vLLM or SGLang servers, as a teacher of `DistillLightningModule`.
+
+    The servers are ordinary ones, of any model with the policy's tokenizer (vLLM's are asked). Nobody changes their
+    weights, so that vLLM's need no development mode and several runs may share them. Rows go to the living server with
+    the fewest outstanding ones; those of a server that dies are asked of the others. Log-probs are those at temperature
+    1 over the whole vocabulary, which is what servers say about given tokens.
+
+    Args:
+        urls: of the servers, e.g. [http://10.0.0.2:8000]; all with the same model.
+        kind: "vllm" or "sglang".
+        model: name under which the servers serve the model; the first they name where None.
+        api_key: sent as bearer token; the environment variable LIGHTRL_SERVER_API_KEY where None, which keeps it out
+            of saved configurations.
+        max_requests: most rows that one rank has outstanding at one server, at least 1.
+        timeout: seconds within which a living server answers that it is healthy.
+        progress_timeout: seconds for which a server that says it is healthy may answer nothing while rows are
+            outstanding; None waits for ever.
+        start_timeout: seconds to wait for servers that are still starting.
+
+    Raises:
+        ValueError: an argument is out of range; before any model is loaded, a server that cannot be reached or has
+            another tokenizer.
+
+    Source: vLLM's `prompt_logprobs` (at most its `--max-logprobs`, 20, likeliest words), SGLang's `top_logprobs_num`.
+    """
+
+    def __init__(
+        self,
+        urls: list[str],
+        kind: Literal["vllm", "sglang"] = "vllm",
+        model: str | None = None,
+        api_key: str | None = None,
+        max_requests: int = 64,
+        timeout: float = 30.0,
+        progress_timeout: float | None = 1800.0,
+        start_timeout: float = 60.0,
+    ) -> None:
+        if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
+            raise ValueError(f"ServerTeacher.urls={urls}: name at least one server, each as http://HOST:PORT.")
+        if kind not in PROTOCOLS:
+            raise ValueError(f"ServerTeacher.kind={kind!r}: must be one of {', '.join(PROTOCOLS)}.")
+        if max_requests < 1:
+            raise ValueError(f"ServerTeacher.max_requests={max_requests}: must be at least 1.")
+        for name, value in (("timeout", timeout), ("progress_timeout", progress_timeout)):
+            if value is not None and value <= 0:
+                raise ValueError(f"ServerTeacher.{name}={value}: must be above 0.")
+        self.urls = urls
+        self.kind = kind
+        self.model = model
+        self.api_key = api_key
+        self.max_requests = max_requests
+        self.timeout = timeout
+        self.progress_timeout = progress_timeout
+        self.start_timeout = start_timeout
+        self.protocol = PROTOCOLS[kind]()
+        self.servers: list[Server] = []
+        self._loop: BackgroundLoop | None = None
+
+    def check(self, tokenizer: str) -> None:
+        """Waits for the servers and looks what they serve; a second call does nothing.
+
+        Args:
+            tokenizer: folder or hub name of the policy's.
+
+        Raises:
+            ValueError: a server that cannot be reached, or has another tokenizer.
+        """
+        if self._loop is not None:
+            return
+        self._loop = loop = BackgroundLoop("lightrl-teachers")
+        key = self.api_key or os.environ.get(API_KEY)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.servers = [Server(url, headers, self.timeout, self.progress_timeout) for url in self.urls]
+        try:
+            for server in self.servers:
+                loop.run(self._learn(server, tokenizer))
+        except BaseException:
+            self.close()
+            raise
+
+    async def _learn(self, server: Server, tokenizer: str) -> None:
+        deadline = time.monotonic() + self.start_timeout
+        while not await server.revive():
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"No healthy server at {server.url} after {self.start_timeout:g} s (ServerTeacher.start_timeout). "
+                    "Start it there, correct ServerTeacher.urls, or look at its log."
+                )
+            await asyncio.sleep(min(1.0, self.start_timeout / 4))
+        try:
+            server.facts = await self.protocol.served(server, self.model)
+            await check_tokenizer(server, self.protocol, tokenizer)
+        except ServerError as error:
+            raise ValueError(f"{error}. Is it a server of ServerTeacher.kind={self.kind!r}?") from error
+
+    def scores(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[TokenScores]:
+        """What the model says about tokens 1..n-1 of each row, given those before.
+
+        Args:
+            rows: token ids. top: how many likeliest words to name at each token; 0 names none.
+
+        Raises:
+            ValueError: a server refuses a row, such as one longer than it can hold.
+            EngineDiedError: no server is left.
+        """
+        assert self._loop is not None, "call `check` first"
+        return self._loop.run(self._all_scores(rows, top))
+
+    async def _all_scores(self, rows: Sequence[Sequence[int]], top: int) -> list[TokenScores]:
+        room = asyncio.Semaphore(self.max_requests * len(self.servers))
+
+        async def one(ids: Sequence[int]) -> TokenScores:
+            async with room:
+                return await self._score(ids, top)
+
+        return list(await asyncio.gather(*(one(ids) for ids in rows)))
+
+    async def _score(self, ids: Sequence[int], top: int) -> TokenScores:
+        while True:
+            living = [server for server in self.servers if server.lost is None]
+            if not living:
+                said = "; ".join(f"{server.url}: {server.lost}" for server in self.servers)
+                raise EngineDiedError(f"All servers of the teacher are gone. {said}. Start them and resume the run.")
+            server = min(living, key=lambda s: s.outstanding)
+            server.outstanding += 1
+            try:
+                return await self.protocol.scores(server, ids, top)
+            except ServerLostError:
+                continue
+            except ServerError as error:
+                raise ValueError(f"{error}. The teacher's server refuses a row of {len(ids)} tokens.") from error
+            finally:
+                server.outstanding -= 1
+
+    def close(self) -> None:
+        """Lets go of the servers, which go on running."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            for server in self.servers:
+                loop.run(server.close())
+            loop.close()

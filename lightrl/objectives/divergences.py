@@ -1,0 +1,92 @@
+"""How far the student's distribution of the next token is from the teacher's, over whole distributions.
+
+With p the student's and q the teacher's distribution given the same prefix, m = beta q + (1 - beta) p, and
+w(l)_j = p_j (l_j - sum_i p_i l_i):
+
+| class | value | gradient for the student's logits |
+|---|---|---|
+| `ReverseKL` | `sum_j p_j log(p_j / q_j)` | `w(log(p / q))` |
+| `ForwardKL` | `sum_j q_j log(q_j / p_j)` | `p - q` |
+| `JensenShannon` | `beta KL(q, m) + (1 - beta) KL(p, m)` | `(1 - beta) w(log(p / m))` |
+
+All are 0 where p = q and above it elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+__all__ = ["Divergence", "ForwardKL", "JensenShannon", "ReverseKL"]
+
+
+class Divergence(ABC):
+    """A divergence between two distributions over the same words."""
+
+    @abstractmethod
+    def __call__(self, logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+        """The value of each token, in nats.
+
+        Args:
+            logprobs: (M, V) of the student, with graph; finite.
+            teacher_logprobs: (M, V) of the teacher, without graph; finite.
+
+        Returns:
+            (M,), at least 0, differentiable in `logprobs`.
+        """
+
+
+class ReverseKL(Divergence):
+    """KL(student || teacher): the student keeps to what the teacher finds likely, and may leave out some of it.
+
+    Beside a reward r in one step its optimum is `pi ~ pi_teacher * exp(r / coef)`.
+
+    Source: https://arxiv.org/abs/2306.08543, eq. 1.
+    """
+
+    def __call__(self, logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+        """See `Divergence`."""
+        return (logprobs.exp() * (logprobs - teacher_logprobs)).sum(-1)
+
+
+class ForwardKL(Divergence):
+    """KL(teacher || student): the student covers all that the teacher finds likely.
+
+    Source: https://arxiv.org/abs/1503.02531; on the student's own samples: https://arxiv.org/abs/2306.13649.
+    """
+
+    def __call__(self, logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+        """See `Divergence`."""
+        return (teacher_logprobs.exp() * (teacher_logprobs - logprobs)).sum(-1)
+
+
+class JensenShannon(Divergence):
+    """The generalised Jensen-Shannon divergence, between both; at most `log 2` at beta 0.5.
+
+    Divided by beta it tends to the forward KL as beta goes to 0, divided by 1 - beta to the reverse one as beta goes
+    to 1.
+
+    Args:
+        beta: weight of the teacher in the mixture, in (0, 1).
+
+    Raises:
+        ValueError: beta is out of range.
+
+    Source: GKD, https://arxiv.org/abs/2306.13649, eq. 1. TRL takes 0 and 1 for the two KLs; here they have classes.
+    """
+
+    def __init__(self, beta: float = 0.5) -> None:
+        if not 0 < beta < 1:
+            raise ValueError(f"JensenShannon(beta={beta}): must be in (0, 1); the ends are ForwardKL and ReverseKL.")
+        self.beta = beta
+
+    def __call__(self, logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+        """See `Divergence`."""
+        of_teacher, of_student = teacher_logprobs + math.log(self.beta), logprobs + math.log1p(-self.beta)
+        mixture = torch.logaddexp(of_teacher, of_student)
+        forward = (teacher_logprobs.exp() * (teacher_logprobs - mixture)).sum(-1)
+        reverse = (logprobs.exp() * (logprobs - mixture)).sum(-1)
+        return self.beta * forward + (1 - self.beta) * reverse

@@ -1,0 +1,47 @@
+"""The distillation example: a student with the teacher's vocabulary, and its configurations end to end, briefly."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from examples.distill.make_student import TEACHER, make
+from lightrl.cli import run
+
+
+def test_the_pipeline_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step reads what the one before exported; a few updates only, so no accuracy is asked for."""
+    monkeypatch.chdir(root)
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    start = make(str(tmp_path / "start"))
+    assert AutoTokenizer.from_pretrained(start).get_vocab() == AutoTokenizer.from_pretrained(TEACHER).get_vocab()
+    assert AutoConfig.from_pretrained(start).hidden_size < AutoConfig.from_pretrained(TEACHER).hidden_size
+
+    def step(name: str, *extra: Any) -> Any:
+        options = [f"--run_dir={tmp_path / name}", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
+        return run(["fit", f"--config=examples/distill/{name}.yaml", *options, *extra])
+
+    few = ["--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1", "--trainer.val_check_interval=1.0"]
+    step("teacher", *few)
+    step("student", f"--model.init_args.actor.path={start}", *few)
+    teachers = {"sums": {"path": str(tmp_path / "teacher" / "model")}}
+    small = ["prompts_per_rollout=8", "rollouts_per_epoch=2", "eval_batch_size=16"]
+    cli = step(
+        "distill", f"--model.init_args.actor.path={tmp_path / 'student' / 'model'}",
+        f"--model.init_args.teachers={teachers}", *(f"--data.init_args.{setting}" for setting in small),
+        "--trainer.limit_val_batches=1",
+    )  # fmt: skip
+    metrics = cli.trainer.callback_metrics
+    assert metrics["loss/teacher"] > 0 and "eval/reward/ExactAnswer" in metrics
+    assert (tmp_path / "distill" / "model" / "config.json").is_file()
+
+
+def test_run_script_explains_itself(root: Path) -> None:
+    done = subprocess.run(
+        ["bash", "examples/distill/run.sh", "--fast"], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "usage: examples/distill/run.sh" in done.stderr
