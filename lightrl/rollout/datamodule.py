@@ -321,17 +321,27 @@ class RolloutDataModule(LightningDataModule):
     def _close_engine(self, stuck: bool, left: Callable[[], float]) -> None:
         """Ends the reward workers and the engine, beside one another where the engine may hang."""
         beside = stuck or self.engine.concurrent  # it hangs, or waits for processes that may
-        closing = threading.Thread(target=self.engine.close, name="lightrl-closing", daemon=True)
+        failed: list[Exception] = []
+
+        def close() -> None:
+            try:
+                self.engine.close()
+            except Exception as error:
+                failed.append(error)
+
+        closing = threading.Thread(target=close, name="lightrl-closing", daemon=True)
         if beside:
             closing.start()
         try:
             if self.scorer is not None:
                 self.scorer.close(min(LEAVE_SECONDS, left()))
         finally:
-            if not beside:
-                self.engine.close()
-            else:
+            if beside:
                 closing.join(left())
+            else:
+                close()
+            if failed:
+                raise failed[0]
         if closing.is_alive():
             name = type(self.engine).__name__
             log.warning("%s did not close within %g s and is left behind.", name, CLOSE_SECONDS)

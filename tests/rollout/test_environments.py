@@ -129,8 +129,8 @@ def test_what_raises_when_it_is_closed_keeps_nothing_else_from_its_end(path: str
     }
     with pytest.raises(OSError, match="engine is not closed") as raised:
         fit(path, rollouts_per_epoch=1, **data)
-    assert closed == ["episode", "first", "second", "engine"]
-    assert isinstance(raised.value.__context__, OSError) and "first" in str(raised.value.__context__)
+    assert set(closed) == {"episode", "first", "second", "engine"}
+    assert "first" in str(raised.value.__context__) and "episode" in str(raised.value.__context__.__context__)
 
 
 def test_the_mask_is_not_lost_on_the_way_to_the_loss(path: str) -> None:
