@@ -988,6 +988,21 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             logprobs: Tensor = self.actor(token_ids, mask, response).logprobs
         return logprobs
 
+    @torch.no_grad()
+    def evaluate_policy(self, rows: Experience) -> dict[str, Tensor]:
+        """`logprobs` and `entropy` of the policy as it is now, for callbacks. Collective.
+
+        Args:
+            rows: B rows of a rollout.
+
+        Returns:
+            each (B, T) float32, 0 off the response mask.
+        """
+        actor, reduction = self.actor, self._all_ranks
+        return batched_forward(
+            lambda x: policy_forward(actor, x, entropy=True), rows, self.micro_batch_tokens, reduction.max, actor.layout
+        )
+
     def all_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks."""
         return self._all_ranks.sum(tensor)

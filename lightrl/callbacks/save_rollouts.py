@@ -6,6 +6,7 @@ import io
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ TENSORS = (
     *("advantages", "rewards", "valid", "values", "returns", "entropy"),
 )
 OF_TOKENS = ("advantages", "engine_logprobs", "old_logprobs", "ref_logprobs", "values", "entropy")
-"""What a record says of each token, where the run computed it."""
+"""What a record says of each token, where the run or the callback computed it."""
 
 
 class SaveRollouts(RLCallback):
@@ -42,26 +43,32 @@ class SaveRollouts(RLCallback):
       `trained` is false where it has no reward;
     - `turns`: of each the rewards it got itself, its mean advantage, its number of tokens and its state's key;
     - `rows`: `token_ids`, `tokens` (their texts), `turns` (number of the turn a token is trained as, -1 for context),
-      and per token, 0 on context, `advantages`, `engine_logprobs`, `policy_versions`, and where the run computes them
-      `old_logprobs`, `ref_logprobs`, `values` and `entropy`.
+      and per token, 0 on context, `advantages`, `engine_logprobs`, `policy_versions`, `old_logprobs` and `entropy` (of
+      the policy before the update), `new_logprobs` (of the policy after it), and where the run computes them
+      `ref_logprobs` and `values`.
 
     What prompts show is in `DIR/rollout=000010/media`, as it was decoded: images as PNG files, frames of videos and
     samples of sounds as NumPy arrays; `media` of a trajectory names its files. Read it all with
     `load_rollouts(DIR / "rollout=000010")`. It is written before the update, so the trajectories behind a failed update
-    are on disk too. Where it cannot be written (a full disk) the run ends; leave the callback out to go on without.
+    are on disk too; `new_logprobs` join the `.jsonl` after it. Where it cannot be written (a full disk) the run ends;
+    leave the callback out to go on without.
 
     Args:
         every_n_rollouts: rollouts between two that are saved, at least 1.
         dirpath: folder; `rollouts/` in the run's folder where None.
+        evaluate: run the policy over each rollout that is saved, once after the update and, where the run has no need
+            of it, once before; False saves what the run computes anyway.
     """
 
-    def __init__(self, every_n_rollouts: int = 10, dirpath: str | None = None) -> None:
+    def __init__(self, every_n_rollouts: int = 10, dirpath: str | None = None, evaluate: bool = True) -> None:
         if every_n_rollouts < 1:
             raise ValueError(f"SaveRollouts.every_n_rollouts={every_n_rollouts}: must be at least 1.")
         self.every_n_rollouts = every_n_rollouts
         self.dirpath = dirpath
+        self.evaluate = evaluate
         self._folder = Path()
         self._rollouts: Rollouts | None = None
+        self._saved: tuple[Path, Experience] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finds the folder; every rank asks, because Lightning answers with rank 0's."""
@@ -71,13 +78,20 @@ class SaveRollouts(RLCallback):
         """Keeps the rollout, for its texts and reward parts."""
         self._rollouts = rollouts
 
-    def on_experience_made(self, trainer: Trainer, pl_module: LightningModule, experience: Experience) -> None:
+    def on_experience_made(self, trainer: Trainer, pl_module: Any, experience: Experience) -> None:
         """Writes every N-th rollout."""
         rollouts, self._rollouts = self._rollouts, None
         done = trainer.fit_loop.total_batch_idx + 1
         if rollouts is None or done % self.every_n_rollouts:
             return
         folder = self._folder / f"rollout={done:06d}"
+        if self.evaluate:
+            sampled = replace(experience, response_mask=rollouts.response_mask)  # of trajectories that failed, too
+            if experience.old_logprobs is None or experience.entropy is None:
+                now = pl_module.evaluate_policy(sampled)
+                old = now["logprobs"] if experience.old_logprobs is None else experience.old_logprobs
+                experience = replace(experience, old_logprobs=old, entropy=now["entropy"])
+            self._saved = folder / f"rank{trainer.global_rank}.jsonl", sampled
         tensors = {name: getattr(experience, name) for name in TENSORS}
         stored: dict[str, Any] = {name: value.cpu() for name, value in tensors.items() if value is not None}
         stored |= {f"reward/{name}": part.cpu() for name, part in rollouts.reward_parts.items()}
@@ -103,6 +117,27 @@ class SaveRollouts(RLCallback):
                     del record["row"]
                 file.write(json.dumps(place | record, default=_type_name, ensure_ascii=False) + "\n")
 
+    def on_policy_updated(self, trainer: Trainer, pl_module: Any, metrics: dict[str, float]) -> None:
+        """Adds what the policy says of the tokens after the update."""
+        if self._saved is None:
+            return
+        (path, experience), self._saved = self._saved, None
+        logprobs = pl_module.evaluate_policy(experience)["logprobs"].cpu()
+        records = [json.loads(line) for line in path.open(encoding="utf-8")]
+        with atomic_write(path, "w") as file:
+            for record, numbers in zip(records, _rows_of(experience).values(), strict=True):
+                for row, i in zip(record["rows"], numbers, strict=True):
+                    row["new_logprobs"] = [_number(x) for x in logprobs[i, : len(row["token_ids"])].tolist()]
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _rows_of(rows: Rollouts | Experience) -> dict[int, list[int]]:
+    """Trajectory -> numbers of its rows, in the order in which trajectories are written."""
+    found: dict[int, list[int]] = {}
+    for number, trajectory in enumerate(rows.trajectory_ids.tolist()):
+        found.setdefault(trajectory, []).append(number)
+    return found
+
 
 def trajectory_records(
     rollouts: Rollouts, experience: Experience, decode: Callable[[list[int]], str] | None
@@ -125,11 +160,8 @@ def trajectory_records(
         versions = torch.where(mask, rollouts.policy_version, -1)
     of_tokens = {name: getattr(experience, name) for name in OF_TOKENS if getattr(experience, name) is not None}
     lengths = rollouts.attention_mask.sum(1).tolist()
-    rows_of: dict[int, list[int]] = {}
-    for number, trajectory in enumerate(rollouts.trajectory_ids.tolist()):
-        rows_of.setdefault(trajectory, []).append(number)
     records = []
-    for trajectory, numbers in rows_of.items():
+    for trajectory, numbers in _rows_of(rollouts).items():
         first, rows = numbers[0], []
         for i in numbers:
             n = lengths[i]

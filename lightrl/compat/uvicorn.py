@@ -1,19 +1,22 @@
 """uvicorn's HTTP protocol with a time limit on reading.
 
 Relies on: `H11Protocol` of `uvicorn.protocols.http.h11_impl`, its `transport` and its `cycle` with `response_complete`
-and `more_body` (seen in 0.30 to 0.54). uvicorn bounds how long a kept connection idles and how long a shutdown takes,
-but not how long a client may take to send a request, so half-sent requests hold connections for ever.
+and `more_body`; `Server.server_state.connections` (seen in 0.30 to 0.54). uvicorn bounds how long a kept connection
+idles and how long a shutdown takes, but not how long a client may take to send a request, so half-sent requests hold
+connections for ever.
 `tests/rewards/test_server_limits.py` fails where a release changes this.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
+from uvicorn import Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["bounded_protocol"]
+__all__ = ["bounded_protocol", "serve"]
 
 HEAD_SECONDS = 10.0
 """Time for a request's line and headers, where the limit on the whole request is not shorter."""
@@ -89,3 +92,13 @@ def bounded_protocol(read_timeout: float, max_connections: int) -> type[asyncio.
                 self.transport.abort()
 
     return BoundedProtocol
+
+
+async def serve(server: Server, listener: socket.socket) -> None:
+    """Serves on a socket until `should_exit`; whatever ends it, no connection stays open."""
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        connections: list[Any] = list(server.server_state.connections)
+        for connection in connections:
+            connection.transport.abort()

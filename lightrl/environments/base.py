@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 __all__ = ["Environment", "EnvironmentFailedError", "Message", "Reply", "Step", "ToolCall"]
 
@@ -125,9 +129,12 @@ class Environment(ABC):
         """Names the state that the environment is in when the policy reads these messages.
 
         Turns of a group that began in equal states are compared with one another by estimators such as GiGPO. What the
-        messages say, unless overridden.
+        messages say and show, unless overridden; pictures and arrays are compared by their contents.
+
+        Raises:
+            TypeError: a message holds an object that shows nothing of its contents.
         """
-        return json.dumps(list(messages), sort_keys=True, default=str)
+        return json.dumps(list(messages), sort_keys=True, default=_contents)
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -136,3 +143,29 @@ class Environment(ABC):
 
     async def close(self) -> None:  # noqa: B027 - most environments hold nothing
         """Gives back what the environment holds. Called once, whatever happened before."""
+
+
+def _contents(value: Any) -> str:
+    """What stands for a value that JSON does not have: the same for equal contents, in every process."""
+    from PIL import Image
+
+    kind = type(value).__name__
+    if isinstance(value, Image.Image):
+        palette = bytes(value.getpalette() or ())
+        return f"image {value.mode} {value.size} {_digest(palette + value.tobytes())}"
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"bytes {_digest(bytes(value))}"
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().numpy()
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return f"array {value.dtype} {value.shape} {_digest(np.ascontiguousarray(value).tobytes())}"
+    if type(value).__repr__ is object.__repr__ and type(value).__str__ is object.__str__:
+        raise TypeError(
+            f"a message holds a {kind}, which shows nothing of its contents, so that states cannot be told apart: "
+            "override `Environment.state_key`, or give the class a __repr__."
+        )
+    return str(value)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

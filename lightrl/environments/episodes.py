@@ -48,6 +48,8 @@ class Task:
         max_model_len: most tokens of context and completion together that the engine holds.
         retry: how often these attempts failed before.
         name: how messages call it.
+        ended: to be told of an attempt as soon as it is over, where others of the group still run; the run then need
+            not wait for them before it gives up. What it raises is to end the episode.
     """
 
     prompt: Prompts
@@ -58,6 +60,7 @@ class Task:
     max_model_len: int
     retry: int = 0
     name: str = "a prompt"
+    ended: Callable[[Trajectory], None] = lambda trajectory: None
 
     @property
     def columns(self) -> dict[str, Any]:

@@ -159,7 +159,9 @@ class Ledger:
             for start, tokens in parts:
                 values = torch.tensor([entries.get(token, 0) for token in tokens])
                 inputs[name][0, start : start + len(tokens)] = values[: end - start]
-        return inputs, Media(images=images, token_ids=list(row.short), key=row.key)
+        # A row ends behind a token that was sampled, so no image's placeholders are cut.
+        short = end + sum(len(tokens.short) - len(tokens) for _, tokens in parts)
+        return inputs, Media(images=images, token_ids=row.short[:short], key=row.key)
 
 
 @dataclass

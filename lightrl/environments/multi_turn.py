@@ -191,6 +191,7 @@ class MultiTurn(Episode):
             turn_seed=task.turn_seed,
             sampling=task.sampling,
             max_model_len=task.max_model_len,
+            ended=task.ended,
         )
 
     async def group(
@@ -203,6 +204,7 @@ class MultiTurn(Episode):
         turn_seed: Callable[[int, int], int],
         sampling: SamplingParams,
         max_model_len: int | None = None,
+        ended: Callable[[Trajectory], None] = lambda trajectory: None,
     ) -> list[Trajectory]:
         """Plays attempts of one group at once.
 
@@ -214,6 +216,7 @@ class MultiTurn(Episode):
             turn_seed: from the numbers of attempt and turn to the seed of the request.
             sampling: the distribution; its `max_new_tokens` is the most that one request may bring.
             max_model_len: most tokens that the engine holds.
+            ended: is told of each attempt as soon as it is over.
 
         Returns:
             a trajectory per attempt, in their order.
@@ -232,9 +235,11 @@ class MultiTurn(Episode):
             async with places:
                 self.playing += 1
                 try:
-                    return await play(Attempt(row, ask, seed, seeds, sampling, longest, f"attempt {number}"))
+                    played = await play(Attempt(row, ask, seed, seeds, sampling, longest, f"attempt {number}"))
                 finally:
                     self.playing -= 1
+                ended(played)
+                return played
 
         async with self.player() as play:
             tasks = [asyncio.ensure_future(one(number, play)) for number in attempts]

@@ -99,7 +99,14 @@ class ToolEnvironment(Environment):
 
         waits = [inspect.iscoroutinefunction(self._tools.get(call.name)) for call in reply.tool_calls]
         alone = [number for number, wait in enumerate(waits) if not wait]
-        await asyncio.gather(in_turn(alone), *(one(number) for number, wait in enumerate(waits) if wait))
+        calls = [in_turn(alone), *(one(number) for number, wait in enumerate(waits) if wait)]
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            await asyncio.gather(*tasks)
+        finally:  # one failed, or the attempt was given up: no call outlives its turn
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         if self.result_role == "user":
             content = results[0]
             for result in results[1:]:
@@ -129,6 +136,7 @@ class ToolEnvironment(Environment):
         finally:
             if not (done := task.done()):
                 task.cancel()
+                await asyncio.wait([task], timeout=1.0)  # one that ignores this is left behind
         if not done:
             self._counts["tools/timeouts"] += 1
             self._counts["tools/left_behind"] += not inspect.iscoroutinefunction(tool)

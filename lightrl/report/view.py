@@ -11,23 +11,32 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from lightrl import __version__
+from lightrl.report.atif import write_atif
 from lightrl.report.read import inside
 from lightrl.report.viewer import SCRIPT, STYLE
 from lightrl.storage import atomic_write
 
 __all__ = ["view"]
 
-OF_TOKENS = ("advantages", "engine_logprobs", "old_logprobs", "ref_logprobs", "values", "entropy")
+OF_TOKENS = ("advantages", "engine_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "values", "entropy")
 THUMBNAIL = 384
 
 
-def view(run_dir: Path | str, out: Path | str | None = None, max_trajectories: int = 2000) -> Path:
+def view(
+    run_dir: Path | str,
+    out: Path | str | None = None,
+    max_trajectories: int = 2000,
+    atif: Path | str | None = None,
+) -> Path:
     """Writes a run's trajectories as one HTML page and prints its path as the last line.
 
     Args:
         run_dir: folder of a run with the callback `SaveRollouts`; its `rollouts` folder, or one `rollout=...`, too.
         out: file to write; `run_dir/trajectories.html` where None.
         max_trajectories: most trajectories on the page, at least 1: those of the newest rollouts, whole groups.
+        atif: folder to write the same trajectories to, each as a file in the Agent Trajectory Interchange Format 1.7;
+            None writes none.
 
     Returns:
         the path of the page: it opens without a server or a network, and runs nothing that a trajectory says.
@@ -42,6 +51,8 @@ def view(run_dir: Path | str, out: Path | str | None = None, max_trajectories: i
     records, left_out = _newest(folder, max_trajectories)
     with atomic_write(page, "w") as file:
         file.write(render(records, folder.resolve().name, left_out))
+    if atif is not None:
+        print(f"{len(write_atif(records, Path(atif), folder.resolve().name, __version__))} trajectories in {atif}")
     print(page)
     return page
 

@@ -73,8 +73,8 @@ const direction = x => x > 0 ? "up" : x < 0 ? "down" : "soft";
 const OVERLAYS = {
   mask: ["Mask", [], () => null, false],
   advantage: ["Advantage", ["advantages"], v => v.advantages, true],
-  ratio: ["Ratio trainer/engine", ["old_logprobs", "engine_logprobs"],
-    v => v.old_logprobs - v.engine_logprobs, true],  // coloured by its logarithm
+  ratio: ["Ratio after/before the update", ["new_logprobs", "old_logprobs"],
+    v => v.new_logprobs - v.old_logprobs, true],  // coloured by its logarithm
   gap: ["Engine gap", ["old_logprobs", "engine_logprobs"], v => v.engine_logprobs - v.old_logprobs, true],
   entropy: ["Entropy", ["entropy"], v => v.entropy, false],
   surprise: ["-log p of the engine", ["engine_logprobs"], v => -v.engine_logprobs, false],

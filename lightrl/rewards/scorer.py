@@ -177,14 +177,22 @@ class RewardScorer:
             self._loop.close(self._close_functions, timeout)
         except concurrent.futures.TimeoutError:
             log.warning("a reward function blocks the event loop and was left behind.")
-        self._slots = [asyncio.Semaphore(limit) for limit in self._limits]  # those of before belong to the old loop
+        finally:
+            self._slots = [asyncio.Semaphore(limit) for limit in self._limits]  # those of before are the old loop's
 
     async def _close_functions(self) -> None:
+        """Closes all; raises the first error of theirs, after the last."""
+        errors = []
         for function in self._functions:
-            close = getattr(function.function, "close", None)
-            closing = close() if callable(close) else None
-            if inspect.isawaitable(closing):
-                await closing
+            try:
+                close = getattr(function.function, "close", None)
+                closing = close() if callable(close) else None
+                if inspect.isawaitable(closing):
+                    await closing
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _row_weights(self, rows: Mapping[str, Sequence[Any]], num_rows: int) -> list[dict[str, float]]:
         """Per row, the functions that score it with their weights."""

@@ -137,7 +137,12 @@ class Collector:
         for collection in self._live:
             collection.stop(max(end - time.monotonic(), 0.0))
         stuck = any(collection.stuck for collection in self._live)
+        unfinished = [coroutine for collection in self._live for coroutine in collection.unfinished]
         self._live = []
+        if unfinished:  # cancelled by now: they free what they hold, which a second cancellation would cut short
+            left = max(end - time.monotonic() - 0.5, 0.5)
+            with contextlib.suppress(concurrent.futures.TimeoutError):  # one blocks the loop
+                self.loop.submit(_wait_for(unfinished, left)).result(left + 0.1)
         try:
             self.loop.close(self.episode.close, max(end - time.monotonic(), 0.5))
         except concurrent.futures.TimeoutError:  # Python 3.10 has another TimeoutError
@@ -277,6 +282,11 @@ class Collection:
             self._thread.join(timeout)
 
     @property
+    def unfinished(self) -> list[asyncio.Task[None]]:
+        """Groups that are not over."""
+        return [coroutine for coroutine in self._coroutines if not coroutine.done()]
+
+    @property
     def stuck(self) -> bool:
         """Whether a thread is still in the engine."""
         return self._thread is not None and self._thread.is_alive()
@@ -383,28 +393,46 @@ class Collection:
 
     async def _attempts(self, task: Task) -> list[Trajectory]:
         """The group's trajectories; those that failed are made again within bounds."""
-        episode = self._collector.episode
-        trajectories = list(await episode.run(task, self.ask))
-        assert len(trajectories) == len(task.attempts), f"{type(episode).__name__}.run: a trajectory per attempt"
-        for retry in range(1, episode.max_retries + 1):
+        trajectories = await self._run(task)
+        for retry in range(1, self._collector.episode.max_retries + 1):
             failed = [i for i, t in enumerate(trajectories) if t.stop_reason == "failure"]
             if not failed:
                 break
             self.retried += len(failed)
             attempts = tuple(task.attempts[i] for i in failed)
-            again = await episode.run(replace(task, attempts=attempts, retry=retry), self.ask)
+            again = await self._run(replace(task, attempts=attempts, retry=retry))
             for i, trajectory in zip(failed, again, strict=True):
                 trajectories[i] = trajectory
-        failures = [t.failure for t in trajectories if t.stop_reason == "failure"]
-        self.failed += len(failures)
-        wanted = sum(len(task.attempts) for task in self.tasks)
-        if failures and self.failed > episode.max_failed * wanted:
+        return trajectories
+
+    async def _run(self, task: Task) -> list[Trajectory]:
+        """A trajectory per attempt; each is counted as soon as it is over."""
+        episode, counted = self._collector.episode, set[int]()
+
+        def ended(trajectory: Trajectory) -> None:
+            counted.add(id(trajectory))
+            self._count(task, trajectory)
+
+        trajectories = list(await episode.run(replace(task, ended=ended), self.ask))
+        assert len(trajectories) == len(task.attempts), f"{type(episode).__name__}.run: a trajectory per attempt"
+        for trajectory in trajectories:
+            if id(trajectory) not in counted:
+                self._count(task, trajectory)
+        return trajectories
+
+    def _count(self, task: Task, trajectory: Trajectory) -> None:
+        """Ends the rollout when more attempts have failed for good than may."""
+        episode = self._collector.episode
+        if trajectory.stop_reason != "failure" or task.retry < episode.max_retries:
+            return
+        self.failed += 1
+        wanted = sum(len(each.attempts) for each in self.tasks)
+        if self.failed > episode.max_failed * wanted:
             raise RuntimeError(
                 f"{self.failed} of {wanted} trajectories of a rollout failed, each {1 + episode.max_retries} times, "
                 f"for reasons that are not the policy's; {type(episode).__name__} allows "
-                f"max_failed={episode.max_failed:g}. The last, of {task.name}: {failures[-1]}"
+                f"max_failed={episode.max_failed:g}. The last, of {task.name}: {trajectory.failure}"
             )
-        return trajectories
 
     async def _score(self, number: int, trajectories: list[Trajectory]) -> Scores | None:
         """What the reward functions say of the trajectories that did not fail."""
@@ -453,6 +481,10 @@ class Collection:
         if scoring:
             waited.append(f"reward functions {', '.join(names)} ({len(scoring)} groups, the first of {scoring[0]})")
         return " and ".join(waited)
+
+
+async def _wait_for(tasks: Sequence[asyncio.Task[None]], seconds: float) -> None:
+    await asyncio.wait(tasks, timeout=seconds)
 
 
 def _settle(future: asyncio.Future[CompletionGroup], answer: CompletionGroup) -> None:

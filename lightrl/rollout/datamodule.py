@@ -311,26 +311,55 @@ class RolloutDataModule(LightningDataModule):
         def left() -> float:
             return max(end - time.monotonic(), 0.5)
 
-        stuck = self._collector is not None and self._collector.close(LEAVE_SECONDS / 2)
-        if self._stale_source is not None:
-            self._stale_source.stop(LEAVE_SECONDS / 2)
+        collector, stale = self._collector, self._stale_source
         self._collector = self._stale_source = None
+        stuck = True  # unless its end tells otherwise
+        try:
+            stuck = collector is not None and collector.close(LEAVE_SECONDS / 2)
+        finally:  # whatever raises, all are closed
+            try:
+                if stale is not None:
+                    stale.stop(LEAVE_SECONDS / 2)
+            finally:
+                self._close_engine(stuck, left)
+
+    def _close_engine(self, stuck: bool, left: Callable[[], float]) -> None:
+        """Ends the reward workers and the engine, beside one another where the engine may hang."""
         beside = stuck or self.engine.concurrent  # it hangs, or waits for processes that may
-        closing = threading.Thread(target=self.engine.close, name="lightrl-closing", daemon=True)
+        failed: list[Exception] = []
+
+        def close() -> None:
+            try:
+                self.engine.close()
+            except Exception as error:
+                failed.append(error)
+
+        closing = threading.Thread(target=close, name="lightrl-closing", daemon=True)
         if beside:
             closing.start()
-        if self.scorer is not None:
-            self.scorer.close(min(LEAVE_SECONDS, left()))
-        if not beside:
-            self.engine.close()
-            return
-        closing.join(left())
+        try:
+            if self.scorer is not None:
+                self.scorer.close(min(LEAVE_SECONDS, left()))
+        finally:
+            if beside:
+                closing.join(left())
+            else:
+                close()
+            if failed:
+                raise failed[0]
         if closing.is_alive():
-            log.warning("%s did not close within %g s and is left behind.", type(self.engine).__name__, CLOSE_SECONDS)
+            name = type(self.engine).__name__
+            log.warning("%s did not close within %g s and is left behind.", name, CLOSE_SECONDS)
 
     def on_exception(self, exception: BaseException) -> None:
-        """As `teardown`, which Lightning leaves out when a run ends with an error or Ctrl-C."""
-        self.teardown("fit")
+        """As `teardown`, which Lightning leaves out when a run ends with an error or Ctrl-C.
+
+        What goes wrong here is logged, so that the run's own error stays its last word.
+        """
+        try:
+            self.teardown("fit")
+        except Exception as error:
+            log.warning("The end of the run was not clean: %s: %s", type(error).__name__, error, exc_info=error)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in prompts and supervised rows, and what a curriculum has seen, the same on every rank."""

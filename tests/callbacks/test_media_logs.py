@@ -66,7 +66,7 @@ def test_the_file_and_the_table_say_what_there_is(
     seen: Rollouts, shown: list[Media], make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     before = hashes(shown)
-    fit(make_trainer, seen, SampleLog(1, num_samples=3, terminal=False), SaveRollouts(1))
+    fit(make_trainer, seen, SampleLog(1, num_samples=3, terminal=False), SaveRollouts(1, evaluate=False))
     records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [r.get("media") for r in records[:3]] == [
         "2 images (640x480, 56x56)", None, "video (9 frames of 40x30), sound (0.5 s)",
@@ -147,7 +147,7 @@ def is_png(path: Path) -> bool:
 def test_trajectories_keep_the_originals(
     seen: Rollouts, shown: list[Media], make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
-    fit(make_trainer, seen, SaveRollouts(2))
+    fit(make_trainer, seen, SaveRollouts(2, evaluate=False))
     folder = tmp_path / "rollouts" / "rollout=000002"
     _, texts = load_rollouts(folder)
     assert len(list((folder / "media").iterdir())) == 4  # once, not once for each completion

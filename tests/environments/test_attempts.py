@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from jsonargparse import ArgumentParser
+from PIL import Image
 
 from lightrl.environments import Environment, EnvironmentEpisode, EnvironmentFailedError, Reply, Step, ToolEnvironment
 from lightrl.types import CompletionGroup, GenerationRequest, SamplingParams, Trajectory
@@ -204,6 +207,73 @@ def test_infrastructure_failures_are_failures_and_never_reward_zero() -> None:
 
     trajectory = play(absent, [])
     assert (trajectory.stop_reason, trajectory.failure) == ("failure", "OSError: no container")
+
+
+def test_calls_of_one_turn_end_with_the_one_that_fails() -> None:
+    """A tool server that is down ends the attempt; what its other calls were about to do does not happen behind it."""
+    seen: list[str] = []
+
+    class Tools:
+        def reset(self, **row: Any) -> None: ...
+
+        async def down(self) -> str:
+            """Fails."""
+            raise EnvironmentFailedError("the sandbox is gone")
+
+        async def slow(self) -> str:
+            """Takes long, and needs a moment to clean up."""
+            try:
+                await asyncio.sleep(0.2)
+                seen.append("slow went on")
+            finally:
+                await asyncio.sleep(0.05)
+                seen.append("slow cleaned up")
+            return ""
+
+        def thread(self) -> str:
+            """Is left to its end: threads cannot be ended."""
+            time.sleep(0.1)
+            return ""
+
+        def later(self) -> str:
+            """Would come after `thread`."""
+            seen.append("later began")
+            return ""
+
+    turn = said("", *(ToolCallOf(name) for name in ("thread", "later", "slow", "down")))
+    engine, attempts = ScriptedEngine([turn]), ScriptedAttempts(lambda: ToolEnvironment(Tools))
+    attempts.turns = [turn]
+    attempts.setup(TOKENIZER)
+
+    async def play_and_look() -> Trajectory:
+        (trajectory,) = await alone(attempts, engine, {}, SAMPLING)
+        assert seen == ["slow cleaned up"]
+        await asyncio.sleep(0.3)
+        return trajectory
+
+    assert asyncio.run(play_and_look()).failure == "EnvironmentFailedError: the sandbox is gone"
+    assert seen == ["slow cleaned up"]
+
+
+def test_states_are_equal_where_pictures_are_whatever_object_holds_them() -> None:
+    def state(picture: Any) -> str:
+        content = [{"type": "image", "image": picture}, {"type": "text", "text": "a"}]
+        return Script([]).state_key([{"role": "user", "content": content}])
+
+    def picture(value: int, mode: str = "RGB") -> Image.Image:
+        return Image.fromarray(np.full((4, 6, 3), value, np.uint8)).convert(mode)
+
+    buffer = io.BytesIO()
+    picture(7).save(buffer, format="PNG")
+    values = [picture(7), picture(8), picture(7, "L"), picture(7).resize((6, 5)), np.asarray(picture(7)), b"7", b"8"]
+    keys = [state(value) for value in values]
+    assert len(set(keys)) == len(keys), "what differs differs"
+    assert state(Image.open(buffer)) == state(picture(7)) == keys[0] and state(np.asarray(picture(7))) == keys[4]
+    red, blue = picture(7, "P"), picture(7, "P")
+    blue.putpalette(bytes(range(255, -1, -1)) * 3)
+    assert state(red) != state(blue), "the same numbers, other colours"
+    with pytest.raises(TypeError, match=r"holds a object, which shows nothing.*override `Environment.state_key`"):
+        state(object())
 
 
 def test_a_reset_that_hangs_is_a_failure() -> None:

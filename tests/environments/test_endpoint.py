@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import http.client
 import json
 import os
 import socket
@@ -586,6 +588,122 @@ def test_no_process_and_no_socket_is_left(how: str, tmp_path: Path) -> None:
     assert len(pids) == 2 and all(gone(pid) for pid in pids)
     assert listening() == before
     assert not [thread for thread in threading.enumerate() if thread.name in ("endpoint", "program's process")]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("after", [0.0, 0.02])
+def test_giving_up_while_the_endpoint_starts_or_stops_leaves_none(times: int, after: float) -> None:
+    """A Ctrl-C cancels attempts, and the end of the run cancels what has not ended: at once, or a moment later."""
+    program = AgentProgram(plain_program.once)
+    before = listening()
+
+    async def run() -> None:
+        async def enter() -> None:
+            async with program.player():
+                await asyncio.sleep(after / 2)
+
+        entering = asyncio.ensure_future(enter())
+        await asyncio.sleep(after)
+        for _ in range(times):
+            entering.cancel()
+            await asyncio.sleep(0)
+        with contextlib.suppress(asyncio.CancelledError):
+            await entering
+        await program.close()
+
+    def left() -> list[str]:
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("endpoint")]
+        return [*names, *(listening() - before)]
+
+    asyncio.run(run())
+    until = time.monotonic() + 10
+    while left() and time.monotonic() < until:  # a start that goes on is ended behind
+        time.sleep(0.02)
+    assert left() == []
+
+
+def test_a_program_that_comes_while_the_endpoint_stops_is_served() -> None:
+    program = AgentProgram(plain_program.once)
+    program.setup(TOKENIZER)
+
+    async def run() -> list[Trajectory]:
+        first = asyncio.ensure_future(group(program, Engine("Hi"), {}))
+        played = []
+        for _ in range(20):
+            (done,) = await first  # the last user leaves ...
+            first = asyncio.ensure_future(group(program, Engine("Hi"), {}))
+            other = asyncio.ensure_future(group(program, Engine("Hi"), {}))
+            played += [done, *await other]  # ... and others come and go beside one another
+        return [*played, *await first]
+
+    assert {trajectory.failure for trajectory in asyncio.run(run())} == {None}
+
+
+def ends(endpoint: threading.Thread) -> None:
+    """Raises in the endpoint's thread, as a lack of memory would."""
+    assert endpoint.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(endpoint.ident), ctypes.py_object(SystemExit))
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_an_endpoint_that_dies_in_the_middle_of_a_request_is_a_failure_and_the_next_attempt_has_another(
+    process: bool,
+) -> None:
+    program = AgentProgram(f"{PLAIN}:once", process=process, max_seconds=20)
+    program.setup(TOKENIZER)
+    engine, before = Engine("Hi"), listening()
+
+    async def wait(request: GenerationRequest) -> None:
+        if len(engine.asked) == 1:
+            (thread,) = [thread for thread in threading.enumerate() if thread.name == "endpoint"]
+            ends(thread)
+            await asyncio.to_thread(thread.join, 10)
+            assert not thread.is_alive()
+
+    engine.wait = wait
+
+    async def run() -> list[Trajectory]:
+        async with program.player():  # another group plays on
+            return [*await group(program, engine, {}), *await group(program, engine, {})]
+
+    failed, again = asyncio.run(run())
+    assert failed.stop_reason == "failure" and failed.failure and failed.turn_rewards == []
+    assert (again.stop_reason, again.turn_rewards, len(engine.asked)) == ("stop", [0.5], 2)
+    assert listening() == before
+    names = ("endpoint", "program", "program's process")
+    assert not [thread for thread in threading.enumerate() if thread.name in names]
+
+
+def test_a_connection_cut_in_the_middle_of_a_request_gives_the_turn_up_and_asking_again_is_answered() -> None:
+    engine = Engine("Hi")
+
+    async def wait(request: GenerationRequest) -> None:
+        if len(engine.asked) == 1:
+            cut_connections()
+            await asyncio.sleep(10)
+
+    engine.wait = wait
+
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        with pytest.raises((OSError, http.client.HTTPException)):
+            plain_program.once({}, base_url, api_key)
+        return float(plain_program.once({}, base_url, api_key) or 0)
+
+    (trajectory,) = play(main, engine)
+    assert (trajectory.failure, trajectory.turn_rewards, engine.cancelled) == (None, [0.5], 1)
+    assert [request.seed for request in engine.asked] == [0, 0]
+
+
+def cut_connections() -> None:
+    """Ends this process's TCP connections of both ends, those of now, and leaves what listens."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(socket.socket(fileno=os.dup(int(name))))
+    for one in found:
+        with contextlib.suppress(OSError), one:
+            if one.family == socket.AF_INET and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                one.shutdown(socket.SHUT_RDWR)
 
 
 def listening() -> set[str]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from lightrl.environments import AgentProgram, Reply
 from tests.environments.families import FAMILIES, make_tokenizer
@@ -20,6 +24,7 @@ def blocks(root: Path) -> list[str]:
 def test_every_code_block_of_the_guide_runs(root: Path) -> None:
     tokenizer = make_tokenizer(FAMILIES["qwen2.5"])
     own, trl, program = blocks(root)
+    assert len(own.splitlines()) <= 30, "as its heading says"
     names: dict[str, Any] = {"__name__": "guide"}
     exec(own, names)
     exec(trl, names)
@@ -48,3 +53,26 @@ def test_every_code_block_of_the_guide_runs(root: Path) -> None:
     agent.setup(tokenizer)
     (answered,) = asyncio.run(alone(agent, ScriptedEngine([said("6")]), {**row, "answer": "6"}, SAMPLING))
     assert (answered.stop_reason, answered.turn_rewards) == ("stop", [1.0])
+
+
+def test_every_configuration_of_the_guide_names_arguments_that_are_there(root: Path) -> None:
+    import lightrl.environments
+    import lightrl.rollout
+
+    def classes(node: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        if isinstance(node, dict):
+            if "class_path" in node:
+                yield node["class_path"].rpartition(".")[2], node.get("init_args", {})
+            for value in node.values():
+                yield from classes(value)
+
+    text = (root / "docs" / "environments.md").read_text()
+    found = [
+        pair for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) for pair in classes(yaml.safe_load(block))
+    ]
+    for name, arguments in found:
+        kind = getattr(lightrl.environments, name, None) or getattr(lightrl.rollout, name)
+        names = {parameter for base in kind.__mro__ for parameter in inspect.signature(base.__init__).parameters}
+        assert set(arguments) <= names, name
+    wanted = {"RolloutDataModule", "EnvironmentEpisode", "AgentProgram", "ToolEnvironment", "MCPEnvironment"}
+    assert wanted | {"OpenEnvironment"} == {name for name, _ in found}

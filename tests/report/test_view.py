@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -51,7 +52,8 @@ def record(
                 "token_ids": list(range(len(tokens))), "tokens": tokens, "turns": turn_ids,
                 "policy_versions": [9 if on else -1 for on in sampled],
                 "advantages": [advantage * on for on in sampled],
-                "engine_logprobs": numbers(-3, 0), "old_logprobs": numbers(-3, 0),
+                "engine_logprobs": numbers(-3, 0), "old_logprobs": numbers(-3, 0), "new_logprobs": numbers(-3, 0),
+                "entropy": numbers(0, 3),
             }
         ],
     }  # fmt: skip
@@ -130,24 +132,28 @@ def test_overlays_colour_the_sampled_tokens(browser: Browser, tmp_path: Path) ->
     browser.open(view(run_of(tmp_path, 4)))
     colours = "return [...document.querySelectorAll('pre.sampled span')].map(s => s.style.background)"
     found = {}
-    for name in ("mask", "advantage", "ratio", "gap", "surprise", "none"):
+    for name in ("mask", "advantage", "ratio", "gap", "entropy", "surprise", "none"):
         pick(browser, "overlay", name)
         found[name] = browser.run(colours)
     assert len(found["mask"]) == 4 * 2 * 4 and len(set(found["mask"])) == 1 and set(found["none"]) == {""}
     records = [json.loads(line) for line in next(tmp_path.glob("rollouts/*/rank0.jsonl")).open()]
     rows = [r["rows"][0] for r in records]
-    pairs = [
-        (row["old_logprobs"][i], row["engine_logprobs"][i])
-        for row in rows
-        for i, t in enumerate(row["turns"])
-        if t >= 0
-    ]
-    for (old, engine), ratio, gap in zip(pairs, found["ratio"], found["gap"], strict=True):
-        assert ("--pos" in ratio) == (old > engine) and ("--pos" in gap) == (engine > old)
+    sampled = [(row, i) for row in rows for i, turn in enumerate(row["turns"]) if turn >= 0]
+    most = max(row["entropy"][i] for row, i in sampled)
+    for (row, i), ratio, gap, entropy in zip(sampled, found["ratio"], found["gap"], found["entropy"], strict=True):
+        new, old, engine = (row[f"{name}_logprobs"][i] for name in ("new", "old", "engine"))
+        assert ("--pos" in ratio) == (new > old) and ("--pos" in gap) == (engine > old)
+        assert abs(float(entropy.split(",")[-1].strip(" )")) - 0.75 * row["entropy"][i] / most) < 1e-3
+    legend = browser.run("return ['ratio', 'gap'].map(name => { const n = document.getElementById('overlay');"
+        "n.value = name; n.dispatchEvent(new Event('change'));"
+        "return [...document.querySelectorAll('#legend span')].map(s => Number(s.textContent)) })")  # fmt: skip
+    furthest = max(abs(row["new_logprobs"][i] - row["old_logprobs"][i]) for row, i in sampled)
+    assert legend[0] == pytest.approx([math.exp(-furthest), 0, math.exp(furthest)], abs=2e-3), "a ratio, not its log"
+    assert legend[1][0] == -legend[1][2]
     advantages = [a for row in rows for a, t in zip(row["advantages"], row["turns"], strict=True) if t >= 0]
     for advantage, colour in zip(advantages, found["advantage"], strict=True):
         assert ("--pos" in colour and colour.endswith("0.750)")) == (advantage > 0)
-    assert browser.run("return document.querySelector('#overlay option[value=entropy]').disabled") is True
+    assert browser.run("return document.querySelector('#overlay option[value=value]').disabled") is True
     assert browser.console() == []
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lightrl.engines.base import EngineDiedError, EngineRestartedError
 from lightrl.environments.episodes import Ask, Episode, SingleTurn, Task, one_turn
+from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.rewards.base import RewardError
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collation import collate, trajectory_metrics
@@ -206,6 +209,49 @@ def test_too_many_failures_stop_the_run_with_the_cause(collector: Any) -> None:
     episode = TwoTurns(fails=lambda task, attempt: task.seed == 11 or attempt == 0)
     with pytest.raises(RuntimeError, match=r"3 of 4 .* each 3 times.*TwoTurns allows max_failed=0.5.*sandbox is gone"):
         collector(episode=episode).start(tasks()).finish()
+
+
+def test_the_run_stops_with_the_failure_that_is_one_too_many_and_does_not_wait_for_the_group(collector: Any) -> None:
+    """Nine of ten attempts of a group fail at once; the tenth takes for ever."""
+
+    class Slow(MultiTurn):
+        @contextlib.asynccontextmanager
+        async def player(self) -> Any:
+            async def play(attempt: Attempt) -> Trajectory:
+                if attempt.name == "attempt 9":
+                    await asyncio.sleep(3600)
+                return tasks()[0].failed("killed")
+
+            yield play
+
+        def check_prompts(self, prompts: Any) -> None: ...
+
+    begin = time.monotonic()
+    raw = replace(PROMPTS, raw=list(PROMPTS.texts))
+    with pytest.raises(RuntimeError, match=r"6 of 10 trajectories of a rollout failed, each 1 times.*killed"):
+        collector(episode=Slow(max_retries=0)).start([replace(tasks(10)[0], prompt=raw[[0]])]).finish()
+    assert time.monotonic() - begin < 5
+
+
+def test_the_end_of_a_run_lets_environments_close(collector: Any) -> None:
+    """Closing takes a moment of awaiting; the run's end cancels attempts, and waits for that."""
+    freed: list[int] = []
+
+    class Holds(Episode):
+        async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
+            try:
+                await ask(task.prompt.request(0, task.sampling, task.seed, 1))
+            finally:
+                await asyncio.sleep(0.2)
+                freed.append(task.seed)
+            raise AssertionError
+
+    engine = ScriptedEngine(beside=True)
+    engine.hold = lambda request: True
+    made = collector(engine, Holds())
+    made.start(tasks())
+    made.close()
+    assert sorted(freed) == [10, 11]
 
 
 def test_a_time_limit_cancels_the_request(collector: Any) -> None:

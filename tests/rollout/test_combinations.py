@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "combinations.md"
 ENVIRONMENT, PROGRAM = "an environment", "a program"
 RUNS = "tests/rollout/test_environment_runs.py::"
+RANKS = "test_two_ranks_play_their_own_environments_and_learn_what_one_learns"
 
 
 class Turns(Letters):
@@ -139,6 +140,20 @@ def turns_differ(run: Run, where: Where) -> bool:
     assert turns is not None
     rows = zip(experience.advantages, turns, strict=True)
     return any(len({round(float(a), 6) for a in advantages[turn >= 0]}) > 1 for advantages, turn in rows)
+
+
+def saved(run: Run, where: Where) -> bool:
+    """Whether 8 trajectories have turns, and log-probs of the policy that sampled them and of the one that is now."""
+    records = load_rollouts(where.folder / "rollouts" / "rollout=000001")[1]
+    rows = [row for record in records for row in record["rows"]]
+    sampled = [(row, i) for row in rows for i, turn in enumerate(row["turns"]) if turn >= 0]
+    moved = [abs(row["new_logprobs"][i] - row["old_logprobs"][i]) for row, i in sampled]
+    return (
+        [len(record["turns"]) > 0 for record in records] == [True] * 8
+        and all(abs(row["old_logprobs"][i] - row["engine_logprobs"][i]) < 2e-5 for row, i in sampled)
+        and all(row["entropy"][i] > 0 for row, i in sampled)
+        and 1e-4 < max(moved) < 10
+    )
 
 
 def replies(run: Run) -> list[str]:
@@ -249,9 +264,12 @@ CELLS: dict[str, list[Cell]] = {
         ),
     ],
     "Strategies": [
-        Cell(
-            "DDP, two ranks",
-            tested={ENVIRONMENT: RUNS + "test_two_ranks_play_their_own_environments_and_learn_what_one_learns"},
+        *(
+            Cell(
+                f"{name}, two ranks", shows="the update of one process",
+                tested=dict.fromkeys((ENVIRONMENT, PROGRAM), RUNS + RANKS),
+            )
+            for name in ("DDP", "FSDP2", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3")
         ),
     ],
     "Estimators and losses": [
@@ -406,9 +424,8 @@ CELLS: dict[str, list[Cell]] = {
         ),
         Cell(
             "`SaveRollouts`", lambda where: {"callbacks": [SaveRollouts(1, str(where.folder / "rollouts"))]},
-            "every trajectory is saved with its turns",
-            lambda run, where: [len(record["turns"]) > 0 for record in
-                                load_rollouts(where.folder / "rollouts" / "rollout=000001")[1]] == [True] * 8,
+            "every trajectory is saved with its turns, and its tokens with the policy before and after the update",
+            saved,
         ),
         Cell("`RolloutCheckpoint`: killed and resumed, bit for bit", tested={
             way: RUNS + "test_killed_between_two_turns_and_resumed_is_the_run_that_was_not"
@@ -470,8 +487,7 @@ def page() -> str:
         "`tests/rollout/test_combinations.py` tests with a tiny model, one rollout per cell. In every run the policy",
         "must move, and each trained token is compared with the engine's log-probs at 1e-5 (`LedgerCanary`); not with",
         "`staleness`, `streaming` or another sampling temperature. *Environment* is an `EnvironmentEpisode`, *program*",
-        "an `AgentProgram` ([environments](environments.md)). A refusal names the argument and the way out. FSDP2 and",
-        "DeepSpeed were not tried together with either.",
+        "an `AgentProgram` ([environments](environments.md)). A refusal names the argument and the way out.",
     ]
     for title, cells in CELLS.items():
         lines += ["", f"## {title}", "", "| feature | environment | program | what is seen |", "|---|---|---|---|"]

@@ -11,15 +11,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import RolloutCheckpoint
 from lightrl.objectives.advantages import GroupRelative
+from tests.distributed.job import make_strategy
+from tests.distributed.test_strategies import compile_deepspeed
 from tests.rollout.tasks import Letters, chat_model, fit, sgd, talk
 from tests.toys import KeptEngine, ThreadEngine
 
@@ -189,42 +193,63 @@ def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(way: str, 
 # ---- two ranks -------------------------------------------------------------------------------------------------------
 
 
-def ranks_run(path: str, devices: int) -> Any:
+STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
+COMPARED = ("rollout/turns", "rollout/stop_stop", "reward/mean")
+
+
+def ranks_run(path: str, strategy: str, way: str) -> tuple[Any, dict[str, Any]]:
+    """A run of two rollouts, and what is to be the same on any number of ranks."""
     module = GRPOLightningModule(path, kl=None, optimizer=sgd, advantage=GroupRelative(scale="none"))
-    strategy = "ddp" if devices > 1 else "auto"
-    trainer = {"devices": devices, "strategy": strategy, "log_every_n_steps": 1}
-    return fit(path, module=module, trainer=trainer, rollouts_per_epoch=2)
+    devices = 1 if strategy == "auto" else 2
+    trainer = {"devices": devices, "strategy": make_strategy(strategy), "log_every_n_steps": 1}
+    attempts: dict[str, Any] = {"environment": Letters} if way == "environment" else {"program": talk}
+    weights = Weights()
+    _, keep = fit(path, [weights], module, trainer, rollouts_per_epoch=2, **attempts)
+    return module, {
+        "weights": weights.after,
+        "prompts": [p for r in keep.rollouts for p in r.prompts],
+        "metrics": {name: [m[name] for m in keep.metrics] for name in COMPARED},
+        "gap": max(keep.gaps),
+    }
+
+
+class Weights(Callback):
+    """Gathers the whole policy at the end of the run."""
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.after = {name: value.detach().float().clone() for name, value in module.named_policy_weights()}
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_two_ranks_play_their_own_environments_and_learn_what_one_learns(path: str, tmp_path: Path) -> None:
-    one, keep = ranks_run(path, 1)
-    command = [sys.executable, __file__, "ranks", path, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    """Every strategy, with an environment and with a program, in one pair of processes."""
+    alone = {way: ranks_run(path, "auto", way)[1] for way in ("environment", "program")}
+    names = STRATEGIES if find_spec("deepspeed") else STRATEGIES[:2]
+    if find_spec("deepspeed"):
+        compile_deepspeed()
+    command = [sys.executable, __file__, "ranks", path, str(tmp_path), *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
-    both = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
-    for name, value in one.state_dict().items():
-        assert all(torch.allclose(rank["weights"][name], value, atol=1e-6) for rank in both), name
-    assert sorted(both[0]["prompts"] + both[1]["prompts"]) == sorted(p for r in keep.rollouts for p in r.prompts)
-    for name in ("rollout/turns", "rollout/stop_stop", "reward/mean"):
-        wanted = [m[name] for m in keep.metrics]
-        assert both[0]["metrics"][name] == both[1]["metrics"][name] == pytest.approx(wanted, abs=1e-6)
+    for strategy, (way, one) in itertools.product(names, alone.items()):
+        both = [torch.load(tmp_path / f"{strategy}-{way}-{rank}.pt", weights_only=True) for rank in range(2)]
+        where = f"{strategy}, {way}"
+        assert all(rank["gap"] < 1e-5 for rank in both), where
+        for name, value in one["weights"].items():
+            assert all(torch.allclose(rank["weights"][name], value, atol=1e-6) for rank in both), f"{where}: {name}"
+        assert sorted(both[0]["prompts"] + both[1]["prompts"]) == sorted(one["prompts"]), where
+        for name, wanted in one["metrics"].items():
+            assert both[0]["metrics"][name] == both[1]["metrics"][name] == pytest.approx(wanted, abs=1e-6), where
 
 
-def main(kind: str, path: str, folder: Path, way: str = "environment") -> None:
+def main(kind: str, path: str, folder: Path, *words: str) -> None:
     torch.set_num_threads(1)
     if kind == "killed":
-        resumable(way, folder, path, kill_at=60)
+        resumable(words[0], folder, path, kill_at=60)
         return
-    module, keep = ranks_run(path, 2)
-    names = ("rollout/turns", "rollout/stop_stop", "reward/mean")
-    state = {
-        "weights": module.state_dict(),
-        "prompts": [p for r in keep.rollouts for p in r.prompts],
-        "metrics": {name: [m[name] for m in keep.metrics] for name in names},
-    }
-    torch.save(state, folder / f"{torch.distributed.get_rank()}.pt")
+    for strategy, way in itertools.product(words, ("environment", "program")):
+        _, found = ranks_run(path, strategy, way)
+        torch.save(found, folder / f"{strategy}-{way}-{torch.distributed.get_rank()}.pt")
 
 
 if __name__ == "__main__":

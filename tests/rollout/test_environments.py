@@ -14,6 +14,8 @@ import torch
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks.ledger_canary import LedgerMismatchError
 from lightrl.data.prompts import PromptSource
+from lightrl.engines.transformers.engine import TransformersEngine
+from lightrl.environments import EnvironmentEpisode
 from lightrl.objectives.advantages import GroupRelative
 from lightrl.rollout.collector import RolloutStalledError
 from lightrl.types import SamplingParams
@@ -96,6 +98,39 @@ def test_a_failed_attempt_is_refilled_with_the_same_seeds(path: str) -> None:
 def test_when_too_much_fails_the_run_stops_with_the_cause(path: str) -> None:
     with pytest.raises(RuntimeError, match=r"trajectories of a rollout failed.*the sandbox is gone"):
         fit(path, environment=lambda: Numbered([1.0, 0.0, None]))
+
+
+def test_what_raises_when_it_is_closed_keeps_nothing_else_from_its_end(path: str) -> None:
+    closed: list[str] = []
+
+    def closes(name: str, of: type) -> Any:
+        class Closes(of):  # type: ignore[misc]
+            def __call__(self, completions: list[str], **_: Any) -> list[float]:
+                return [0.0] * len(completions)
+
+            def close(self) -> Any:
+                closed.append(name)
+                if name == "engine":
+                    super().close()
+                elif name == "episode":
+                    return self.fails()
+                raise OSError(f"{name} is not closed")
+
+            async def fails(self) -> None:
+                raise OSError("episode is not closed")
+
+        return Closes
+
+    data = {
+        "engine": closes("engine", TransformersEngine)(),
+        "rewards": [closes("first", object)(), closes("second", object)()],
+        "reward_names": ["first", "second"],
+        "made": closes("episode", EnvironmentEpisode)(Letters),
+    }
+    with pytest.raises(OSError, match="engine is not closed") as raised:
+        fit(path, rollouts_per_epoch=1, **data)
+    assert set(closed) == {"episode", "first", "second", "engine"}
+    assert "first" in str(raised.value.__context__) and "episode" in str(raised.value.__context__.__context__)
 
 
 def test_the_mask_is_not_lost_on_the_way_to_the_loss(path: str) -> None:

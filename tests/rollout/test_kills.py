@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.client
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
 
 from lightrl.data.prompts import PromptSource
 from lightrl.environments import AgentProgram, EnvironmentFailedError
-from tests.environments.test_endpoint import gone, listening
-from tests.rollout.tasks import Letters, chat_model, fit
+from tests.environments.test_endpoint import ends, gone, listening
+from tests.rollout.tasks import Letters, chat_model, fit, talk
 
 HERE = Path(__file__).resolve().parent
 PHASES = ("start", "asking", "between turns", "end")
@@ -57,42 +61,109 @@ def test_agent_processes_killed_at_each_phase_are_made_again_with_the_same_seeds
     assert torch.equal(killed.rollouts[0].token_ids, quiet.rollouts[0].token_ids)
 
 
-@pytest.mark.parametrize("phase", ["made", "reset", "step", "finish", "close"])
-def test_an_environment_that_breaks_at_any_phase_is_made_again(phase: str, path: str) -> None:
-    class Breaks(Letters):
-        """The third of a run breaks."""
+class Sandboxed(Letters):
+    """Everything it does goes through a process of its own, which is killed in the third of a run."""
 
-        made = 0
+    made = 0
+    phase = ""
+    pids: list[int] = []  # noqa: RUF012 - of all objects
 
-        def __init__(self) -> None:
-            super().__init__()
-            Breaks.made += 1
-            self.number = Breaks.made
-            self.at("made")
+    def __init__(self) -> None:
+        super().__init__()
+        Sandboxed.made += 1
+        self.doomed = Sandboxed.made == 3
+        self.began = False
+        self.sandbox = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        Sandboxed.pids.append(self.sandbox.pid)
+        self.at("made")
 
-        def at(self, where: str) -> None:
-            if self.number == 3 and where == phase:
-                raise EnvironmentFailedError(f"broken at {where}")
+    def at(self, phase: str) -> None:
+        if self.doomed and phase == Sandboxed.phase:
+            self.sandbox.kill()
 
-        async def reset(self, row: Any, *, seed: int) -> Any:
-            messages = await super().reset(row, seed=seed)
-            self.at("reset")
-            return messages
+    async def ask(self) -> None:
+        def asked() -> None:
+            assert self.sandbox.stdin is not None and self.sandbox.stdout is not None
+            self.sandbox.stdin.write(b"go on\n")
+            self.sandbox.stdin.flush()
+            if not self.sandbox.stdout.readline():
+                raise EnvironmentFailedError("the sandbox is gone")
 
-        async def step(self, reply: Any) -> Any:
-            self.at("step")
-            return await super().step(reply)
+        await asyncio.to_thread(asked)
 
-        async def finish(self, stop_reason: str) -> float:
-            self.at("finish")
-            return await super().finish(stop_reason)
+    async def reset(self, row: Any, *, seed: int) -> Any:
+        self.at("reset")
+        await self.ask()
+        messages = await super().reset(row, seed=seed)
+        self.began = True
+        return messages
 
-        async def close(self) -> None:
+    async def step(self, reply: Any) -> Any:
+        self.at("step")
+        await self.ask()
+        return await super().step(reply)
+
+    async def finish(self, stop_reason: str) -> float:
+        self.at("finish")
+        await self.ask()
+        return await super().finish(stop_reason)
+
+    async def close(self) -> None:
+        self.at("close")
+        self.sandbox.kill()
+        self.sandbox.communicate()
+        if self.began:
             await super().close()
-            self.at("close")
 
-    _, keep = fit(path, environment=Breaks, rollouts_per_epoch=1)
+
+@pytest.fixture(scope="module")
+def unharmed(path: str) -> torch.Tensor:
+    return fit(path, environment=Letters, rollouts_per_epoch=1)[1].rollouts[0].token_ids
+
+
+@pytest.mark.parametrize("phase", ["made", "reset", "step", "finish", "close"])
+def test_an_environment_whose_process_is_killed_at_any_phase_is_made_again(
+    phase: str, path: str, unharmed: torch.Tensor
+) -> None:
+    Sandboxed.made, Sandboxed.phase, Sandboxed.pids = 0, phase, []
+    _, keep = fit(path, environment=Sandboxed, rollouts_per_epoch=1)
     assert keep.metrics[0]["rollout/stop_failure"] == 0
     assert keep.metrics[0]["rollout/retried"] == (phase != "close"), "what it brought is complete before it closes"
-    _, other = fit(path, environment=Letters, rollouts_per_epoch=1)
-    assert torch.equal(keep.rollouts[0].token_ids, other.rollouts[0].token_ids)
+    assert torch.equal(keep.rollouts[0].token_ids, unharmed)
+    assert len(Sandboxed.pids) == 16 + (phase != "close") and all(gone(pid) for pid in Sandboxed.pids)
+
+
+def test_an_endpoint_killed_at_each_phase_is_started_again_and_the_seeds_are_the_same(path: str) -> None:
+    def run(phases: tuple[str, ...]) -> Any:
+        left = set(phases)
+
+        def main(row: dict[str, Any], base_url: str, api_key: str) -> float:
+            def at(phase: str) -> None:
+                if phase == row["word"] and phase in left:
+                    left.remove(phase)
+                    (endpoint,) = [thread for thread in threading.enumerate() if thread.name == "endpoint"]
+                    ends(endpoint)
+                    endpoint.join(10)
+                    assert not endpoint.is_alive()
+
+            at("start")
+            half = http.client.HTTPConnection(urlsplit(base_url).netloc)
+            half.putrequest("POST", "/v1/chat/completions")
+            half.putheader("content-length", "100")
+            half.putheader("x-api-key", api_key)
+            half.endheaders(b'{"messages"')
+            at("asking")
+            half.close()
+            reward = talk(row, base_url, api_key, lambda turn: at("between turns"))
+            at("end")
+            return reward
+
+        rows = [{"prompt": f"say {phase}", "word": phase} for phase in PHASES]
+        made = AgentProgram(main, max_environments=1, max_retries=len(PHASES))
+        _, keep = fit(path, rollouts_per_epoch=1, group_size=2, prompts=PromptSource(rows=rows), made=made)
+        assert not left
+        return keep
+
+    quiet, killed = run(()), run(PHASES)
+    assert killed.metrics[0]["rollout/retried"] >= len(PHASES) and killed.metrics[0]["rollout/stop_failure"] == 0
+    assert torch.equal(killed.rollouts[0].token_ids, quiet.rollouts[0].token_ids)

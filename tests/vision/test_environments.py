@@ -71,6 +71,26 @@ def test_images_after_the_last_reply_are_in_no_row(folder_of: Any) -> None:
     assert row.inputs is None and row.media is None and row.token_ids[-3:] == ids_of(folder, "yes")
 
 
+def test_media_of_a_row_are_those_of_its_tokens_and_none_beyond(folder_of: Any) -> None:
+    """An image before the last reply and one behind it: with one placeholder per image, the row ends where it ends."""
+    folder = folder_of("qwen2_vl")
+    ledger = Ledger(TemplateBridge(folder.tokenizer, None, folder.processor))
+    image = folder.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+
+    def shown(seed: int) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": [{"type": "image", "image": picture(16, 24, seed)}]}]
+
+    ledger.begin(shown(1))
+    ledger.sampled(ids_of(folder, "yes<|im_end|>"), [-1.0] * 4, 0, Reply("yes").message())
+    (whole,) = ledger.rows
+    ledger.answer(shown(2))
+    (row,) = ledger.rows
+    assert row.media is not None and whole.media is not None and len(row.media.images) == 1
+    assert row.token_ids == whole.token_ids and row.media.token_ids == whole.media.token_ids
+    pairs = zip(row.token_ids, [0, *row.token_ids[:-1]], strict=True)
+    assert row.media.token_ids == [token for token, last in pairs if token != image or last != token]
+
+
 def test_a_placeholder_that_the_policy_samples_begins_a_new_row_in_which_it_is_text(folder_of: Any) -> None:
     folder = folder_of("qwen2_vl")
     ledger = Ledger(TemplateBridge(folder.tokenizer, None, folder.processor))

@@ -9,9 +9,11 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lightrl.background import in_thread
 from lightrl.environments.endpoint.running import InProcess, InSubprocess, ProgramError, Runner, load
 from lightrl.environments.endpoint.session import Session
 from lightrl.environments.multi_turn import Attempt, MultiTurn
@@ -96,7 +98,6 @@ class AgentProgram(MultiTurn):
         self.max_requests = max_requests
         self.max_body_bytes = max_body_bytes
         self._endpoint: Endpoint | None = None
-        self._users = 0
 
     @contextlib.asynccontextmanager
     async def player(self) -> AsyncIterator[Callable[[Attempt], Awaitable[Trajectory]]]:
@@ -123,30 +124,50 @@ class AgentProgram(MultiTurn):
     @contextlib.asynccontextmanager
     async def _served(self) -> AsyncIterator[Endpoint]:
         """The endpoint, which the first user starts and the last one stops."""
-        entering = asyncio.ensure_future(asyncio.to_thread(self._enter))
+        entered: Future[Endpoint] = Future()
+
+        def enter() -> None:
+            try:
+                entered.set_result(self._enter())
+            except BaseException as error:
+                entered.set_exception(error)
+
+        def leave() -> None:
+            if entered.exception() is None:  # waits for it
+                self._leave(entered.result())
+
         try:
-            endpoint = await asyncio.shield(entering)
-            yield endpoint
-        finally:
-            await asyncio.wait([entering])
-            if entering.exception() is None:
-                await asyncio.shield(asyncio.to_thread(self._leave))
+            await in_thread(enter, "endpoint's start")
+            yield entered.result()
+        finally:  # both threads go on where this is cancelled, once or twice
+            await in_thread(leave, "endpoint's end")
 
     def _enter(self) -> Endpoint:
         with _STARTING:
-            if self._endpoint is None:
+            if self._endpoint is None or not self._endpoint.answers:
                 from lightrl.environments.endpoint.server import Endpoint
 
                 endpoint = Endpoint(self.max_body_bytes, 4 * self.max_environments * self.max_requests)
                 endpoint.start()
                 self._endpoint = endpoint
-            self._users += 1
+            self._endpoint.users += 1
             return self._endpoint
 
-    def _leave(self) -> None:
+    def _leave(self, endpoint: Endpoint) -> None:
         with _STARTING:
-            self._users -= 1
-            if self._users == 0 and self._endpoint is not None:
+            endpoint.users -= 1
+            if endpoint.users == 0:
+                endpoint.stop()
+                if endpoint is self._endpoint:
+                    self._endpoint = None
+
+    async def close(self) -> None:
+        """Stops the endpoint where attempts were given up so hastily that they did not wait for its end."""
+        await in_thread(self._stop, "endpoint's end")
+
+    def _stop(self) -> None:
+        with _STARTING:
+            if self._endpoint is not None:
                 self._endpoint.stop()
                 self._endpoint = None
 

@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
-from lightrl.compat.uvicorn import bounded_protocol
+from lightrl.compat.uvicorn import bounded_protocol, serve
 from lightrl.environments.endpoint.anthropic_messages import Messages
 from lightrl.environments.endpoint.api import Api
 from lightrl.environments.endpoint.openai_chat import ChatCompletions
@@ -40,17 +40,25 @@ class Endpoint:
     Each session has a key, which is 256 random bits, compared in constant time, and void after the session's end.
     Nothing is answered without one, and no body is read.
 
+    Where the thread ends unasked, or nothing listens any more, its sessions fail.
+
     Args:
         max_body_bytes: largest body.
         max_connections: most connections at once.
+
+    Attributes:
+        users: how many have entered and not left; whoever starts it counts.
     """
 
     def __init__(self, max_body_bytes: int, max_connections: int) -> None:
         self.max_body_bytes = max_body_bytes
+        self.users = 0
         self._sessions: dict[str, tuple[bytes, Session]] = {}  # by the part of the key that is no secret
+        self._opening = threading.Lock()
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.bind((HOST, 0))
-        self.base_url = f"http://{HOST}:{self._socket.getsockname()[1]}/v1"
+        self._port = int(self._socket.getsockname()[1])
+        self.base_url = f"http://{HOST}:{self._port}/v1"
         config = uvicorn.Config(
             self._app(),
             http=bounded_protocol(READ_SECONDS, max_connections),
@@ -81,21 +89,42 @@ class Endpoint:
 
     def _serve(self) -> None:
         try:
-            asyncio.run(self._server.serve(sockets=[self._socket]))
+            asyncio.run(serve(self._server, self._socket))
         except BaseException as error:
             self._error = error
+        self._socket.close()
+        with self._opening:
+            left = [session for _, session in self._sessions.values()]
+            self._sessions.clear()
+        for session in left:
+            _fail(session, "endpoint: its thread has ended")
+
+    @property
+    def answers(self) -> bool:
+        """Whether it still listens."""
+        try:
+            with socket.create_connection((HOST, self._port), timeout=5.0):
+                return self._thread.is_alive()
+        except OSError:
+            return False
 
     def stop(self) -> None:
-        """Closes all connections and the socket."""
-        self._server.should_exit = True
+        """Voids all keys, closes all connections and the socket."""
+        with self._opening:
+            self._server.should_exit = True
+            self._sessions.clear()
         if self._thread.ident is not None:
             self._thread.join(10)
         self._socket.close()
 
     def open(self, session: Session) -> str:
-        """The key of a session, which is answered from now on."""
+        """The key of a session, which is answered from now on; the session has failed where the endpoint has ended."""
         name, secret = secrets.token_hex(8), secrets.token_urlsafe(32)
-        self._sessions[name] = (secret.encode(), session)
+        with self._opening:
+            if self._server.should_exit or not self._thread.is_alive():
+                session.fail("endpoint: it has ended")
+            else:
+                self._sessions[name] = (secret.encode(), session)
         return f"sk-{name}-{secret}"
 
     def close(self, key: str) -> None:
@@ -153,8 +182,7 @@ class Endpoint:
                 return Response(status_code=499)
             except Exception as error:  # a fault of ours: the attempt must not look complete
                 if session is not None:
-                    with contextlib.suppress(RuntimeError):  # its loop has ended
-                        session.loop.call_soon_threadsafe(session.fail, f"endpoint: {type(error).__name__}: {error}")
+                    _fail(session, f"endpoint: {type(error).__name__}: {error}")
                 return _refusal(api, RefusedError(500, f"{type(error).__name__}: {error}"))
 
         return handle
@@ -216,6 +244,11 @@ async def _turn(session: Session, asked: Asked, request: Request) -> Answered | 
     finally:
         answer.cancel()
         gone.cancel()
+
+
+def _fail(session: Session, cause: str) -> None:
+    with contextlib.suppress(RuntimeError):  # its loop has ended
+        session.loop.call_soon_threadsafe(session.fail, cause)
 
 
 async def _disconnected(request: Request) -> None:

@@ -1,0 +1,219 @@
+"""Saved trajectories in the Agent Trajectory Interchange Format (ATIF), which other tools read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightrl.storage import atomic_write
+
+__all__ = ["write_atif"]
+
+SCHEMA = "ATIF-v1.7"
+SOURCES = {"system": "system", "developer": "system", "assistant": "agent"}  # all else is the user's
+
+
+@dataclass
+class _Turn:
+    """A trained turn: where its tokens are, and their text."""
+
+    row: int
+    start: int
+    end: int
+    text: str
+
+
+def write_atif(records: Sequence[dict[str, Any]], folder: Path, session: str, version: str) -> list[Path]:
+    """Writes a file for each trajectory: its conversation as steps, and per turn the sampled ids and their log-probs.
+
+    A turn that is in the conversation is its agent step; a turn of another one (a sub-agent's, or from before a
+    compaction) is in an embedded trajectory per row, whose steps are the row's own text. What the format has no member
+    for (rewards, advantages, policy versions, the reason of the end) is in `extra`.
+
+    Args:
+        records: of `SaveRollouts`, each with the `folder` that it was read from.
+        folder: where to write.
+        session: name of the run.
+        version: of LightRL.
+
+    Returns:
+        the files.
+
+    Source: RFC 0001 of https://github.com/laude-institute/harbor, version 1.7.
+    """
+    paths = []
+    for record in records:
+        places = [f"{key}{record.get(key, 0)}" for key in ("rank", "group", "trajectory")]
+        name = "-".join([f"rollout{int(record.get('rollout') or 0):06d}", *places])
+        path = folder / f"{name}.json"
+        with atomic_write(path, "w") as file:
+            made = _trajectory(record, folder, name) | {"session_id": session}
+            made["agent"] = {"name": "lightrl", "version": version}
+            for part in made.get("subagent_trajectories", []):
+                part["agent"] = made["agent"]
+            # Columns and arguments may hold NaN.
+            finite = json.loads(json.dumps(made), parse_constant=lambda name: None)
+            json.dump(finite, file, ensure_ascii=False, allow_nan=False)
+        paths.append(path)
+    return paths
+
+
+def _trajectory(record: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
+    turns = {turn: found for r, row in enumerate(record["rows"]) for turn, found in _turns(r, row)}
+    pictures = iter(_pictures(record, folder))
+    messages = record.get("messages") or _single(record)
+    steps: list[dict[str, Any]] = []
+    for message, turn in zip(messages, _turn_of_each(messages, turns), strict=True):
+        _add(steps, message, pictures)
+        if turn is not None:
+            steps[-1] |= _sampled(record, turn, turns[turn])
+            del turns[turn]
+    parts = []
+    for r in sorted({found.row for found in turns.values()}):
+        rest = {turn: found for turn, found in turns.items() if found.row == r}
+        parts.append({"schema_version": SCHEMA, "trajectory_id": f"{name}-row{r}", "steps": _row_steps(record, rest)})
+    metrics = [step["metrics"] for part in [{"steps": steps}, *parts] for step in part["steps"] if "metrics" in step]
+    told = ("rollout", "rank", "group", "trajectory", "policy_version", "reward", "reward_parts", "stop_reason")
+    return {
+        "schema_version": SCHEMA,
+        "trajectory_id": name,
+        "steps": _numbered(steps),
+        "final_metrics": {
+            "total_prompt_tokens": sum(metric["prompt_tokens"] for metric in metrics),
+            "total_completion_tokens": sum(metric["completion_tokens"] for metric in metrics),
+            "total_steps": len(steps),
+        },
+        "extra": {key: record[key] for key in (*told, "trained", "columns") if key in record},
+        **({"subagent_trajectories": parts} if parts else {}),
+    }
+
+
+def _numbered(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"step_id": number, **step} for number, step in enumerate(steps, 1)]
+
+
+def _turns(r: int, row: dict[str, Any]) -> Iterator[tuple[int, _Turn]]:
+    """The turns that are trained in a row."""
+    begins = {turn: t for t, turn in reversed(list(enumerate(row["turns"]))) if turn >= 0}
+    for turn, start in begins.items():
+        end = start + row["turns"].count(turn)
+        yield turn, _Turn(r, start, end, "".join(row["tokens"][start:end]) if "tokens" in row else "")
+
+
+def _turn_of_each(messages: Sequence[dict[str, Any]], turns: dict[int, _Turn]) -> list[int | None]:
+    """Which turn each message is: from the last on, the one before in the same row, else in another.
+
+    An assistant's message that no turn's text has in it was not sampled: it came with the task or the program.
+    """
+    of: list[int | None] = [None] * len(messages)
+    last = max(turns, default=-1)
+    row = turns[last].row if turns else 0
+    left = set(turns)
+    for i, message in reversed(list(enumerate(messages))):
+        if message.get("role") != "assistant":
+            continue
+        earlier = sorted((turn for turn in left if turn <= last), key=lambda turn: (turns[turn].row != row, -turn))
+        found = next((turn for turn in earlier if _says(turns[turn].text, message)), None)
+        if found is not None:
+            of[i], last, row = found, found, turns[found].row
+            left.discard(found)
+    return of
+
+
+def _says(text: str, message: dict[str, Any]) -> bool:
+    """Whether the text of a turn, where it is known, is this message."""
+    content = message.get("content")
+    words = [content.strip()] if isinstance(content, str) else []
+    words += [call["function"]["name"] for call in message.get("tool_calls") or []]
+    return not text or all(word in text for word in words)
+
+
+def _single(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """A completion of one turn as a conversation, whose prompt is the text that the engine saw."""
+    media = record.get("media") or {}
+    content = [{"type": "image"} for _ in media.get("images", [])]
+    told = record.get("prompt", "")
+    prompt = [*content, {"type": "text", "text": told}] if content else told
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": record.get("completion", "")}]
+
+
+def _add(steps: list[dict[str, Any]], message: dict[str, Any], pictures: Iterator[str]) -> None:
+    """Adds a message: as a step, or where it is a tool's result to the step of its call."""
+    role, content = message.get("role"), _content(message.get("content"), pictures)
+    if role == "tool" and steps and steps[-1]["source"] == "agent":
+        known = {call["tool_call_id"] for call in steps[-1].get("tool_calls", [])}
+        called = message.get("tool_call_id")
+        result = {"source_call_id": called} if called in known else {}
+        steps[-1].setdefault("observation", {"results": []})["results"].append(result | {"content": content})
+        return
+    step: dict[str, Any] = {"source": SOURCES.get(str(role), "user"), "message": content}
+    if step["source"] == "agent":
+        if message.get("reasoning_content"):
+            step["reasoning_content"] = message["reasoning_content"]
+        if message.get("tool_calls"):
+            step["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    elif role not in ("system", "user"):
+        step["extra"] = {"role": role}
+    steps.append(step)
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments") or {}
+    if not isinstance(arguments, dict):
+        arguments = {"arguments": arguments}
+    return {"tool_call_id": str(call.get("id", "")), "function_name": function["name"], "arguments": arguments}
+
+
+def _content(content: Any, pictures: Iterator[str]) -> Any:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = []
+    for block in content:
+        path = next(pictures, None) if block.get("type") == "image" else None
+        if path is not None:
+            parts.append({"type": "image", "source": {"media_type": "image/png", "path": path}})
+        else:
+            parts.append({"type": "text", "text": str(block.get("text", f"[{block.get('type')}]"))})
+    return parts
+
+
+def _pictures(record: dict[str, Any], folder: Path) -> list[str]:
+    """Paths of the images, from the folder that is written."""
+    names = (record.get("media") or {}).get("images", [])
+    return [os.path.relpath(Path(record["folder"]) / name, folder) for name in names]
+
+
+def _sampled(record: dict[str, Any], turn: int, found: _Turn) -> dict[str, Any]:
+    """What is known of a turn beside what it says."""
+    row, place = record["rows"][found.row], slice(found.start, found.end)
+    metrics: dict[str, Any] = {
+        "prompt_tokens": found.start,
+        "completion_tokens": found.end - found.start,
+        "prompt_token_ids": row["token_ids"][: found.start],
+        "completion_token_ids": row["token_ids"][place],
+    }
+    logprobs = row.get("engine_logprobs", [])[place]
+    if logprobs and None not in logprobs:
+        metrics["logprobs"] = logprobs
+    told = next((one for one in record.get("turns", []) if one["turn"] == turn), {})
+    extra = {key: told[key] for key in ("rewards", "advantage", "state") if key in told}
+    extra |= {"turn": turn, "policy_versions": row.get("policy_versions", [])[place]}
+    return {"metrics": metrics, "llm_call_count": 1, "extra": extra}
+
+
+def _row_steps(record: dict[str, Any], turns: dict[int, _Turn]) -> list[dict[str, Any]]:
+    """A row's own text from turn to turn."""
+    steps: list[dict[str, Any]] = []
+    at = 0
+    for turn, found in sorted(turns.items(), key=lambda pair: pair[1].start):
+        row = record["rows"][found.row]
+        context = "".join(row.get("tokens", [])[at : found.start])
+        steps.append({"source": "user", "message": context})
+        steps.append({"source": "agent", "message": found.text, **_sampled(record, turn, found)})
+        at = found.end
+    return _numbered(steps)
