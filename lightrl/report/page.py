@@ -311,8 +311,12 @@ def completion(record: dict[str, Any], when: str, better_than: dict[str, Any] | 
     old = None if better_than is None else better_than.get("reward")
     rose = reward is not None and old is not None and reward > old
     cut = ", cut" if record.get("truncated") else ""
+    parts = record.get("reward_parts") or {}
+    given = {name: number(value) for name, value in parts.items() if value is not None} if len(parts) > 1 else {}
+    given |= {name: str(value) for name, value in (record.get("extra") or {}).items() if value is not None}
+    more = "".join(f"<div class=label><span>{escape(n)}</span><span>{escape(v)}</span></div>" for n, v in given.items())
     return (
         f"<div><div class=label><span>{escape(when)}</span><span{' class=up' if rose else ''}>{text}"
         f"{' ↑' if rose else ''} · {record['num_tokens']} tokens{cut}</span></div>"
-        f"<pre>{escape(record['completion']) or ' '}</pre></div>"
+        f"<pre>{escape(record['completion']) or ' '}</pre>{more}</div>"
     )
