@@ -219,9 +219,12 @@ def _build_cli(command: str) -> type[Any]:
             """Puts what the run writes into `run_dir`; the saved configuration is whole and builds on no other."""
             config = self.config[self.subcommand] if self.subcommand is not None else self.config
             config.base = None
+            name = "trainer.default_root_dir" if config.run_dir is None else "run_dir"
+            if config.run_dir is not None:
+                config.trainer.default_root_dir = config.run_dir
+            _require_folder(config.trainer.default_root_dir, name)
             if config.run_dir is None:
                 return
-            config.trainer.default_root_dir = config.run_dir
             csv, tensorboard = (
                 Namespace(class_path=f"lightning.pytorch.loggers.{name}", init_args=Namespace(arguments))
                 for name, arguments in run_dir_loggers(config.run_dir).items()
@@ -282,6 +285,18 @@ def _build_cli(command: str) -> type[Any]:
     return LightRLCLI
 
 
+def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
+    """Makes the folder that a run writes to, or raises a ValueError; one of a service, scheme://..., is left to it."""
+    if path is None or "://" in str(path):
+        return
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{name}={str(path)!r}: this folder cannot be made ({error.strerror}): give another."
+        ) from error
+
+
 def run_dir_loggers(run_dir: str) -> dict[str, dict[str, str]]:
     """Logger class -> arguments that log into a run's folder."""
     csv, tensorboard = ({"save_dir": run_dir, "name": "", "version": version} for version in ("", "tensorboard"))
@@ -337,7 +352,8 @@ def users_error(error: BaseException) -> str | None:
         error = error.__cause__  # the parser wraps what a constructor raises
     if isinstance(error, ValueError) and _raised_in(error, "jsonargparse"):
         return short_message(str(outer), _known_names())  # of a union, the cause is that of one alternative only
-    if isinstance(error, MisconfigurationException | ValueError | TypeError) and _raised_in(error, "lightning"):
+    users = MisconfigurationException | ValueError | TypeError | RuntimeError  # the last: a metric to monitor
+    if isinstance(error, users) and _raised_in(error, "lightning"):
         own = {"lightrl", "lightning", "jsonargparse", "contextlib", "torch"}
         return f"Lightning: {' '.join(str(error).split())}" if own.issuperset(_packages(error)) else None
     shown = isinstance(error, ValueError | RewardError) and _raised_in(error, "lightrl")

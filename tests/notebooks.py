@@ -26,6 +26,8 @@ def execute(path: Path, folder: Path) -> dict[str, Any]:
     client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}, record_timing=False)
     done: dict[str, Any] = json.loads(nbformat.writes(client.execute()))
     for cell in done["cells"]:
+        if "outputs" in cell:
+            cell["outputs"] = [output for output in cell["outputs"] if output.get("name") != "stderr"]
         for output in cell.get("outputs", ()):
             output.get("data", {}).pop("text/html", None)
     return done

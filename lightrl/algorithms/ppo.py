@@ -336,16 +336,6 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         stale = isinstance(data, RolloutDataModule) and data.staleness > 0
         return stale and self.off_policy_correction and not self.loss.reads_engine_logprobs
 
-    def configure_model(self) -> None:
-        """Builds and shards the models; every rank together, once."""
-        if "actor" in dict(self.named_children()):
-            return
-        strategy = self.trainer.strategy
-        _zero3_config = strategies.keep_zero3_config(strategy)
-        self._build_models()
-        for model in self._models():
-            strategies.shard_model(model, model.blocks(), self)
-
     def _build_models(self) -> None:
         critic = self.critic_spec
         shared = critic is not None and critic.shared

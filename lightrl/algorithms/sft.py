@@ -54,15 +54,13 @@ class SFTLightningModule(SavesPretrained):
         strategies.refuse_unsupported(self.trainer.strategy)
         require_model_folder(self.actor_spec.path)
 
-    def configure_model(self) -> None:
-        """Builds and shards the model; every rank together, once."""
-        if "actor" in dict(self.named_children()):
-            return
-        _zero3_config = strategies.keep_zero3_config(self.trainer.strategy)
+    def _build_models(self) -> None:
         spec = self.actor_spec
         lm = load_causal_lm(spec, trainable=True)
         self.actor = PolicyModel(lm, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
-        strategies.shard_model(self.actor, self.actor.blocks(), self)
+
+    def _models(self) -> list[Any]:
+        return [self.actor]
 
     def configure_optimizers(self) -> Any:
         """One optimizer; the schedule counts updates."""

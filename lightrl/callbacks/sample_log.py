@@ -39,14 +39,14 @@ class SampleLog(RLCallback):
     """Logs a few completions every N rollouts, and those of the same first prompts at each evaluation.
 
     They go to a table in the terminal (above the progress bar, rank 0 only), to every logger that takes tables (W&B) or
-    text (TensorBoard), and in full to `samples.jsonl` in the run's folder, one object per line:
-    `step` (as in the loggers; -1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`), `prompt`,
-    `completion`, `reward`, `reward_parts` (function -> value), `extra` (what functions gave to `log_extra`, where they
-    did), `num_tokens`, `truncated` and in training `advantage` (mean over the sampled tokens). With an environment
-    `completion` is what was sampled last, and there are `turns`, `stop_reason` and the whole conversation as `messages`.
-    Where the prompt shows images, videos or sound, `media` says so in words and `thumbnail` names a small PNG file of
-    them (in `thumbnails/` beside the file), which W&B's and TensorBoard's pages show, too. `lightrl report` reads all that. A run from the start begins the file anew, a
-    resumed one goes on in it.
+    text (TensorBoard), and in full to `samples.jsonl` in the run's folder, one object per line: `step` (as in the
+    loggers; -1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`), `prompt`, `completion`, `reward`,
+    `reward_parts` (function -> value), `extra` (what functions gave to `log_extra`, where they did), `num_tokens`,
+    `truncated` and in training `advantage` (mean over the sampled tokens). With an environment `completion` is what was
+    sampled last, and there are `turns`, `stop_reason` and the whole conversation as `messages`. Where the prompt shows
+    images, videos or sound, `media` says so in words and `thumbnail` names a small PNG file of them (in `thumbnails/`
+    beside the file), which W&B's and TensorBoard's pages show, too. `lightrl report` reads all that. A run from the
+    start begins the file anew, a resumed one goes on in it.
 
     `reward` is the sum that later callbacks see: put `SampleLog` before `RewardNormalization` to log raw rewards.
 
