@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,15 @@ def execute(path: Path, folder: Path) -> dict[str, Any]:
     done: dict[str, Any] = json.loads(nbformat.writes(client.execute()))
     for cell in done["cells"]:
         if "outputs" in cell:
-            cell["outputs"] = [output for output in cell["outputs"] if output.get("name") != "stderr"]
+            cell["outputs"] = [output for output in cell["outputs"] if not _is_noise(output)]
         for output in cell.get("outputs", ()):
             output.get("data", {}).pop("text/html", None)
     return done
+
+
+def _is_noise(output: dict[str, Any]) -> bool:
+    """Whether it is progress, a warning, or a log line of a package that happens to be installed."""
+    return output.get("name") == "stderr" or bool(re.match(r"\[\d{4}-", "".join(output.get("text", ""))))
 
 
 if __name__ == "__main__":

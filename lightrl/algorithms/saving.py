@@ -67,14 +67,18 @@ class SavesPretrained(LightningModule):
             ValueError: there is no checkpoint, or it is of another class or of other models.
         """
         module = cls(**arguments)
-        checkpoint = read_checkpoint(checkpoint_path)
-        checkpoints.refuse_foreign(checkpoint.get("lightrl", {}), cls.__name__)
-        module._build_models()
-        module._is_built = True
-        own = {name: x for name, x in module.state_dict().items() if not name.startswith("reference.")}
-        checkpoints.require_weights(own, checkpoint["state_dict"])
-        module.load_state_dict(checkpoint["state_dict"], strict=False)
+        module.load_weights(checkpoint_path)
         return module
+
+    def load_weights(self, checkpoint_path: str | Path) -> None:
+        """Builds the models without a trainer and gives them a checkpoint's weights; see `load_from_checkpoint`."""
+        checkpoint = read_checkpoint(checkpoint_path)
+        checkpoints.refuse_foreign(checkpoint.get("lightrl", {}), type(self).__name__)
+        self._build_models()
+        self._is_built = True
+        own = {name: x for name, x in self.state_dict().items() if not name.startswith("reference.")}
+        checkpoints.require_weights(own, checkpoint["state_dict"])
+        self.load_state_dict(checkpoint["state_dict"], strict=False)
 
     @property
     @abstractmethod
