@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["on_files", "page"]
+__all__ = ["on_files", "on_page_markdown", "page"]
+
+LINK = re.compile(r"\]\((notebooks/\w+)\.ipynb\)")
 
 
 def page(notebook: dict[str, Any], file_name: str) -> str:
@@ -27,6 +30,11 @@ def page(notebook: dict[str, Any], file_name: str) -> str:
                 parts.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
     parts.insert(1, f"The notebook itself: [{file_name}]({file_name}).")
     return "\n\n".join(parts) + "\n"
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Called by MkDocs with each page's source: links to notebooks of another page go to their pages."""
+    return markdown if page.file.src_uri.startswith("notebooks/") else LINK.sub(r"](\g<1>.md)", markdown)
 
 
 def on_files(files: Any, config: Any) -> Any:
