@@ -2,10 +2,10 @@
 
     python benchmarks/startup.py --repeats 5 --out results/startup.json
 
-Each number is that of a process of its own. `dependencies` imports, in their order, exactly the modules of other packages
-that LightRL's import brings along; `imports` imports LightRL with everything that a configuration may name; `start` is
-`lightrl fit` up to the point where all objects are built, for the quickstart's PPO and without an engine's start. The
-three take turns; medians and ranges are printed.
+Each number is that of a process of its own. `dependencies` imports, in their order, exactly those modules of other
+packages that LightRL's import brings along; `imports` imports LightRL with everything that a configuration may name;
+`start` is `lightrl fit` up to the point where all objects are built, for the quickstart's PPO and without an engine's
+start. The three take turns; medians and ranges are printed.
 """
 
 from __future__ import annotations

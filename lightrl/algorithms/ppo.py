@@ -473,7 +473,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def score(self, rollouts: Rollouts) -> None:
         """Adds the rewards of `reward_models` to `rollouts.rewards` and `reward_parts`, in place.
 
-        A row that no function scored then has the models' rewards only; one whose trajectory failed keeps none.
+        A row that no function scored then has the models' rewards only; one whose trajectory failed keeps none. A model
+        with `labels` says nothing about rows of others.
         """
         for spec in self.reward_model_specs:
             model: Any = self.reward_models[spec.name]
@@ -484,6 +485,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                 rows = torch.arange(len(index), device=index.device)
                 scores = scores[rows.clone().scatter_reduce_(0, index, rows, "amax", include_self=False)[index]]
             failed = [reason == "failure" for reason in rollouts.stop_reasons] or [False] * len(rollouts)
+            if (applies := spec.applies(rollouts.columns)) is not None:
+                failed = [bad or not its for bad, its in zip(failed, applies, strict=True)]
             scores = scores.masked_fill(torch.tensor(failed, device=scores.device), float("nan"))
             rollouts.reward_parts[spec.name], rollouts.reward_weights[spec.name] = scores, spec.weight
             total = rollouts.rewards.nan_to_num(0.0) + spec.weight * scores
