@@ -39,7 +39,7 @@ class RewardModelSpec:
         max_length: longest text in tokens; longer ones lose their beginning. null is the model's limit.
         layout: see `ModelSpec.layout`.
         kwargs: further arguments of `from_pretrained`.
-        labels: rows with one of these in `label_column` are scored, others are left as the reward functions scored them,
+        labels: rows with one of these in `label_column` are scored, others are left as the functions scored them,
             as recipes do for functions; null scores all.
         label_column: data-set column that holds the label.
 
