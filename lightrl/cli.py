@@ -139,7 +139,8 @@ def recipes() -> None:
         print(f"lightrl:{name:45s} {title}")
 
 
-def _build_cli() -> type[Any]:
+def _build_cli(command: str) -> type[Any]:
+    """The class of the command line; with a parser for one command alone where it is one, which takes time to build."""
     from jsonargparse import Namespace
     from lightning.pytorch import Trainer
     from lightning.pytorch.cli import LightningArgumentParser
@@ -168,7 +169,9 @@ def _build_cli() -> type[Any]:
         getattr(lightrl.engines, name)
     start_from_own_defaults(Engine, AdvantageEstimator, Aggregation, KLPenalty, PolicyLoss)
 
-    class LightRLCLI(cli_without_checkpoint_settings()):  # type: ignore[misc]
+    base = cli_without_checkpoint_settings()
+
+    class LightRLCLI(base):  # type: ignore[misc, valid-type]
         """`LightningCLI` in subclass mode, without a checkpoint's hyperparameters overriding YAML on resume.
 
         What stands in the configuration as `${env:NAME}` is taken from the environment when classes are built, and
@@ -176,6 +179,12 @@ def _build_cli() -> type[Any]:
         """
 
         config: Any
+
+        @staticmethod
+        def subcommands() -> dict[str, set[str]]:
+            """The commands that there are parsers for."""
+            every: dict[str, set[str]] = base.subcommands()
+            return {command: every[command]} if command in every else every
 
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
             """Defaults that manual optimisation and generated batches need."""
@@ -210,9 +219,12 @@ def _build_cli() -> type[Any]:
             """Puts what the run writes into `run_dir`; the saved configuration is whole and builds on no other."""
             config = self.config[self.subcommand] if self.subcommand is not None else self.config
             config.base = None
+            name = "trainer.default_root_dir" if config.run_dir is None else "run_dir"
+            if config.run_dir is not None:
+                config.trainer.default_root_dir = config.run_dir
+            _require_folder(config.trainer.default_root_dir, name)
             if config.run_dir is None:
                 return
-            config.trainer.default_root_dir = config.run_dir
             csv, tensorboard = (
                 Namespace(class_path=f"lightning.pytorch.loggers.{name}", init_args=Namespace(arguments))
                 for name, arguments in run_dir_loggers(config.run_dir).items()
@@ -273,6 +285,18 @@ def _build_cli() -> type[Any]:
     return LightRLCLI
 
 
+def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
+    """Makes the folder that a run writes to, or raises a ValueError; one of a service, scheme://..., is left to it."""
+    if path is None or "://" in str(path):
+        return
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{name}={str(path)!r}: this folder cannot be made ({error.strerror}): give another."
+        ) from error
+
+
 def run_dir_loggers(run_dir: str) -> dict[str, dict[str, str]]:
     """Logger class -> arguments that log into a run's folder."""
     csv, tensorboard = ({"save_dir": run_dir, "name": "", "version": version} for version in ("", "tensorboard"))
@@ -291,7 +315,8 @@ def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
     """
     from lightning.pytorch import LightningDataModule, LightningModule
 
-    return _build_cli()(
+    arguments = expand_configs(sys.argv[1:] if args is None else args)
+    return _build_cli(arguments[0] if arguments else "")(
         LightningModule,
         LightningDataModule,
         subclass_mode_model=True,
@@ -301,7 +326,7 @@ def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
         auto_configure_optimizers=False,  # modules take an optimizer of their own; `--optimizer` would do nothing
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
-        args=expand_configs(sys.argv[1:] if args is None else args),
+        args=arguments,
         **kwargs,
     )
 
@@ -309,10 +334,12 @@ def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
 def users_error(error: BaseException) -> str | None:
     """What to tell the user where the input is wrong; None for everything else, which keeps its traceback.
 
-    That is what the parser refuses, and what LightRL itself raises to say what is wrong with an argument, a file, a
-    disk or a reward function. A `ValueError` that comes out of a library or of the user's own code is none of it.
+    That is what the parser refuses, what LightRL itself raises to say what is wrong with an argument, a file, a disk or
+    a reward function, and what Lightning says of the trainer's arguments. A `ValueError` that comes out of another
+    library or of the user's own code is none of it, nor is one that Lightning raises when the user's code calls it.
     """
     from jsonargparse import ArgumentError
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from lightrl.compat.parser_messages import short_message
     from lightrl.rewards.base import RewardError
@@ -325,6 +352,10 @@ def users_error(error: BaseException) -> str | None:
         error = error.__cause__  # the parser wraps what a constructor raises
     if isinstance(error, ValueError) and _raised_in(error, "jsonargparse"):
         return short_message(str(outer), _known_names())  # of a union, the cause is that of one alternative only
+    users = MisconfigurationException | ValueError | TypeError | RuntimeError  # the last: a metric to monitor
+    if isinstance(error, users) and _raised_in(error, "lightning"):
+        own = {"lightrl", "lightning", "jsonargparse", "contextlib", "torch"}
+        return f"Lightning: {' '.join(str(error).split())}" if own.issuperset(_packages(error)) else None
     shown = isinstance(error, ValueError | RewardError) and _raised_in(error, "lightrl")
     if isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES:
         return f"{error}. Free what ran out (disk, quota, file size, open files: ulimit -a), then resume the last save."
@@ -364,9 +395,14 @@ def _known_names() -> list[str]:
     ]
 
 
+def _packages(error: BaseException) -> list[str]:
+    """The package of each frame, the one that raised last."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return [frame.f_globals.get("__name__", "").split(".")[0] for frame in frames]
+
+
 def _raised_in(error: BaseException, package: str) -> bool:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and frames[-1].f_globals.get("__name__", "").split(".")[0] == package
+    return _packages(error)[-1:] == [package]
 
 
 OUT_OF_RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EMFILE, errno.ENFILE}

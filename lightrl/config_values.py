@@ -11,6 +11,9 @@ from lightrl.storage import plain_secrets, redact, redact_messages, remember_sec
 
 __all__ = ["from_environment", "plain", "redacted", "refuse_senseless"]
 
+AT_LEAST = {"check_val_every_n_epoch": 1, "log_every_n_steps": 0, "num_sanity_val_steps": -1}
+"""What Lightning takes without a word: argument of the trainer -> least value."""
+
 
 def refuse_senseless(parsed: Any) -> None:
     """Refuses values of the right type that would train nothing, or do nothing, without a word.
@@ -25,11 +28,16 @@ def refuse_senseless(parsed: Any) -> None:
 
     config = plain(parsed)
     config = config.get(config.get("subcommand") or "", config)
+    trainer = config.get("trainer") or {}
+    for name, least in AT_LEAST.items():
+        value = trainer.get(name)
+        if isinstance(value, int) and value < least:
+            raise ValueError(f"trainer.{name}={value}: must be at least {least}.")
     seed = config.get("seed_everything")
     if isinstance(seed, int) and not 0 <= seed < 2**32:
         raise ValueError(f"seed_everything={seed}: must be from 0 to {2**32 - 1}, or true for a random one.")
     nulls = list(null_arguments({key: config.get(key) for key in ("trainer", "model", "data")}))
-    for callback in (config.get("trainer") or {}).get("callbacks") or []:
+    for callback in trainer.get("callbacks") or []:
         nulls += null_arguments(callback, path="trainer.callbacks")
     for path, expected in nulls:
         raise ValueError(f"{path}=null: expected {expected}; leave it out for the default.")

@@ -48,6 +48,7 @@ PATH = {
     "rollout/collation.py": "groups to (B, T)",
     "algorithms/hooks.py": "callbacks that take part",
     "algorithms/batches.py": "experience, mini-batches, micro-batches",
+    "algorithms/saving.py": "models built once, written, read back",
     "algorithms/schedule.py": "the optimizer, and learning rates by name",
     "algorithms/evaluation.py": "metrics of a rollout",
     "objectives/trajectories.py": "rows of a trajectory as one",

@@ -33,3 +33,23 @@ def test_a_replay_asks_for_each_turn_once_and_after_the_one_before(environments:
     for attempt in (0, 1):
         lengths = [len(request.token_ids) for request in engine.asked if request.seed == attempt]
         assert lengths == sorted(lengths)
+
+
+def test_runs_of_an_example_are_judged_by_their_end_and_their_fall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    examples: Any = importlib.import_module("examples_over_seeds")
+    curve = [0.5, 0.95, 0.90, 0.92]
+    assert examples.extremes(curve) == {"start": 0.5, "best": 0.95, "end": 0.92, "lowest_after": 0.90}
+    runs = [
+        {"seed": 1, "threads": 1, "cpu_seconds": 70, **examples.extremes(curve)},
+        {"seed": 2, "threads": 1, "cpu_seconds": 80, **examples.extremes([0.4, 0.99, 0.89])},
+    ]
+    assert examples.failures(runs, bar=0.9, fall=0.03) == [
+        "seed 2, 1 thread(s): ended at 0.890, below the bar of 0.9.",
+        "seed 2, 1 thread(s): ended at 0.890, more than 0.03 below its best, 0.990.",
+    ]
+    assert examples.failures(runs[:1], bar=0.9, fall=0.03) == []
+    assert examples.table(runs).splitlines()[-1] == "| **worst** | | 0.400 | 0.950 | 0.890 | 0.890 | 80 |"
+    for example in examples.EXAMPLES.values():
+        for path in (part for step in example.steps for part in step if part.endswith(".yaml")):
+            assert (ROOT / path).is_file()

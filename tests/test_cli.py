@@ -316,6 +316,43 @@ ONE_LINE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+STOPPING = [{"class_path": "EarlyStopping", "init_args": {"monitor": "eval/x"}}]
+OF_THE_TRAINER: dict[str, tuple[dict[str, Any], str]] = {
+    "strategy": ({"strategy": "foo"}, "Lightning: You selected an invalid strategy name: `strategy='foo'`"),
+    "devices": ({"devices": 0}, "Lightning: `Trainer(devices='0')` value is not a valid input"),
+    "max_time": ({"max_time": "abc"}, "Lightning: `Timer(duration='abc')` is not a valid duration"),
+    "limit": ({"limit_train_batches": 2.5}, "Lightning: You have passed invalid value 2.5 for limit_train_batches"),
+    "callback": (
+        {"callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"save_top_k": -5}}]},
+        "Lightning: Invalid value for save_top_k=-5",
+    ),
+    "monitor": ({"callbacks": STOPPING, "check_val_every_n_epoch": 1}, "metric `eval/x` which is not available"),
+    "no epochs": ({"check_val_every_n_epoch": 0}, "trainer.check_val_every_n_epoch=0: must be at least 1."),
+    "folder": (
+        {"default_root_dir": "/dev/null/x"},
+        "default_root_dir='/dev/null/x': this folder cannot be made (Not a",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", list(OF_THE_TRAINER))
+def test_a_mistake_in_the_trainers_settings_is_told_in_one_line(
+    mistake: str, write: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, expected = OF_THE_TRAINER[mistake]
+    message = refused(capsys, "--config", write(trainer=changes))
+    assert expected in message and message.count("\n") == 1
+
+
+def test_a_misspelt_option_and_a_hub_that_is_not_there_are_told(
+    write: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write()
+    assert "Did you mean 'trainer.max_epochs'?" in refused(capsys, "--config", config, "--trainer.max_epochz=3")
+    message = refused(capsys, "--config", config, "--model.init_args.actor.path=nobody/nothing")
+    assert "model path 'nobody/nothing': it is no folder here" in message and "hub is switched off" in message
+
+
 @pytest.mark.parametrize("mistake", list(ONE_LINE))
 def test_a_mistake_is_told_in_one_line(
     mistake: str, write: Callable[..., str], capsys: pytest.CaptureFixture[str]

@@ -62,6 +62,22 @@ def test_exports_by_command(lora: Path, model: str, tmp_path: Path) -> None:
     assert (tmp_path / "critic" / "config.json").is_file()
 
 
+def test_a_checkpoint_is_loaded_without_a_trainer(lora: Path, model: str) -> None:
+    spec = ModelSpec(model, lora=LoraSpec(r=4))
+    loaded = PPOLightningModule.load_from_checkpoint(lora, actor=spec, critic=CriticSpec(shared=True))
+    stored = torch.load(lora, weights_only=True)["state_dict"]
+    assert stored.keys() == loaded.state_dict().keys() and any("lora" in name for name in stored)
+    assert all(torch.equal(value, stored[name]) for name, value in loaded.state_dict().items())
+    trainer = quiet_trainer(max_steps=1)
+    trainer.fit(loaded, sums_data(rollouts_per_epoch=1))  # takes the models that are there
+    before = stored["actor.value_head.weight"]
+    assert trainer.global_step == 1 and 0 < float((loaded.actor.value_head.weight - before).abs().max()) < 1e-3
+    with pytest.raises(ValueError, match="lacks .* trained parameters"):
+        PPOLightningModule.load_from_checkpoint(lora, actor=model)
+    with pytest.raises(ValueError, match="written by PPOLightningModule"):
+        SFTLightningModule.load_from_checkpoint(lora, actor=model)
+
+
 @pytest.mark.vllm
 def test_exports_give_the_same_logprobs_in_vllm(lora: Path, tmp_path: Path) -> None:
     export(str(lora), str(tmp_path / "model"))

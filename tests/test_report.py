@@ -252,6 +252,22 @@ def test_the_values_under_the_mouse_are_shown(tmp_path: Path) -> None:
             "return plot.querySelector('.tip').innerText;"
         )
         assert shown.split("\n") == ["11", "reward: 0.5"]
+        zoomed = browser.run(
+            "const plot = document.querySelector('.plot'), box = plot.querySelector('img').getBoundingClientRect();"
+            "const {frame} = JSON.parse(plot.querySelector('script').textContent);"
+            "const [left, right, top, bottom, low, high] = frame;"
+            "const at = step => box.left + box.width * (left + (step - low) / (high - low) * (right - left));"
+            "const fire = (name, step) => plot.dispatchEvent(new MouseEvent(name, {clientX: at(step), clientY: 0}));"
+            "fire('mousedown', 11); fire('mouseup', 21);"
+            "const svg = plot.querySelector('svg'), texts = [...svg.querySelectorAll('text')].map(t => t.textContent);"
+            "const hidden = getComputedStyle(plot.querySelector('img')).display;"
+            "fire('dblclick', 11);"
+            "return [texts, hidden, plot.querySelector('svg'), getComputedStyle(plot.querySelector('img')).display];"
+        )
+        texts, hidden, after, visible = zoomed
+        assert float(texts[0]) == pytest.approx(0.5 - 0.05 * 0.25, abs=1e-3)  # a twentieth below the lowest
+        assert texts[1] == "11" and "21" in texts and texts[-1] == "reward" and hidden == "none"
+        assert after is None and visible == "block"  # as before
         assert browser.console() == []
 
 

@@ -166,9 +166,8 @@ class DistillLightningModule(CriticFreeLightningModule):
             if self.divergence is not None:
                 self._refuse_more_words(name, spec.path, own)
 
-    def _build_models(self) -> None:
-        super()._build_models()
-        in_shards = strategies.loads_in_shards(self.trainer.strategy)
+    def _build_models(self, in_shards: bool = False) -> None:
+        super()._build_models(in_shards)
         self.teachers = nn.ModuleDict(
             {
                 name: PolicyModel(

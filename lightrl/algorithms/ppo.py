@@ -45,7 +45,6 @@ from lightrl.models.loading import load_causal_lm, require_model_folder, return_
 from lightrl.models.lora import adapter_config, keep_reference, named_adapter_weights, named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModel, RewardModelSpec
-from lightrl.models.shards import fill_shards
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import GAE, AdvantageEstimator
 from lightrl.objectives.aggregation import Aggregation, TokenMean
@@ -316,6 +315,11 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def setup(self, stage: str) -> None:
         """Refuses what cannot work, before any model is loaded, and collects what the callbacks declare."""
         strategies.refuse_unsupported(self.trainer.strategy, str(self.trainer.precision))
+        if self.aux_loss_coef and strategies.context_group(self.trainer.strategy) is not None:
+            raise ValueError(
+                f"aux_loss_coef={self.aux_loss_coef} with context_parallel_size above 1: a rank sees routers of a part "
+                "of the tokens only. Set either to its default."
+            )
         strategies.set_gradient_clipping(self.trainer.strategy, self.max_grad_norm)
         for spec in (self.actor_spec, self.reference_spec, *self.reward_model_specs):
             if spec is not None:
@@ -334,31 +338,10 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         stale = isinstance(data, RolloutDataModule) and data.staleness > 0
         return stale and self.off_policy_correction and not self.loss.reads_engine_logprobs
 
-    def configure_model(self) -> None:
-        """Builds and shards the models; every rank together, once."""
-        if "actor" in dict(self.named_children()):
-            return
-        strategy = self.trainer.strategy
-        _zero3_config = strategies.keep_zero3_config(strategy)
-        self._build_models()
-        for model in self._models():
-            strategies.shard_model(model, model.blocks(), self)
-            fill_shards(model, strategies.shard_device(strategy))
-        group = strategies.context_group(strategy)
-        for model in self._models() if group is not None else ():
-            if not isinstance(model, RewardModel):  # which read whole rows, each rank its own
-                model.spread(group)
-
-    def _build_models(self) -> None:
-        if self.aux_loss_coef and strategies.context_group(self.trainer.strategy) is not None:
-            raise ValueError(
-                f"aux_loss_coef={self.aux_loss_coef} with context_parallel_size above 1: a rank sees routers of a part "
-                "of the tokens only. Set either to its default."
-            )
+    def _build_models(self, in_shards: bool = False) -> None:
         critic = self.critic_spec
         shared = critic is not None and critic.shared
         spec = self.actor_spec
-        in_shards = strategies.loads_in_shards(self.trainer.strategy)
         lm = load_causal_lm(spec, trainable=True, in_shards=in_shards)
         if self.aux_loss_coef:
             return_router_logits(lm)
@@ -366,10 +349,10 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self.critic = (
             None if critic is None or shared else ValueModel.from_spec(critic.model or spec, in_shards=in_shards)
         )
-        self.reference = self._build_reference()
+        self.reference = self._build_reference(in_shards)
         self.reward_models = nn.ModuleDict({m.name: RewardModel.from_spec(m) for m in self.reward_model_specs})
 
-    def _build_reference(self) -> PolicyModel | None:
+    def _build_reference(self, in_shards: bool) -> PolicyModel | None:
         lora = self.actor_spec.lora
         if self.kl is None:
             return None
@@ -378,7 +361,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                 keep_reference(self.actor.lm, lora)
             return None
         spec = self.reference_spec or replace(self.actor_spec, lora=None, gradient_checkpointing=False)
-        lm = load_causal_lm(spec, trainable=False, in_shards=strategies.loads_in_shards(self.trainer.strategy))
+        lm = load_causal_lm(spec, trainable=False, in_shards=in_shards)
         return PolicyModel(lm, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
 
     def _models(self) -> list[Any]:
@@ -494,7 +477,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def score(self, rollouts: Rollouts) -> None:
         """Adds the rewards of `reward_models` to `rollouts.rewards` and `reward_parts`, in place.
 
-        A row that no function scored then has the models' rewards only; one whose trajectory failed keeps none.
+        A row that no function scored then has the models' rewards only; one whose trajectory failed keeps none. A model
+        with `labels` says nothing about rows of others.
         """
         for spec in self.reward_model_specs:
             model: Any = self.reward_models[spec.name]
@@ -505,6 +489,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                 rows = torch.arange(len(index), device=index.device)
                 scores = scores[rows.clone().scatter_reduce_(0, index, rows, "amax", include_self=False)[index]]
             failed = [reason == "failure" for reason in rollouts.stop_reasons] or [False] * len(rollouts)
+            if (applies := spec.applies(rollouts.columns)) is not None:
+                failed = [bad or not its for bad, its in zip(failed, applies, strict=True)]
             scores = scores.masked_fill(torch.tensor(failed, device=scores.device), float("nan"))
             rollouts.reward_parts[spec.name], rollouts.reward_weights[spec.name] = scores, spec.weight
             total = rollouts.rewards.nan_to_num(0.0) + spec.weight * scores

@@ -76,13 +76,11 @@ class RewardLightningModule(SavesPretrained):
         strategies.refuse_unsupported(self.trainer.strategy)
         require_model_folder(self.model_spec.path)
 
-    def configure_model(self) -> None:
-        """Builds and shards the model; every rank together, once."""
-        if "reward_model" in dict(self.named_children()):
-            return
-        _zero3_config = strategies.keep_zero3_config(self.trainer.strategy)
+    def _build_models(self, in_shards: bool = False) -> None:
         self.reward_model = RewardModel.for_training(self.model_spec)
-        strategies.shard_model(self.reward_model, self.reward_model.blocks(), self)
+
+    def _models(self) -> list[Any]:
+        return [self.reward_model]
 
     def configure_optimizers(self) -> Any:
         """One optimizer with the named parameter groups `backbone` and `head`; the schedule counts updates."""

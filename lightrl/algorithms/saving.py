@@ -1,4 +1,4 @@
-"""Trained models as Hugging Face folders, from any of the modules."""
+"""How the models of any of the modules are built, written as Hugging Face folders, and read back from checkpoints."""
 
 from __future__ import annotations
 
@@ -6,20 +6,85 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightrl.algorithms import checkpoints
+from lightrl.distributed import strategies
+from lightrl.distributed.consolidate import read_checkpoint
 from lightrl.models.loading import save_hf_folder
+from lightrl.models.reward import RewardModel
+from lightrl.models.shards import fill_shards
 from lightrl.models.spec import ModelSpec
 from lightrl.storage import atomic_folder
 
 __all__ = ["SavesPretrained"]
 
+Module = TypeVar("Module", bound="SavesPretrained")
+
 
 class SavesPretrained(LightningModule):
-    """A module whose trained model can be written as transformers writes one."""
+    """A module that builds its models once, and whose trained model can be written as transformers writes one."""
+
+    _is_built = False
+    _is_sharded = False
+
+    @abstractmethod
+    def _build_models(self, in_shards: bool = False) -> None:
+        """Sets the models as attributes; those that can be are empty where ranks fill in their parts (`in_shards`)."""
+
+    @abstractmethod
+    def _models(self) -> list[Any]:
+        """The models, each with its `blocks()`."""
+
+    def configure_model(self) -> None:
+        """Builds and shards the models; every rank together, once."""
+        if self._is_sharded:
+            return
+        strategy = self.trainer.strategy
+        _zero3_config = strategies.keep_zero3_config(strategy)
+        if not self._is_built:
+            self._build_models(in_shards=strategies.loads_in_shards(strategy))
+        group = strategies.context_group(strategy)
+        for model in self._models():
+            strategies.shard_model(model, model.blocks(), self)
+            fill_shards(model, strategies.shard_device(strategy))
+            if group is not None and not isinstance(model, RewardModel):  # which read whole rows, each rank its own
+                model.spread(group)
+        self._is_built = self._is_sharded = True
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls: type[Module], checkpoint_path: str | Path, **arguments: Any
+    ) -> Module:
+        """A module with the weights of a checkpoint of any strategy and number of ranks, in the host's memory.
+
+        It can be used as it is or given to a Trainer, which then begins a run of its own; a run goes on with
+        `trainer.fit(ckpt_path=...)`.
+
+        Args:
+            checkpoint_path: the file or folder that a run saved.
+            arguments: those of the constructor, as in the run: a checkpoint holds what was trained, and frozen models
+                are loaded from where they came from.
+
+        Raises:
+            ValueError: there is no checkpoint, or it is of another class or of other models.
+        """
+        module = cls(**arguments)
+        module.load_weights(checkpoint_path)
+        return module
+
+    def load_weights(self, checkpoint_path: str | Path) -> None:
+        """Builds the models without a trainer and gives them a checkpoint's weights; see `load_from_checkpoint`."""
+        checkpoint = read_checkpoint(checkpoint_path)
+        checkpoints.refuse_foreign(checkpoint.get("lightrl", {}), type(self).__name__)
+        self._build_models()
+        self._is_built = True
+        own = {name: x for name, x in self.state_dict().items() if not name.startswith("reference.")}
+        checkpoints.require_weights(own, checkpoint["state_dict"])
+        self.load_state_dict(checkpoint["state_dict"], strict=False)
 
     @property
     @abstractmethod

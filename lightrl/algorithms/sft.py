@@ -17,7 +17,6 @@ from lightrl.distributed import strategies
 from lightrl.models.loading import load_causal_lm, require_model_folder
 from lightrl.models.lora import named_hf_weights
 from lightrl.models.policy import PolicyModel
-from lightrl.models.shards import fill_shards
 from lightrl.models.spec import ModelSpec
 
 __all__ = ["SFTLightningModule"]
@@ -55,20 +54,13 @@ class SFTLightningModule(SavesPretrained):
         strategies.refuse_unsupported(self.trainer.strategy)
         require_model_folder(self.actor_spec.path)
 
-    def configure_model(self) -> None:
-        """Builds and shards the model; every rank together, once."""
-        if "actor" in dict(self.named_children()):
-            return
-        _zero3_config = strategies.keep_zero3_config(self.trainer.strategy)
+    def _build_models(self, in_shards: bool = False) -> None:
         spec = self.actor_spec
-        strategy = self.trainer.strategy
-        lm = load_causal_lm(spec, trainable=True, in_shards=strategies.loads_in_shards(strategy))
+        lm = load_causal_lm(spec, trainable=True, in_shards=in_shards)
         self.actor = PolicyModel(lm, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
-        strategies.shard_model(self.actor, self.actor.blocks(), self)
-        fill_shards(self.actor, strategies.shard_device(strategy))
-        group = strategies.context_group(strategy)
-        if group is not None:
-            self.actor.spread(group)
+
+    def _models(self) -> list[Any]:
+        return [self.actor]
 
     def configure_optimizers(self) -> Any:
         """One optimizer; the schedule counts updates."""

@@ -8,6 +8,7 @@ from lightrl.callbacks.fidelity_gate import FidelityGate
 from lightrl.callbacks.hf_export import HFExport
 from lightrl.callbacks.kl_control import AdaptiveKL, LinearKL
 from lightrl.callbacks.ledger_canary import LedgerCanary
+from lightrl.callbacks.offload_models import OffloadModels
 from lightrl.callbacks.offload_optimizer import OffloadOptimizer
 from lightrl.callbacks.prediction_writer import PredictionWriter
 from lightrl.callbacks.reference_sync import ReferenceSync
@@ -27,6 +28,7 @@ __all__ = [
     "HFExport",
     "LedgerCanary",
     "LinearKL",
+    "OffloadModels",
     "OffloadOptimizer",
     "PredictionWriter",
     "ReferenceSync",

@@ -8,10 +8,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 
-__all__ = ["OffloadOptimizer"]
+__all__ = ["OffloadOptimizer", "on_host"]
 
 
-def _on_host(value: torch.Tensor) -> torch.Tensor:
+def on_host(value: torch.Tensor) -> torch.Tensor:
     """A copy in host memory; of CUDA in pages that stay, which halves the time of either way."""
     if not value.is_cuda:
         return value.to("cpu")
@@ -52,7 +52,7 @@ class OffloadOptimizer(Callback):
                 for name, value in state.items():
                     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                         self._away.append((state, name, value.device))
-                        state[name] = _on_host(value)
+                        state[name] = on_host(value)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Brings it back."""

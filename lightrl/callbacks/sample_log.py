@@ -39,14 +39,14 @@ class SampleLog(RLCallback):
     """Logs a few completions every N rollouts, and those of the same first prompts at each evaluation.
 
     They go to a table in the terminal (above the progress bar, rank 0 only), to every logger that takes tables (W&B) or
-    text (TensorBoard), and in full to `samples.jsonl` in the run's folder, one object per line:
-    `step` (as in the loggers; -1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`), `prompt`,
-    `completion`, `reward`, `reward_parts` (function -> value), `num_tokens`, `truncated` and in training `advantage`
-    (mean over the sampled tokens). With an environment `completion` is what was sampled last, and there are `turns`,
-    `stop_reason` and the whole conversation as `messages`. Where the prompt shows images, videos or sound, `media` says
-    so in words and `thumbnail` names a small PNG file of them (in `thumbnails/` beside the file), which W&B's and
-    TensorBoard's pages show, too. `lightrl report` reads all that. A run from the start begins the file anew, a
-    resumed one goes on in it.
+    text (TensorBoard), and in full to `samples.jsonl` in the run's folder, one object per line: `step` (as in the
+    loggers; -1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`), `prompt`, `completion`, `reward`,
+    `reward_parts` (function -> value), `extra` (what functions gave to `log_extra`, where they did), `num_tokens`,
+    `truncated` and in training `advantage` (mean over the sampled tokens). With an environment `completion` is what was
+    sampled last, and there are `turns`, `stop_reason` and the whole conversation as `messages`. Where the prompt shows
+    images, videos or sound, `media` says so in words and `thumbnail` names a small PNG file of them (in `thumbnails/`
+    beside the file), which W&B's and TensorBoard's pages show, too. `lightrl report` reads all that. A run from the
+    start begins the file anew, a resumed one goes on in it.
 
     `reward` is the sum that later callbacks see: put `SampleLog` before `RewardNormalization` to log raw rewards.
 
@@ -176,7 +176,17 @@ def log_samples(logger: Any, name: str, records: list[dict[str, Any]], sheets: l
         records: of `sample_records`, media in words. sheets: a picture or None for each.
     """
     shown = [*COLUMNS, *(["media"] if any("media" in record for record in records) else [])]
-    rows = [[record.get(column) for column in shown] for record in records]
+    parts = list(dict.fromkeys(name for record in records for name in _several(record)))
+    extra = list(dict.fromkeys(name for record in records for name in record.get("extra", ())))
+    rows = [
+        [
+            *(record.get(column) for column in shown),
+            *(record["reward_parts"].get(name) for name in parts),
+            *(record.get("extra", {}).get(name) for name in extra),
+        ]
+        for record in records
+    ]
+    shown = [*shown, *(f"reward/{name}" for name in parts), *extra]
     if hasattr(logger, "log_table"):
         if any(sheet is not None for sheet in sheets):
             import wandb
@@ -224,6 +234,9 @@ def sample_records(
             "num_tokens": int(lengths[row]),
             "truncated": bool(rollouts.truncated[row]),
         }
+        extra = {name: values[row] for name, values in rollouts.columns.items() if _logged_by(name, rollouts)}
+        if any(value is not None for value in extra.values()):
+            record["extra"] = extra
         if rollouts.messages:
             own = rollouts.trajectory_ids == rollouts.trajectory_ids[row]
             turns = 1 if rollouts.turn_ids is None else int(rollouts.turn_ids[own].max()) + 1
@@ -234,6 +247,11 @@ def sample_records(
             record["advantage"] = number(advantages, row)
         records.append(record)
     return records
+
+
+def _logged_by(column: str, rollouts: Rollouts) -> bool:
+    """Whether a reward function gave the column to `log_extra`; others are the data set's."""
+    return column.rpartition("/")[0] in rollouts.reward_parts
 
 
 def shorten(text: str, length: int) -> str:
@@ -247,7 +265,10 @@ def shorten(text: str, length: int) -> str:
 
 
 def samples_table(records: list[dict[str, Any]], title: str, max_characters: int) -> Table:
-    """The records as a table that takes the terminal's width; texts are shown as they are, not as rich's markup."""
+    """The records as a table that takes the terminal's width; texts are shown as they are, not as rich's markup.
+
+    Below a completion stands what functions gave to `log_extra`, below a reward of several functions what each gave.
+    """
     with_advantage = any("advantage" in record for record in records)
     table = Table(title=Text(f"Samples: {title}"), title_justify="left", title_style="bold", expand=True)
     table.add_column("prompt", ratio=2, overflow="fold")
@@ -255,15 +276,28 @@ def samples_table(records: list[dict[str, Any]], title: str, max_characters: int
     for name in ("reward", *(["advantage"] if with_advantage else []), "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     for record in records:
-        numbers = [record["reward"], *([record["advantage"]] if with_advantage else [])]
+        reward = [_number(record["reward"]), *(f"{name} {_number(value)}" for name, value in _several(record).items())]
+        extra = [f"{name}: {value}" for name, value in record.get("extra", {}).items() if value is not None]
+        said = [record["completion"], *extra]
         media = f"[{record['media']}]\n" if "media" in record else ""
         table.add_row(
             Text(media + shorten(record["prompt"], max_characters)),
-            Text(shorten(record["completion"], max_characters)),
-            *("-" if value is None else f"{value:.3g}" for value in numbers),
+            Text("\n".join(shorten(text, max_characters) for text in said)),
+            "\n".join(reward),
+            *([_number(record["advantage"])] if with_advantage else []),
             f"{record['num_tokens']}{' cut' if record['truncated'] else ''}",
         )
     return table
+
+
+def _several(record: dict[str, Any]) -> dict[str, float | None]:
+    """What each reward function said, where there are several."""
+    parts: dict[str, float | None] = record["reward_parts"]
+    return parts if len(parts) > 1 else {}
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
 
 
 def print_table(trainer: Trainer, table: Table) -> None:

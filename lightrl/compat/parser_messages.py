@@ -60,6 +60,9 @@ def short_message(text: str, known: Iterable[str] = ()) -> str:
         else:
             findings.append(line)
     place = f"{'.'.join(where)}: " if where else ""
+    if found := re.match(r"unrecognized arguments: --([^\s=]+)", text.strip()):
+        name = found[1]
+        return f"{text.strip()}.{_suggestion(name, known)}"
     if not findings:
         if where and base and not types:
             return f"{'.'.join(where)}={_cut(given)}: expected class_path, the name of a {base}, and its init_args."

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from jinja2 import TemplateError
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -40,7 +42,7 @@ def load_tokenizer(path: str, **kwargs: Any) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(local) if local.is_dir() else path, **kwargs)
     except OSError as error:
-        raise ValueError(f"model path {path!r}: no tokenizer there, neither in a folder nor on the hub.") from error
+        raise ValueError(f"model path {path!r}: {_why_no_tokenizer(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"The tokenizer of {path!r} has no end-of-sequence token; set eos_token in its configuration.")
     if tokenizer.pad_token_id is None:
@@ -48,6 +50,24 @@ def load_tokenizer(path: str, **kwargs: Any) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = unknown or tokenizer.eos_token
         rank_zero_warn(f"The tokenizer of {path!r} has no pad token: padding with {tokenizer.pad_token!r}.")
     return tokenizer
+
+
+def _why_no_tokenizer(error: BaseException) -> str:
+    """What is wrong, by the errors behind that of transformers."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    if any(isinstance(each, GatedRepoError | RepositoryNotFoundError) for each in causes):
+        return "the hub has no such repository, or only for some: check the name, or log in with `hf auth login`."
+    if any(isinstance(each, LocalEntryNotFoundError) for each in causes):
+        why = "is switched off (HF_HUB_OFFLINE)" if HF_HUB_OFFLINE else "cannot be reached"
+        return (
+            f"it is no folder here (looked from {Path.cwd()}), it is not in the cache of the Hugging Face hub, and the "
+            f"hub {why}. Give a folder, or download it first: `hf download NAME`."
+        )
+    return "no tokenizer there, neither in a folder nor on the hub."
 
 
 def render_prompt(

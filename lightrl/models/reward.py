@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,9 @@ class RewardModelSpec:
         max_length: longest text in tokens; longer ones lose their beginning. null is the model's limit.
         layout: see `ModelSpec.layout`.
         kwargs: further arguments of `from_pretrained`.
+        labels: rows with one of these in `label_column` are scored, others are left as the functions scored them,
+            as recipes do for functions; null scores all.
+        label_column: data-set column that holds the label.
 
     Raises:
         ValueError: a value is not one of those above.
@@ -53,6 +56,8 @@ class RewardModelSpec:
     max_length: int | None = None
     layout: Layout = "auto"
     kwargs: dict[str, Any] = field(default_factory=dict)
+    labels: list[str] | None = None
+    label_column: str = "label"
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
@@ -61,6 +66,21 @@ class RewardModelSpec:
             raise ValueError(f"reward_models.tokenizer={self.tokenizer!r}: must be 'own' or 'policy'.")
         if self.tokenizer == "policy" and self.chat_template is not None:
             raise ValueError("reward_models.chat_template renders text, tokenizer='policy' scores token ids: drop one.")
+
+    def applies(self, columns: Mapping[str, Sequence[Any]]) -> list[bool] | None:
+        """Which rows it scores, by their columns; None for all.
+
+        Raises:
+            ValueError: `labels` is given and the data has no `label_column`.
+        """
+        if self.labels is None:
+            return None
+        if self.label_column not in columns:
+            raise ValueError(
+                f"reward_models.{self.name}.labels={self.labels} needs the column "
+                f"label_column={self.label_column!r}; the data has {sorted(columns)}."
+            )
+        return [label in self.labels for label in columns[self.label_column]]
 
 
 class RewardModel(nn.Module):

@@ -40,7 +40,7 @@ def report(
 
     Returns:
         the path of the page: one file without links to others, for a wide screen or a phone, light or dark. Over a
-        plot it shows the values under the mouse.
+        plot it shows the values under the mouse; dragging over rollouts draws these alone, a double click all again.
 
     Raises:
         ValueError: there is no `metrics.csv` in a run's folder, or nothing was logged to it; one is given twice, or a

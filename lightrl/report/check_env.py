@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightrl.background import BackgroundLoop
 from lightrl.environments import Environment, EnvironmentEpisode
 from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
 
@@ -160,7 +160,11 @@ def play(
         seed: of the groups. replies: texts of a further script, one per turn, the last one again and again.
         reward_functions: whether the run has some, so that the environment need not give rewards.
     """
-    return asyncio.run(_play(episode, rows, tokenizer, sampling, seed, replies, reward_functions))
+    loop = BackgroundLoop("check-env")  # in a notebook the calling thread has one that runs already
+    try:
+        return loop.run(_play(episode, rows, tokenizer, sampling, seed, replies, reward_functions))
+    finally:
+        loop.close()
 
 
 async def _play(

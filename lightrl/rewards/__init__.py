@@ -1,6 +1,7 @@
 """Reward functions, rules and remote scorers: (prompts, completions, columns) -> one float or None each."""
 
 from lightrl.rewards.base import Reward, RewardError, RewardFn, RewardSpec, RewardValues, load_reward, reward_name
+from lightrl.rewards.combined import CombinedReward
 from lightrl.rewards.extract import extract_boxed, extract_gsm8k, extract_number
 from lightrl.rewards.judge import GenerativeJudge
 from lightrl.rewards.maths import MathVerify
@@ -16,6 +17,7 @@ from lightrl.rewards.rules import (
 from lightrl.rewards.scorer import RewardScorer, ScoreHandle
 
 __all__ = [
+    "CombinedReward",
     "CosineLength",
     "ExactAnswer",
     "GenerativeJudge",

@@ -66,6 +66,12 @@ def test_hooks_are_called_once_per_rollout_and_metrics_are_documented_names(mode
     rewards = keep.rollouts[0].rewards
     assert keep.metrics[0]["reward/mean"] == pytest.approx(float(rewards.mean()))
     assert keep.metrics[0]["reward/std"] == pytest.approx(float(rewards.std(unbiased=False)), abs=1e-6)
+    assert keep.metrics[0]["reward/digits_reward/std"] == pytest.approx(keep.metrics[0]["reward/std"], abs=1e-6)
+    clipped = [keep.metrics[0][f"policy/clip_fraction_{side}"] for side in ("low", "high", "region")]
+    assert clipped[2] == pytest.approx(clipped[0] + clipped[1], abs=1e-6)
+    lengths = keep.rollouts[0].response_mask.sum(1)[~keep.rollouts[0].truncated].float()
+    for name, value in (("", lengths.mean()), ("_min", lengths.min()), ("_max", lengths.max())):
+        assert keep.metrics[0][f"rollout/finished_length{name}"] == pytest.approx(float(value))
     assert keep.metrics[0]["kl/engine_gap_max"] < 5e-5, "engine and trainer disagree"
 
 

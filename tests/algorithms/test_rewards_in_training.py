@@ -88,6 +88,19 @@ def test_a_reward_model_scores_what_no_function_did_but_nothing_that_failed(mode
     assert bool(r.rewards[2::4].isnan().all()) and not bool(keep.experiences[0].response_mask[2::4].any())
 
 
+def test_a_reward_model_scores_the_rows_of_its_labels(model_path: str) -> None:
+    rows = [{"prompt": f"{i:02d}+01=", "label": "sum" if i % 2 else "other"} for i in range(8)]
+    module = with_reward_model(grpo(model_path), model_path, 2.0)
+    module.reward_model_specs[0].labels = ["sum"]
+    r = fit(module, prompts=PromptSource(rows=rows)).rollouts[0]
+    its = torch.tensor([label == "sum" for label in r.columns["label"]])
+    lengths, own = r.response_mask.sum(1).float(), r.reward_parts["digits_reward"]
+    assert torch.equal(r.reward_parts["length"].isnan(), ~its) and 0 < int(its.sum()) < len(its)
+    torch.testing.assert_close(r.rewards, torch.where(its, own + 2 * lengths, own))
+    with pytest.raises(ValueError, match=r"labels=\['sum'\] needs the column label_column='label'"):
+        module.reward_model_specs[0].applies({"answer": [1]})
+
+
 def test_reward_names_are_those_of_the_metrics(model_path: str) -> None:
     metrics = fit(grpo(model_path), rewards=[digits_reward], reward_names=["even"]).metrics[0]
     assert "reward/even" in metrics and "reward/digits_reward" not in metrics

@@ -142,6 +142,26 @@ def test_loggers_that_take_tables_or_text_get_them(
     assert add_text.call_args.args[0] == "samples/train" and "| 1+1= | 2 | 1 | 4 | 1 |" in add_text.call_args.args[1]
 
 
+def test_parts_of_the_reward_and_what_functions_logged_are_shown_everywhere(
+    rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class TableLogger(CSVLogger):
+        log_table = mock.Mock()
+
+    rollouts.reward_parts = {"exact": rollouts.rewards, "Judge": torch.tensor([0.5, 0.25, 0.0, 0.0])}
+    rollouts.columns = {"answer": [2, 2, 4, 4], "Judge/verdict": ["well done", None, None, None]}
+    logger = TableLogger(tmp_path, name="", version="")
+    make_trainer(SampleLog(1, num_samples=2), logger=logger).fit(LoggingModule(), Loader([rollouts]))
+    table = TableLogger.log_table.call_args.kwargs
+    assert table["columns"][5:] == ["reward/exact", "reward/Judge", "Judge/verdict"]
+    assert [row[5:] for row in table["data"]] == [[1.0, 0.5, "well done"], [1.0, 0.0, None]]
+    assert [record.get("extra") for record in read(tmp_path)] == [{"Judge/verdict": "well done"}, None]
+    shown = capsys.readouterr().out
+    page = report(tmp_path).read_text()
+    assert "Judge/verdict: well done" in shown and "Judge 0.5" in shown
+    assert "<span>Judge/verdict</span><span>well done</span>" in page and "<span>Judge</span><span>0.5</span>" in page
+
+
 def test_markdown_cells_cannot_break_the_table() -> None:
     assert markdown_table([["a|b\n<c>", "&", None, 0.5, 3]]).splitlines()[-1] == (
         "| a&#124;b<br>&lt;c> | &amp; |  | 0.5 | 3 |"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightrl.rewards import Reward, RewardError, RewardScorer
+from lightrl.rewards import CombinedReward, Reward, RewardError, RewardScorer
 from lightrl.types import Scores
 
 NAN = math.nan
@@ -530,3 +530,47 @@ def test_media_reach_only_functions_that_name_them():
     scorer.close()
     assert seen["sees"][0][0][0] is picture and seen["sees"][1] == [[], []]
     assert not {"images", "videos"} & {*seen["everything"], *seen["sees"][2]} and "level" in seen["everything"]
+
+
+# ---- another rule than the sum -----------------------------------------------------------------------------------
+
+
+async def right(completions, **_):
+    return [1.0, 0.5, None]
+
+
+def tidy(completions, **_):
+    return [0.2, -1.0, 3.0][: len(completions)]
+
+
+def none(completions, **_):
+    return [None] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("by", "expected"),
+    [
+        ("product", [0.2, -0.5, 3.0]),
+        ("min", [0.2, -1.0, 3.0]),
+        ("max", [1.0, 0.5, 3.0]),
+        (lambda parts: [10 * parts["tidy"][0], None, None], [2.0, NAN, NAN]),
+    ],
+)
+def test_rewards_combine_by_another_rule(scorers, by, expected) -> None:
+    scorer = scorers([CombinedReward([right, tidy], by), tidy], weights=[1.0, 0.0])
+    scores = submit(scorer, n=3).result(10)
+    same(scores.total, expected)
+    assert scores.extra["CombinedReward/right"] == [1.0, 0.5, None]
+    assert scores.metrics["reward/CombinedReward/right"] == 0.75
+    same(submit(scorers([CombinedReward([none, none], "min", names=["a", "b"])]), n=2).result(10).total, [NAN, NAN])
+
+
+def test_bad_combinations_are_refused() -> None:
+    for arguments, text in (
+        ({"rewards": [right]}, "at least two"),
+        ({"rewards": [right, right]}, "names="),
+        ({"rewards": [right, tidy], "by": "mean"}, "by='mean'"),
+        ({"rewards": [right, lambda images: []]}, "takes images"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            CombinedReward(**arguments)

@@ -139,3 +139,9 @@ def test_rows_without_reward_learn_nothing(model_path: str, tmp_path: Path) -> N
     for micro in seen:
         assert bool((micro.advantages[~micro.valid] == 0).all()) and bool(torch.isfinite(micro.advantages).all())
     assert sum(int((m.advantages != 0).any(1).sum()) for m in seen) == 16
+
+
+def test_evaluation_is_not_heated_unless_it_says_so() -> None:
+    hot = SamplingParams(max_new_tokens=4, fire_temperature=5.0)
+    assert sums_data(sampling=hot).eval_sampling == SamplingParams(max_new_tokens=4)
+    assert sums_data(sampling=hot, eval_sampling=hot).eval_sampling == hot

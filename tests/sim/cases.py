@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
 from lightrl import algorithms, callbacks, objectives
 from lightrl.algorithms import (
@@ -31,9 +32,10 @@ from lightrl.algorithms import (
 from lightrl.data.preferences import PreferenceDataModule, PreferenceSource
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
+from lightrl.models.reward import RewardModelSpec
 from lightrl.models.spec import LoraSpec, ModelSpec
 from tests.sim.device import HOST_READS, on_sim
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import QUICKSTART_MODEL, quickstart_model, quiet_trainer, sums_data
 
 CASES: dict[str, Callable[[Path], None]] = {}
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
@@ -67,6 +69,14 @@ def adam(params: Any) -> torch.optim.Optimizer:
 @functools.cache
 def model_path() -> str:
     return quickstart_model(Path(tempfile.mkdtemp()), **SMALL)
+
+
+def scalar_model(folder: Path) -> str:
+    """A reward model of the quickstart's sizes."""
+    config = Qwen2Config.from_pretrained(QUICKSTART_MODEL, num_labels=1, layer_types=["full_attention"], **SMALL)
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(QUICKSTART_MODEL).save_pretrained(folder)
+    return str(folder)
 
 
 def half_right(completions: list[str], **_: Any) -> list[float]:
@@ -240,6 +250,45 @@ def _(folder: Path) -> None:
         ppo(kl=objectives.KLInReward("k1")), sums_data(rollouts_per_epoch=2, **data), more, default_root_dir=str(folder)
     )
     assert list(folder.rglob("samples.jsonl")) and list(folder.rglob("rollouts"))
+
+
+@case("models leave the device while the engine samples")
+def _(folder: Path) -> None:
+    seen: dict[str, set[str]] = {}
+
+    def note(phase: str, *models: Any) -> None:
+        seen.setdefault(phase, set()).update(p.device.type for model in models for p in model.parameters())
+
+    class Places(callbacks.WeightSync):
+        """Where the models are, by phase."""
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            note("updated", module.actor, module.critic)
+            note("not updated", module.reference, module.reward_models)
+
+        def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            note("evaluated", module.reward_models)
+
+    def run(*more: Any) -> PPOLightningModule:
+        def sampled(completions: list[str], **_: Any) -> list[float]:
+            note("sampled", module.critic, module.reference, module.reward_models)
+            return half_right(completions)
+
+        module = ppo(kl=objectives.KLInReward("k1"), reward_models=[RewardModelSpec("judge", judge)])
+        data = {"eval_prompts": PromptSource(rows=[{"prompt": "01+02="}] * 2), "prompts_per_rollout": 4}
+        own = [Places(), callbacks.EvaluateFirst(), callbacks.ReferenceSync(every_n_rollouts=2), *more]
+        seed_everything(0, verbose=False)
+        quiet_trainer(**on_sim(), callbacks=own).fit(module, sums_data(rollouts_per_epoch=3, rewards=[sampled], **data))
+        return module
+
+    judge = scalar_model(folder)
+    plain = run()
+    assert seen == {phase: {"sim"} for phase in ("sampled", "updated", "not updated", "evaluated")}
+    seen.clear()
+    moved = run(callbacks.OffloadModels())
+    assert seen == {"sampled": {"cpu"}, "updated": {"sim"}, "not updated": {"cpu"}, "evaluated": {"sim"}}
+    for a, b in zip(plain.parameters(), moved.parameters(), strict=True):
+        assert torch.equal(a.cpu(), b.cpu())
 
 
 @case("adaptive KL")

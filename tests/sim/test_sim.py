@@ -27,7 +27,8 @@ CASES = [
     *(f"aggregation {name}" for name in ("ConstantLength", "SequenceMean", "SequenceSum", "TokenMean")),
     "layout padded", "layout packed", "layout shared_prefix", "lora", "gradient checkpointing", "shared critic",
     "critic and reference of their own", "frozen reference in bfloat16", "bf16-mixed", "bf16-true",
-    "masks, clips and an entropy bonus", "vision", "callbacks that take part", "adaptive KL", "linear KL",
+    "masks, clips and an entropy bonus", "vision", "callbacks that take part",
+    "models leave the device while the engine samples", "adaptive KL", "linear KL",
     "checkpoint and resume", "the same update as on the CPU", "a planted mix-up",
 ]  # fmt: skip
 PER_MICRO_BATCH = {"ppo": 0.0, "grpo": 0.0}
