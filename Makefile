@@ -33,13 +33,13 @@ test-long: setup
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m long
 
 faults: setup
-	$(VENV)/bin/python -m tests.faults.campaign --cases $(CASES) --results outputs/faults.jsonl --table docs/reliability.md
+	$(VENV)/bin/python -m tests.faults.campaign --cases $(CASES) --workers $(WORKERS) --results outputs/faults.jsonl --table docs/reliability.md
 
 fuzz: setup
 	$(VENV)/bin/python -m tests.fuzz --cases 10000 --table docs/reliability.md
 
 pairs: setup
-	$(VENV)/bin/python -m tests.pairs --arrays 4 --page docs/feature_pairs.md
+	$(VENV)/bin/python -m tests.pairs --arrays 4 --results outputs/pairs.jsonl --page docs/feature_pairs.md
 
 lint: setup
 	$(VENV)/bin/ruff check .
