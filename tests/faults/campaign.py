@@ -198,11 +198,13 @@ class Campaign:
 
     Args:
         root: an empty folder.
+        known: a folder that keeps what runs are like to which nothing happens.
         isolated: whether namespaces may be made.
     """
 
-    def __init__(self, root: Path, *, isolated: bool) -> None:
+    def __init__(self, root: Path, known: Path, *, isolated: bool) -> None:
         self.root = root
+        self.known = known
         self.isolated = isolated
         heads = {"num_attention_heads": 1, "num_key_value_heads": 1}  # of 32, which vLLM can do
         self.model = quickstart_model(
@@ -218,6 +220,9 @@ class Campaign:
             RuntimeError: it failed.
         """
         kind = victim.split()[0], parsed
+        known = self.known / f"{kind[0]}{'-parsed' * parsed}.pt"
+        if kind not in self.undisturbed and known.exists():
+            self.undisturbed[kind] = tuple(torch.load(known, weights_only=True))  # type: ignore[assignment]
         if kind not in self.undisturbed:
             folder, kept = self._folders(f"whole-{kind[0]}-{parsed}")
             write_config(folder, kept, self.model, victim, restart=False)
@@ -226,6 +231,9 @@ class Campaign:
                 raise RuntimeError((kept / "output").read_text(errors="replace")[-3000:])
             weights = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
             self.undisturbed[kind] = weights, took
+            written = self.root / f"{known.name}-{os.getpid()}"
+            torch.save([weights, took], written)
+            shutil.move(written, known)
         return self.undisturbed[kind]
 
     def _folders(self, name: str) -> tuple[Path, Path]:
@@ -416,7 +424,7 @@ def campaign(options: argparse.Namespace, part: int, *, isolated: bool) -> None:
     done = Counter(verdict.case.kind for verdict in read_results(options.results))
     root, start = Path(tempfile.mkdtemp(prefix="lightrl-faults-")), time.monotonic()
     try:
-        runs = Campaign(root, isolated=isolated)
+        runs = Campaign(root, undisturbed(options.results), isolated=isolated)
         for number, case in enumerate(cases(options.cases, options.seed, isolated=isolated)):
             if done[case.kind]:
                 done[case.kind] -= 1
@@ -454,6 +462,11 @@ def all_parts(options: argparse.Namespace, *, isolated: bool) -> int:
                 sys.stdout.flush()
                 os._exit(status)
     return sum(os.waitpid(pid, 0)[1] != 0 for pid in workers)
+
+
+def undisturbed(results: Path) -> Path:
+    """Where the runs to which nothing happens are kept, beside the results."""
+    return results.with_suffix(".undisturbed")
 
 
 def read_results(path: Path) -> list[Verdict]:
@@ -499,7 +512,9 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         options.results = options.results or Path(folder) / "faults.jsonl"
-        options.results.parent.mkdir(parents=True, exist_ok=True)
+        if not options.results.exists():  # a new campaign, perhaps of changed code
+            shutil.rmtree(undisturbed(options.results), ignore_errors=True)
+        undisturbed(options.results).mkdir(parents=True, exist_ok=True)
         broken_off = contained(lambda isolated: all_parts(options, isolated=isolated))
         found = read_results(options.results)
     print(table(found))
