@@ -56,6 +56,8 @@ LEAVE = 45.0
 """Seconds within which every process of a run that ended is gone; a rank without launcher waits 30."""
 IGNORED = re.compile(r"^Exception ignored in.*\n(Traceback.*\n)?( .*\n)*", re.MULTILINE)
 """What Python prints of an error in a finaliser when nothing more can be opened; the run's own message follows."""
+COMPILED = str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_faults")
+"""What vLLM's sampler compiles, which takes longer than a run; else each case would have its own."""
 MARK, END = "<!-- campaign -->", "<!-- end of campaign -->"
 
 PLACES = ("startup", "sampling", "scoring", "update", "sync", "save", "named", "export", "shutdown", "time")
@@ -163,12 +165,12 @@ def write_config(folder: Path, kept: Path, model: str, victim: str, *, restart: 
         strategy = {"class_path": "DDPStrategy", "init_args": {"timeout": "0:00:10"}}
         trainer |= {"devices": 2, "strategy": strategy}
     elif victim == "core":
-        arguments = {"in_process": False, "restart_engine": restart, "progress_timeout": 8.0}
+        arguments = {"in_process": False, "restart_engine": restart, "progress_timeout": 25.0}
         data |= {"engine": {"class_path": "VLLMEngine", "init_args": arguments}}
     elif victim == "server":
         urls = [f"http://127.0.0.1:{_port(kept, one)}" for one in ("server", "second server")]
         arguments = {"urls": urls, "kind": "sglang", "shared_folder": "weights", "timeout": 4.0}
-        arguments |= {"progress_timeout": 8.0, "start_timeout": 8.0}
+        arguments |= {"progress_timeout": 15.0, "start_timeout": 15.0}
         data |= {"engine": {"class_path": "ServerEngine", "init_args": arguments}}
     elif victim == "reward":
         arguments = {"url": f"http://127.0.0.1:{_port(kept, 'reward')}/score", "timeout": 3.0, "retries": 5}
@@ -266,6 +268,7 @@ class Campaign:
                 os.dup2(writing, 2)
                 os.close(writing)
                 os.environ |= {"NOTES": str(kept), "MODEL": self.model, "TMPDIR": str(kept / "tmp")}
+                os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", COMPILED)
                 tempfile.tempdir = None
                 network = self.isolated and victim not in ("trainer", "core")
                 os._exit(be_the_run(case, victim, list(arguments), parsed=parsed, network=network))
