@@ -398,7 +398,7 @@ def data_of(s: Settings) -> RolloutDataModule:
         rows = [{"prompt": "what is it?", "image": picture(8, 8, n)} for n in range(4)]
     if s["ptx"] == "yes":
         text, answer = {"text": ("1+1=", "2"), "image": ("what", "a"), "environment": ("say", "a")}[s["rows"]]
-        arguments["ptx"] = SFTSource(rows=[{"prompt": text, "completion": answer}] * 2)
+        arguments["ptx"] = SFTSource(rows=[{"prompt": text, "completion": answer}] * 2 * int(s["ranks"]))
         arguments["ptx_batch_size"] = 2
     return RolloutDataModule(
         PromptSource(rows=rows),
