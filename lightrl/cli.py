@@ -326,6 +326,7 @@ def users_error(error: BaseException) -> str | None:
     if isinstance(error, ValueError) and _raised_in(error, "jsonargparse"):
         return short_message(str(outer), _known_names())  # of a union, the cause is that of one alternative only
     shown = isinstance(error, ValueError | RewardError) and _raised_in(error, "lightrl")
+    shown = shown or _refused_by_trainer(error)
     if isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES:
         return f"{error}. Free what ran out (disk, quota, file size, open files: ulimit -a), then resume the last save."
     return str(error) if shown or isinstance(error, StorageError) else None
@@ -362,6 +363,14 @@ def _known_names() -> list[str]:
     return names + [
         name for room in (lightrl, algorithms, callbacks, engines, objectives, rewards) for name in room.__all__
     ]
+
+
+def _refused_by_trainer(error: BaseException) -> bool:
+    """Whether Lightning's trainer does not take one of its arguments, which its message then names."""
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    building = "instantiate_trainer" in {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return building and isinstance(error, ValueError | MisconfigurationException) and _raised_in(error, "lightning")
 
 
 def _raised_in(error: BaseException, package: str) -> bool:
