@@ -136,7 +136,7 @@ def _members(hint: Any) -> list[Any]:
 
 
 def null_arguments(value: Any, hint: Any = None, path: str = "") -> Iterator[tuple[str, str]]:
-    """Arguments of classes that are null and must be a number, a string or true/false: (dotted path, type).
+    """Arguments of classes that are null and must be a number, a string, true/false or a record: (dotted path, type).
 
     jsonargparse lets null through, and the constructor fails at its first comparison.
 
@@ -156,7 +156,9 @@ def null_arguments(value: Any, hint: Any = None, path: str = "") -> Iterator[tup
         hints, arguments = _hints(spec), value
     for name, inner in arguments.items():
         where = f"{path}.{name}" if path else str(name)
-        if inner is None and hints.get(name) in (int, float, bool, str):
-            yield where, hints[name].__name__
+        hint = hints.get(name)
+        plain = hint in (int, float, bool, str) or (inspect.isclass(hint) and dataclasses.is_dataclass(hint))
+        if inner is None and plain:
+            yield where, hint.__name__
         else:
-            yield from null_arguments(inner, hints.get(name), where)
+            yield from null_arguments(inner, hint, where)

@@ -130,7 +130,7 @@ def models() -> dict[str, str]:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
     return {  # with heads of 32, which vLLM can do
         "text": quickstart_model(folder / "text", num_hidden_layers=1, **sizes),
-        "image": str(build("llava", folder / "image")),
+        "image": str(build("qwen2_vl", folder / "image")),
         "environment": chat_model(folder / "environment"),
     }
 
