@@ -269,6 +269,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "empty data set": ({"data": {"prompts": {"rows": []}}}, "has no rows"),
     "group_size 1": ({"data": {"group_size": 1}}, "group_size=1 with GRPOLightningModule: its advantages compare"),
     "model folder": ({"model": {"actor": {"path": "./nosuch"}}}, "'./nosuch'"),
+    "impossible folder": ({"model": {"actor": {"path": "x" * 300}}}, "'xxxxx"),
     "greedy training": ({"data": {"sampling": {"temperature": 0.0}}}, "sampling.temperature=0"),
     "negative kl.coef": (
         {"model": {"kl": {"class_path": "KLInLoss", "init_args": {"coef": -1.0}}}},
@@ -296,6 +297,12 @@ ONE_LINE: dict[str, tuple[dict[str, Any], str]] = {
     "null": ({"data": {"prompts_per_rollout": None}}, "data.init_args.prompts_per_rollout=null: expected int"),
     "null for a record": ({"data": {"sampling": None}}, "data.init_args.sampling=null: expected SamplingParams"),
     "null in a record": ({"data": {"sampling": {"temperature": None}}}, "sampling.temperature=null: expected float"),
+    "null for a part": ({"model": {"advantage": None}}, "advantage=null: expected AdvantageEstimator"),
+    "rate": (
+        {"model": {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": {}}}}},
+        "optimizer.init_args.lr={}: must be a number",
+    ),
+    "null for a list": ({"model": {"actor": {"path": "x", "freeze": None}}}, "actor.freeze=null: expected list"),
     "null of a part": (
         {"model": {"advantage": {"class_path": "GAE", "init_args": {"gamma": None}}}},
         "model.init_args.advantage.init_args.gamma=null: expected float",
