@@ -6,6 +6,7 @@
 #   make pairs        four covering arrays of all features, runs of two rollouts; page docs/feature_pairs.md
 #   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about an hour);
 #                     it goes on where it was interrupted (outputs/faults.jsonl)
+#   make long-haul    2,000 rollouts with vLLM, twice: memory, descriptors, threads and files must stay; table as above
 # Settings: VENV (the virtual environment, default .venv), PYTHON (the interpreter it is made with), WORKERS (of pytest).
 
 VENV ?= .venv
@@ -15,7 +16,7 @@ CASES ?= 310
 OMP_NUM_THREADS ?= 1
 export VENV OMP_NUM_THREADS
 
-.PHONY: quickstart test test-plain test-long faults fuzz pairs lint setup clean
+.PHONY: quickstart test test-plain test-long faults long-haul fuzz pairs lint setup clean
 
 quickstart: setup
 	@$(VENV)/bin/lightrl quickstart
@@ -33,13 +34,16 @@ test-long: setup
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m long
 
 faults: setup
-	$(VENV)/bin/python -m tests.faults.campaign --cases $(CASES) --results outputs/faults.jsonl --table docs/reliability.md
+	$(VENV)/bin/python -m tests.faults.campaign --cases $(CASES) --workers $(WORKERS) --results outputs/faults.jsonl --table docs/reliability.md
 
 fuzz: setup
 	$(VENV)/bin/python -m tests.fuzz --cases 10000 --table docs/reliability.md
 
 pairs: setup
-	$(VENV)/bin/python -m tests.pairs --arrays 4 --page docs/feature_pairs.md
+	$(VENV)/bin/python -m tests.pairs --arrays 4 --results outputs/pairs.jsonl --page docs/feature_pairs.md
+
+long-haul: setup
+	$(VENV)/bin/python -m tests.faults.long_haul --rollouts 2000 --table docs/reliability.md
 
 lint: setup
 	$(VENV)/bin/ruff check .

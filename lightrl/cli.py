@@ -388,7 +388,7 @@ def _known_names() -> list[str]:
     import lightrl
     from lightrl import algorithms, callbacks, engines, objectives, rewards
 
-    names = ["trainer", "model", "data", "ckpt_path", "seed_everything", "config"]
+    names = ["trainer", "model", "data", "ckpt_path", "seed_everything", "config", "run_dir", "without", "base"]
     names += [f"trainer.{name}" for name in inspect.signature(Trainer).parameters]
     return names + [
         name for room in (lightrl, algorithms, callbacks, engines, objectives, rewards) for name in room.__all__

@@ -41,6 +41,10 @@ def refuse_senseless(parsed: Any) -> None:
         nulls += null_arguments(callback, path="trainer.callbacks")
     for path, expected in nulls:
         raise ValueError(f"{path}=null: expected {expected}; leave it out for the default.")
+    optimizer = ((config.get("model") or {}).get("init_args") or {}).get("optimizer") or {}
+    rate = (optimizer.get("init_args") or {}).get("lr") if isinstance(optimizer, dict) else None
+    if isinstance(rate, dict | list):  # an empty one passes for a tensor
+        raise ValueError(f"model.init_args.optimizer.init_args.lr={rate}: must be a number.")
     for path, name, value in _numbers(config):
         if not math.isfinite(value):
             raise ValueError(f"{path}={value}: must be finite; null is no limit where the argument takes null.")

@@ -397,11 +397,11 @@ def verify(path: str | Path) -> None:
         return
     if not zipfile.is_zipfile(path):
         raise DamagedError("it is damaged, cut off, or no checkpoint at all (not a file that torch.save writes)")
-    with zipfile.ZipFile(path) as archive:
-        try:
+    try:
+        with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
-        except Exception as error:  # of damaged archives nearly anything: RuntimeError, zlib.error, struct.error
-            raise DamagedError(f"its bytes are damaged ({error})") from error
+    except Exception as error:  # of damaged archives nearly anything: RuntimeError, zlib.error, UnicodeDecodeError
+        raise DamagedError(f"its bytes are damaged ({error})") from error
     if broken is not None:
         raise DamagedError(f"its bytes are damaged (in {broken})")
 

@@ -53,7 +53,7 @@ def _in_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def write(tmp_path: Path, model: str) -> Callable[..., str]:
     """Writes a small run as YAML: short class names throughout. Keyword arguments change what they name."""
 
-    def config(module: str = "GRPOLightningModule", **changes: dict[str, Any]) -> str:
+    def config(module: str = "GRPOLightningModule", **changes: Any) -> str:
         trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_progress_bar": False, "logger": False}
         trainer |= {"enable_model_summary": False, "enable_checkpointing": False, "callbacks": ["WeightSync"]}
         data = {"prompts": {"rows": ARITHMETIC}, "rewards": ["ExactAnswer"], "engine": "TransformersEngine"}
@@ -63,6 +63,7 @@ def write(tmp_path: Path, model: str) -> Callable[..., str]:
             "model": {"class_path": module, "init_args": {"actor": {"path": model}} | changes.get("model", {})},
             "data": {"class_path": "RolloutDataModule", "init_args": data | changes.get("data", {})},
         }
+        content |= {name: value for name, value in changes.items() if name not in content}
         path = tmp_path / "run.yaml"
         path.write_text(yaml.safe_dump(content))
         return str(path)
@@ -268,6 +269,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "empty data set": ({"data": {"prompts": {"rows": []}}}, "has no rows"),
     "group_size 1": ({"data": {"group_size": 1}}, "group_size=1 with GRPOLightningModule: its advantages compare"),
     "model folder": ({"model": {"actor": {"path": "./nosuch"}}}, "'./nosuch'"),
+    "impossible folder": ({"model": {"actor": {"path": "x" * 300}}}, "'xxxxx"),
     "greedy training": ({"data": {"sampling": {"temperature": 0.0}}}, "sampling.temperature=0"),
     "negative kl.coef": (
         {"model": {"kl": {"class_path": "KLInLoss", "init_args": {"coef": -1.0}}}},
@@ -293,7 +295,14 @@ def test_a_mistake_gets_a_message(
 
 ONE_LINE: dict[str, tuple[dict[str, Any], str]] = {
     "null": ({"data": {"prompts_per_rollout": None}}, "data.init_args.prompts_per_rollout=null: expected int"),
+    "null for a record": ({"data": {"sampling": None}}, "data.init_args.sampling=null: expected SamplingParams"),
     "null in a record": ({"data": {"sampling": {"temperature": None}}}, "sampling.temperature=null: expected float"),
+    "null for a part": ({"model": {"advantage": None}}, "advantage=null: expected AdvantageEstimator"),
+    "rate": (
+        {"model": {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": {}}}}},
+        "optimizer.init_args.lr={}: must be a number",
+    ),
+    "null for a list": ({"model": {"actor": {"path": "x", "freeze": None}}}, "actor.freeze=null: expected list"),
     "null of a part": (
         {"model": {"advantage": {"class_path": "GAE", "init_args": {"gamma": None}}}},
         "model.init_args.advantage.init_args.gamma=null: expected float",
@@ -303,7 +312,11 @@ ONE_LINE: dict[str, tuple[dict[str, Any], str]] = {
     "unknown argument": ({"data": {"groupsize": 3}}, "by RolloutDataModule. Did you mean 'group_size'?"),
     "unknown in a record": ({"data": {"sampling": {"temprature": 1}}}, "Did you mean 'temperature'?"),
     "unknown of the trainer": ({"trainer": {"max_epoch": 1}}, "Did you mean 'trainer.max_epochs'?"),
+    "unknown of the command": ({"run_diir": "x"}, "Did you mean 'run_dir'?"),
     "unknown class": ({"data": {"engine": "VLMEngine"}}, "Did you mean 'VLLMEngine'?"),
+    "accelerator": ({"trainer": {"accelerator": "gpuu"}}, "`accelerator='gpuu'`"),
+    "strategy": ({"trainer": {"strategy": "dpp"}}, "`strategy='dpp'`"),
+    "precision": ({"trainer": {"precision": "bf17"}}, "bf17"),
     "dtype": ({"model": {"actor": {"path": "x", "dtype": "float99"}}}, "dtype='float99': give one of float32"),
     "max_grad_norm": ({"model": {"max_grad_norm": 1e30}}, "max_grad_norm=1e+30: would never clip"),
     "critic's rate": ({"model": {"critic": {"lr": 0.0}}}, "critic.lr=0.0: the critic would never learn"),

@@ -147,6 +147,7 @@ def test_a_flipped_bit_a_cut_file_and_an_empty_one_are_found(checksum: bool, tmp
     for broken in (
         whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :],
         whole[: len(whole) // 2],
+        whole[: whole.rindex(b"data.pkl")] + b"\xb6" + whole[whole.rindex(b"data.pkl") + 1 :],  # a name in the archive
         b"",
         b"text",
     ):

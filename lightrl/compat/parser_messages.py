@@ -139,7 +139,7 @@ def _members(hint: Any) -> list[Any]:
 
 
 def null_arguments(value: Any, hint: Any = None, path: str = "") -> Iterator[tuple[str, str]]:
-    """Arguments of classes that are null and must be a number, a string or true/false: (dotted path, type).
+    """Arguments of classes that are null and must be a number, text, true/false, a list or of ours: (path, type).
 
     jsonargparse lets null through, and the constructor fails at its first comparison.
 
@@ -152,14 +152,18 @@ def null_arguments(value: Any, hint: Any = None, path: str = "") -> Iterator[tup
     if not isinstance(value, Mapping):
         return
     if isinstance(value.get("class_path"), str):
-        hints = _hints(_imported(value["class_path"]))
+        owner = _imported(value["class_path"])
         arguments, path = value.get("init_args") or {}, f"{path}.init_args"
     else:
-        spec = next((each for each in _members(hint) if dataclasses.is_dataclass(each)), None)
-        hints, arguments = _hints(spec), value
+        owner = next((each for each in _members(hint) if dataclasses.is_dataclass(each)), None)
+        arguments = value
+    hints, ours = _hints(owner), getattr(owner, "__module__", "").startswith("lightrl.")
     for name, inner in arguments.items():
         where = f"{path}.{name}" if path else str(name)
-        if inner is None and hints.get(name) in (int, float, bool, str):
-            yield where, hints[name].__name__
+        hint = hints.get(name)
+        kind = typing.get_origin(hint) if ours and typing.get_origin(hint) in (dict, list, tuple) else hint
+        own = inspect.isclass(hint) and hint.__module__.startswith("lightrl.")
+        if inner is None and (own or kind in (int, float, bool, str, dict, list, tuple)):
+            yield where, str(kind.__name__)
         else:
-            yield from null_arguments(inner, hints.get(name), where)
+            yield from null_arguments(inner, hint, where)

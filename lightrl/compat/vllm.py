@@ -12,7 +12,9 @@ import mmap
 import os
 import queue
 import random
+import shutil
 import signal
+import tempfile
 import time
 import uuid
 import warnings
@@ -212,6 +214,9 @@ class VLLMAdapter:
             TRAINER_PID: str(os.getpid()),
             **forced,
         }
+        self._sockets = None if in_process else tempfile.mkdtemp(prefix="vllm-")  # those of a killed process stay
+        if self._sockets is not None:
+            forced["VLLM_RPC_BASE_PATH"] = self._sockets
         defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", **defaults}
         try:
             with isolated_rng(), scoped_environment(forced, defaults):
@@ -225,6 +230,9 @@ class VLLMAdapter:
                 _keep_process_group(had_group and in_process)
                 with nullcontext() if in_process else _ctrl_c_blocked():
                     self.llm: Any = LLM(**arguments)
+        except BaseException:
+            self._remove_sockets()
+            raise
         finally:
             torch.set_num_threads = set_num_threads  # the CPU worker makes it a no-op
         if in_process and not had_group:
@@ -239,6 +247,10 @@ class VLLMAdapter:
         if not in_process:
             self._bound_waits()
         self.pids: list[int] = [] if in_process else self._processes()
+
+    def _remove_sockets(self) -> None:
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
 
     def _processes(self) -> list[int]:
         manager = self.client.resources.engine_manager
@@ -415,5 +427,6 @@ class VLLMAdapter:
                     process.kill()
             psutil.wait_procs(left, timeout=_KILL_SECONDS)
             del self.llm, self.engine, self.client
+            self._remove_sockets()
             if self.in_process:  # what it held is memory of this process; collecting takes seconds on a busy machine
                 gc.collect()

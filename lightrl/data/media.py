@@ -340,6 +340,8 @@ def _audio(value: Any, root: Path) -> tuple[np.ndarray[Any, Any], int]:
         raise MediaError(f"an array of shape {samples.shape} is no sound: give (samples,) floats.")
     if not np.isfinite(samples).all():
         raise MediaError("samples that are not finite in float32: give floats in [-1, 1].")
+    if rate < 0:
+        raise MediaError(f"sampling_rate={rate}: give samples per second, or leave it out.")
     return samples, rate
 
 

@@ -192,6 +192,7 @@ class RowSource:
                     raise ValueError(
                         f"path={path!r}: the saved data set cannot be read: {one_line(error)}. Save it again."
                     ) from error
+            self._require_readable_files()
             return self._load_dataset(str(local), name=self.name)
         if local.suffix.lower() in BUILDERS or path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise ValueError(f"path={path!r}: there is no such file or folder (looked from {Path.cwd()}).")

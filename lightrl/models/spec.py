@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -110,7 +111,9 @@ class ModelSpec:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if (Path(self.path).expanduser() / ADAPTER_FILE).is_file():
+        if any(len(os.fsencode(part)) > 255 for part in Path(self.path).parts):
+            raise ValueError(f"path={self.path[:80]!r}...: a name of more than 255 bytes is no folder and no model.")
+        if os.path.isfile(os.path.join(os.path.expanduser(self.path), ADAPTER_FILE)):
             self.lora = replace(self.lora or LoraSpec(), adapter=self.path)
             self.path = _base_of(self.path)
         if self.dtype is not None and self.dtype not in DTYPES:

@@ -85,6 +85,14 @@ def test_a_broken_file_in_a_folder_or_a_stream_is_named(tmp_path: Path, tokenize
         stream.batch(0, 2)
 
 
+def test_files_of_a_folder_are_looked_at_before_a_library_reads_them(tmp_path: Path) -> None:
+    """pyarrow's reader ends the process on a line of null among objects."""
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(b'null\n{}\n{"prompt": "1+1="}')
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: "):
+        RowSource(path=str(tmp_path)).read()
+
+
 def test_a_broken_saved_data_set_is_named(tmp_path: Path) -> None:
     Dataset.from_list([{"prompt": "1"}]).save_to_disk(str(tmp_path / "saved"))
     for file in (tmp_path / "saved").glob("*.arrow"):

@@ -20,6 +20,7 @@ Full disks (a small tmpfs) and lost networks need the right to make namespaces; 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -31,8 +32,9 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -43,7 +45,8 @@ import torch
 import yaml
 
 from lightrl.storage import verify
-from tests.faults.injection import NEW_MOUNTS, Case, be_the_run, libc_call
+from tests.faults.containment import adopt_orphans, contained, die_with_parent, libc_call
+from tests.faults.injection import Case, be_the_run
 from tests.toys import quickstart_model
 
 ROLLOUTS, PROMPTS = 4, 4
@@ -53,13 +56,16 @@ LEAVE = 45.0
 """Seconds within which every process of a run that ended is gone; a rank without launcher waits 30."""
 IGNORED = re.compile(r"^Exception ignored in.*\n(Traceback.*\n)?( .*\n)*", re.MULTILINE)
 """What Python prints of an error in a finaliser when nothing more can be opened; the run's own message follows."""
-MARK = "<!-- campaign -->"
-ADOPT, PRIVATE = 36, 1 << 18 | 1 << 14  # PR_SET_CHILD_SUBREAPER; MS_PRIVATE | MS_REC
+COMPILED = str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_faults")
+"""What vLLM's sampler compiles, which takes longer than a run; else each case would have its own."""
+MARK, END = "<!-- campaign -->", "<!-- end of campaign -->"
 
 PLACES = ("startup", "sampling", "scoring", "update", "sync", "save", "named", "export", "shutdown", "time")
 PARSED = ("startup", "time")
 """Where the run is the command line's, parser and all; elsewhere its objects are built without it, in less time."""
 RUNNING = ("startup", "sampling", "scoring", "update", "sync", "shutdown")
+SPACING, WORST, OPEN = 11, ("SIGKILL", "SIGSTOP for good"), ("sampling", "sync", "shutdown")
+"""How seldom the slow engine's cases come, and which of them first."""
 SIGNALS = {
     "SIGKILL": {-9},
     "SIGTERM": {75, -15},
@@ -109,7 +115,7 @@ def places(victim: str, fault: str) -> Iterable[str]:
 
 
 def cases(count: int, seed: int, *, isolated: bool = True) -> list[Case]:
-    """Every fault at every place in turn, rollouts and times drawn from the seed. Those of the slow engine come last.
+    """Every fault at every place in turn, times drawn from the seed; each `SPACING`-th is the slow engine's.
 
     Args:
         count: how many.
@@ -120,10 +126,12 @@ def cases(count: int, seed: int, *, isolated: bool = True) -> list[Case]:
     every = [(v, f, p) for v, faults in EXPECTED.items() for f in faults for p in places(v, f)]
     every = [(v, f, p) for v, f, p in every if isolated or not (f == "full disk" or f.startswith("network"))]
     drawn.shuffle(every)
-    cores = [one for one in every if one[0] == "core"][:15]
-    others = [one for one in every if one[0] != "core"]
+    cores = sorted((one for one in every if one[0] == "core"), key=lambda one: not (one[1] in WORST and one[2] in OPEN))
+    others = iter([one for one in every if one[0] != "core"])
+    order = [one for core in cores for one in (*itertools.islice(others, SPACING - 1), core)]
+    order += others
     found = []
-    for one in [*others, *cores, *drawn.choices(others, k=count)][:count]:
+    for one in [*order, *drawn.choices(order, k=count)][:count]:
         last = ROLLOUTS // 2 if one[1].startswith("clock") else ROLLOUTS  # after which a kill must follow
         found.append(Case(*one, number=drawn.randint(1, last), fraction=drawn.random()))
     return found
@@ -157,12 +165,12 @@ def write_config(folder: Path, kept: Path, model: str, victim: str, *, restart: 
         strategy = {"class_path": "DDPStrategy", "init_args": {"timeout": "0:00:10"}}
         trainer |= {"devices": 2, "strategy": strategy}
     elif victim == "core":
-        arguments = {"in_process": False, "restart_engine": restart, "progress_timeout": 8.0}
+        arguments = {"in_process": False, "restart_engine": restart, "progress_timeout": 25.0}
         data |= {"engine": {"class_path": "VLLMEngine", "init_args": arguments}}
     elif victim == "server":
         urls = [f"http://127.0.0.1:{_port(kept, one)}" for one in ("server", "second server")]
         arguments = {"urls": urls, "kind": "sglang", "shared_folder": "weights", "timeout": 4.0}
-        arguments |= {"progress_timeout": 8.0, "start_timeout": 8.0}
+        arguments |= {"progress_timeout": 15.0, "start_timeout": 15.0}
         data |= {"engine": {"class_path": "ServerEngine", "init_args": arguments}}
     elif victim == "reward":
         arguments = {"url": f"http://127.0.0.1:{_port(kept, 'reward')}/score", "timeout": 3.0, "retries": 5}
@@ -192,11 +200,13 @@ class Campaign:
 
     Args:
         root: an empty folder.
+        known: a folder that keeps what runs are like to which nothing happens.
         isolated: whether namespaces may be made.
     """
 
-    def __init__(self, root: Path, *, isolated: bool) -> None:
+    def __init__(self, root: Path, known: Path, *, isolated: bool) -> None:
         self.root = root
+        self.known = known
         self.isolated = isolated
         heads = {"num_attention_heads": 1, "num_key_value_heads": 1}  # of 32, which vLLM can do
         self.model = quickstart_model(
@@ -212,6 +222,9 @@ class Campaign:
             RuntimeError: it failed.
         """
         kind = victim.split()[0], parsed
+        known = self.known / f"{kind[0]}{'-parsed' * parsed}.pt"
+        if kind not in self.undisturbed and known.exists():
+            self.undisturbed[kind] = tuple(torch.load(known, weights_only=True))  # type: ignore[assignment]
         if kind not in self.undisturbed:
             folder, kept = self._folders(f"whole-{kind[0]}-{parsed}")
             write_config(folder, kept, self.model, victim, restart=False)
@@ -220,6 +233,9 @@ class Campaign:
                 raise RuntimeError((kept / "output").read_text(errors="replace")[-3000:])
             weights = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
             self.undisturbed[kind] = weights, took
+            written = self.root / f"{known.name}-{os.getpid()}"
+            torch.save([weights, took], written)
+            shutil.move(written, known)
         return self.undisturbed[kind]
 
     def _folders(self, name: str) -> tuple[Path, Path]:
@@ -246,11 +262,13 @@ class Campaign:
         if pid == 0:
             try:
                 os.setsid()
+                die_with_parent()
                 os.chdir(folder)
                 os.dup2(writing, 1)
                 os.dup2(writing, 2)
                 os.close(writing)
                 os.environ |= {"NOTES": str(kept), "MODEL": self.model, "TMPDIR": str(kept / "tmp")}
+                os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", COMPILED)
                 tempfile.tempdir = None
                 network = self.isolated and victim not in ("trainer", "core")
                 os._exit(be_the_run(case, victim, list(arguments), parsed=parsed, network=network))
@@ -403,52 +421,60 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def isolate() -> bool:
-    """Adopts orphans, and gives this process mounts of its own, which end with it; whether it may."""
-    libc_call("prctl", ADOPT, 1, 0, 0, 0)
-    with suppress(OSError):
-        libc_call("unshare", NEW_MOUNTS)
-        libc_call("mount", None, b"/", None, PRIVATE, None)
-        return True
-    return False
-
-
-def campaign(
-    count: int, seed: int, tell: Callable[[str], None], *, minutes: float, results: Path | None, only: str
-) -> list[Verdict]:
-    """Runs the cases that have no result yet, or as many as fit into the minutes; all results."""
-    isolated = isolate()
-    if not isolated:
-        tell("no right to make namespaces: full disks and lost networks are left out")
-    found = read_results(results) if results is not None and results.exists() else []
-    done = Counter(verdict.case.kind for verdict in found)
+def campaign(options: argparse.Namespace, part: int, *, isolated: bool) -> None:
+    """Runs this part of the cases that have no result yet, or as many as fit into the minutes."""
+    adopt_orphans()
+    done = Counter(verdict.case.kind for verdict in read_results(options.results))
     root, start = Path(tempfile.mkdtemp(prefix="lightrl-faults-")), time.monotonic()
     try:
-        runs = Campaign(root, isolated=isolated)
-        for number, case in enumerate(cases(count, seed, isolated=isolated)):
+        runs = Campaign(root, undisturbed(options.results), isolated=isolated)
+        for number, case in enumerate(cases(options.cases, options.seed, isolated=isolated)):
             if done[case.kind]:
                 done[case.kind] -= 1
                 continue
-            if not re.search(only, str(case)):
+            if number % options.workers != part or not re.search(options.only, str(case)):
                 continue
-            if time.monotonic() - start > 60 * minutes:
+            if time.monotonic() - start > 60 * options.minutes:
                 break
-            found.append(verdict := runs.judge(number, case))
-            tell(f"{case}: {verdict.outcome} in {verdict.seconds} s, {verdict.broken or 'ok'}")
+            verdict = runs.judge(number, case)
+            print(f"{case}: {verdict.outcome} in {verdict.seconds} s, {verdict.broken or 'ok'}", flush=True)
             if verdict.broken:
-                tell(verdict.said)
-            if results is not None:
-                results.parent.mkdir(parents=True, exist_ok=True)
-                with results.open("a") as file:
-                    file.write(json.dumps(asdict(verdict)) + "\n")
+                print(verdict.said, flush=True)
+            with options.results.open("ab", buffering=0) as file:  # one write, so that no other worker's cuts it
+                file.write(json.dumps(asdict(verdict)).encode() + b"\n")
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    return found
+
+
+def all_parts(options: argparse.Namespace, *, isolated: bool) -> int:
+    """Runs each part in a process of its own; how many of them broke off."""
+    if not isolated:
+        print("no right to make namespaces: full disks and lost networks are left out", flush=True)
+    workers = []
+    for part in range(options.workers):
+        workers.append(os.fork())
+        if workers[-1] == 0:
+            status = 1
+            try:
+                die_with_parent()
+                campaign(options, part, isolated=isolated)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+    return sum(os.waitpid(pid, 0)[1] != 0 for pid in workers)
+
+
+def undisturbed(results: Path) -> Path:
+    """Where the runs to which nothing happens are kept, beside the results."""
+    return results.with_suffix(".undisturbed")
 
 
 def read_results(path: Path) -> list[Verdict]:
     """Verdicts of earlier cases."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [Verdict(**record | {"case": Case(**record["case"])}) for record in records]
 
 
@@ -475,26 +501,31 @@ def table(verdicts: list[Verdict]) -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=250)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1, help="cases at a time")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no case after so many")
     parser.add_argument("--results", type=Path, help="JSON lines to go on from, and to add to")
     parser.add_argument("--only", default="", help="regular expression of cases, such as 'rank 1: SIGKILL'")
-    parser.add_argument("--table", type=Path, help="page whose part after the mark is replaced by the table")
+    parser.add_argument("--table", type=Path, help=f"page whose part from {MARK} to {END} is replaced by the table")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = campaign(
-        options.cases,
-        options.seed,
-        lambda text: print(text, flush=True),
-        minutes=options.minutes,
-        results=options.results,
-        only=options.only,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        options.results = options.results or Path(folder) / "faults.jsonl"
+        if not options.results.exists():  # a new campaign, perhaps of changed code
+            shutil.rmtree(undisturbed(options.results), ignore_errors=True)
+        undisturbed(options.results).mkdir(parents=True, exist_ok=True)
+        broken_off = contained(lambda isolated: all_parts(options, isolated=isolated))
+        found = read_results(options.results)
     print(table(found))
     if options.table is not None:
-        head = options.table.read_text().partition(MARK)[0]
-        options.table.write_text(f"{head}{MARK}\n\n{table(found)}\n")
-    sys.exit(any(verdict.broken for verdict in found))
+        head, _, rest = options.table.read_text().partition(MARK)
+        options.table.write_text(f"{head}{MARK}\n\n{table(found)}\n\n{END}{rest.partition(END)[2]}")
+    sys.exit(bool(broken_off) or any(verdict.broken for verdict in found))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import fcntl
 import json
 import os
@@ -39,12 +38,13 @@ from lightrl.callbacks.run_guard import RunGuard
 from lightrl.engines import ServerEngine, TransformersEngine, VLLMEngine
 from lightrl.rewards.server.serve import serve_reward
 from tests.engines.sglang_server import SGLangServer
+from tests.faults.containment import die_with_parent, libc_call
 
 NOBODY = 65534
 DAY = 86400
 ENGINES: dict[str, Any] = {"core": VLLMEngine, "server": ServerEngine}
 ONCE = ("startup", "export", "shutdown")
-NEW_MOUNTS, NEW_NETWORK = 0x00020000, 0x40000000  # CLONE_NEWNS, CLONE_NEWNET
+NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 SET_FLAGS, UP = 0x8914, 0x41  # SIOCSIFFLAGS; IFF_UP | IFF_RUNNING
 
 
@@ -65,16 +65,6 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.victim}: {self.fault}, {self.place} {self.number}"
-
-
-def libc_call(function: str, *arguments: Any) -> None:
-    """Calls the C library.
-
-    Raises:
-        OSError: it failed.
-    """
-    if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments) != 0:
-        raise OSError(ctypes.get_errno(), f"{function}: {os.strerror(ctypes.get_errno())}")
 
 
 def loopback(up: bool) -> None:
@@ -337,10 +327,12 @@ def _keep(name: str, serve: Callable[[int], None], again: bool) -> None:
     port = int((notes() / f"{name}.port").read_text())
     if os.fork() == 0:
         os.setsid()
+        die_with_parent()
         (notes() / f"{name}.keeper").write_text(str(os.getpid()))
         while True:
             pid = os.fork()
             if pid == 0:
+                die_with_parent()
                 serve(port)
                 os._exit(0)
             (notes() / name).write_text(str(pid))

@@ -6,9 +6,12 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from tests.faults.campaign import OPEN, SPACING, WORST, cases
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -21,3 +24,37 @@ def test_a_sample_of_faults_holds_every_invariant() -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert re.search(r"^([1-9]\d*) of \1 injected faults held every invariant", done.stdout, re.MULTILINE)
+
+
+def test_a_killed_campaign_leaves_no_process() -> None:
+    """Those that left their session and lost their parent too, where namespaces may be made."""
+    code = """
+import os, time
+from tests.faults.containment import contained, die_with_parent
+def work(isolated):
+    for strays in range(1 + isolated):
+        if os.fork() == 0:
+            os.setsid()
+            die_with_parent() if not strays else os.fork() and os._exit(0)
+            time.sleep(60)
+    time.sleep(0.2)
+    print("ready", flush=True)
+    time.sleep(60)
+contained(work)
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None and run.stdout.readline() == b"ready\n"
+        start = time.monotonic()
+        run.kill()
+        assert run.stdout.read() == b"" and time.monotonic() - start < 10, "someone still holds it open"
+
+
+def test_the_slow_engines_cases_are_spread_and_the_worst_come_first() -> None:
+    drawn = cases(317, seed=0)
+    cores = [number for number, case in enumerate(drawn) if case.victim == "core"]
+    assert cores[:3] == [SPACING - 1, 2 * SPACING - 1, 3 * SPACING - 1]
+    assert {(drawn[n].fault, drawn[n].place) for n in cores[: len(WORST) * len(OPEN)]} == {
+        (fault, place) for fault in WORST for place in OPEN
+    }
+    assert len({case.kind for case in drawn}) == len(drawn), "no kind twice before all were had"

@@ -69,6 +69,8 @@ def test_a_folder_of_nobody_and_sound_that_is_not_finite_are_bad_media() -> None
         require_present([("image", "~nobody_there/x.png")], MediaSource(rows=[{}]))
     with pytest.raises(MediaError, match="audio 1.*not finite"):
         decode([("audio", [0.0, 1e300])], MediaSource(rows=[{}]))
+    with pytest.raises(MediaError, match="audio 1.*sampling_rate=-350"):
+        decode([("audio", {"array": [0.5], "sampling_rate": -350})], MediaSource(rows=[{}]))
 
 
 def test_a_strip_of_pixels_is_capped_too() -> None:
@@ -92,6 +94,7 @@ VERSION = b'{"weight_version": "w"}'
         {"logprobs": {"token_logprobs": [float("nan")]}},
         {"text": None},
         {"index": None},
+        {"finish_reason": "length"},  # after fewer tokens than were asked for
         {"finish_reason": "abort"},  # asked again and again without an end
     ],
     ids=str,

@@ -2,7 +2,8 @@
 
     python -m tests.pairs --arrays 4 --page docs/feature_pairs.md
 
-Each array has every pair of settings; others follow from other seeds.
+Each array has every pair of settings; others follow from other seeds. Outcomes go to `--results` (one line per run);
+runs that stand there are not run again, and `--only array-0:17` runs one again.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import logging
 import sys
+import time
 import traceback
 from collections import Counter
 from pathlib import Path
+
+import torch
 
 from tests.pairs.arrays import covering_array, missing_pairs, refused_settings, run
 from tests.pairs.features import FACTORS, REFUSALS, Settings
@@ -38,11 +43,18 @@ def outcome_of(s: Settings) -> str:
         return "broken"
 
 
-def page(counts: Counter[str], arrays: int) -> str:
+def page(rows: list[tuple[Settings, str]], arrays: int) -> str:
     """The factors, the counts and the refusals as Markdown."""
-    lines = [f"{counts.total():,} runs of two rollouts, {arrays} covering array(s) of {len(FACTORS)} features:", ""]
-    lines += ["| outcome | runs |", "|---|---|", *(f"| {name} | {counts[name]:,} |" for name in OUTCOMES), ""]
-    lines += ["| feature | settings |", "|---|---|"]
+    counts = Counter(outcome for _, outcome in rows)
+    lines = [f"{len(rows):,} runs of two rollouts, {arrays} covering array(s) of {len(FACTORS)} features:", ""]
+    lines += [
+        "| outcome | runs | with vLLM | on two ranks | with images | with environments |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in OUTCOMES:
+        cells = [sum(s[factor] == level and outcome == name for s, outcome in rows) for factor, level in COSTLY]
+        lines.append(f"| {name} | {' | '.join(f'{count:,}' for count in (counts[name], *cells))} |")
+    lines += ["", "| feature | settings |", "|---|---|"]
     lines += [f"| {name} | {', '.join(levels)} |" for name, levels in FACTORS.items()]
     lines += ["", "What is refused, each when the run is set up, with the names of both:", ""]
     lines += [f"- {refusal.name}" for refusal in REFUSALS]
@@ -50,6 +62,28 @@ def page(counts: Counter[str], arrays: int) -> str:
 
 
 OUTCOMES = ("trained", "nothing to learn", "refused", "broken")
+COSTLY = [("engine", "vLLM"), ("ranks", "2"), ("rows", "image"), ("rows", "environment")]
+
+
+def labelled(seeds: range) -> dict[str, Settings]:
+    """What is refused and the rows of each array by their names, in the order in which they are run.
+
+    Two ranks first: they are processes forked from this one, in which no engine may have been yet.
+    """
+    rows: dict[str, Settings] = {f"refused:{number}": s for number, s in enumerate(refused_settings())}
+    for seed in seeds:
+        array = covering_array(seed)
+        print(f"array {seed}: {len(array)} rows; no row can have {len(missing_pairs(array))} pairs", flush=True)
+        rows |= {f"array-{seed}:{number}": s for number, s in enumerate(array)}
+    return dict(sorted(rows.items(), key=lambda row: (row[1]["ranks"] == "1", row[1]["engine"] == "vLLM")))
+
+
+def in_ci(rows: dict[str, Settings]) -> list[str]:
+    """A few of the rows with two ranks or with vLLM, which need a process without other engines."""
+    rows = {name: s for name, s in rows.items() if name.startswith("array")}
+    two = [name for name, s in rows.items() if (s["ranks"], s["engine"]) == ("2", "transformers")]
+    real = [name for name, s in rows.items() if (s["ranks"], s["engine"], s["overlap"]) == ("1", "vLLM", "none")]
+    return two[:4] + real[:2]
 
 
 def main() -> None:
@@ -57,27 +91,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Runs of two rollouts in which every pair of features meets.")
     parser.add_argument("--arrays", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="of the first array")
-    parser.add_argument("--rows", default=":", help="part of each array, as first:last")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after this time")
+    parser.add_argument("--results", type=Path, help="outcomes so far")
+    parser.add_argument("--only", help="run these again, as array-0:17,array-0:18, or those of CI, as ci")
     parser.add_argument("--page", type=Path, help=f"page whose part from {BEGIN} to {END} is replaced")
     options = parser.parse_args()
     for name in ("lightning.pytorch", "lightning.fabric", "lightrl"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    first, _, last = options.rows.partition(":")
-    part = slice(int(first or 0), int(last) if last else None)
-    counts: Counter[str] = Counter()
-    for s in refused_settings() if part.start == 0 else []:
-        counts[outcome_of(s)] += 1
-    for seed in range(options.seed, options.seed + options.arrays):
-        array = covering_array(seed)
-        for number, s in enumerate(array[part]):
-            counts[outcome_of(s)] += 1
-            if number % 20 == 19:
-                print(f"array {seed}, {number + 1} of {len(array)}: {dict(counts)}", flush=True)
-        print(f"array {seed}: {len(array)} rows; no row can have {len(missing_pairs(array))} pairs", flush=True)
-    print(dict(counts))
+    torch.set_num_threads(1)
+    rows = labelled(range(options.seed, options.seed + options.arrays))
+    done: dict[str, str] = {}
+    if options.results is not None and options.results.exists():
+        done = {line["row"]: line["outcome"] for line in map(json.loads, options.results.read_text().splitlines())}
+    if options.only:
+        names = in_ci(rows) if options.only == "ci" else options.only.split(",")
+        rows, done = {name: rows[name] for name in names}, {}
+    end = time.monotonic() + 60 * options.minutes
+    for name, s in rows.items():
+        if name in done:
+            continue
+        if time.monotonic() > end:
+            break
+        start = time.monotonic()
+        done[name] = outcome_of(s)
+        told = {
+            "row": name,
+            "outcome": done[name],
+            "seconds": round(time.monotonic() - start, 1),
+            "changes": changes(s),
+        }
+        print(json.dumps(told), flush=True)
+        if options.results is not None:
+            options.results.parent.mkdir(parents=True, exist_ok=True)
+            with options.results.open("a") as file:
+                file.write(json.dumps(told) + "\n")
+    run_rows = [(s, done[name]) for name, s in rows.items() if name in done]
+    counts = Counter(outcome for _, outcome in run_rows)
+    print(f"{len(run_rows)} of {len(rows)} runs: {dict(counts)}")
     if options.page is not None:
         head, _, rest = options.page.read_text().partition(BEGIN)
-        text = f"{head}{BEGIN}\n\n{page(counts, options.arrays)}\n\n{END}{rest.partition(END)[2]}"
+        text = f"{head}{BEGIN}\n\n{page(run_rows, options.arrays)}\n\n{END}{rest.partition(END)[2]}"
         options.page.write_text(text)
     sys.exit(bool(counts["broken"]))
 

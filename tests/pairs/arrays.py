@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
+import os
 import random
 import re
+import signal
+import socket
+import sys
 import tempfile
+import time
+import traceback
 import warnings
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import seed_everything
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import WeightSync
@@ -78,11 +87,11 @@ def _row(start: Pair, missing: set[Pair], draw: random.Random) -> dict[str, str]
             return None
         draw.shuffle(allowed)
         news = {level: sum(_pair(name, level, *each) in missing for each in s.items()) for level in allowed}
-        s[name] = max(allowed, key=lambda level: news[level] * COST.get(level, 1.0))
+        s[name] = max(allowed, key=lambda level: news[level] * COST.get((name, level), 1.0))
     return s
 
 
-COST = {"image": 0.5}
+COST = {("rows", "image"): 0.5, ("engine", "vLLM"): 0.05, ("ranks", "2"): 0.3}
 """Settings whose runs take longer come with more news or not at all."""
 
 FIRST = ["critic", "estimator", "algorithm"]
@@ -100,7 +109,7 @@ def refused_settings() -> list[dict[str, str]]:
     draw = random.Random(0)
     plain = {name: levels[0] for name, levels in FACTORS.items()} | {"algorithm": "GRPO"}
     for number in range(20_000):
-        names = draw.sample([*FACTORS], 1 + number % 5)
+        names = draw.sample([name for name in FACTORS if name not in ("engine", "ranks")], 1 + number % 5)
         s = plain | {name: draw.choice(FACTORS[name]) for name in names}
         s |= {"critic": "separate"} if s["algorithm"] == "PPO" and number % 2 else {}
         held = refusals(s)
@@ -118,10 +127,10 @@ def models() -> dict[str, str]:
     from tests.vision.models import build
 
     folder = Path(tempfile.mkdtemp(prefix="lightrl-pairs-"))
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return {
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
+    return {  # with heads of 32, which vLLM can do
         "text": quickstart_model(folder / "text", num_hidden_layers=1, **sizes),
-        "image": str(build("llava", folder / "image")),
+        "image": str(build("qwen2_vl", folder / "image")),
         "environment": chat_model(folder / "environment"),
     }
 
@@ -158,7 +167,7 @@ def run(s: Settings) -> str:
     try:
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            outcome = _run(s, Path(folder))
+            outcome = (_run if s["ranks"] == "1" else _run_on_two_ranks)(s, Path(folder))
     except BrokenError:
         raise
     except Exception as error:
@@ -173,12 +182,67 @@ def run(s: Settings) -> str:
     return outcome
 
 
+def _run_on_two_ranks(s: Settings, folder: Path) -> str:
+    """In two processes that this one becomes, which must not have begun threads; what both say."""
+    models()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = {}
+    sys.stdout.flush()
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+            os.environ |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+            try:
+                said: Any = _run(s, folder)
+            except BaseException as error:  # for the other process to raise
+                said = (users_error(error) if isinstance(error, Exception) else None), traceback.format_exc()[-3000:]
+            (folder / f"rank{rank}.json").write_text(json.dumps(said))
+            os._exit(0)
+        ranks[rank] = pid
+    end = time.monotonic() + RANKS_SECONDS
+    while ranks:
+        rank = next((rank for rank, pid in ranks.items() if os.waitpid(pid, os.WNOHANG)[0]), None)
+        if rank is not None:
+            del ranks[rank]
+            end = min(end, time.monotonic() + RANK_SECONDS)
+        elif time.monotonic() > end:
+            for pid in ranks.values():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            raise BrokenError(f"ranks {[*ranks]} did not end; the other said {_said(folder)}")
+        time.sleep(0.02)
+    said = _said(folder)
+    refused = [each for each in said if isinstance(each, list)]
+    if any(message is None for message, _ in refused):
+        raise BrokenError("\n".join(trace for message, trace in refused if message is None))
+    if refused:
+        raise ValueError(refused[0][0])
+    if len({*said}) > 1:
+        raise BrokenError(f"ranks differ: {said}")
+    return str(said[0])
+
+
+RANKS_SECONDS, RANK_SECONDS = 180.0, 30.0
+"""Within which two ranks end, and one after the other."""
+
+
+def _said(folder: Path) -> list[Any]:
+    """What became of each rank that ended."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+
+
 def _run(s: Settings, folder: Path) -> str:
     seed_everything(0, verbose=False)
     module, data, watch = module_of(s, models()[s["rows"]]), data_of(s), Watch()
     callbacks = [WeightSync(tolerance=0.5), watch, *CALLBACKS[s["callback"]](folder)]
     arguments = {"precision": s["precision"], "default_root_dir": folder}
     arguments["enable_checkpointing"] = s["callback"] == "RolloutCheckpoint"
+    if s["ranks"] == "2":
+        strategy = DDPStrategy(timeout=timedelta(seconds=60), gradient_as_bucket_view=True)
+        arguments |= {"devices": 2, "strategy": strategy}
     fitter = quiet_trainer(callbacks=callbacks, **arguments)
     start: dict[str, torch.Tensor] = {}
     original = module.on_train_start

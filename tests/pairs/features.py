@@ -16,7 +16,9 @@ from lightrl.algorithms import CriticSpec
 from lightrl.algorithms.schedule import LRSchedule
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTSource
+from lightrl.engines.base import Engine
 from lightrl.engines.transformers.engine import TransformersEngine
+from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.environments import EnvironmentEpisode
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.rollout import RolloutDataModule
@@ -102,6 +104,8 @@ FACTORS: dict[str, list[str]] = {
     "schedule": ["none", "cosine"],
     "kernels": ["auto", "off"],
     "freeze": ["no", "embeddings"],
+    "engine": ["transformers", "vLLM"],
+    "ranks": ["1", "2"],
 }
 
 # ---- what must be refused ----------------------------------------------------------------------------------------
@@ -358,7 +362,7 @@ def module_of(s: Settings, model: str) -> Any:
         arguments["lr_scheduler"] = LRSchedule("cosine", warmup=0.0, floor=0.5)
     arguments |= {"two epochs": {"ppo_epochs": 2}, "micro-batches": {"micro_batch_tokens": 24}}.get(s["updates"], {})
     if s["updates"] == "mini-batches":
-        arguments["minibatch_size"] = GROUPS[s["group"]]
+        arguments["minibatch_size"] = GROUPS[s["group"]] * int(s["ranks"])
     arguments |= {"truncated": {"mask_truncated": True}, "top entropy": {"top_entropy_fraction": 0.5}}.get(
         s["masks"], {}
     )
@@ -369,6 +373,18 @@ def module_of(s: Settings, model: str) -> Any:
     if s["ptx"] == "yes":
         arguments["ptx_coef"] = 0.1
     return getattr(a, f"{s['algorithm']}LightningModule")(spec, **arguments)
+
+
+def engine_of(s: Settings) -> Engine:
+    """The engine. With overlap it may be asked beside the trainer, which of vLLM one in processes of its own may."""
+    if s["engine"] == "vLLM":
+        return VLLMEngine(
+            in_process=s["overlap"] == "none",
+            max_model_len=128,
+            progress_timeout=60.0,
+            engine_args={"kv_cache_memory_bytes": 32 << 20},
+        )
+    return TransformersEngine() if s["overlap"] == "none" else ThreadEngine()
 
 
 def data_of(s: Settings) -> RolloutDataModule:
@@ -382,15 +398,14 @@ def data_of(s: Settings) -> RolloutDataModule:
         rows = [{"prompt": "what is it?", "image": picture(8, 8, n)} for n in range(4)]
     if s["ptx"] == "yes":
         text, answer = {"text": ("1+1=", "2"), "image": ("what", "a"), "environment": ("say", "a")}[s["rows"]]
-        arguments["ptx"] = SFTSource(rows=[{"prompt": text, "completion": answer}] * 2)
+        arguments["ptx"] = SFTSource(rows=[{"prompt": text, "completion": answer}] * 2 * int(s["ranks"]))
         arguments["ptx_batch_size"] = 2
-    engine = TransformersEngine() if s["overlap"] == "none" else ThreadEngine()
     return RolloutDataModule(
         PromptSource(rows=rows),
-        engine=engine,
+        engine=engine_of(s),
         sampling=SamplingParams(max_new_tokens=4, **SAMPLING[s["sampling"]]),
         group_size=GROUPS[s["group"]],
-        prompts_per_rollout=2,
+        prompts_per_rollout=2 * int(s["ranks"]),
         rollouts_per_epoch=2,
         max_refills=int(s["refills"] == "yes"),
         streaming=s["overlap"] == "streaming",

@@ -86,7 +86,7 @@ class ServerPool:
             if now != token:
                 self._distrust(server, token, now)
             elif len(completions) == request.num_completions:
-                _check_complete(completions, request)
+                _check_complete(completions, request, server.url)
                 return CompletionGroup(request, completions, version)
         raise ServerError(
             server.url, "", 502, f"{MAX_ABORTED} times fewer completions of {request.name} than asked for."
@@ -167,14 +167,14 @@ class ServerPool:
         return answers[0][1]
 
 
-def _check_complete(completions: list[Completion], request: GenerationRequest) -> None:
+def _check_complete(completions: list[Completion], request: GenerationRequest, url: str) -> None:
     limit = request.sampling.max_new_tokens
     for completion in completions:
         tokens = len(completion.token_ids)
         if completion.finish_reason == "length" and tokens < limit:
             raise ValueError(
-                f"The server cut a completion of {request.name} after {tokens} tokens, before max_new_tokens={limit}: "
-                "start it with a larger --max-model-len."
+                f"{url} cut a completion of {request.name} after {tokens} tokens, before max_new_tokens={limit}: start "
+                "that server with a larger --max-model-len."
             )
 
 
