@@ -83,9 +83,8 @@ class Backbone:
         self.explicit = layout != "auto"
         self.cpu_kernels = enabled(cpu_kernels)
         fuse(body, cpu=self.cpu_kernels)
-        if self.cpu_kernels:
-            if not torch.accelerator.is_available():
-                keep_freed_memory()
+        if self.cpu_kernels and not torch.accelerator.is_available():
+            keep_freed_memory()
         self.config = model.config
         self.sees = bool(placeholder_ids(model.config)) and hasattr(body, "get_decoder")
         self.num_layers = model.config.get_text_config().num_hidden_layers
