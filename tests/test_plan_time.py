@@ -150,12 +150,12 @@ def test_generation_time_is_predicted_from_measured_rates(tmp_path: Path) -> Non
         finally:
             engine.close()
 
-    short = Job(size, 3, 128, 0, 8, prompt=4, response=32, spread=0.0, slots=64)
-    few, many = seconds(8, 32, 64), seconds(64, 32, 64)
-    each = (many - few) / 32 / 56  # seconds that one more sequence adds to a step
-    rates = replace(RATES, decode_flops=2 * size / each, bandwidth=1e15, overhead=max(0.0, few / 32 - 8 * each))
-    long = replace(short, trajectories=96, response=96, slots=32)
-    assert generation(long, rates, 1) == pytest.approx(seconds(96, 96, 32), rel=0.3)
+    short = Job(size, 3, 128, 0, 8, prompt=4, response=16, spread=0.0, slots=64)
+    few, many = seconds(8, 16, 64), seconds(64, 16, 64)
+    each = (many - few) / 16 / 56  # seconds that one more sequence adds to a step
+    rates = replace(RATES, decode_flops=2 * size / each, bandwidth=1e15, overhead=max(0.0, few / 16 - 8 * each))
+    long = replace(short, trajectories=96, response=48, slots=32)
+    assert generation(long, rates, 1) == pytest.approx(seconds(96, 48, 32), rel=0.3)
 
 
 def test_the_command_prints_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,13 +167,16 @@ def test_fsdp2_options(ranks: Any, one: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("ranks", ["fsdp2", "zero2", "zero3"], indirect=True)
 def test_reduced_every_micro_batch_is_reduced_once(ranks: Any) -> None:
-    """Gradients in shards after each backward, and the same updates; also where one is skipped in the middle."""
+    """Gradients in shards after each backward, and the same updates; also where one is skipped in the middle.
+
+    Adam's quotient makes the rounding of small gradients larger: measured are differences of up to 1.2e-6 in weights.
+    """
     name, steps = ranks
     for late, early in [("ppo", "every"), ("broken", "every-broken")][: 1 if name == "fsdp2" else 2]:
         for once, always in zip(steps[late], steps[early], strict=True):
             assert once["updates"] == always["updates"] > 1
             for parameter, value in once["weights"].items():
-                torch.testing.assert_close(always["weights"][parameter], value, atol=1e-6, rtol=0)
+                torch.testing.assert_close(always["weights"][parameter], value, atol=3e-6, rtol=0)
 
 
 def alive(pid: int) -> bool:
