@@ -25,7 +25,7 @@ def test_the_pipeline_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.Mo
         options = [f"--run_dir={tmp_path / name}", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
         return run(["fit", f"--config=examples/distill/{name}.yaml", *options, *extra])
 
-    few = ["--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1", "--trainer.val_check_interval=1.0"]
+    few = ["--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1", "--trainer.check_val_every_n_epoch=1"]
     step("teacher", *few)
     step("student", f"--model.init_args.actor.path={start}", *few)
     teachers = {"sums": {"path": str(tmp_path / "teacher" / "model")}}

@@ -11,9 +11,9 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
 lightrl() { "$python" -c "from lightrl.cli import main; main()" "$@"; }
 
 started=$SECONDS
-echo "== 1/3 the teacher learns sums"
+echo "== 1/3 the teacher learns 70 sums"
 lightrl fit --config examples/distill/teacher.yaml
-echo "== 2/3 the student sees 1,000 answers"
+echo "== 2/3 the student learns other sums"
 "$python" -m examples.distill.make_student outputs/distill/start
 lightrl fit --config examples/distill/student.yaml
 echo "== 3/3 the student samples, the teacher judges each token"
