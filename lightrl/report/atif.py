@@ -201,7 +201,7 @@ def _sampled(record: dict[str, Any], turn: int, found: _Turn) -> dict[str, Any]:
     if logprobs and None not in logprobs:
         metrics["logprobs"] = logprobs
     told: dict[str, Any] = next((one for one in record.get("turns", []) if one["turn"] == turn), {})
-    extra = {key: told[key] for key in ("rewards", "advantage", "state") if key in told}
+    extra: dict[str, Any] = {key: told[key] for key in ("rewards", "advantage", "state") if key in told}
     extra |= {"turn": turn, "policy_versions": row.get("policy_versions", [])[place]}
     return {"metrics": metrics, "llm_call_count": 1, "extra": extra}
 
