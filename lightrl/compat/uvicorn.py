@@ -10,13 +10,14 @@ connections for ever.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from typing import Any
 
 from uvicorn import Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["bounded_protocol", "serve"]
+__all__ = ["bounded_protocol", "cut", "serve"]
 
 HEAD_SECONDS = 10.0
 """Time for a request's line and headers, where the limit on the whole request is not shorter."""
@@ -102,3 +103,11 @@ async def serve(server: Server, listener: socket.socket) -> None:
         connections: list[Any] = list(server.server_state.connections)
         for connection in connections:
             connection.transport.abort()
+
+
+def cut(server: Server) -> None:
+    """Tells the clients of a server whose loop broke off that it is gone."""
+    connections: list[Any] = list(server.server_state.connections)
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            connection.transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)

@@ -159,7 +159,8 @@ def _contents(value: Any) -> str:
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray) and value.dtype != object:
         return f"array {value.dtype} {value.shape} {_digest(np.ascontiguousarray(value).tobytes())}"
-    if type(value).__repr__ is object.__repr__ and type(value).__str__ is object.__str__:
+    own = {name for one in type(value).__mro__[:-1] for name in vars(one)}  # all but what `object` has
+    if not own & {"__repr__", "__str__"}:
         raise TypeError(
             f"a message holds a {kind}, which shows nothing of its contents, so that states cannot be told apart: "
             "override `Environment.state_key`, or give the class a __repr__."

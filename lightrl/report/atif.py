@@ -72,7 +72,7 @@ def _trajectory(record: dict[str, Any], folder: Path, name: str) -> dict[str, An
         if turn is not None:
             steps[-1] |= _sampled(record, turn, turns[turn])
             del turns[turn]
-    parts = []
+    parts: list[dict[str, Any]] = []
     for r in sorted({found.row for found in turns.values()}):
         rest = {turn: found for turn, found in turns.items() if found.row == r}
         parts.append({"schema_version": SCHEMA, "trajectory_id": f"{name}-row{r}", "steps": _row_steps(record, rest)})
@@ -200,8 +200,8 @@ def _sampled(record: dict[str, Any], turn: int, found: _Turn) -> dict[str, Any]:
     logprobs = row.get("engine_logprobs", [])[place]
     if logprobs and None not in logprobs:
         metrics["logprobs"] = logprobs
-    told = next((one for one in record.get("turns", []) if one["turn"] == turn), {})
-    extra = {key: told[key] for key in ("rewards", "advantage", "state") if key in told}
+    told: dict[str, Any] = next((one for one in record.get("turns", []) if one["turn"] == turn), {})
+    extra: dict[str, Any] = {key: told[key] for key in ("rewards", "advantage", "state") if key in told}
     extra |= {"turn": turn, "policy_versions": row.get("policy_versions", [])[place]}
     return {"metrics": metrics, "llm_call_count": 1, "extra": extra}
 

@@ -126,7 +126,7 @@ def exported(folder: Path, records: list[dict[str, Any]]) -> list[Trajectory]:
 def _as_harbor_reads(file: Path) -> None:
     """The package's own models too, where it is installed (it needs Python 3.12)."""
     try:
-        from harbor.models.trajectories import Trajectory as Theirs
+        from harbor.models.trajectories import Trajectory as Theirs  # type: ignore[import-not-found]
     except ImportError:
         return
     Theirs.model_validate_json(file.read_text())
@@ -179,7 +179,9 @@ def test_turns_are_the_agents_steps_with_the_ids_that_were_sampled(tmp_path: Pat
     assert example.metrics is None and malformed.metrics is None, "not sampled, and not trained"
     assert first.reasoning_content == "hm" and first.tool_calls and first.tool_calls[1].arguments == {"a": None}
     assert first.observation is not None and first.observation.results[0].content == "3"
-    (shown,) = first.observation.results[1].content or ()
+    content = first.observation.results[1].content
+    assert isinstance(content, list) and len(content) == 1
+    shown = content[0]
     assert isinstance(shown, Picture) and (tmp_path / "atif" / shown.source.path).resolve() == place / "a.png"
     assert malformed.observation == Observation(results=[Result(content="no")]), "of no call"
     for step, turn in ((first, 0), (last, 2)):

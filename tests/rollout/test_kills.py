@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import http.client
 import subprocess
 import threading
@@ -32,6 +33,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _nothing_is_left() -> Iterator[None]:
     before = listening()
     yield
+    gc.collect()  # what a loop held that broke off
     assert listening() <= before, "a socket is left"
     left = ("endpoint", "program's process", "lightrl-sampling", "lightrl-episodes")
     assert not [thread for thread in threading.enumerate() if thread.name in left]

@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
-from lightrl.compat.uvicorn import bounded_protocol, serve
+from lightrl.compat.uvicorn import bounded_protocol, cut, serve
 from lightrl.environments.endpoint.anthropic_messages import Messages
 from lightrl.environments.endpoint.api import Api
 from lightrl.environments.endpoint.openai_chat import ChatCompletions
@@ -92,6 +92,7 @@ class Endpoint:
             asyncio.run(serve(self._server, self._socket))
         except BaseException as error:
             self._error = error
+            cut(self._server)
         self._socket.close()
         with self._opening:
             left = [session for _, session in self._sessions.values()]
