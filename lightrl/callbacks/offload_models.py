@@ -119,11 +119,15 @@ class OffloadModels(RLCallback):
         """Moves all of them to the host before prompts are sampled."""
         self._leave(pl_module, ROLES)
 
-    def on_validation_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Brings reward models for one batch."""
         self._return(pl_module, ["reward_models"])
 
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Moves them back to the host."""
         self._leave(pl_module, ["reward_models"])
 
