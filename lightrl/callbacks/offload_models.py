@@ -62,7 +62,8 @@ class OffloadModels(RLCallback):
                 f"callback OffloadModels with {beside}: the engine samples while the module learns, so the models are "
                 "needed all the time. Remove one of the two."
             )
-        own_critic = pl_module.critic_spec is not None and not pl_module.critic_spec.shared
+        critic = getattr(pl_module, "critic_spec", None)
+        own_critic = critic is not None and not critic.shared
         if isinstance(strategy, DDPStrategy) and "critic" in self.models and own_critic:
             others = [role for role in self.models if role != "critic"]
             raise ValueError(
