@@ -339,7 +339,7 @@ def users_error(error: BaseException) -> str | None:
     library or of the user's own code is none of it, nor is one that Lightning raises when the user's code calls it.
     """
     from jsonargparse import ArgumentError
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from lightrl.compat.parser_messages import short_message
     from lightrl.rewards.base import RewardError

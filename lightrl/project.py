@@ -19,21 +19,24 @@ TASKS = tuple(sorted(folder.name for folder in TEMPLATES.iterdir() if folder.is_
 
 def init(
     dir: str,
-    task: Literal["agent", "grpo", "rlhf", "sft"] = "grpo",
-    model: str = "Qwen/Qwen2.5-0.5B-Instruct",
+    task: Literal["agent", "grpo", "rlhf", "sft", "vlm"] = "grpo",
+    model: str | None = None,
 ) -> None:
     """Writes a small project: configuration, reward function or tools, some rows and a README, to be changed and run.
 
     Args:
         dir: folder to write; made where it does not exist. Files that are there are never overwritten.
         task: `grpo` (prompts and a reward function), `agent` (tools that the policy calls over several turns), `sft`
-            (prompts and completions) or `rlhf` (SFT, a reward model from preference pairs, PPO against it).
-        model: folder or hub name of the model to train.
+            (prompts and completions), `rlhf` (SFT, a reward model from preference pairs, PPO against it) or `vlm`
+            (questions about pictures).
+        model: folder or hub name of the model to train; a Qwen 2.5 of half a billion parameters where None, with `vlm`
+            one of three billion that sees.
 
     Raises:
         ValueError: a file that would be written is there already.
     """
     folder = Path(dir).expanduser()
+    model = model or ("Qwen/Qwen2.5-VL-3B-Instruct" if task == "vlm" else "Qwen/Qwen2.5-0.5B-Instruct")
     path = Path(model).expanduser()
     values = {"MODEL": str(path.resolve()) if path.is_dir() else model, "ENGINE": _engine()}
     sources = sorted(

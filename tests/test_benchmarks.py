@@ -53,3 +53,24 @@ def test_runs_of_an_example_are_judged_by_their_end_and_their_fall(monkeypatch: 
     for example in examples.EXAMPLES.values():
         for path in (part for step in example.steps for part in step if part.endswith(".yaml")):
             assert (ROOT / path).is_file()
+
+
+def test_an_example_is_run_in_an_empty_folder_and_its_curve_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    examples: Any = importlib.import_module("examples_over_seeds")
+    script = tmp_path / "step.py"
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "assert pathlib.Path('configs/quickstart/ppo.yaml').is_file() and os.environ['OMP_NUM_THREADS'] == '2'\n"
+        "pathlib.Path('outputs').mkdir()\n"
+        "rows = [f'0,0.5,1', f'1,0.{sys.argv[1]},1']\n"
+        "pathlib.Path('outputs/metrics.csv').write_text('\\n'.join(['step,eval/reward,reward/mean', *rows]))\n"
+    )
+    example = examples.Example(((str(script), "{seed}"),), "outputs")
+    run = examples.train(example, tmp_path / "work", seed=7, threads=2, engine="")
+    assert (run["start"], run["best"], run["end"], run["curve"]) == (0.5, 0.7, 0.7, {0: 0.5, 1: 0.7})
+    script.write_text("raise SystemExit(3)")
+    with pytest.raises(SystemExit, match=r"ended with 3; its output is in .*step0\.log"):
+        examples.train(example, tmp_path / "work", seed=7, threads=2, engine="")

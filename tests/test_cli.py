@@ -332,7 +332,7 @@ ONE_LINE: dict[str, tuple[dict[str, Any], str]] = {
 STOPPING = [{"class_path": "EarlyStopping", "init_args": {"monitor": "eval/x"}}]
 OF_THE_TRAINER: dict[str, tuple[dict[str, Any], str]] = {
     "strategy": ({"strategy": "foo"}, "Lightning: You selected an invalid strategy name: `strategy='foo'`"),
-    "devices": ({"devices": 0}, "Lightning: `Trainer(devices='0')` value is not a valid input"),
+    "devices": ({"devices": 0}, "Lightning: `Trainer(devices=0)` value is not a valid input"),
     "max_time": ({"max_time": "abc"}, "Lightning: `Timer(duration='abc')` is not a valid duration"),
     "limit": ({"limit_train_batches": 2.5}, "Lightning: You have passed invalid value 2.5 for limit_train_batches"),
     "callback": (

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from examples.agent.make_model import make_model
+from examples.vlm.make_model import main as make_vlm
 from lightrl.cli import main
 from lightrl.project import TASKS
 from tests.toys import quickstart_model
@@ -31,7 +32,7 @@ def _in_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_task_has_a_template() -> None:
-    assert TASKS == ("agent", "grpo", "rlhf", "sft")
+    assert TASKS == ("agent", "grpo", "rlhf", "sft", "vlm")
 
 
 def test_the_grpo_project_runs_with_rows_and_reward_of_ones_own(
@@ -85,6 +86,17 @@ def test_the_sft_project_runs(model: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path / "mine")
     main(["fit", "--config", "config.yaml", *SMALL])
     assert (tmp_path / "mine/outputs/sft/model/model.safetensors").is_file()
+
+
+def test_the_vlm_project_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchvision", reason="Qwen2-VL's processor needs torchvision (scripts/setup.sh)")
+    make_vlm(str(tmp_path / "model"))
+    main(["init", "mine", "--task", "vlm", "--model", str(tmp_path / "model")])
+    monkeypatch.chdir(tmp_path / "mine")
+    sizes = ["--data.init_args.group_size=2", "--data.init_args.prompts_per_rollout=2"]
+    random_init = "--model.init_args.actor.random_init=true"
+    main(["fit", "--config", "config.yaml", random_init, *sizes, *SMALL, *ROLLOUTS])
+    assert (tmp_path / "mine/outputs/vlm/model/preprocessor_config.json").is_file()
 
 
 def test_what_is_there_is_not_overwritten(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,8 @@ class OffloadModels(RLCallback):
                 f"callback OffloadModels with {beside}: the engine samples while the module learns, so the models are "
                 "needed all the time. Remove one of the two."
             )
-        own_critic = pl_module.critic_spec is not None and not pl_module.critic_spec.shared
+        critic = getattr(pl_module, "critic_spec", None)
+        own_critic = critic is not None and not critic.shared
         if isinstance(strategy, DDPStrategy) and "critic" in self.models and own_critic:
             others = [role for role in self.models if role != "critic"]
             raise ValueError(
@@ -119,11 +120,15 @@ class OffloadModels(RLCallback):
         """Moves all of them to the host before prompts are sampled."""
         self._leave(pl_module, ROLES)
 
-    def on_validation_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Brings reward models for one batch."""
         self._return(pl_module, ["reward_models"])
 
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Moves them back to the host."""
         self._leave(pl_module, ["reward_models"])
 

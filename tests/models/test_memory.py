@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from lightning.pytorch import seed_everything
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
-from lightrl.algorithms import GRPOLightningModule
-from lightrl.callbacks import OffloadOptimizer, WeightSync
+from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
+from lightrl.callbacks import OffloadModels, OffloadOptimizer, WeightSync
+from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.reward import RewardModelSpec
@@ -127,3 +129,25 @@ def test_offloading_is_refused_where_the_state_is_sharded(path: str, tmp_path: P
     trainer = quiet_trainer(strategy=strategy, callbacks=[WeightSync(), OffloadOptimizer()])
     with pytest.raises(ValueError, match="OffloadOptimizer with strategy=ModelParallelStrategy"):
         trainer.fit(GRPOLightningModule(path), sums_data())
+
+
+def test_models_that_cannot_leave_the_device_are_refused(path: str) -> None:
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+
+    alone, plain = SingleDeviceStrategy(), PPOLightningModule(path)
+    engine = VLLMEngine(in_process=False)
+    for strategy, data, text in (
+        (ModelParallelStrategy(), None, "OffloadModels with strategy=ModelParallelStrategy: it shards"),
+        (DDPStrategy(), None, r"so the critic cannot move. Give models=\['reference', 'reward_models', 'teachers'\]"),
+        (alone, sums_data(engine=engine, staleness=1), "OffloadModels with staleness=1"),
+        (alone, sums_data(engine=engine, streaming=True), "OffloadModels with streaming=True"),
+    ):
+        trainer: Any = SimpleNamespace(strategy=strategy, datamodule=data)
+        with pytest.raises(ValueError, match=text):
+            OffloadModels().setup(trainer, plain, "fit")
+    ranks: Any = SimpleNamespace(strategy=DDPStrategy(), datamodule=None)
+    OffloadModels(["reference"]).setup(ranks, plain, "fit")
+    with pytest.raises(ValueError, match="GRPOLightningModule has no reference, critic, reward_models, teachers"):
+        OffloadModels().on_fit_start(trainer, GRPOLightningModule(path, kl=None))
+    with pytest.raises(ValueError, match=r"OffloadModels.models=\['actor'\]"):
+        OffloadModels(["actor"])  # type: ignore[list-item]
