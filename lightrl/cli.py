@@ -359,7 +359,16 @@ def users_error(error: BaseException) -> str | None:
     shown = isinstance(error, ValueError | RewardError) and _raised_in(error, "lightrl")
     if isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES:
         return f"{error}. Free what ran out (disk, quota, file size, open files: ulimit -a), then resume the last save."
+    if isinstance(error, PermissionError) and _written_for_a_run(error):
+        return f"{error}. Give the run a folder that it may write to (--run_dir)."
     return str(error) if shown or isinstance(error, StorageError) else None
+
+
+def _written_for_a_run(error: BaseException) -> bool:
+    """Whether it was LightRL, Lightning (by fsspec) or the parser that wanted the file, and not the user's own code."""
+    roots = [frame.f_globals.get("__name__", "").split(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    outside = [root for root in roots if root not in sys.stdlib_module_names]
+    return bool(outside) and outside[-1] in ("lightrl", "lightning", "fsspec", "jsonargparse")
 
 
 def lost_part(error: BaseException) -> str | None:

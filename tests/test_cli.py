@@ -300,7 +300,7 @@ ONE_LINE: dict[str, tuple[dict[str, Any], str]] = {
     "null for a part": ({"model": {"advantage": None}}, "advantage=null: expected AdvantageEstimator"),
     "rate": (
         {"model": {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": {}}}}},
-        "optimizer.init_args.lr={}: must be a number",
+        "optimizer.init_args.lr={'class_path': 'torch.Tensor'}: must be a number",
     ),
     "null for a list": ({"model": {"actor": {"path": "x", "freeze": None}}}, "actor.freeze=null: expected list"),
     "null of a part": (
@@ -377,6 +377,13 @@ def test_a_mistake_is_told_in_one_line(
     )
     assert expected in message
     assert message.count("\n") == 1 and len(message) < 300, message
+
+
+def test_a_folder_that_may_not_be_written_to_is_named(
+    write: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(capsys, "--config", write(), "--run_dir", "/sys/kernel/lightrl")  # root may not either
+    assert "'/sys/kernel/lightrl" in message and message.count("\n") == 1
 
 
 def test_a_seed_below_zero_is_refused(write: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:

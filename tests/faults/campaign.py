@@ -513,13 +513,16 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help=f"page whose part from {MARK} to {END} is replaced by the table")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        options.results = options.results or Path(folder) / "faults.jsonl"
-        if not options.results.exists():  # a new campaign, perhaps of changed code
-            shutil.rmtree(undisturbed(options.results), ignore_errors=True)
-        undisturbed(options.results).mkdir(parents=True, exist_ok=True)
-        broken_off = contained(lambda isolated: all_parts(options, isolated=isolated))
-        found = read_results(options.results)
+    folder = Path(
+        tempfile.mkdtemp(prefix="lightrl-faults-")
+    )  # by hand: runs are forked, and would remove it at their end
+    options.results = options.results or folder / "faults.jsonl"
+    if not options.results.exists():  # a new campaign, perhaps of changed code
+        shutil.rmtree(undisturbed(options.results), ignore_errors=True)
+    undisturbed(options.results).mkdir(parents=True, exist_ok=True)
+    broken_off = contained(lambda isolated: all_parts(options, isolated=isolated))
+    found = read_results(options.results)
+    shutil.rmtree(folder)
     print(table(found))
     if options.table is not None:
         head, _, rest = options.table.read_text().partition(MARK)
