@@ -73,8 +73,8 @@ def test_the_minimiser_is_the_teacher_and_with_a_reward_the_mixture(
         ModelSpec(student, layout="padded"), {"only": ModelSpec(teacher, layout="padded")},
         advantage=(RLOO() if divergence else Reinforce()) if with_reward else None, coef=0.5 if with_reward else 1.0,
         gamma=float(with_reward and divergence is None), divergence=divergence, divergence_top_k=top,
-        optimizer=lambda params: torch.optim.Adam(params, lr=0.06 if divergence else 0.03), lr_scheduler=schedule,
-        max_grad_norm=None,
+        optimizer=lambda params: torch.optim.Adam(params, lr=0.06 if divergence and with_reward else 0.03),
+        lr_scheduler=schedule, max_grad_norm=None,
     )  # fmt: skip
     rest: dict[str, Any] = {} if with_reward else {"rewards": None}
     if divergence is not None and not with_reward:  # without noise a few samples do
