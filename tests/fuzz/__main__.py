@@ -38,7 +38,9 @@ def campaign(cases: int, results: Path, minutes: float) -> dict[str, Counter[str
             label = f"{name}:{number}"
             if label not in done:
                 if time.monotonic() > end:  # what stands there is counted all the same
-                    if number > max((int(each.split(":")[1]) for each in done if each.startswith(f"{name}:")), default=0):
+                    if number > max(
+                        (int(each.split(":")[1]) for each in done if each.startswith(f"{name}:")), default=0
+                    ):
                         break
                     number += 1
                     continue
