@@ -37,8 +37,13 @@ def campaign(cases: int, results: Path, minutes: float) -> dict[str, Counter[str
         while found[name].total() < count:
             label = f"{name}:{number}"
             if label not in done:
-                if time.monotonic() > end:
-                    break
+                if time.monotonic() > end:  # what stands there is counted all the same
+                    if number > max(
+                        (int(each.split(":")[1]) for each in done if each.startswith(f"{name}:")), default=0
+                    ):
+                        break
+                    number += 1
+                    continue
                 done[label] = one_slice(name, number)
                 with results.open("a") as file:
                     file.write(json.dumps({"slice": label, "verdicts": done[label]}) + "\n")

@@ -156,6 +156,10 @@ class BrokenError(AssertionError):
     """A run did what it must not."""
 
 
+class RankRefusedError(Exception):
+    """What a rank was refused with, as its user is told."""
+
+
 def run(s: Settings) -> str:
     """Two rollouts. "trained", "nothing to learn", or "refused".
 
@@ -171,7 +175,7 @@ def run(s: Settings) -> str:
     except BrokenError:
         raise
     except Exception as error:
-        message = users_error(error)
+        message = str(error) if isinstance(error, RankRefusedError) else users_error(error)
         if message is None:
             raise
         if any(re.search(refusal.message, message) for refusal in expected):
@@ -219,7 +223,7 @@ def _run_on_two_ranks(s: Settings, folder: Path) -> str:
     if any(message is None for message, _ in refused):
         raise BrokenError("\n".join(trace for message, trace in refused if message is None))
     if refused:
-        raise ValueError(refused[0][0])
+        raise RankRefusedError(refused[0][0])
     if len({*said}) > 1:
         raise BrokenError(f"ranks differ: {said}")
     return str(said[0])

@@ -35,7 +35,7 @@ def test_every_pair_that_is_not_refused_is_in_the_array() -> None:
     assert missing_pairs(array) == critics
     plain = [s for s in array if runs_here(s)][:IN_CI]
     here = [pair for pair in missing_pairs([]) if not {"vLLM", "ranks"} & {*pair} or pair[-2:] == ("ranks", "1")]
-    assert len({*here} - missing_pairs(plain)) > 0.85 * len(here)
+    assert len({*here} - missing_pairs(plain)) > 0.8 * len(here)
     both = {("engine", "vLLM", "ranks", "2"), *(("rows", r, *x) for r in FACTORS["rows"] for x in SLOW)}
     assert not both & missing_pairs(array), "real vLLM, two ranks, images and environments meet"
 
