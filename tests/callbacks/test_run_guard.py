@@ -53,7 +53,7 @@ def fit(
     run = quiet_trainer(
         callbacks=[WeightSync(), *callbacks], enable_checkpointing=True, default_root_dir=folder, **arguments
     )
-    run.fit(module, sums_data(**{"rollouts_per_epoch": 2, **data}), ckpt_path=resume)
+    run.fit(module, sums_data(**{"rollouts_per_epoch": 2, "seed": 0, **data}), ckpt_path=resume)
     return run
 
 
