@@ -47,7 +47,7 @@ class Overflow(PPOLightningModule):
         last = self.trainer.global_rank == self.trainer.world_size - 1
         self.hooks = []
         if last and self.trainer.fit_loop.total_batch_idx == 1:
-            parameter = next(p for p in self.actor.parameters() if p.requires_grad)
+            parameter: Any = next(p for p in self.actor.parameters() if p.requires_grad)
             self.hooks.append(parameter.register_hook(lambda gradient: torch.full_like(gradient, float("inf"))))
         return super().compute_loss(minibatch)
 
