@@ -150,7 +150,7 @@ def build(folder: str, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, max(steps, 2), pct_start=0.1)
     for step in range(steps):
-        rows, whole = [], step % 4 == 3  # most are the beginnings of some: whole conversations take long
+        rows, whole = [], step % 2 == 1  # the others are beginnings: whole conversations take long
         for _ in range(3 if whole else 8):
             said = conversation(draw, TURNS if whole else 2)
             text = tokenizer.apply_chat_template(said, tools=[schema], tokenize=False)
@@ -242,6 +242,15 @@ def run_lightrl(name: str, folder: str, micro_tokens: int, steps: int, ticket: T
             yield answer
 
     engine.generate = kept  # type: ignore[method-assign]
+    quicker = ticket.ready
+
+    def ready() -> None:
+        quicker()
+        answers.clear()
+        Book.calls = 0
+        Book.slept.clear()
+
+    ticket.ready = ready
 
     class Stop(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
@@ -258,9 +267,6 @@ def run_lightrl(name: str, folder: str, micro_tokens: int, steps: int, ticket: T
             began = time.perf_counter()
             again = replay(generate, answers)
             found |= {"bare": time.perf_counter() - began, "bare_tokens": again}
-            answers.clear()
-            Book.calls = 0
-            Book.slept.clear()
             return found
 
     module = GRPOLightningModule(
@@ -441,7 +447,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=["quick", "slow", "turns"], default=["quick", "slow", "turns"])
     parser.add_argument("--sides", nargs="+", choices=["trl", "lightrl", "vllm"], default=["trl", "lightrl", "vllm"])
     parser.add_argument("--model", type=Path, required=True, help="folder of the model; made where it is not there")
-    parser.add_argument("--warm-start", type=int, default=300, help="steps in which a new model learns the form")
+    parser.add_argument("--warm-start", type=int, default=800, help="steps in which a new model learns the form")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each side; one in the case slow")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--micro", type=int, default=16, help="rows of TRL's micro-batch")

@@ -286,15 +286,16 @@ def _build_cli(command: str) -> type[Any]:
 
 
 def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
-    """Makes the folder that a run writes to, or raises a ValueError; one of a service, scheme://..., is left to it."""
+    """Raises a ValueError where a run could not make the folder that it writes to; scheme://... is left to its service."""
     if path is None or "://" in str(path):
         return
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"{name}={str(path)!r}: this folder cannot be made ({error.strerror}): give another."
-        ) from error
+    place = os.path.abspath(path)
+    while not os.path.exists(place):
+        place = os.path.dirname(place)
+    if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
+        return
+    reason = os.strerror(errno.EACCES if os.path.isdir(place) else errno.ENOTDIR)
+    raise ValueError(f"{name}={str(path)!r}: this folder cannot be made ({reason}): give another.")
 
 
 def run_dir_loggers(run_dir: str) -> dict[str, dict[str, str]]:
@@ -354,8 +355,10 @@ def users_error(error: BaseException) -> str | None:
         return short_message(str(outer), _known_names())  # of a union, the cause is that of one alternative only
     users = MisconfigurationException | ValueError | TypeError | RuntimeError  # the last: a metric to monitor
     if isinstance(error, users) and _raised_in(error, "lightning"):
+        packages = _packages(error)
+        inner = packages[packages.index("lightrl") :] if "lightrl" in packages else packages  # not who called LightRL
         own = {"lightrl", "lightning", "jsonargparse", "contextlib", "torch"}
-        return f"Lightning: {' '.join(str(error).split())}" if own.issuperset(_packages(error)) else None
+        return f"Lightning: {' '.join(str(error).split())}" if own.issuperset(inner) else None
     shown = isinstance(error, ValueError | RewardError) and _raised_in(error, "lightrl")
     if isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES:
         return f"{error}. Free what ran out (disk, quota, file size, open files: ulimit -a), then resume the last save."
