@@ -286,7 +286,7 @@ def _build_cli(command: str) -> type[Any]:
 
 
 def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
-    """Raises a ValueError where a run could not make the folder that it writes to; scheme://... is left to its service."""
+    """Raises a ValueError where a run could not make its folder; scheme://... is left to its service."""
     if path is None or "://" in str(path):
         return
     place = os.path.abspath(path)
