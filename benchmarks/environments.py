@@ -147,8 +147,8 @@ def build(folder: str, steps: int) -> None:
     )  # fmt: skip
     model = Qwen2ForCausalLM(config)
     print(f"{sum(p.numel() for p in model.parameters())} parameters, {len(tokenizer)} tokens", flush=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, max(steps, 2), pct_start=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, max(steps, 2), pct_start=0.1)
     for step in range(steps):
         rows, whole = [], step % 2 == 1  # the others are beginnings: whole conversations take long
         for _ in range(3 if whole else 8):
@@ -169,6 +169,7 @@ def build(folder: str, steps: int) -> None:
         mask = torch.tensor([told + [False] * (width - len(told)) for _, told in rows])[:, 1:]
         loss = F.cross_entropy(model(input_ids=tokens).logits[:, :-1][mask], tokens[:, 1:][mask])
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

@@ -18,7 +18,7 @@ CORE = {
     "algorithms/ppo.py": "the module: one rollout to updates, hooks in the order in which they run",
     "algorithms/variants.py": "which parts GRPO, DAPO, RLOO... are made of",
     "objectives/advantages.py": "all advantage estimators but those of turns",
-    "objectives/losses.py": "all policy losses",
+    "objectives/losses.py": "policy losses, but for the off-policy ones of `off_policy.py`",
 }
 """Step, objective and variants."""
 

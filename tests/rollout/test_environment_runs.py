@@ -56,12 +56,27 @@ def close(module: Any, other: Any) -> bool:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_vllm_in_this_process_samples_rows_whose_logprobs_are_those_trained(path: str) -> None:
+def test_vllm_in_this_process_samples_rows_whose_logprobs_are_those_trained_and_keeps_the_turns_before(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("vllm")
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
     from lightrl.engines.vllm.engine import VLLMEngine
 
-    _, keep = fit(path, engine=VLLMEngine(max_model_len=256))  # the canary asks vLLM about each row, at 1e-5
+    lengths, cached, look_up = [], [], KVCacheManager.get_computed_blocks
+
+    def counted(manager: Any, request: Any) -> Any:
+        found = look_up(manager, request)
+        lengths.append(request.num_tokens)
+        cached.append(found[1])
+        return found
+
+    monkeypatch.setattr(KVCacheManager, "get_computed_blocks", counted)
+    engine = VLLMEngine(max_model_len=256, engine_args={"block_size": 32})
+    _, keep = fit(path, engine=engine)  # the canary asks vLLM about each row, at 1e-5
     assert max(keep.gaps) < 2e-5 and keep.metrics[1]["rollout/turns"] > 1
+    assert max(cached) > max(sorted(lengths)[: len(lengths) // 4])  # more than any first prompt is long
 
 
 @pytest.mark.vllm
