@@ -34,7 +34,7 @@ __all__ = [
     "VLLMEngine",
 ]
 
-_LAZY = {  # an engine that is added: here, in `__all__`, in the imports above and in `lightrl/__init__.py`
+_LAZY = {  # an engine that is added: here, in `__all__` and in the imports above
     "ServerEngine": "lightrl.engines.server.engine",
     "ServerTeacher": "lightrl.engines.server.teacher",
     "TransformersEngine": "lightrl.engines.transformers.engine",
