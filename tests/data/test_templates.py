@@ -90,5 +90,5 @@ def test_a_missing_model_folder_is_named(path: str) -> None:
 
 
 def test_a_hub_name_that_cannot_be_had_is_named() -> None:
-    with pytest.raises(ValueError, match="no-such-owner/no-such-model.*no tokenizer there"):
+    with pytest.raises(ValueError, match="no-such-owner/no-such-model.*not in the cache of the Hugging Face hub"):
         load_tokenizer("no-such-owner/no-such-model")

@@ -120,6 +120,7 @@ def stops(prompts, completions, **columns):
     return [0.0] * len(prompts)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
     data = sums_data(engine=engine, rewards=[stops], sampling=SamplingParams(max_new_tokens=100, ignore_eos=True),
                      group_size=8, prompts_per_rollout=16, staleness=int(sys.argv[2]))
     model = quickstart_model(Path(sys.argv[1]), max_position_embeddings=128)

@@ -179,10 +179,12 @@ def test_seeds_and_settings(engine: ServerEngine, tied_folder: Path) -> None:
         list(ask(engine, PROMPTS, wrong, num_completions=2, seeds=[0] * 4))
 
 
-def test_as_teachers_they_name_the_likeliest_words(servers: Servers, tied_folder: Path) -> None:
+def test_as_teachers_they_name_the_likeliest_words(servers: Servers, engine: ServerEngine, tied_folder: Path) -> None:
+    model = change(load(tied_folder), seed=4)
+    engine.load_weights(model.named_parameters(), policy_version=0)  # the servers serve other tests' policies as well
     teacher = ServerTeacher(servers.urls, timeout=20)
     teacher.check(str(tied_folder))
-    model, rows = load(tied_folder), [[2 + (7 * i + j) % 40 for i in range(9 + j)] for j in range(4)]
+    rows = [[2 + (7 * i + j) % 40 for i in range(9 + j)] for j in range(4)]
     for scores, ids in zip(teacher.scores(rows, 5), rows, strict=True):
         assert torch.allclose(torch.tensor(scores.logprobs), reference_logprobs(model, ids), atol=5e-5)
         likeliest = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1).topk(5)

@@ -19,7 +19,7 @@ NAMES = {
     "recipes": "recipes",
     "label_column": "label_column",
     "reward_timeout": "timeout",
-    "on_reward_error": "on_error",
+    "on_reward_error": "on_reward_error",
 }
 BLOCKS = re.findall(r"```yaml\n(.*?)```", TEXT, re.S)
 
