@@ -56,9 +56,10 @@ def close(module: Any, other: Any) -> bool:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_vllm_in_this_process_samples_rows_whose_logprobs_are_those_trained_and_keeps_the_turns_before(
+def test_vllm_in_this_process_samples_rows_whose_logprobs_are_those_trained(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And computes the turns before only once: its prefix cache knows them."""
     pytest.importorskip("vllm")
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
