@@ -369,8 +369,7 @@ def users_error(error: BaseException) -> str | None:
 
 def _written_for_a_run(error: BaseException) -> bool:
     """Whether it was LightRL, Lightning (by fsspec) or the parser that wanted the file, and not the user's own code."""
-    roots = [frame.f_globals.get("__name__", "").split(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
-    outside = [root for root in roots if root not in sys.stdlib_module_names]
+    outside = [package for package in _packages(error) if package not in sys.stdlib_module_names]
     return bool(outside) and outside[-1] in ("lightrl", "lightning", "fsspec", "jsonargparse")
 
 

@@ -21,8 +21,8 @@ def installed() -> bool:
 def fits(*tensors: Tensor) -> bool:
     """Whether the kernels take them: of one dtype on CUDA, outside of a compiler, which fuses by itself."""
     same = {(x.device.type, x.dtype) for x in tensors}
-    halves = {("cuda", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-    return len(same) == 1 and same <= halves and not torch.compiler.is_compiling()
+    taken = {("cuda", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    return len(same) == 1 and same <= taken and not torch.compiler.is_compiling()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
