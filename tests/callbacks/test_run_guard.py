@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightrl.algorithms import PPOLightningModule
-from lightrl.callbacks import RolloutCheckpoint, RunGuard, WeightSync
+from lightrl.callbacks import RolloutCheckpoint, RunGuard, SaveRollouts, WeightSync
 from lightrl.callbacks.checkpoint import Preempted
 from lightrl.callbacks.run_guard import data_fingerprint
 from lightrl.data.prompts import PromptSource
@@ -190,9 +191,19 @@ def test_minutes_between_saves(model: str, tmp_path: Path) -> None:
         RolloutCheckpoint(save_every_minutes=0)
 
 
-def test_rollouts_on_a_full_disk_are_one_message(model: str, tmp_path: Path) -> None:
-    from lightrl.callbacks import SaveRollouts
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_saved_rollouts_hold_the_policy_after_the_update_unless_told_not_to(
+    model: str, tmp_path: Path, evaluate: bool
+) -> None:
+    fit(tmp_path, model, SaveRollouts(every_n_rollouts=1, dirpath=str(tmp_path / "rollouts"), evaluate=evaluate))
+    (first, *_) = sorted((tmp_path / "rollouts").rglob("*.jsonl"))
+    row = json.loads(first.read_text().splitlines()[0])["rows"][0]
+    assert ("new_logprobs" in row) == evaluate
+    if evaluate:
+        assert len(row["new_logprobs"]) == len(row["token_ids"]) and row["new_logprobs"] != row["old_logprobs"]
 
+
+def test_rollouts_on_a_full_disk_are_one_message(model: str, tmp_path: Path) -> None:
     (tmp_path / "rollouts").write_text("a file where the folder should be")
     with pytest.raises(StorageError, match="rank0.pt' cannot be written"):
         fit(tmp_path, model, SaveRollouts(every_n_rollouts=1, dirpath=str(tmp_path / "rollouts")))
