@@ -139,7 +139,7 @@ def _written_for_a_run(error: BaseException) -> bool:
 
 
 def lost_part(error: BaseException) -> str | None:
-    """What to tell where a part of the run is gone or hangs, which is nobody's mistake: an engine, or another rank."""
+    """What to tell where an engine or another rank is gone or hangs, which is not the user's mistake."""
     from torch.distributed import DistError
 
     from lightrl.engines.base import EngineDiedError

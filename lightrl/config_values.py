@@ -12,11 +12,11 @@ from lightrl.storage import plain_secrets, redact, redact_messages, remember_sec
 __all__ = ["from_environment", "plain", "redacted", "refuse_senseless"]
 
 AT_LEAST = {"check_val_every_n_epoch": 1, "log_every_n_steps": 0, "num_sanity_val_steps": -1}
-"""What Lightning takes without a word: argument of the trainer -> least value."""
+"""What Lightning takes silently: argument of the trainer -> least value."""
 
 
 def refuse_senseless(parsed: Any) -> None:
-    """Refuses values of the right type that would train nothing, or do nothing, without a word.
+    """Refuses values of the right type that would train nothing, or do nothing, silently.
 
     Args:
         parsed: the configuration as the parser made it.

@@ -102,7 +102,7 @@ class LightRLCLI(YamlCLI):
             config.trainer.logger = several if has_csv else [csv, *several]
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses, and refuses values that would do nothing without a word."""
+        """Parses, and refuses values that would do nothing silently."""
         super().parse_arguments(parser, args)
         refuse_senseless(self.config)
 

@@ -300,7 +300,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             )
         if trainer.overfit_batches:
             raise ValueError(
-                f"trainer.overfit_batches={trainer.overfit_batches}: rollouts are sampled anew, so no batch comes "
+                f"trainer.overfit_batches={trainer.overfit_batches}: rollouts are sampled again, so no batch comes "
                 "twice. To see the same prompts again and again give prompts.limit=N, and eval_prompts the same rows."
             )
         for callback in trainer.callbacks:

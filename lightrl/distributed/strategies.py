@@ -186,7 +186,7 @@ def loss_scaler(precision: Precision) -> torch.amp.GradScaler | None:
 
 
 def lower_scale(scaler: torch.amp.GradScaler) -> None:
-    """Halves the scale (by `backoff_factor`) after gradients that were not finite, and begins to count anew.
+    """Halves the scale (by `backoff_factor`) after gradients that were not finite, and restarts the count.
 
     `GradScaler.update` would do so on the ranks only whose own gradients overflowed.
     """

@@ -47,7 +47,7 @@ class ServerEngine(Engine):
     same weights a group does not depend on the server that samples it, beyond rounding.
 
     Every push gives the weights a version of their own on every server, and the version is asked for again after each
-    group: a group whose server changed its weights in between is sampled anew, never used. With several ranks, rank 0
+    group: a group whose server changed its weights in between is sampled again, never used. With several ranks, rank 0
     pushes, and each rank samples its own prompts on all servers.
 
     How servers are started, and why only in a private network: docs/scaling.md.
@@ -327,7 +327,7 @@ class ServerEngine(Engine):
         self._transport.push([server for server in self._pool.servers if server.lost is None], stream, token)
         loaded = [server.url for server in self._pool.servers if server.loaded == token]
         if not loaded:
-            raise self._pool.nobody()
+            raise self._pool.all_gone()
         return loaded
 
     def _agree(self, news: tuple[str, int, list[str]], failure: Exception | None) -> tuple[str, int, list[str]]:

@@ -108,7 +108,7 @@ class Server:
         try:
             return response.json() if response.content else None
         except (ValueError, RecursionError) as error:
-            raise ServerError(self.url, path, 502, f"what is no JSON: {response.text[:200]!r}") from error
+            raise ServerError(self.url, path, 502, f"a body that is not JSON: {response.text[:200]!r}") from error
 
     async def get(self, path: str, **arguments: Any) -> Any:
         """GET."""

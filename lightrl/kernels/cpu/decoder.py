@@ -140,7 +140,7 @@ class CPUDecoder:
         needed = count + len(lengths)
         if needed <= room and longest <= width:
             return
-        if count and longest > width:  # conversations grow: not for every token anew
+        if count and longest > width:  # conversations grow; with room, so that not every token copies
             longest += longest // 4
         shape = (layers, max(needed, room if count else 0), kv, max(longest, width if count else 0), d)
         # With zeros where a prompt is shorter: a weight of 0 does not hide what is not a number.
