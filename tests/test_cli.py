@@ -29,7 +29,6 @@ from lightrl.algorithms.hooks import RLCallback
 from lightrl.cli import main, run
 from lightrl.engines import EngineContext, EngineDiedError, StaleWeightsError
 from lightrl.rollout.collector import RolloutStalledError
-from lightrl.rollout.sync import EngineSync
 from lightrl.storage import remember_secret
 from tests.toys import quickstart_model
 
@@ -494,17 +493,10 @@ def test_reward_functions_that_fail(
         assert name in message and words in message
 
 
-class Idle(EngineSync):
-    """Pushes nothing."""
-
-    def ensure_synced(self, module: Any, engine: Any) -> None:
-        pass
-
-
 def test_an_engine_that_was_never_synced(write: Callable[..., str]) -> None:
     """Not a mistake in a value: it keeps its traceback, as everything does that LightRL does not call the user's."""
     with pytest.raises(StaleWeightsError, match="Idle did not push the weights"):
-        main(["fit", "--config", write(trainer={"callbacks": [{"class_path": f"{__name__}.Idle"}]})])
+        main(["fit", "--config", write(trainer={"callbacks": [{"class_path": "tests.toys.Idle"}]})])
 
 
 class Dying(RLCallback):

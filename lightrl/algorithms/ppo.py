@@ -1044,13 +1044,9 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         Raises:
             ValueError: it was written by another class or format, or lacks parameters that are trained here.
         """
-        stored = checkpoint.get("lightrl", {})
-        checkpoints.refuse_foreign(stored, type(self).__name__)
-        if "state_dict" in checkpoint:  # elsewhere the strategy loads sharded weights itself, and checks them
-            # A reference may move from now on that did not when the checkpoint was written.
-            own = {name: x for name, x in self.state_dict().items() if not name.startswith("reference.")}
-            checkpoints.require_weights(own, checkpoint["state_dict"])
+        super().on_load_checkpoint(checkpoint)
         if self.trainer.training:
+            stored = checkpoint["lightrl"]
             counts = {"seed": int, "num_skipped_updates": int, "skipped_in_a_row": int, "rng": list}
             require_entries(stored, counts, "lightrl")
             self.seed = stored["seed"]
