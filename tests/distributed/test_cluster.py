@@ -18,6 +18,7 @@ import yaml
 
 pytest.importorskip("uvicorn")
 
+from lightrl.engines.vllm.setup import free_port
 from tests.engines.sglang_server import SGLangServer
 from tests.toys import quickstart_model
 
@@ -27,7 +28,6 @@ PROBE = '''
 import json, os
 from lightning.pytorch import Callback
 from lightrl.callbacks import WeightSync
-from lightrl.engines.vllm.setup import free_port
 
 class Probe(Callback):
     """What each rank sees at the end of each rollout."""
