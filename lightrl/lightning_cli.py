@@ -70,7 +70,7 @@ class LightRLCLI(YamlCLI):
             "--without",
             type=list[Literal["Throughput"]],
             default=[],
-            help="callbacks that every run has unless its configuration names them, and that this one shall not.",
+            help="callbacks to leave out of those that every run gets unasked.",
         )
         parser.add_argument(
             "--base",
@@ -81,7 +81,7 @@ class LightRLCLI(YamlCLI):
 
     def before_instantiate_classes(self) -> None:
         """Puts what the run writes into `run_dir`; the saved configuration is whole and builds on no other."""
-        config = self.config[self.subcommand] if self.subcommand is not None else self.config
+        config = self._of_command(self.config)
         config.base = None
         name = "trainer.default_root_dir" if config.run_dir is None else "run_dir"
         if config.run_dir is not None:
@@ -90,8 +90,11 @@ class LightRLCLI(YamlCLI):
         if config.run_dir is None:
             return
         csv, tensorboard = (
-            Namespace(class_path=f"lightning.pytorch.loggers.{name}", init_args=Namespace(arguments))
-            for name, arguments in run_dir_loggers(config.run_dir).items()
+            Namespace(
+                class_path=f"lightning.pytorch.loggers.{logger}",
+                init_args=Namespace(save_dir=config.run_dir, name="", version=folder),
+            )
+            for logger, folder in (("CSVLogger", ""), ("TensorBoardLogger", "tensorboard"))
         )
         given = config.trainer.logger
         if given in (None, True):
@@ -120,7 +123,7 @@ class LightRLCLI(YamlCLI):
         trainer = super().instantiate_trainer(**kwargs)
         self.guard = RunGuard()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        config = self.config if self.subcommand is None else self.config[self.subcommand]
+        config = self._of_command(self.config)
         wanted = "Throughput" not in config.without and not trainer.barebones
         if wanted and not any(isinstance(callback, Throughput) for callback in callbacks):
             callbacks.insert(0, Throughput())
@@ -138,9 +141,13 @@ class LightRLCLI(YamlCLI):
         for logger in self.trainer.loggers:
             logger.log_hyperparams(self._record())
 
+    def _of_command(self, config: Any) -> Any:
+        """The part of a configuration that the command reads; all of it with `run=False`."""
+        return config if self.subcommand is None else config[self.subcommand]
+
     def _record(self) -> dict[str, Any]:
         """What loggers call hyperparameters: the whole configuration, versions, the command."""
-        written = self._written if self.subcommand is None else self._written[self.subcommand]
+        written = self._of_command(self._written)
         versions = {name: version(name) for name in ("torch", "lightning", "transformers")}
         command = redact_text(shlex.join(["lightrl", *sys.argv[1:]]))
         given = {name: value for name, value in plain(written).items() if name != "config"}  # files, merged by now
@@ -158,9 +165,3 @@ def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
         return
     reason = os.strerror(errno.EACCES if os.path.isdir(place) else errno.ENOTDIR)
     raise ValueError(f"{name}={str(path)!r}: this folder cannot be made ({reason}): give another.")
-
-
-def run_dir_loggers(run_dir: str) -> dict[str, dict[str, str]]:
-    """Logger class -> arguments that log into a run's folder."""
-    csv, tensorboard = ({"save_dir": run_dir, "name": "", "version": version} for version in ("", "tensorboard"))
-    return {"CSVLogger": csv, "TensorBoardLogger": tensorboard}

@@ -26,7 +26,7 @@ EXAMPLES = {"string": "a", "integer": 1, "number": 1.0, "boolean": True, "array"
 def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None, seed: int = 0) -> None:
     """Plays the environment of a configuration with scripted replies and no model. Exit status 1 where it is wrong.
 
-    Said of each script: why it ended, its reward, how many tokens would be trained, seconds per step; then whether the
+    Printed for each script: why it ended, its reward, how many tokens would be trained, seconds per step; then whether the
     chat template was proven to extend what was sampled, and whether one seed gives one outcome.
 
     Args:
@@ -53,13 +53,13 @@ def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None,
     episode.setup(tokenizer, processor)
     prompts = data.prompts.load(tokenizer, shuffle=False, processor=processor)
     batch = prompts.rows(range(min(rows, len(prompts))))
-    drawn = [
+    examples = [
         {**{name: values[i] for name, values in batch.columns.items()}, "prompt": batch.raw[i]}
         for i in range(len(batch))
     ]
     found = play(
         episode,
-        drawn,
+        examples,
         tokenizer,
         data.sampling,
         seed=seed,

@@ -455,7 +455,7 @@ class Collection:
         self._fail(RolloutStalledError(f"{message} Raise stall_timeout (null: never) if that is no fault."))
 
     async def _tell(self) -> None:
-        """Says from time to time how far the rollout is, and who has the word."""
+        """Logs from time to time how far the rollout is, and what is at work."""
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
             asked = len(self._asked)
