@@ -318,7 +318,7 @@ ONE_LINE: dict[str, tuple[dict[str, Any], str]] = {
     "precision": ({"trainer": {"precision": "bf17"}}, "bf17"),
     "dtype": ({"model": {"actor": {"path": "x", "dtype": "float99"}}}, "dtype='float99': give one of float32"),
     "max_grad_norm": ({"model": {"max_grad_norm": 1e30}}, "max_grad_norm=1e+30: would never clip"),
-    "critic's rate": ({"model": {"critic": {"lr": 0.0}}}, "critic.lr=0.0: the critic would never learn"),
+    "critic's rate": ({"model": {"critic": {"lr": 0.0}}}, "CriticSpec.lr=0.0: must be above 0"),
     "warm-up": ({"model": {"critic": {"warmup_rollouts": 10**9}}}, "never be trained in this run's 1 rollouts"),
     "horizon": (
         {"trainer": {"callbacks": [{"class_path": "AdaptiveKL", "init_args": {"horizon": 1e9}}]}},

@@ -48,7 +48,6 @@ from lightrl.models.reward import RewardModel, RewardModelSpec
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import GAE, AdvantageEstimator
 from lightrl.objectives.aggregation import Aggregation, TokenMean
-from lightrl.objectives.combinations import refuse_combination, refuse_shaped_rewards
 from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.objectives.losses import PolicyLoss, PPOClip
 from lightrl.objectives.off_policy import OffPolicyCorrection
@@ -252,9 +251,9 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                 f"advantage={advantage} uses no critic, so the one given by `critic` would never be trained: set "
                 "critic=None (null in YAML)."
             )
-        refuse_combination(self.advantage, self.kl, whiten=self.whiten_advantages)
+        self.advantage.refuse_combination(self.kl, whiten=self.whiten_advantages)
         if self.reward_clip is not None:
-            refuse_shaped_rewards(self.advantage, f"reward_clip={self.reward_clip}")
+            self.advantage.refuse_shaped_rewards(f"reward_clip={self.reward_clip}")
         for name, low in AT_LEAST.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be at least {low}.")

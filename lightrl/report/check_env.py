@@ -26,8 +26,8 @@ EXAMPLES = {"string": "a", "integer": 1, "number": 1.0, "boolean": True, "array"
 def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None, seed: int = 0) -> None:
     """Plays the environment of a configuration with scripted replies and no model. Exit status 1 where it is wrong.
 
-    Printed for each script: why it ended, its reward, how many tokens would be trained, seconds per step; then whether the
-    chat template was proven to extend what was sampled, and whether one seed gives one outcome.
+    Printed for each script: why it ended, its reward, how many tokens would be trained, seconds per step; then whether
+    the chat template was proven to extend what was sampled, and whether one seed gives one outcome.
 
     Args:
         config_file: as for `lightrl fit`; `--config FILE` is the same.
