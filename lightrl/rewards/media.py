@@ -47,7 +47,7 @@ def encode_rows(rows: Sequence[Any]) -> list[Any]:
     return [done[id(row)] for row in rows]
 
 
-def decode_images(rows: Sequence[Any]) -> list[list[Any]]:
+def decode_images(rows: Sequence[Any], name: str = "images") -> list[list[Any]]:
     """PIL images of n rows, each a list of base64 texts, one such text, or None; the inverse of `encode_rows`.
 
     Raises:
@@ -56,7 +56,7 @@ def decode_images(rows: Sequence[Any]) -> list[list[Any]]:
     out: list[list[Any]] = []
     for number, row in enumerate(rows):
         texts = [] if row is None else [row] if isinstance(row, str) else row
-        out.append([_decode(text, "images", number) for text in texts])
+        out.append([_decode(text, name, number) for text in texts])
     return out
 
 
