@@ -157,7 +157,7 @@ class Server:
                 self.lose(f"no healthy answer within {self.patience:g} s")
             waited = time.monotonic() - self._last_progress if self._num_open else 0.0
             if self.lost is None and self.progress_timeout is not None and waited > self.progress_timeout:
-                self.lose(f"no answer to any request for {waited:.0f} s (ServerEngine.progress_timeout)")
+                self.lose(f"no answer to any request for {waited:.0f} s (progress_timeout)")
 
     async def close(self) -> None:
         """Ends the watch and the connections."""
