@@ -748,8 +748,8 @@ def test_the_next_turn_of_a_conversation_computes_its_new_tokens_alone(
     monkeypatch.setattr(CPUModel, "forward", counted)
     alone = [5, 6, 7, 8, 9]
     done = conversation(engines[kind], 3, [alone, [*alone], [12, 13]])
-    # First prompts, the two that are alike once; per turn 3 steps of each (the last token is not fed), and at the second
-    # and third turn that last token with the 3 new ones.
+    # First prompts, the two that are alike once; per turn 3 steps of each (the last token is not fed), and at the
+    # second and third turn that last token with the 3 new ones.
     assert len(done) == 9 and computed == (5 + 2) + 3 * 3 * 3 + 2 * 3 * 4
     for ids, logprobs in done:
         assert logprobs == pytest.approx(engines[kind].logprobs([ids])[0][-4:], abs=1e-5)

@@ -66,9 +66,7 @@ class CPUDecoder:
     refills = True
     prefill_tokens = 8192
 
-    def __init__(
-        self, model: CPUModel, longest: int, new_tokens: int, copied: int = 0, past_tokens: int = 0
-    ) -> None:
+    def __init__(self, model: CPUModel, longest: int, new_tokens: int, copied: int = 0, past_tokens: int = 0) -> None:
         self.model = model
         self.past = PrefixCache(past_tokens)
         self.copied = copied
@@ -165,7 +163,7 @@ class CPUDecoder:
         return list(parts.values())
 
     def _store(self, number: int, run: list[_Part], keys: Tensor, values: Tensor) -> None:
-        """Writes a layer's keys (parts, K, D, new tokens) and values of a run, and what is held of it, where it goes."""
+        """Writes keys (parts, K, D, new tokens) and values of a layer and a run, and what is held of it, in place."""
         begun, length = run[0].begun, run[0].length
         places = [place for part in run for place in part.places]
         first, count = places[0], len(places)
