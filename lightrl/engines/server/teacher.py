@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,6 +14,10 @@ from lightrl.engines.server.http import Server, ServerError, ServerLostError
 from lightrl.engines.server.protocols import PROTOCOLS, TokenScores
 
 __all__ = ["ServerTeacher"]
+
+log = logging.getLogger(__name__)
+
+_RETRIES = 3  # times that a row is asked again after an error of a living server
 
 
 class ServerTeacher:
@@ -112,6 +117,7 @@ class ServerTeacher:
         Raises:
             ValueError: a server refuses a row, such as one longer than it can hold.
             EngineDiedError: no server is left.
+            ServerError: living servers answered a row with errors of their own, several times.
         """
         assert self._loop is not None, "call `check` first"
         return self._loop.run(self._all_scores(rows, top))
@@ -126,6 +132,7 @@ class ServerTeacher:
         return list(await asyncio.gather(*(one(ids) for ids in rows)))
 
     async def _score(self, ids: Sequence[int], top: int) -> TokenScores:
+        errors = 0
         while True:
             living = [server for server in self.servers if server.lost is None]
             if not living:
@@ -138,7 +145,12 @@ class ServerTeacher:
             except ServerLostError:
                 continue
             except ServerError as error:
-                raise ValueError(f"{error}. The teacher's server refuses a row of {len(ids)} tokens.") from error
+                errors += 1
+                if error.status < 500:
+                    raise ValueError(f"{error}. The teacher's server refuses a row of {len(ids)} tokens.") from error
+                if errors > _RETRIES:
+                    raise
+                log.warning("%s Asking again.", error)
             finally:
                 server.outstanding -= 1
 
