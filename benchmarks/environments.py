@@ -17,7 +17,8 @@ process's maximal resident set.
 
 After each step LightRL's sides replay the rollout: the same requests with the same seeds go to the engine, each as soon
 as that before it is answered, with neither environments nor tools nor tokens to put together (`bare`). A rollout can
-take no less than that, nor than its slowest environment's tools (`path`).
+take no less than that, nor than its critical path (`path`): the slowest environment's tools, and the turns of one
+environment when they have the engine for themselves (`alone`, of the environment with the median number of tokens).
 
 `--cases turns` plays conversations of 48 turns with answers that are there at once, and takes the CPU time of the
 event loop between an answer and the next request, early and late.
@@ -262,13 +263,18 @@ def run_lightrl(name: str, folder: str, micro_tokens: int, steps: int, ticket: T
             """What the rollout took, and what the engine alone takes for its requests."""
             tokens = sum(len(answer.completions[0].token_ids) for answer in answers)
             found = {"rollout": batch.metrics["time/generate"] + batch.metrics["time/score"], "tokens": tokens}
-            found |= {"calls": Book.calls, "turns": len(answers), "path": max(Book.slept.values(), default=0.0)}
-            if name == "vllm":  # what it holds of these prompts must go
-                engine.load_weights(module.named_policy_weights(), policy_version=engine.policy_version)
-            began = time.perf_counter()
-            again = replay(generate, answers)
-            found |= {"bare": time.perf_counter() - began, "bare_tokens": again}
-            return found
+            found |= {"calls": Book.calls, "turns": len(answers)}
+            attempts = of_attempts(answers)
+            one = sorted(attempts, key=lambda turns: sum(len(turn.completions[0].token_ids) for turn in turns))
+            seconds = []
+            for some in (answers, one[len(one) // 2]):
+                if name == "vllm":  # what it holds of these prompts must go
+                    engine.load_weights(module.named_policy_weights(), policy_version=engine.policy_version)
+                began = time.perf_counter()
+                replay(generate, some)
+                seconds.append(time.perf_counter() - began)
+            bare, alone = seconds
+            return found | {"bare": bare, "alone": alone, "path": max(Book.slept.values(), default=0.0) + alone}
 
     module = GRPOLightningModule(
         folder,
@@ -294,24 +300,28 @@ def run_lightrl(name: str, folder: str, micro_tokens: int, steps: int, ticket: T
     ).fit(module, data)  # fmt: skip
 
 
-def replay(generate: Any, answers: list[Any]) -> int:
-    """Asks what was asked, each as soon as the turn before it is answered; the number of sampled tokens."""
+def of_attempts(answers: list[Any]) -> list[list[Any]]:
+    """The answers of each attempt, by turns."""
+    found: dict[str, list[Any]] = {}
+    for answer in answers:
+        found.setdefault(answer.request.name.partition(" of ")[2], []).append(answer)
+    return list(found.values())
+
+
+def replay(generate: Any, answers: list[Any]) -> None:
+    """Asks what was asked, each as soon as the turn before it is answered."""
     from lightrl.engines import RequestQueue
 
-    of_attempt: dict[str, list[Any]] = {}
-    for answer in answers:
-        of_attempt.setdefault(answer.request.name.partition(" of ")[2], []).append(answer.request)
-    following = {a: b for turns in of_attempt.values() for a, b in itertools.pairwise(turns)}
-    queue, tokens = RequestQueue([turns[0] for turns in of_attempt.values()]), 0
+    attempts = of_attempts(answers)
+    following = {a.request: b.request for turns in attempts for a, b in itertools.pairwise(turns)}
+    queue = RequestQueue([turns[0].request for turns in attempts])
     left = len(answers)
     for answer in generate(queue):
-        tokens += len(answer.completions[0].token_ids)
         left -= 1
         if answer.request in following:
             queue.put(following[answer.request])
         if not left:
             queue.close()
-    return tokens
 
 
 def our_share(folder: str, turns: int, attempts: int) -> dict[str, float]:
