@@ -518,7 +518,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         if self.kl is not None:
             with actor.as_reference() if reference is None else nullcontext():
                 base = reference or actor
-                experience.ref_logprobs = batched(base, lambda x: policy_forward(base, x))["logprobs"]
+                # The reference's routers choose themselves: what the policy's chose is no part of its distribution.
+                experience.ref_logprobs = batched(base, lambda x: policy_forward(base, x, routes=()))["logprobs"]
 
     def _token_rewards(self, experience: Experience, rollouts: Rollouts, sums: MetricSums) -> Tensor:
         """Clips the rewards, writes them and `valid` into the experience; (B, T) with a KL in the reward inside."""

@@ -9,6 +9,7 @@ Shapes: P prompts, G completions per prompt, R live rows, V vocabulary, L prompt
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lightrl.compat.transformers import has_recurrent_state
 from lightrl.models.multimodal import media_positions
+from lightrl.models.routing import Routers, RoutingPass
 
 __all__ = ["CacheDecoder", "Decoder"]
 
@@ -28,6 +30,9 @@ class Decoder(Protocol):
     """Whether prompts can be added while rows are live."""
     prefill_tokens: int
     """Most prompt tokens of one `prefill`, unless a single prompt has more: it bounds the memory of activations."""
+    routes: list[Tensor] | None
+    """Of the last `prefill` P tensors (L, layers, K), of the last `step` R tensors (1, layers, K): the experts that
+    each token was sent to. None for a model without, or whose routers cannot be recorded."""
 
     def tokens_held(self, prompt_tokens: int, copies: int, new_tokens: int) -> int:
         """Most tokens whose keys and values a group will need."""
@@ -60,13 +65,16 @@ class CacheDecoder:
 
     Args:
         model: a causal language model in evaluation mode.
+        routers: of a mixture of experts, to be recorded.
     """
 
     refills = False
     prefill_tokens = 65536
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, routers: Routers | None = None) -> None:
         self.model = model
+        self.routers = routers
+        self.routes: list[Tensor] | None = None
         text_config = model.config.get_text_config()
         types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
         self.pads = types <= {"full_attention", "sliding_attention"} and not has_recurrent_state(model)
@@ -103,12 +111,10 @@ class CacheDecoder:
         positions = (columns - (width - lengths[:, None])).clamp(min=0) if own is None else own
         following = lengths if own is None else own.amax((0, 2)) + 1
         self.cache = DynamicCache(config=self.model.config)
-        out = self.model(
+        out = self._run(
+            lengths.tolist(),
             input_ids=ids,
             attention_mask=mask.long() if padded else None,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
             position_ids=positions,
             **extra,
         )
@@ -129,16 +135,21 @@ class CacheDecoder:
         """See `Decoder.step`."""
         if self.mask is not None:
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
-        out = self.model(
-            input_ids=tokens[:, None],
-            attention_mask=self.mask,
-            position_ids=self.positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
+        out = self._run(
+            [1] * len(tokens), input_ids=tokens[:, None], attention_mask=self.mask, position_ids=self.positions
         )
         self.positions = self.positions + 1 if self.positions is not None else None
         return out.logits[:, -1]
+
+    def _run(self, lengths: list[int], **inputs: Any) -> Any:
+        """One forward of left-padded rows of so many tokens; leaves what their routers took in `routes`."""
+        with RoutingPass() if self.routers is not None else nullcontext() as forward:
+            out = self.model(past_key_values=self.cache, use_cache=True, logits_to_keep=1, **inputs)
+        if self.routers is not None:
+            taken = self.routers.recorded(forward)
+            own = None if taken is None else taken.view(len(lengths), -1, *taken.shape[1:])
+            self.routes = None if own is None else [row[len(row) - n :] for row, n in zip(own, lengths, strict=True)]
+        return out
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:

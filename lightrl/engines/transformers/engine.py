@@ -6,6 +6,7 @@ anything at that step; every completion has its own random numbers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from lightrl.compat.transformers import router_modules
 from lightrl.engines.base import Engine, RequestQueue
 from lightrl.engines.transformers.decoders import CacheDecoder, Decoder
 from lightrl.engines.transformers.decoding import Generation
@@ -21,9 +23,12 @@ from lightrl.kernels.cpu.decoder import SHORT_PROMPT, CPUDecoder
 from lightrl.kernels.cpu.decoder_model import CPUModel, copy_by_rows
 from lightrl.models.loading import CONFIG_KEYS, causal_class
 from lightrl.models.packing.attention import keep_attention_caps
+from lightrl.models.routing import Routers
 from lightrl.types import CompletionGroup, EngineContext, GenerationRequest
 
 __all__ = ["TransformersEngine"]
+
+log = logging.getLogger(__name__)
 
 _LOGPROB_TOKENS = 4096  # tokens (with padding) of one forward of `logprobs`
 
@@ -75,6 +80,7 @@ class TransformersEngine(Engine):
         self._model: Any = None
         self._tokenizer: Any = None
         self._cpu_model: CPUModel | None = None
+        self._routers: Routers | None = None
         self._eos_ids: set[int] = set()
 
     def start(self, context: EngineContext) -> None:
@@ -99,6 +105,7 @@ class TransformersEngine(Engine):
         self._eos_ids = _end_ids(model, self._tokenizer)
         fast = model.device.type == "cpu" and cpu.enabled(self.cpu_kernels) and CPUModel.fits(model)
         self._cpu_model = CPUModel(model) if fast else None
+        self._routers = _routers(model)
         self._model = model
 
     @property
@@ -151,7 +158,7 @@ class TransformersEngine(Engine):
     def _decoder(self, requests: Sequence[GenerationRequest], complete: bool) -> Decoder:
         """An empty decoder for requests that wait; `complete` where no more will come."""
         if self._cpu_model is None or any(request.inputs for request in requests):
-            return CacheDecoder(self._model)
+            return CacheDecoder(self._model, self._routers)
         lengths = {len(request.token_ids) for request in requests}
         new_tokens = max(request.sampling.max_new_tokens for request in requests)
         copied = max(lengths) if complete and len(lengths) == 1 and max(lengths) <= SHORT_PROMPT else 0
@@ -232,6 +239,17 @@ class TransformersEngine(Engine):
                 f"named_tensors do not fit the engine's model. {listed}. Send each parameter once, by name."
             )
         self.policy_version = policy_version
+
+
+def _routers(model: Any) -> Routers | None:
+    """What records the experts that tokens are sent to; None for a model without, or with routers of another kind."""
+    if not router_modules(model):
+        return None
+    try:
+        return Routers(model)
+    except ValueError as error:
+        log.warning("TransformersEngine records no experts, so that the trainer cannot replay them: %s", error)
+        return None
 
 
 def _end_ids(model: Any, tokenizer: Any) -> set[int]:

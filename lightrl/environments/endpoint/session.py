@@ -326,6 +326,7 @@ class Session:
             group.policy_version,
             reply.message(),
             support=completion.support,
+            routes=completion.routes,
             turn=number,
         )
         self._turns.add(number)
