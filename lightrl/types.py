@@ -382,6 +382,8 @@ class GenerationRequest:
         inputs: extra model inputs as in `Prompts`, `{}` for text.
         media: decoded media as in `Prompts`.
         name: how messages call it.
+        routes: of its first tokens, from earlier turns. An engine that records experts takes these again; others, whose
+            caches hold what was computed then, may ignore it.
     """
 
     token_ids: list[int]
@@ -391,6 +393,7 @@ class GenerationRequest:
     inputs: dict[str, Any] = field(default_factory=dict)
     media: Media = field(default_factory=lambda: Media())
     name: str = "a prompt"
+    routes: Routes | None = None
 
 
 @dataclass

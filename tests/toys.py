@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qw
 
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import WeightSync
+from lightrl.compat.transformers import router_modules
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.vllm.engine import VLLMEngine
@@ -33,6 +34,15 @@ def quickstart_model(folder: Path, seed: int = 0, **config: Any) -> str:
     Qwen2ForCausalLM(cfg).save_pretrained(folder)
     AutoTokenizer.from_pretrained(QUICKSTART_MODEL).save_pretrained(folder)
     return str(folder)
+
+
+def near_ties(lm: Any) -> Any:
+    """A mixture of experts whose experts 2i and 2i + 1 differ, while its routers tell them apart by last bits only."""
+    generator = torch.Generator().manual_seed(7)
+    for _, router in router_modules(lm):
+        pairs = router.weight.data.view(-1, 2, router.weight.shape[1])
+        pairs[:, 1] = pairs[:, 0] * (1 + 6e-8 * torch.randn(pairs[:, 0].shape, generator=generator))
+    return lm
 
 
 def bandit_model(folder: Path, num_actions: int, seed: int = 0) -> str:

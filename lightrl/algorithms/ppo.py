@@ -235,6 +235,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self.skipped_in_a_row = 0
         self.seed = run_seed()
         self._rl_callbacks: list[RLCallback] = []
+        self._routes_noted = False
         self._restored_rng: list[Any] | None = None
         self._eval_sums = MetricSums()
         self._refuse_arguments()
@@ -458,6 +459,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             the same rows with log-probs, values, advantages and the metrics of the rollout.
         """
         reduction = reduction or self._all_ranks
+        self._note_missing_routes(rollouts)
         self.score(rollouts)
         raw_rewards, sums = rollouts.rewards, MetricSums()
         if not reduction.is_piece:
@@ -473,6 +475,18 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             experience.metrics |= evaluation.critic_metrics(experience, reduction.sum)
             self._call_callbacks("on_experience_made", experience)
         return experience
+
+    def _note_missing_routes(self, rollouts: Rollouts) -> None:
+        """Says, once, that the experts which the engine chose are not replayed, and why."""
+        if self._routes_noted or any(routes is not None for routes in rollouts.routes):
+            return
+        self._routes_noted = True
+        if self.actor.has_experts:
+            log.warning(
+                "Routing replay is off: the policy is a mixture of experts, but its samples came without the experts "
+                "that the engine chose for them, so the trainer's routers choose anew. TransformersEngine records them; "
+                "VLLMEngine does on GPUs with engine_args.enable_return_routed_experts=true; servers do not."
+            )
 
     def score(self, rollouts: Rollouts) -> None:
         """Adds the rewards of `reward_models` to `rollouts.rewards` and `reward_parts`, in place.

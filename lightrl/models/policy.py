@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.compat.deepspeed import whole_parameters
-from lightrl.compat.transformers import block_class_names
+from lightrl.compat.transformers import block_class_names, router_modules
 from lightrl.models.backbone import Backbone, BackboneOutput
 from lightrl.models.loading import load_backbone
 from lightrl.models.logprobs import LogitMap, TeacherStates, install_head
@@ -198,6 +198,11 @@ class PolicyModel(nn.Module):
     def layout(self) -> Layout:
         """In which sequences go through the model: as it was asked for, or padded if the model can do no other."""
         return self._backbone.layout
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return bool(router_modules(self.lm))
 
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks, as FSDP2 shards them."""

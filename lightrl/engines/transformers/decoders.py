@@ -9,7 +9,6 @@ Shapes: P prompts, G completions per prompt, R live rows, V vocabulary, L prompt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from lightrl.compat.transformers import has_recurrent_state
 from lightrl.models.multimodal import media_positions
 from lightrl.models.routing import Routers, RoutingPass
+from lightrl.types import Routes
 
 __all__ = ["CacheDecoder", "Decoder"]
 
@@ -30,9 +30,9 @@ class Decoder(Protocol):
     """Whether prompts can be added while rows are live."""
     prefill_tokens: int
     """Most prompt tokens of one `prefill`, unless a single prompt has more: it bounds the memory of activations."""
-    routes: list[Tensor] | None
-    """Of the last `prefill` P tensors (L, layers, K), of the last `step` R tensors (1, layers, K): the experts that
-    each token was sent to. None for a model without, or whose routers cannot be recorded."""
+    routes: Tensor | None
+    """The experts of the last tokens: (P, L, layers, K) after `prefill`, shorter prompts padded on the left, (R, 1,
+    layers, K) after `step`. None for a model without, or whose routers cannot be recorded."""
 
     def tokens_held(self, prompt_tokens: int, copies: int, new_tokens: int) -> int:
         """Most tokens whose keys and values a group will need."""
@@ -46,8 +46,17 @@ class Decoder(Protocol):
     def batches(self, first: Sequence[int], other: Sequence[int]) -> bool:
         """Whether the prompt `other` may be computed in one batch with the longer prompt `first`."""
 
-    def prefill(self, prompts: Sequence[Sequence[int]], copies: int, inputs: dict[str, Any]) -> Tensor:
-        """Adds `copies` rows per prompt, neighbours, at the end; (P, V) logits after each prompt."""
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        copies: int,
+        inputs: dict[str, Any],
+        routes: Sequence[Routes | None] = (),
+    ) -> Tensor:
+        """Adds `copies` rows per prompt, neighbours, at the end; (P, V) logits after each prompt.
+
+        `routes` are experts that tokens of the prompts are to be sent to, for a decoder that records them.
+        """
 
     def step(self, tokens: Tensor) -> Tensor:
         """(R,) tokens, one per row -> (R, V) logits of the tokens after them."""
@@ -74,7 +83,7 @@ class CacheDecoder:
     def __init__(self, model: PreTrainedModel, routers: Routers | None = None) -> None:
         self.model = model
         self.routers = routers
-        self.routes: list[Tensor] | None = None
+        self.routes: Tensor | None = None
         text_config = model.config.get_text_config()
         types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
         self.pads = types <= {"full_attention", "sliding_attention"} and not has_recurrent_state(model)
@@ -98,7 +107,13 @@ class CacheDecoder:
         return self.pads or len(first) == len(other)
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]], copies: int, inputs: dict[str, Any]) -> Tensor:
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        copies: int,
+        inputs: dict[str, Any],
+        routes: Sequence[Routes | None] = (),
+    ) -> Tensor:
         """See `Decoder.prefill`; `inputs` are further arguments of the model's forward (images, ...)."""
         device, width = self.model.device, max(map(len, prompts))
         lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -111,8 +126,10 @@ class CacheDecoder:
         positions = (columns - (width - lengths[:, None])).clamp(min=0) if own is None else own
         following = lengths if own is None else own.amax((0, 2)) + 1
         self.cache = DynamicCache(config=self.model.config)
+        places = (columns - (width - lengths[:, None]) + torch.arange(len(prompts), device=device)[:, None] * (width + 1))
+        places = torch.where(mask, places, width)  # of the padding nothing was recorded
         out = self._run(
-            lengths.tolist(),
+            Routes.at(routes, places.flatten(), width + 1),
             input_ids=ids,
             attention_mask=mask.long() if padded else None,
             position_ids=positions,
@@ -135,20 +152,19 @@ class CacheDecoder:
         """See `Decoder.step`."""
         if self.mask is not None:
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
-        out = self._run(
-            [1] * len(tokens), input_ids=tokens[:, None], attention_mask=self.mask, position_ids=self.positions
-        )
+        out = self._run(None, input_ids=tokens[:, None], attention_mask=self.mask, position_ids=self.positions)
         self.positions = self.positions + 1 if self.positions is not None else None
         return out.logits[:, -1]
 
-    def _run(self, lengths: list[int], **inputs: Any) -> Any:
-        """One forward of left-padded rows of so many tokens; leaves what their routers took in `routes`."""
-        with RoutingPass() if self.routers is not None else nullcontext() as forward:
-            out = self.model(past_key_values=self.cache, use_cache=True, logits_to_keep=1, **inputs)
-        if self.routers is not None:
-            taken = self.routers.recorded(forward)
-            own = None if taken is None else taken.view(len(lengths), -1, *taken.shape[1:])
-            self.routes = None if own is None else [row[len(row) - n :] for row, n in zip(own, lengths, strict=True)]
+    def _run(self, experts: Tensor | None, **inputs: Any) -> Any:
+        """One forward in which tokens go to `experts`, as of `Routes.at`; leaves what was taken in `routes`."""
+        arguments = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1, **inputs}
+        if self.routers is None:
+            return self.model(**arguments)
+        with RoutingPass() if experts is None else self.routers.replaying(experts) as forward:
+            out = self.model(**arguments)
+        taken = self.routers.recorded(forward)
+        self.routes = None if taken is None else taken.view(*inputs["input_ids"].shape, *taken.shape[1:])
         return out
 
     @torch.inference_mode()

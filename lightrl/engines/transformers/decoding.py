@@ -117,7 +117,7 @@ class Generation:
         self.kinds: list[tuple[_Settings, Tensor | None]] = []  # of the rows, and which have them; None for all
         # Tokens, log-probs, per row the ids they were drawn from, and the experts of the tokens that were fed, of steps
         # that no row ended with.
-        self.pending: list[tuple[Tensor, Tensor, list[Tensor] | None, list[Tensor] | None]] = []
+        self.pending: list[tuple[Tensor, Tensor, list[Tensor] | None, Tensor | None]] = []
         self.seen: Tensor | None = None
         self.held = 0
         self.room = 0  # tokens until a row meets its limit, as of what is written down
@@ -231,9 +231,11 @@ class Generation:
         self.rows += [_Row(job, g) for job in admitted for g in range(copies)]
         longest = max(len(job.prompt) + job.limit for job in admitted)
         self.decoder.reserve(longest, max(job.limit for job in admitted))
-        logits = self.decoder.prefill([job.prompt for job in admitted], copies, admitted[0].request.inputs)
-        for job, routes in zip(admitted, self.decoder.routes or (), strict=False):
-            job.routes = routes.cpu()
+        known = [job.request.routes for job in admitted]
+        logits = self.decoder.prefill([job.prompt for job in admitted], copies, admitted[0].request.inputs, known)
+        if self.decoder.routes is not None:
+            for job, routes in zip(admitted, self.decoder.routes.cpu(), strict=True):
+                job.routes = routes[len(routes) - len(job.prompt) :]
         logits = logits.repeat_interleave(copies, 0)
         slots = [job.start + g * job.limit for job in admitted for g in range(copies)]
         self.cursors = torch.cat([self.cursors, torch.tensor(slots, device=self.device)])
@@ -277,7 +279,7 @@ class Generation:
         return self._write_down(0)
 
     def _sample(
-        self, logits: Tensor, kinds: list[tuple[_Settings, Tensor | None]], first: int, routes: list[Tensor] | None
+        self, logits: Tensor, kinds: list[tuple[_Settings, Tensor | None]], first: int, routes: Tensor | None
     ) -> Tensor:
         """Samples for the rows from `first` on, and leaves tokens and log-probs in `pending`; the tokens."""
         parts = []
@@ -322,14 +324,16 @@ class Generation:
         tokens = torch.stack([step[0] for step in self.pending], 1).tolist()
         logprobs = torch.stack([step[1] for step in self.pending], 1).tolist()
         supports = [step[2] for step in self.pending if step[2] is not None]  # in all steps or in none
-        routes = [step[3] for step in self.pending if step[3] is not None]
+        fed = [step[3] for step in self.pending if step[3] is not None]
+        routes = torch.cat(fed, 1).cpu() if fed else None
         self.pending.clear()
         ended = []
         for i, row in enumerate(self.rows[first:]):
             row.tokens += tokens[i]
             row.logprobs += logprobs[i]
             row.kept += [kept[i] for kept in supports]
-            row.routes += [fed[i].cpu() for fed in routes]
+            if routes is not None:
+                row.routes.append(routes[i])
             last, settings = row.tokens[-1], row.job.settings
             stopped = bool(settings.stops) and self._stopped(row, last)  # also of the last token: its text may be cut
             if stopped or last in settings.end_ids or len(row.tokens) == row.job.limit:

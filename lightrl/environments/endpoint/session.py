@@ -310,7 +310,7 @@ class Session:
                 seed=self.turn_seed(number),
                 name=f"turn {number} of {self.name}",
             )
-            group = await self.ask(request)
+            group = await self.ask(stream.ledger.shown(request))
         except BaseException:
             heapq.heappush(self._free, number)
             raise

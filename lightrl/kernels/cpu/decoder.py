@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightrl.kernels.cpu.decoder_model import CPUModel, Workspace
+from lightrl.types import Routes
 
 __all__ = ["CPUDecoder"]
 
@@ -81,7 +82,13 @@ class CPUDecoder:
         return True
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]], copies: int, inputs: dict[str, Any]) -> Tensor:
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        copies: int,
+        inputs: dict[str, Any],
+        routes: Sequence[Routes | None] = (),
+    ) -> Tensor:
         """See `Decoder.prefill`."""
         device, before, first_row = self.model.device, len(self.prompt_lengths), len(self.owner)
         lengths = [len(p) for p in prompts]
