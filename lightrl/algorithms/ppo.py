@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,7 +58,7 @@ from lightrl.ops.losses import clipped_value_loss
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.rollout.learner import RolloutLearner
 from lightrl.storage import require_entries
-from lightrl.types import Experience, Piece, Rollouts, SupervisedBatch
+from lightrl.types import Experience, Piece, Rollouts, Routes, SupervisedBatch
 
 __all__ = ["CriticSpec", "PPOLightningModule"]
 
@@ -484,8 +484,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         if self.actor.has_experts:
             log.warning(
                 "Routing replay is off: the policy is a mixture of experts, but its samples came without the experts "
-                "that the engine chose for them, so the trainer's routers choose anew. TransformersEngine records them; "
-                "VLLMEngine does on GPUs with engine_args.enable_return_routed_experts=true; servers do not."
+                "that the engine chose for them, so the trainer's choose anew. TransformersEngine records them, "
+                "VLLMEngine on GPUs with engine_args.enable_return_routed_experts=true; servers do not."
             )
 
     def score(self, rollouts: Rollouts) -> None:
@@ -980,13 +980,13 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         return named_adapter_weights(self.actor, gather), adapter_config(self.actor, self.actor_spec.lora)
 
     @torch.no_grad()
-    def token_logprobs(self, token_ids: Tensor) -> Tensor:
-        """Log-probs at temperature 1 of all tokens but the first of each row; (B, T) in, (B, T) out, for the canary."""
+    def token_logprobs(self, token_ids: Tensor, routes: Sequence[Routes | None] = ()) -> Tensor:
+        """See `RolloutLearner.token_logprobs`."""
         mask = torch.ones_like(token_ids, dtype=torch.bool)
         response = mask.clone()
         response[:, 0] = False
         with self.trainer.precision_plugin.forward_context():
-            logprobs: Tensor = self.actor(token_ids, mask, response).logprobs
+            logprobs: Tensor = self.actor(token_ids, mask, response, routes=routes).logprobs
         return logprobs
 
     @torch.no_grad()

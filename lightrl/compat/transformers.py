@@ -40,7 +40,7 @@ def has_recurrent_state(model: Any) -> bool:
 
 def router_modules(model: Any) -> list[tuple[str, Any]]:
     """(name, module) of the routers of a mixture of experts: those whose logits its classes declare as an output."""
-    declared = []
+    declared: list[tuple[Any, str | None]] = []
     for part in model.modules():
         specs = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
         for spec in specs if isinstance(specs, list) else [specs]:

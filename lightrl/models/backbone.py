@@ -179,11 +179,14 @@ class Backbone:
 
     def _replaying(self, experts: Tensor | None) -> AbstractContextManager[RoutingPass | None]:
         """Within it the routers take these (N, L, K) experts, as of `Routes.at`."""
-        if experts is None:
-            return nullcontext()
+        return nullcontext() if experts is None else self.routers.replaying(experts)
+
+    @property
+    def routers(self) -> Routers:
+        """Of a mixture of experts; they are looked for when they are first needed."""
         if self._routers is None:
             self._routers = Routers(self.body)
-        return self._routers.replaying(experts)
+        return self._routers
 
     def _fall_back(self, reason: str) -> None:
         if self.explicit:

@@ -131,8 +131,8 @@ class PolicyModel(nn.Module):
             inputs: B dictionaries of further model inputs, `{}` for text.
             supports: B times what the row's tokens were drawn from, as in `Rollouts`: log-probs and entropies are those
                 of the distribution over it. None, or none at all, means the whole vocabulary.
-            routes: B times the experts that the row's tokens are to go to, as in `Rollouts`. None, or none at all, leaves
-                the choice to the routers.
+            routes: B times the experts that the row's tokens are to go to, as in `Rollouts`. None, or none at all,
+                leaves the choice to the routers.
             lessons: what teachers say about response tokens, each of which is in one lesson at most.
             divergence: from the lessons, see `chunked_divergence`.
 
@@ -203,6 +203,10 @@ class PolicyModel(nn.Module):
     def has_experts(self) -> bool:
         """Whether it is a mixture of experts."""
         return bool(router_modules(self.lm))
+
+    def agreed_routes(self, token_ids: Tensor) -> list[Routes | None]:
+        """Arbitrary experts for (B, T) tokens, always the same ones: the canary asks engine and trainer with them."""
+        return [Routes(experts) for experts in self._backbone.routers.arbitrary(*token_ids.shape)]
 
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks, as FSDP2 shards them."""

@@ -12,8 +12,9 @@ anyway, is replayed.
 
 Source: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers" (R3),
 https://arxiv.org/abs/2510.11370. It differs in that weights are not recomputed from a mask over the logits by a formula
-of ours: the model's own top-k is answered with S, so whatever it does with the values (softmax before or after, sigmoid,
-renormalisation, scaling) stays its own.
+of ours: the model's own top-k is answered with S, so that whatever it does with the values (softmax before or after,
+sigmoid, renormalisation, scaling) stays its own; and instead of keeping caches over turns, as in the paper, the engine
+takes S again where it computes the tokens of an earlier turn anew.
 """
 
 from __future__ import annotations
@@ -97,16 +98,27 @@ class Routers:
         if not found or not all(hasattr(router, "top_k") and hasattr(router, "num_experts") for _, router in found):
             raise self._unknown()
         self.layers = [int(next(part for part in name.split(".") if part.isdigit())) for name, _ in found]
-        self.dtype = torch.uint8 if max(int(router.num_experts) for _, router in found) <= 256 else torch.int16
+        self.num_experts, self.top_k = (min(getattr(r, n) for _, r in found) for n in ("num_experts", "top_k"))
+        self.dtype = torch.uint8 if max(router.num_experts for _, router in found) <= 256 else torch.int16
         for place, (_, router) in enumerate(found):
             router.register_forward_pre_hook(partial(self._begin, place))
             router.register_forward_hook(partial(self._end, place), always_call=True)
 
-    def recorded(self, forward: RoutingPass) -> Tensor | None:
-        """(N, L, K) uint8 or int16, what the routers took for the N tokens of a pass; None where one took nothing."""
+    def recorded(self, forward: RoutingPass) -> Tensor:
+        """(N, L, K) uint8 or int16, what the routers took for the N tokens of a pass.
+
+        Raises:
+            ValueError: one of them was not seen to take anything.
+        """
         if len(forward.taken) < len(self.layers):
-            return None
+            raise self._unknown()
         return torch.stack([forward.taken[place] for place in range(len(self.layers))], 1).to(self.dtype)
+
+    def arbitrary(self, rows: int, width: int) -> Tensor:
+        """(rows, width, L, K) different experts for each token and layer, the same at every call."""
+        generator = torch.Generator().manual_seed(0)
+        order = torch.rand(rows, width, len(self.layers), self.num_experts, generator=generator).argsort(-1)
+        return order[..., : self.top_k].to(self.dtype)
 
     def replaying(self, experts: Tensor) -> RoutingPass:
         """A pass in which the routers take `experts`.
@@ -151,5 +163,5 @@ class Routers:
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """`context_fn` of torch's checkpointing: what is computed again, on any thread, has the experts of the first time."""
+    """`context_fn` of torch's checkpointing: what is computed again, on any thread, has the same experts."""
     return nullcontext(), _pass.get() or nullcontext()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,7 +88,7 @@ HIDDEN = torch.tensor([[1.0, 2.0, 3.0, 6.0], [6.0, 3.0, 2.0, 1.0]]).log()
 @pytest.mark.parametrize(
     ("kind", "changes", "expected"),
     [
-        # softmax gives token 0 (1, 2, 3, 6) / 12 and token 1 (6, 3, 2, 1) / 12; experts 0 and 2 are replayed for token 0
+        # softmax gives token 0 (1, 2, 3, 6) / 12 and token 1 (6, 3, 2, 1) / 12; token 0 is to go to experts 0 and 2
         ("Qwen3Moe", {"norm_topk_prob": True}, [1 / 4, 3 / 4]),
         ("Qwen3Moe", {"norm_topk_prob": False}, [1 / 12, 3 / 12]),
         ("Mixtral", {}, [1 / 4, 3 / 4]),
@@ -119,7 +120,7 @@ def test_weights_of_replayed_experts_by_hand(kind: str, changes: dict[str, Any],
     assert taken.tolist() == [[0, 2], own_taken[1].tolist()] and sorted(own_taken[1].tolist()) == [0, 1]
     assert replayed[0].tolist() == pytest.approx(expected, abs=1e-6)
     torch.testing.assert_close(replayed[1], own[1])
-    assert routers.recorded(forward).tolist() == taken[:, None].tolist()  # type: ignore[union-attr]
+    assert routers.recorded(forward).tolist() == taken[:, None].tolist()
     torch.testing.assert_close(run()[0], own)  # and the hooks do nothing by themselves
 
 
@@ -234,7 +235,8 @@ def test_a_run_learns_from_the_experts_that_sampled(near: str, tmp_path: Path) -
     first._build_models()
     gaps = []
     for routes in (rows.routes, []):
-        out = first.actor(*(rows.token_ids, rows.attention_mask, rows.response_mask), routes=routes).logprobs
+        with torch.no_grad():
+            out = first.actor(*(rows.token_ids, rows.attention_mask, rows.response_mask), routes=routes).logprobs
         gaps.append(float((out - rows.engine_logprobs)[rows.response_mask].abs().max()))
     assert gaps[0] < 1e-5 < 0.01 < gaps[1]
     stored = load_rollouts(tmp_path / "rollout=000001")[0]["routes"]
@@ -251,11 +253,12 @@ def test_a_run_learns_from_the_experts_that_sampled(near: str, tmp_path: Path) -
 
 
 class Forgetful(TransformersEngine):
-    """Records nothing."""
+    """Hands out nothing of what it records."""
 
-    def start(self, context: EngineContext) -> None:
-        super().start(context)
-        self._routers = None
+    def generate(self, requests: Any) -> Any:
+        for group in super().generate(requests):
+            group.completions = [replace(sample, routes=None) for sample in group.completions]
+            yield group
 
 
 def test_without_recorded_experts_the_reason_is_logged_once(near: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -126,7 +126,7 @@ class CacheDecoder:
         positions = (columns - (width - lengths[:, None])).clamp(min=0) if own is None else own
         following = lengths if own is None else own.amax((0, 2)) + 1
         self.cache = DynamicCache(config=self.model.config)
-        places = (columns - (width - lengths[:, None]) + torch.arange(len(prompts), device=device)[:, None] * (width + 1))
+        places = columns - (width - lengths[:, None]) + torch.arange(len(prompts), device=device)[:, None] * (width + 1)
         places = torch.where(mask, places, width)  # of the padding nothing was recorded
         out = self._run(
             Routes.at(routes, places.flatten(), width + 1),
@@ -164,7 +164,7 @@ class CacheDecoder:
         with RoutingPass() if experts is None else self.routers.replaying(experts) as forward:
             out = self.model(**arguments)
         taken = self.routers.recorded(forward)
-        self.routes = None if taken is None else taken.view(*inputs["input_ids"].shape, *taken.shape[1:])
+        self.routes = taken.view(*inputs["input_ids"].shape, *taken.shape[1:])
         return out
 
     @torch.inference_mode()

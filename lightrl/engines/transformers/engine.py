@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from lightrl.kernels.cpu.decoder import SHORT_PROMPT, CPUDecoder
 from lightrl.kernels.cpu.decoder_model import CPUModel, copy_by_rows
 from lightrl.models.loading import CONFIG_KEYS, causal_class
 from lightrl.models.packing.attention import keep_attention_caps
-from lightrl.models.routing import Routers
-from lightrl.types import CompletionGroup, EngineContext, GenerationRequest
+from lightrl.models.routing import Routers, RoutingPass
+from lightrl.types import CompletionGroup, EngineContext, GenerationRequest, Routes
 
 __all__ = ["TransformersEngine"]
 
@@ -186,8 +187,13 @@ class TransformersEngine(Engine):
 
     # -------------------------------------------------------------------------------------------------- weights
 
+    @property
+    def replays_routes(self) -> bool:
+        """See `Engine.replays_routes`."""
+        return self._routers is not None
+
     @torch.inference_mode()
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
         """See `Engine.logprobs`."""
         self._require_started()
         answers: list[list[float]] = [[] for _ in sequences]
@@ -198,7 +204,13 @@ class TransformersEngine(Engine):
             rows = [list(sequences[i]) for i in chunk]
             ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self._model.device)
             mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=ids.device)
-            logits = self._model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
+            experts = (
+                Routes.at([routes[i] for i in chunk], torch.arange(ids.numel(), device=ids.device), width)
+                if routes
+                else None
+            )
+            with nullcontext() if self._routers is None or experts is None else self._routers.replaying(experts):
+                logits = self._model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
             picked = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].tolist()
             for i, row in zip(chunk, picked, strict=True):
                 answers[i] = row[: len(sequences[i]) - 1]
@@ -246,7 +258,11 @@ def _routers(model: Any) -> Routers | None:
     if not router_modules(model):
         return None
     try:
-        return Routers(model)
+        routers = Routers(model)
+        with torch.inference_mode(), RoutingPass() as forward:
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+        routers.recorded(forward)
+        return routers
     except ValueError as error:
         log.warning("TransformersEngine records no experts, so that the trainer cannot replay them: %s", error)
         return None

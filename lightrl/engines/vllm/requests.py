@@ -161,5 +161,7 @@ def completion(output: Any, request: GenerationRequest) -> Completion:
             "the prompt grew beyond max_model_len, as images do. Raise VLLMEngine.max_model_len or lower it."
         )
     taken = getattr(output, "routed_experts", None)
-    routes = None if taken is None else Routes(torch.from_numpy(taken.astype("uint8" if taken.max() < 256 else "int16")))
+    routes = (
+        None if taken is None else Routes(torch.from_numpy(taken.astype("uint8" if taken.max() < 256 else "int16")))
+    )
     return Completion(tokens, logprobs, output.text, output.finish_reason, routes=routes)

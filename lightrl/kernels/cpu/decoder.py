@@ -45,7 +45,7 @@ class CPUDecoder:
 
     refills = True
     prefill_tokens = 8192
-    routes = None  # it knows no model with experts
+    routes: Tensor | None = None  # it knows no model with experts
 
     def __init__(self, model: CPUModel, longest: int, new_tokens: int, copied: int = 0) -> None:
         self.model = model
