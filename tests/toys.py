@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from lightning.pytorch import Trainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -25,13 +26,16 @@ from lightrl.types import Experience, Rollouts, SamplingParams
 QUICKSTART_MODEL = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
 
 
-def quickstart_model(folder: Path, seed: int = 0, **config: Any) -> str:
-    """The quickstart's tokenizer and architecture with random weights, wide enough that answers differ."""
+def quickstart_model(folder: Path, seed: int = 0, family: str = "Qwen2", **config: Any) -> str:
+    """The quickstart's tokenizer and sizes with random weights, wide enough that answers differ."""
     torch.manual_seed(seed)
     if "num_hidden_layers" in config:
         config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     cfg = Qwen2Config.from_pretrained(QUICKSTART_MODEL, initializer_range=0.1, **config)
-    Qwen2ForCausalLM(cfg).save_pretrained(folder)
+    if family != "Qwen2":
+        sizes = {name: value for name, value in cfg.to_dict().items() if name not in ("model_type", "architectures")}
+        cfg = getattr(transformers, f"{family}Config")(**sizes)
+    getattr(transformers, f"{family}ForCausalLM")(cfg).save_pretrained(folder)
     AutoTokenizer.from_pretrained(QUICKSTART_MODEL).save_pretrained(folder)
     return str(folder)
 
