@@ -789,8 +789,9 @@ class Experience(_Rows):
     """What the losses need: rollouts with log-probs, values and advantages. All (B, T) float32 unless said.
 
     Attributes:
-        token_ids, attention_mask, response_mask, group_ids, trajectory_ids, turn_ids, temperature, supports, routes,
-            inputs: as in `Rollouts`. All log-probs and entropies here are over what `supports` left.
+        token_ids, attention_mask, response_mask, group_ids, trajectory_ids, turn_ids, temperature, supports, inputs: as
+            in `Rollouts`. All log-probs and entropies here are over what `supports` left.
+        routes: as in `Rollouts`.
         old_logprobs: log-probs under the policy that starts the update; None when there is exactly one update per
             rollout, where they equal the current ones and are not computed twice.
         ref_logprobs: log-probs under the reference; None without one.
