@@ -61,6 +61,9 @@ class Decoder(Protocol):
     def step(self, tokens: Tensor) -> Tensor:
         """(R,) tokens, one per row -> (R, V) logits of the tokens after them."""
 
+    def remember(self, row: int, tokens: Sequence[int]) -> None:
+        """Says that a row's prompt and completion, `tokens`, may come back as the beginning of a prompt."""
+
     def keep(self, rows: list[int]) -> None:
         """Row i is from now on what was row `rows[i]`; the others are forgotten."""
 
@@ -166,6 +169,9 @@ class CacheDecoder:
         taken = self.routers.recorded(forward)
         self.routes = taken.view(*inputs["input_ids"].shape, *taken.shape[1:])
         return out
+
+    def remember(self, row: int, tokens: Sequence[int]) -> None:
+        """Nothing is held of rows that ended."""
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
