@@ -31,6 +31,7 @@ __all__ = [
     "Piece",
     "Prompts",
     "Rollouts",
+    "Routes",
     "SamplingParams",
     "Scores",
     "StopReason",
@@ -289,6 +290,52 @@ class Support:
         return Support(own.to(targets.device), ids[index].to(targets.device))
 
 
+@dataclass(eq=False)
+class Routes:
+    """Which experts each of the first n tokens of a row was sent to, by a mixture of experts; on the host.
+
+    Attributes:
+        experts: (n, L, K) uint8, or int16 where there are more than 256: the K experts in each of L layers. L counts
+            the layers with a router, or all layers of the model where the engine numbers them so.
+    """
+
+    experts: Tensor
+
+    def __len__(self) -> int:
+        return len(self.experts)
+
+    def upto(self, end: int) -> Routes:
+        """Of the first `end` tokens."""
+        return Routes(self.experts[:end])
+
+    @staticmethod
+    def extended(own: Routes | None, longer: Routes | None) -> Routes | None:
+        """`own` and what `longer`, of the same row when more of it was computed, says of the tokens after them."""
+        if own is None or longer is None:
+            return own or longer
+        return Routes(torch.cat([own.experts, longer.experts[len(own) :]]))
+
+    @staticmethod
+    def at(routes: Sequence[Routes | None], places: Tensor, width: int) -> Tensor | None:
+        """The experts of tokens picked from several rows; None where nothing was recorded for any row.
+
+        Args:
+            routes: B rows' entries. places: (N,) int64, row times `width` plus the token's place in its row.
+            width: T.
+
+        Returns:
+            (N, L, K) int64 on the device of `places`, -1 for tokens of which nothing was recorded.
+        """
+        known = [entry.experts for entry in routes if entry is not None]
+        if not known:
+            return None
+        table = torch.cat([torch.full_like(known[0][:1], -1, dtype=torch.int16), *known])
+        counts = torch.tensor([0 if entry is None else len(entry) for entry in routes])
+        row, place = places.cpu() // width, places.cpu() % width
+        index = torch.where(place < counts[row], (counts.cumsum(0) - counts)[row] + place + 1, 0)
+        return table[index].to(places.device).long()
+
+
 class TopTokens(NamedTuple):
     """A teacher's K likeliest words for each of M tokens.
 
@@ -310,6 +357,8 @@ class Completion:
         text: the decoded tokens without special tokens, up to and with the stop string where one ended it.
         finish_reason: "stop" (end-of-sequence or stop string) or "length" (cut by `max_new_tokens`).
         support: what each token was drawn from, where sampling cut the vocabulary and the engine records it.
+        routes: of the prompt's tokens and the completion's, but for its last, which was not fed to the model; None
+            where the model has no experts, or the engine records nothing.
     """
 
     token_ids: list[int]
@@ -317,6 +366,7 @@ class Completion:
     text: str
     finish_reason: Literal["stop", "length"]
     support: Support | None = None
+    routes: Routes | None = None
 
 
 @dataclass(eq=False)
@@ -332,6 +382,8 @@ class GenerationRequest:
         inputs: extra model inputs as in `Prompts`, `{}` for text.
         media: decoded media as in `Prompts`.
         name: how messages call it.
+        routes: of its first tokens, from earlier turns. An engine that records experts takes these again; others, whose
+            caches hold what was computed then, may ignore it.
     """
 
     token_ids: list[int]
@@ -341,6 +393,7 @@ class GenerationRequest:
     inputs: dict[str, Any] = field(default_factory=dict)
     media: Media = field(default_factory=lambda: Media())
     name: str = "a prompt"
+    routes: Routes | None = None
 
 
 @dataclass
@@ -405,6 +458,7 @@ class TrajectoryRow:
         logprobs: n floats, what the engine reported for sampled tokens; 0 for context.
         policy_versions: n integers, of the weights that sampled a token; -1 for context.
         support: n entries, what each token was drawn from; None where nothing was cut, or it was not recorded.
+        routes: of the tokens that the engine computed, context too, each as when it was first computed; at most n.
         inputs: extra model inputs; None takes the prompt's. media: the same of decoded media.
     """
 
@@ -413,6 +467,7 @@ class TrajectoryRow:
     logprobs: list[float]
     policy_versions: list[int]
     support: Support | None = None
+    routes: Routes | None = None
     inputs: dict[str, Any] | None = None
     media: Media | None = None
 
@@ -616,7 +671,7 @@ class SupervisedBatch(_Rows):
         normalizer: what summed losses are divided by: the tokens to learn in the whole optimizer batch, all ranks,
             divided by the number of ranks.
         inputs: B dictionaries of extra model inputs; empty for text.
-        supports: empty: nothing is cut from what is learnt as it is.
+        supports, routes: empty: nothing is cut from what is learnt as it is, and no engine has computed it.
     """
 
     attention_mask: Tensor
@@ -626,6 +681,7 @@ class SupervisedBatch(_Rows):
     normalizer: float = 1.0
     inputs: list[dict[str, Any]] = field(default_factory=list)
     supports: list[Support | None] = field(default_factory=list)
+    routes: list[Routes | None] = field(default_factory=list)
 
 
 @dataclass
@@ -656,6 +712,7 @@ class Rollouts(_Rows):
         temperature: of the sampling distribution.
         supports: B times what a row's tokens were drawn from, None for a row without a cut; empty where unknown. They
             stay on the host: the model ships those of the tokens that it scores.
+        routes: B times which experts a row's tokens were sent to, None for a row without; in the same way.
         prompts: B strings. completions: B strings.
         raw_prompts: B prompts before the policy's chat template, for reward models with a template of their own.
         columns: data-set columns, name -> B values.
@@ -685,6 +742,7 @@ class Rollouts(_Rows):
     states: list[list[str]] = field(default_factory=list)
     temperature: float = 1.0
     supports: list[Support | None] = field(default_factory=list)
+    routes: list[Routes | None] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     raw_prompts: list[Any] = field(default_factory=list)
     completions: list[str] = field(default_factory=list)
@@ -733,6 +791,7 @@ class Experience(_Rows):
     Attributes:
         token_ids, attention_mask, response_mask, group_ids, trajectory_ids, turn_ids, temperature, supports, inputs: as
             in `Rollouts`. All log-probs and entropies here are over what `supports` left.
+        routes: as in `Rollouts`.
         old_logprobs: log-probs under the policy that starts the update; None when there is exactly one update per
             rollout, where they equal the current ones and are not computed twice.
         ref_logprobs: log-probs under the reference; None without one.
@@ -777,6 +836,7 @@ class Experience(_Rows):
     token_normalizer: float = 1.0
     inputs: list[dict[str, Any]] = field(default_factory=list)
     supports: list[Support | None] = field(default_factory=list)
+    routes: list[Routes | None] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     entropy: Tensor | None = None
     loss_weights: Tensor | None = None

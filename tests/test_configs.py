@@ -7,6 +7,7 @@ the place of theirs, by one more --config as a user would do it; overlays are me
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ WHOLE = sorted(
 )
 OVERLAYS = sorted(p for folder in ("overlays", "strategies") for p in (CONFIGS / folder).glob("*.yaml"))
 PPO_RECIPE = CONFIGS / "recipes" / "ppo_gsm8k_qwen2.5_1.5b.yaml"
+EXPERTS = {"granite_3.1_1b_a400m": "GraniteMoe", "olmoe_1b_7b": "Olmoe"}  # recipes for mixtures of experts
 # A chat template in the characters that the quickstart's tokenizer knows.
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 
@@ -81,6 +83,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     curriculum = {"class_path": "lightrl.data.PromptCurriculum", "init_args": {"source": source, "replay": 0.5}}
     of_curriculum = {**rl["data"]["init_args"], "prompts": curriculum}
     (folder / "curriculum.yaml").write_text(yaml.safe_dump({**rl, "data": {"init_args": of_curriculum}}))
+    for family in EXPERTS.values():
+        config = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": None}
+        mixture = quickstart_model(folder / family, family=family, **config)
+        shutil.copy(folder / "model" / "tokenizer_config.json", mixture)
+        own = {"model": {"init_args": {"actor": {"path": mixture}}}}
+        (folder / f"{family}.yaml").write_text(yaml.safe_dump(own))
     teachers = {"grpo": {"path": model}}
     (folder / "teachers.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"teachers": teachers}}}))
     return folder
@@ -124,7 +132,8 @@ def test_every_yaml_is_covered() -> None:
     assert {*WHOLE, *OVERLAYS, *BASES} == set(CONFIGS.rglob("*.yaml"))
     text = {f"{algorithm}_gsm8k_qwen2.5_{size}" for algorithm in ("ppo", "grpo") for size in ("0.5b", "1.5b")}
     vision = {f"grpo_{task}_qwen2.5_vl_{size}" for task in ("geo3k", "clevr_count") for size in ("3b", "7b")}
-    assert {p.stem for p in WHOLE if p.parent.name == "recipes"} == text | vision
+    experts = {f"grpo_gsm8k_{name}" for name in EXPERTS}
+    assert {p.stem for p in WHOLE if p.parent.name == "recipes"} == text | vision | experts
 
 
 @pytest.mark.parametrize("config", WHOLE, ids=name)
@@ -138,7 +147,9 @@ def test_prints(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("config", WHOLE, ids=name)
-def test_runs_with_a_tiny_model(config: Path, place: Path, served: Path, tmp_path: Path) -> None:
+def test_runs_with_a_tiny_model(
+    config: Path, place: Path, served: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """One rollout and one evaluation; nothing is written, so a trial cannot damage the files of a real run."""
     if "geo3k" in config.stem:
         pytest.importorskip("math_verify")
@@ -150,8 +161,14 @@ def test_runs_with_a_tiny_model(config: Path, place: Path, served: Path, tmp_pat
         files.append(served)
     elif "teachers:" in config.read_text():
         files.append(place / "teachers.yaml")
+    family = EXPERTS.get(config.stem.removeprefix("grpo_gsm8k_"))
+    if family is not None:
+        files.append(place / f"{family}.yaml")
     cli = run(["fit", *(f"--config={file}" for file in files)])
     metrics = cli.trainer.callback_metrics
+    if family is not None:
+        assert cli.model.actor.has_experts and "Routing replay is off" not in caplog.text
+        assert ("loss/aux" in metrics) == (cli.model.aux_loss_coef > 0)
     if config.stem == "sft":
         assert metrics["loss/sft"] > 0 and metrics["eval/loss"] > 0
     else:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from lightning.pytorch import Trainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import WeightSync
+from lightrl.compat.transformers import router_modules
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.vllm.engine import VLLMEngine
@@ -25,15 +27,27 @@ from lightrl.types import Experience, Rollouts, SamplingParams
 QUICKSTART_MODEL = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
 
 
-def quickstart_model(folder: Path, seed: int = 0, **config: Any) -> str:
-    """The quickstart's tokenizer and architecture with random weights, wide enough that answers differ."""
+def quickstart_model(folder: Path, seed: int = 0, family: str = "Qwen2", **config: Any) -> str:
+    """The quickstart's tokenizer and sizes with random weights, wide enough that answers differ."""
     torch.manual_seed(seed)
     if "num_hidden_layers" in config:
         config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     cfg = Qwen2Config.from_pretrained(QUICKSTART_MODEL, initializer_range=0.1, **config)
-    Qwen2ForCausalLM(cfg).save_pretrained(folder)
+    if family != "Qwen2":
+        sizes = {name: value for name, value in cfg.to_dict().items() if name not in ("model_type", "architectures")}
+        cfg = getattr(transformers, f"{family}Config")(**sizes)
+    getattr(transformers, f"{family}ForCausalLM")(cfg).save_pretrained(folder)
     AutoTokenizer.from_pretrained(QUICKSTART_MODEL).save_pretrained(folder)
     return str(folder)
+
+
+def near_ties(lm: Any) -> Any:
+    """A mixture of experts whose experts 2i and 2i + 1 differ, while its routers tell them apart by last bits only."""
+    generator = torch.Generator().manual_seed(7)
+    for _, router in router_modules(lm):
+        pairs = router.weight.data.view(-1, 2, router.weight.shape[1])
+        pairs[:, 1] = pairs[:, 0] * (1 + 6e-8 * torch.randn(pairs[:, 0].shape, generator=generator))
+    return lm
 
 
 def bandit_model(folder: Path, num_actions: int, seed: int = 0) -> str:

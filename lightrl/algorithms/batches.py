@@ -55,7 +55,7 @@ def policy_forward(model: PolicyModel, rows: Any, **wanted: Any) -> dict[str, Te
         temperature=rows.temperature,
         inputs=rows.inputs,
         supports=rows.supports,
-        **wanted,
+        **{"routes": rows.routes, **wanted},
     )
     return {name: value for name, value in output._asdict().items() if value is not None}
 
@@ -123,7 +123,7 @@ def start_experience(rollouts: Rollouts) -> Experience:
     """The rows of a rollout as experience, with nothing computed yet."""
     names = (
         *("token_ids", "attention_mask", "response_mask", "group_ids"),
-        *("engine_logprobs", "temperature", "supports", "inputs"),
+        *("engine_logprobs", "temperature", "supports", "routes", "inputs"),
     )
     return Experience(
         **{name: getattr(rollouts, name) for name in names},

@@ -230,7 +230,7 @@ class DistillLightningModule(CriticFreeLightningModule):
 
     def _scores(self, model: Any, rows: Experience, reduction: Reduction) -> Tensor:
         forward = batched_forward(
-            lambda x: {"logprobs": policy_forward(model, x)["logprobs"]},
+            lambda x: {"logprobs": policy_forward(model, x, routes=())["logprobs"]},
             rows, self.micro_batch_tokens, reduction.max, model.layout,
         )  # fmt: skip
         return forward["logprobs"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,7 +57,7 @@ from lightrl.ops.losses import clipped_value_loss
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.rollout.learner import RolloutLearner
 from lightrl.storage import require_entries
-from lightrl.types import Experience, Piece, Rollouts, SupervisedBatch
+from lightrl.types import Experience, Piece, Rollouts, Routes, SupervisedBatch
 
 __all__ = ["CriticSpec", "PPOLightningModule"]
 
@@ -234,6 +234,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self.skipped_in_a_row = 0
         self.seed = run_seed()
         self._rl_callbacks: list[RLCallback] = []
+        self._routes_noted = False
         self._restored_rng: list[Any] | None = None
         self._eval_sums = MetricSums()
         self._refuse_arguments()
@@ -457,6 +458,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             the same rows with log-probs, values, advantages and the metrics of the rollout.
         """
         reduction = reduction or self._all_ranks
+        self._note_missing_routes(rollouts)
         self.score(rollouts)
         raw_rewards, sums = rollouts.rewards, MetricSums()
         if not reduction.is_piece:
@@ -472,6 +474,18 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             experience.metrics |= evaluation.critic_metrics(experience, reduction.sum)
             self._call_callbacks("on_experience_made", experience)
         return experience
+
+    def _note_missing_routes(self, rollouts: Rollouts) -> None:
+        """Says, once, that the experts which the engine chose are not replayed, and why."""
+        if self._routes_noted or any(routes is not None for routes in rollouts.routes):
+            return
+        self._routes_noted = True
+        if self.actor.has_experts:
+            log.warning(
+                "Routing replay is off: the policy is a mixture of experts, but its samples came without the experts "
+                "that the engine chose for them, so the trainer's choose anew. TransformersEngine records them, "
+                "VLLMEngine on GPUs with engine_args.enable_return_routed_experts=true; servers do not."
+            )
 
     def score(self, rollouts: Rollouts) -> None:
         """Adds the rewards of `reward_models` to `rollouts.rewards` and `reward_parts`, in place.
@@ -517,7 +531,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         if self.kl is not None:
             with actor.as_reference() if reference is None else nullcontext():
                 base = reference or actor
-                experience.ref_logprobs = batched(base, lambda x: policy_forward(base, x))["logprobs"]
+                # The reference's routers choose themselves: what the policy's chose is no part of its distribution.
+                experience.ref_logprobs = batched(base, lambda x: policy_forward(base, x, routes=()))["logprobs"]
 
     def _token_rewards(self, experience: Experience, rollouts: Rollouts, sums: MetricSums) -> Tensor:
         """Clips the rewards, writes them and `valid` into the experience; (B, T) with a KL in the reward inside."""
@@ -964,13 +979,13 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         return named_adapter_weights(self.actor, gather), adapter_config(self.actor, self.actor_spec.lora)
 
     @torch.no_grad()
-    def token_logprobs(self, token_ids: Tensor) -> Tensor:
-        """Log-probs at temperature 1 of all tokens but the first of each row; (B, T) in, (B, T) out, for the canary."""
+    def token_logprobs(self, token_ids: Tensor, routes: Sequence[Routes | None] = ()) -> Tensor:
+        """See `RolloutLearner.token_logprobs`."""
         mask = torch.ones_like(token_ids, dtype=torch.bool)
         response = mask.clone()
         response[:, 0] = False
         with self.trainer.precision_plugin.forward_context():
-            logprobs: Tensor = self.actor(token_ids, mask, response).logprobs
+            logprobs: Tensor = self.actor(token_ids, mask, response, routes=routes).logprobs
         return logprobs
 
     @torch.no_grad()

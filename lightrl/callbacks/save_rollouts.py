@@ -99,6 +99,8 @@ class SaveRollouts(RLCallback):
         stored |= {"policy_version": rollouts.policy_version}
         if any(support is not None for support in experience.supports):
             stored["supports"] = [None if s is None else (s.counts, s.ids) for s in experience.supports]
+        if any(routes is not None for routes in experience.routes):
+            stored["routes"] = [None if r is None else r.experts for r in experience.routes]
         if any(rollouts.inputs):
             stored["inputs"] = [{k: _on_cpu(v) for k, v in inputs.items()} for inputs in rollouts.inputs]
         with atomic_write(folder / f"rank{trainer.global_rank}.pt") as binary:

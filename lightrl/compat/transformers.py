@@ -17,6 +17,7 @@ __all__ = [
     "cached_path",
     "has_recurrent_state",
     "model_class",
+    "router_modules",
     "supports_sdpa",
     "with_from_config",
 ]
@@ -35,6 +36,20 @@ def supports_sdpa(model: Any) -> bool:
 def has_recurrent_state(model: Any) -> bool:
     """Whether the model keeps a state in which padding would leave its traces."""
     return bool(getattr(model, "_is_stateful", False))
+
+
+def router_modules(model: Any) -> list[tuple[str, Any]]:
+    """(name, module) of the routers of a mixture of experts: those whose logits its classes declare as an output."""
+    declared: list[tuple[Any, str | None]] = []
+    for part in model.modules():
+        specs = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
+        for spec in specs if isinstance(specs, list) else [specs]:
+            declared.append((getattr(spec, "target_class", spec), getattr(spec, "layer_name", None)))
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if any(isinstance(module, kind) and f".{place or name}." in f".{name}." for kind, place in declared)
+    ]
 
 
 def block_class_names(model: Any) -> set[str]:

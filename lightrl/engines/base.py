@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightrl.types import CompletionGroup, EngineContext, GenerationRequest
+from lightrl.types import CompletionGroup, EngineContext, GenerationRequest, Routes
 
 __all__ = [
     "Engine",
@@ -237,9 +237,20 @@ class Engine(ABC):
             self.check_request(request)
         return queue
 
+    @property
+    def replays_routes(self) -> bool:
+        """Whether the started engine's model has experts and `logprobs` takes the `routes` of sequences."""
+        return False
+
     @abstractmethod
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs at temperature 1 of tokens 1..n-1 of each sequence given those before; the canary's question."""
+    def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
+        """Log-probs at temperature 1 of tokens 1..n-1 of each sequence given those before; the canary's question.
+
+        Args:
+            sequences: token ids, at least one each.
+            routes: of each sequence the experts that its tokens are to go to, for an engine that `replays_routes`;
+                others are not given any.
+        """
 
     takes_parts: bool = False
     """Whether `load_weights` takes `partial=True`."""

@@ -66,7 +66,9 @@ def check_trajectories(
     if not rows:
         return found
     fits = engine.max_model_len - 1  # vLLM scores what leaves room for a token: the last of a full row goes unchecked
-    for (t, r, row), recomputed in zip(rows, engine.logprobs([row.token_ids[:fits] for *_, row in rows]), strict=True):
+    again = [[row.routes for *_, row in rows]] if engine.replays_routes else []
+    scored = engine.logprobs([row.token_ids[:fits] for *_, row in rows], *again)
+    for (t, r, row), recomputed in zip(rows, scored, strict=True):
         bad: set[int] = set()
         for i, turn in enumerate(row.turn_ids):
             if turn < 0 or turn in bad or i >= fits:

@@ -152,6 +152,7 @@ def one_turn(group: CompletionGroup) -> list[Trajectory]:
             logprobs=nothing + list(completion.logprobs),
             policy_versions=context + [version] * count,
             support=Support.joined((len(prompt), None), (count, completion.support)),
+            routes=completion.routes,
         )
         trajectories.append(Trajectory([row], completion.text, completion.finish_reason))
     return trajectories

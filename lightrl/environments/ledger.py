@@ -10,7 +10,7 @@ import torch
 
 from lightrl.environments.base import Message
 from lightrl.environments.bridges import Bridge, Tokens
-from lightrl.types import GenerationRequest, ImageInputs, Media, Support, TrajectoryRow
+from lightrl.types import GenerationRequest, ImageInputs, Media, Routes, Support, TrajectoryRow
 
 __all__ = ["Ledger"]
 
@@ -66,8 +66,9 @@ class Ledger:
         return self.request_ids
 
     def shown(self, request: GenerationRequest) -> GenerationRequest:
-        """The request of `request_ids` with the images that stand among them."""
+        """The request of `request_ids` with the images that stand among them, and the experts of earlier turns."""
         row = self._rows[-1]
+        request = replace(request, routes=row.routes)
         inputs, media = self._images(row, len(row.token_ids))
         if media is None or inputs is None:
             return request
@@ -87,6 +88,7 @@ class Ledger:
         *,
         trained: bool = True,
         support: Support | None = None,
+        routes: Routes | None = None,
         turn: int | None = None,
     ) -> None:
         """Records what the engine sampled after `request_ids`.
@@ -97,6 +99,7 @@ class Ledger:
             reply: the same as an assistant's message, as it enters the conversation.
             trained: False makes the turn context.
             support: what the tokens were drawn from; None where nothing was cut, or it was not recorded.
+            routes: of `request_ids` and the tokens; None where none were recorded.
             turn: its number in the trajectory, where that has other conversations; None counts from 0.
         """
         if len(token_ids) != len(logprobs):
@@ -105,6 +108,7 @@ class Ledger:
         self._turn = (list(row.token_ids), list(token_ids), reply)
         row.short += token_ids
         row.support = Support.joined((len(row.token_ids), row.support), (len(token_ids), support if trained else None))
+        row.routes = Routes.extended(row.routes, routes)
         row.token_ids.extend(token_ids)
         turn = self.turns if turn is None else turn
         row.turn_ids.extend([turn if trained else -1] * len(token_ids))
@@ -138,10 +142,11 @@ class Ledger:
     def _upto(self, row: _Row, end: int) -> TrajectoryRow:
         """The first `end` tokens of a row, and what they show."""
         support = None if row.support is None else row.support.upto(end)
+        routes = None if row.routes is None else row.routes.upto(end)
         versions = row.policy_versions[:end]
         inputs, media = self._images(row, end)
         return TrajectoryRow(
-            row.token_ids[:end], row.turn_ids[:end], row.logprobs[:end], versions, support, inputs, media
+            row.token_ids[:end], row.turn_ids[:end], row.logprobs[:end], versions, support, routes, inputs, media
         )
 
     def _images(self, row: _Row, end: int) -> tuple[dict[str, Any] | None, Media | None]:

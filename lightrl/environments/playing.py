@@ -253,6 +253,7 @@ class _Played(Attempt):
             reply.message(),
             trained=self.settings.train_parse_errors or not reply.errors,
             support=completion.support,
+            routes=completion.routes,
         )
         self.rewards.append(self.settings.parse_error_reward if reply.errors else 0.0)
         self.last = reply

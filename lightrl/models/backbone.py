@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,8 +35,9 @@ from lightrl.models.multimodal import (
 from lightrl.models.packing.attention import IMPLEMENTATION, keep_attention_caps, text_attention, unsupported_reason
 from lightrl.models.packing.context import refuse_heads, share_stream
 from lightrl.models.packing.layouts import LayoutError, TokenStream, make_stream
+from lightrl.models.routing import Routers, RoutingPass
 from lightrl.models.spec import Layout
-from lightrl.types import HostRows
+from lightrl.types import HostRows, Routes
 
 __all__ = ["Backbone", "BackboneOutput"]
 
@@ -91,6 +94,7 @@ class Backbone:
         keep_attention_caps(model)
         own = text_attention(model.config, attention_implementation(model.config.get_text_config()))
         self._context: Any = None
+        self._routers: Routers | None = None
         self._restore_attention = partial(model.set_attn_implementation, own)
         if layout != "padded":
             reason = unsupported_reason(model, body)
@@ -121,24 +125,26 @@ class Backbone:
         group_ids: Tensor | None = None,
         inputs: list[dict[str, Any]] | None = None,
         host: HostRows | None = None,
+        routes: Sequence[Routes | None] = (),
     ) -> BackboneOutput:
         """Hidden states at t - 1 for each response token t, or at each row's last token where the mask is None.
 
-        `host` has the same rows in host memory; without it they are read from the device.
+        `host` has the same rows in host memory; without it they are read from the device. `routes` are the experts that
+        B rows' tokens are to go to.
         """
         if host is None:
             response, groups = (None if x is None else x.cpu() for x in (response_mask, group_ids))
             host = HostRows(token_ids.cpu(), attention_mask.cpu(), response, groups)
         rows = inputs if inputs and any(inputs) else None
         if self._context is not None:
-            return self._run_spread(token_ids.device, host, rows)
+            return self._run_spread(token_ids.device, host, rows, routes)
         if rows and any("token_type_ids" in row for row in rows) and self.layout != "padded":
             self._fall_back("parts of its images attend in both directions")
         hidden = sampled_placeholders(self.config, host.token_ids, host.response_mask) if rows else None
         hidden = None if hidden is None else hidden.to(token_ids.device)
         shown = token_ids if hidden is None else token_ids.masked_fill(hidden, harmless_id(self.config))
         with misfits_named(self.body, shown, rows):
-            return self._run(token_ids, attention_mask, host, rows, hidden)
+            return self._run(token_ids, attention_mask, host, rows, hidden, routes)
 
     def _run(
         self,
@@ -147,6 +153,7 @@ class Backbone:
         host: HostRows,
         rows: list[dict[str, Any]] | None,
         hidden: Tensor | None,
+        routes: Sequence[Routes | None],
     ) -> BackboneOutput:
         if self.layout != "padded":
             share = self.layout != "packed"
@@ -157,14 +164,29 @@ class Backbone:
                 host.response_mask,
                 groups,
                 share=share,
+                routes=routes,
                 cpu_kernels=self.cpu_kernels,
                 device=token_ids.device,
             )
             try:
-                return self._run_stream(token_ids, stream, rows, hidden)
+                with self._replaying(Routes.at(routes, stream.source, token_ids.shape[1])):
+                    return self._run_stream(token_ids, stream, rows, hidden)
             except LayoutError as error:
                 self._fall_back(str(error))
-        return self._run_padded(token_ids, attention_mask, host, rows, hidden)
+        places = torch.arange(token_ids.numel(), device=token_ids.device)
+        with self._replaying(Routes.at(routes, places, token_ids.shape[1])):
+            return self._run_padded(token_ids, attention_mask, host, rows, hidden)
+
+    def _replaying(self, experts: Tensor | None) -> AbstractContextManager[RoutingPass | None]:
+        """Within it the routers take these (N, L, K) experts, as of `Routes.at`."""
+        return nullcontext() if experts is None else self.routers.replaying(experts)
+
+    @property
+    def routers(self) -> Routers:
+        """Of a mixture of experts; they are looked for when they are first needed."""
+        if self._routers is None:
+            self._routers = Routers(self.body)
+        return self._routers
 
     def _fall_back(self, reason: str) -> None:
         if self.explicit:
@@ -206,20 +228,28 @@ class Backbone:
             raise LayoutError(f"{stream.num_calls} of its {self.num_layers} layers use the replaced attention")
         return self._output(out, stream.read, stream.targets, stream.shape, None, idle=self.sees and not rows)
 
-    def _run_spread(self, device: torch.device, host: HostRows, rows: list[dict[str, Any]] | None) -> BackboneOutput:
+    def _run_spread(
+        self, device: torch.device, host: HostRows, rows: list[dict[str, Any]] | None, routes: Sequence[Routes | None]
+    ) -> BackboneOutput:
         """Runs this rank's stretch of its group's stream. Collective over the group."""
         if rows:
             raise ValueError("context_parallel_size above 1 with images, videos or sound: only text is shared out.")
         share = share_stream(
-            host, self._context, share=self.layout != "packed", cpu_kernels=self.cpu_kernels, device=device
+            host,
+            self._context,
+            share=self.layout != "packed",
+            routes=routes,
+            cpu_kernels=self.cpu_kernels,
+            device=device,
         )
-        out = self.body(
-            input_ids=share.ids.unsqueeze(0),
-            position_ids=share.positions.unsqueeze(0),
-            attention_mask=torch.empty(1, 1, 1, 1, device=device),
-            use_cache=False,
-            stream=share.stream,
-        )
+        with self._replaying(share.experts):
+            out = self.body(
+                input_ids=share.ids.unsqueeze(0),
+                position_ids=share.positions.unsqueeze(0),
+                attention_mask=torch.empty(1, 1, 1, 1, device=device),
+                use_cache=False,
+                stream=share.stream,
+            )
         if share.stream.num_calls != self.num_layers:
             raise ValueError(
                 f"context_parallel_size above 1 with {self.name}: {share.stream.num_calls} of its {self.num_layers} "

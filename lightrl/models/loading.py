@@ -27,6 +27,7 @@ from lightrl.compat.torch import persistent_buffers
 from lightrl.compat.transformers import cached_path, model_class, with_from_config
 from lightrl.models.lora import add_lora
 from lightrl.models.media_tokens import placeholder_ids
+from lightrl.models.routing import recompute_contexts
 from lightrl.models.shards import meta_parameters, weight_places
 from lightrl.models.spec import ModelSpec
 
@@ -144,7 +145,7 @@ def load_model(
     if trainable:
         _freeze(model, spec.freeze)
         if spec.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_contexts})
     return model.train()
 
 

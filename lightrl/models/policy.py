@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.compat.deepspeed import whole_parameters
-from lightrl.compat.transformers import block_class_names
+from lightrl.compat.transformers import block_class_names, router_modules
 from lightrl.models.backbone import Backbone, BackboneOutput
 from lightrl.models.loading import load_backbone
 from lightrl.models.logprobs import LogitMap, TeacherStates, install_head
 from lightrl.models.lora import as_reference
 from lightrl.models.spec import Layout, ModelSpec
-from lightrl.types import HostRows, Support, TopTokens
+from lightrl.types import HostRows, Routes, Support, TopTokens
 
 __all__ = ["Lesson", "PolicyModel", "PolicyOutput", "ValueModel"]
 
@@ -113,6 +113,7 @@ class PolicyModel(nn.Module):
         values: bool = False,
         inputs: list[dict[str, Any]] | None = None,
         supports: Sequence[Support | None] = (),
+        routes: Sequence[Routes | None] = (),
         lessons: Sequence[Lesson] = (),
         divergence: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> PolicyOutput:
@@ -130,6 +131,8 @@ class PolicyModel(nn.Module):
             inputs: B dictionaries of further model inputs, `{}` for text.
             supports: B times what the row's tokens were drawn from, as in `Rollouts`: log-probs and entropies are those
                 of the distribution over it. None, or none at all, means the whole vocabulary.
+            routes: B times the experts that the row's tokens are to go to, as in `Rollouts`. None, or none at all,
+                leaves the choice to the routers.
             lessons: what teachers say about response tokens, each of which is in one lesson at most.
             divergence: from the lessons, see `chunked_divergence`.
 
@@ -141,7 +144,7 @@ class PolicyModel(nn.Module):
         if not self._checked:
             self._checked = True
             self._backbone.check_logits(self.lm, self.logit_map)
-        out = self._backbone(token_ids, attention_mask, response_mask, group_ids, inputs, host)
+        out = self._backbone(token_ids, attention_mask, response_mask, group_ids, inputs, host, routes)
         tokens = token_ids.reshape(-1)[out.targets]
         settings = self._head_settings(out, supports, temperature)
         head = self.lm.get_output_embeddings()
@@ -195,6 +198,15 @@ class PolicyModel(nn.Module):
     def layout(self) -> Layout:
         """In which sequences go through the model: as it was asked for, or padded if the model can do no other."""
         return self._backbone.layout
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return bool(router_modules(self.lm))
+
+    def agreed_routes(self, token_ids: Tensor) -> list[Routes | None]:
+        """Arbitrary experts for (B, T) tokens, always the same ones: the canary asks engine and trainer with them."""
+        return [Routes(experts) for experts in self._backbone.routers.arbitrary(*token_ids.shape)]
 
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks, as FSDP2 shards them."""

@@ -109,6 +109,7 @@ def collate(
         states=[owner.states for owner in owners] if any(owner.states for owner in owners) else [],
         temperature=temperature,
         supports=[row.support for row in rows],
+        routes=[row.routes for row in rows],
         prompts=[prompts[p].texts[0] for p in of_group],
         raw_prompts=[prompts[p].raw[0] for p in of_group] if prompts[0].raw else [],
         completions=[owner.completion for owner in owners],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
+from lightrl.types import Routes
 
 __all__ = ["RolloutLearner"]
 
@@ -47,8 +48,11 @@ class RolloutLearner(LightningModule, ABC):
         """The actor's LoRA adapter in peft's format: (name, full tensor) one at a time, and its configuration."""
 
     @abstractmethod
-    def token_logprobs(self, token_ids: Tensor) -> Tensor:
-        """Log-probs at temperature 1 of all tokens but the first of each row; (B, T) in, (B, T) out, for the canary."""
+    def token_logprobs(self, token_ids: Tensor, routes: Sequence[Routes | None] = ()) -> Tensor:
+        """Log-probs at temperature 1 of all tokens but the first of each row; (B, T) in, (B, T) out, for the canary.
+
+        `routes` are the experts that the B rows' tokens are to go to.
+        """
 
     @abstractmethod
     def all_sum(self, tensor: Tensor) -> Tensor:

@@ -95,8 +95,9 @@ class WeightSync(EngineSync):
         tokens = self._tokens(module, min(self.num_tokens, engine.max_model_len - 1))
         for placeholder in placeholder_ids(module.actor.lm.config).values():  # stands for what is not there
             tokens[tokens == placeholder] = harmless_id(module.actor.lm.config)
-        theirs = torch.tensor(engine.logprobs(tokens.tolist()))
-        ours = module.token_logprobs(tokens.to(module.device)).cpu()[:, 1:]
+        routes = [module.actor.agreed_routes(tokens)] if engine.replays_routes else []
+        theirs = torch.tensor(engine.logprobs(tokens.tolist(), *routes))
+        ours = module.token_logprobs(tokens.to(module.device), *routes).cpu()[:, 1:]
         gaps = (ours - theirs).abs()
         self.last_gap = float(gaps.mean())
         tolerance = self.tolerance or TOLERANCE.get(engine.dtype or "float32", TOLERANCE["bfloat16"])

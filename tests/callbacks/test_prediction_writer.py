@@ -141,11 +141,20 @@ def test_a_trajectory_of_two_rows_is_one_record(make_trainer: Callable[..., Any]
 def test_ranks_are_joined(tmp_path: Path) -> None:
     for rank, width in ((0, 2), (1, 3), (10, 1)):
         tensors = {"token_ids": torch.full((2, width), rank), "group_ids": torch.tensor([0, 1]), "policy_version": 4}
+        tensors["routes"] = [torch.full((width, 2, 3), rank, dtype=torch.uint8), None]
         torch.save(tensors, tmp_path / f"rank{rank}.pt")
         (tmp_path / f"rank{rank}.jsonl").write_text(f'{{"prompt": "{rank}"}}\n' * 2)
     tensors, texts = load_rollouts(tmp_path)
     assert tensors["token_ids"].tolist() == [[0, 0, 0]] * 2 + [[1, 1, 1]] * 2 + [[10, 0, 0]] * 2
     assert tensors["group_ids"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert [None if taken is None else taken[0, 0, 0].item() for taken in tensors["routes"]] == [
+        0,
+        None,
+        1,
+        None,
+        10,
+        None,
+    ]
     assert [text["prompt"] for text in texts] == ["0", "0", "1", "1", "10", "10"]
 
 

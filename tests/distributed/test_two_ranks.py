@@ -20,9 +20,11 @@ from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import EMA, ReferenceSync, WeightSync
 from lightrl.data.sft import SFTSource
 from lightrl.distributed.fsdp2 import FSDP2Strategy
+from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import GroupRelative
 from lightrl.objectives.kl import KLInLoss
+from lightrl.types import Routes
 from tests.toys import digits_reward, quickstart_model, quiet_trainer, some_flat, sums_data
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -64,6 +66,18 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05)
 
 
+class OtherExperts(TransformersEngine):
+    """Says that a token went to two of four experts which depend on its id and place alone, and not where it went."""
+
+    def generate(self, requests: Any) -> Any:
+        for group in super().generate(requests):
+            for sample in group.completions:
+                ids = torch.tensor([*group.request.token_ids, *sample.token_ids[:-1]])
+                first = (ids + torch.arange(len(ids))) % 4
+                sample.routes = Routes(torch.stack([first, (first + 1) % 4], 1)[:, None].to(torch.uint8))
+            yield group
+
+
 def run(kind: str, path: str, devices: int, strategy: str = "auto") -> Record:
     """Two rollouts, with ranks of unequal work: responses differ in length and micro-batches hold two rows."""
     seed_everything(0, verbose=False)
@@ -78,6 +92,8 @@ def run(kind: str, path: str, devices: int, strategy: str = "auto") -> Record:
     else:
         module = GRPOLightningModule(spec, advantage=GroupRelative("batch"), kl=KLInLoss("k2"), **common)
         data = {"rewards": [some_flat], "max_refills": 8, **ptx}
+    if kind == "experts":
+        data["engine"] = OtherExperts()
     record = Record()
     callbacks = [WeightSync(), record, EMA(0.9), ReferenceSync(every_n_rollouts=1, alpha=0.5)]
     sharded: dict[str, Any] = {
@@ -93,10 +109,18 @@ def run(kind: str, path: str, devices: int, strategy: str = "auto") -> Record:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "strategy"), [("ppo", "ddp"), ("grpo", "ddp"), ("ppo", "fsdp2"), ("ppo", "context")])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [("ppo", "ddp"), ("grpo", "ddp"), ("ppo", "fsdp2"), ("ppo", "context"), ("experts", "context")],
+)
 def test_two_ranks_equal_one(kind: str, strategy: str, tmp_path: Path) -> None:
-    path = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+    if kind == "experts":
+        sizes |= {"family": "Mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": None}
+    path = quickstart_model(tmp_path / "model", **sizes)
     one = run(kind, path, devices=1)
+    if kind == "experts":
+        assert not torch.allclose(one.gradients[0], run("grpo", path, devices=1).gradients[0], atol=1e-3)
     command = [sys.executable, __file__, kind, path, str(tmp_path), strategy]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]

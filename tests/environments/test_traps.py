@@ -342,6 +342,7 @@ def test_a_row_that_fills_the_engine_is_checked_up_to_its_last_token(engine: Tra
 
     class Full:
         max_model_len = len(row.token_ids)
+        replays_routes = False
 
         def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
             assert max(map(len, sequences)) < self.max_model_len

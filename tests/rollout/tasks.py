@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import seed_everything
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.algorithms.hooks import RLCallback
@@ -24,11 +24,11 @@ from lightrl.environments import AgentProgram, Environment, EnvironmentEpisode, 
 from lightrl.rollout import RolloutDataModule
 from lightrl.types import Experience, Rollouts, SamplingParams
 from tests.environments.families import FAMILIES, make_tokenizer
-from tests.toys import quiet_trainer
+from tests.toys import near_ties, quiet_trainer
 
 
-def chat_model(folder: Path, family: str = "qwen2.5", seed: int = 0) -> str:
-    """A model with a family's chat template and random weights."""
+def chat_model(folder: Path, family: str = "qwen2.5", seed: int = 0, experts: bool = False) -> str:
+    """A model with a family's chat template and random weights; or a mixture of experts whose routers nearly tie."""
     tokenizer = make_tokenizer(FAMILIES[family])
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
@@ -45,7 +45,12 @@ def chat_model(folder: Path, family: str = "qwen2.5", seed: int = 0) -> str:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    lm: Any = Qwen2ForCausalLM(config)
+    if experts:
+        sizes = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
+        of_experts = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
+        lm = near_ties(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **of_experts)))
+    lm.save_pretrained(folder)
     return str(folder)
 
 
@@ -150,11 +155,7 @@ class Keep(RLCallback):
     def on_rollout_scored(self, trainer: Any, module: Any, rollouts: Rollouts) -> None:
         self.rollouts.append(rollouts)
         if self.compare:
-            r = rollouts
-            with torch.no_grad():
-                inputs = r.inputs or None
-                out = module.actor(r.token_ids, r.attention_mask, r.response_mask, group_ids=r.group_ids, inputs=inputs)
-            self.gaps.append(float((out.logprobs - r.engine_logprobs)[r.response_mask].abs().max()))
+            self.gaps.append(gap(module, rollouts, rollouts.routes))
 
     def on_experience_made(self, trainer: Any, module: Any, experience: Experience) -> None:
         self.experiences.append(experience)
@@ -164,6 +165,14 @@ class Keep(RLCallback):
 
     def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         self.evaluated.append(batch)
+
+
+def gap(module: Any, rollouts: Rollouts, routes: Any) -> float:
+    """The largest difference between the policy's log-probs, on these experts, and those that were sampled."""
+    rows = rollouts.token_ids, rollouts.attention_mask, rollouts.response_mask
+    with torch.no_grad():
+        out = module.actor(*rows, group_ids=rollouts.group_ids, inputs=rollouts.inputs or None, routes=routes)
+    return float((out.logprobs - rollouts.engine_logprobs)[rollouts.response_mask].abs().max())
 
 
 class TimedEngine(TransformersEngine):

@@ -26,7 +26,7 @@ from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import GSPO, GiGPO, GroupRelative, KLInLoss, KLInReward, TurnGAE, TurnReturns
 from lightrl.objectives.divergences import ReverseKL
 from lightrl.types import SamplingParams
-from tests.rollout.tasks import Keep, Letters, chat_model, fit, sgd, talk
+from tests.rollout.tasks import Keep, Letters, chat_model, fit, gap, sgd, talk
 from tests.toys import ThreadEngine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -167,6 +167,19 @@ def teacher(path: str) -> str:
     return str(folder) if folder.exists() else chat_model(folder, seed=1)
 
 
+def mixture(path: str) -> str:
+    """A mixture of experts with the same tokens."""
+    folder = Path(path).parent / "experts"
+    return str(folder) if folder.exists() else chat_model(folder, experts=True)
+
+
+def replayed(run: Run, where: Where) -> bool:
+    """Whether only the replay of the engine's experts closes the gap between its log-probs and the trainer's."""
+    rows, module = run.keep.rollouts[0], grpo(mixture(where.path))
+    module._build_models()
+    return gap(module, rows, rows.routes) < 1e-5 and gap(module, rows, ()) > 1e-3
+
+
 def served(where: Where) -> dict[str, Any]:
     pytest.importorskip("uvicorn")
     from tests.engines.sglang_server import SGLangServer
@@ -246,6 +259,12 @@ CELLS: dict[str, list[Cell]] = {
             "LoRA", lambda where: {"build": lambda path: grpo(path, {"lora": LoraSpec(r=2)})},
             "the adapter moves, and nothing else",
             lambda run, where: bool(run.moved) and all("lora_" in name for name in run.moved),
+        ),
+        Cell(
+            "a mixture of experts, whose routing is replayed",
+            lambda where: {"build": lambda path: grpo(mixture(path))},
+            "the trainer's log-probs are those of sampling, although routers nearly tie; without replay they are not",
+            replayed,
         ),
         Cell(
             "`freeze`", lambda where: {"build": lambda path: grpo(path, {"freeze": ["*mlp*"]})},

@@ -25,7 +25,7 @@ from lightrl.engines.server.pool import ServerPool
 from lightrl.engines.server.protocols import PROTOCOLS
 from lightrl.engines.server.weights import FolderTransport, TransferTransport, Transport
 from lightrl.engines.vllm.requests import check_lengths
-from lightrl.types import CompletionGroup, EngineContext, GenerationRequest
+from lightrl.types import CompletionGroup, EngineContext, GenerationRequest, Routes
 
 __all__ = ["ServerEngine"]
 
@@ -256,7 +256,7 @@ class ServerEngine(Engine):
             for work in running.values():
                 work.cancel()
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
         """See `Engine.logprobs`. Every server with current weights is asked.
 
         Raises:

@@ -17,6 +17,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lightrl.compat.transformers import has_recurrent_state
 from lightrl.models.multimodal import media_positions
+from lightrl.models.routing import Routers, RoutingPass
+from lightrl.types import Routes
 
 __all__ = ["CacheDecoder", "Decoder"]
 
@@ -28,6 +30,9 @@ class Decoder(Protocol):
     """Whether prompts can be added while rows are live."""
     prefill_tokens: int
     """Most prompt tokens of one `prefill`, unless a single prompt has more: it bounds the memory of activations."""
+    routes: Tensor | None
+    """The experts of the last tokens: (P, L, layers, K) after `prefill`, shorter prompts padded on the left, (R, 1,
+    layers, K) after `step`. None for a model without, or whose routers cannot be recorded."""
 
     def tokens_held(self, prompt_tokens: int, copies: int, new_tokens: int) -> int:
         """Most tokens whose keys and values a group will need."""
@@ -41,8 +46,17 @@ class Decoder(Protocol):
     def batches(self, first: Sequence[int], other: Sequence[int]) -> bool:
         """Whether the prompt `other` may be computed in one batch with the longer prompt `first`."""
 
-    def prefill(self, prompts: Sequence[Sequence[int]], copies: int, inputs: dict[str, Any]) -> Tensor:
-        """Adds `copies` rows per prompt, neighbours, at the end; (P, V) logits after each prompt."""
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        copies: int,
+        inputs: dict[str, Any],
+        routes: Sequence[Routes | None] = (),
+    ) -> Tensor:
+        """Adds `copies` rows per prompt, neighbours, at the end; (P, V) logits after each prompt.
+
+        `routes` are experts that tokens of the prompts are to be sent to, for a decoder that records them.
+        """
 
     def step(self, tokens: Tensor) -> Tensor:
         """(R,) tokens, one per row -> (R, V) logits of the tokens after them."""
@@ -63,13 +77,16 @@ class CacheDecoder:
 
     Args:
         model: a causal language model in evaluation mode.
+        routers: of a mixture of experts, to be recorded.
     """
 
     refills = False
     prefill_tokens = 65536
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, routers: Routers | None = None) -> None:
         self.model = model
+        self.routers = routers
+        self.routes: Tensor | None = None
         text_config = model.config.get_text_config()
         types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
         self.pads = types <= {"full_attention", "sliding_attention"} and not has_recurrent_state(model)
@@ -93,7 +110,13 @@ class CacheDecoder:
         return self.pads or len(first) == len(other)
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]], copies: int, inputs: dict[str, Any]) -> Tensor:
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        copies: int,
+        inputs: dict[str, Any],
+        routes: Sequence[Routes | None] = (),
+    ) -> Tensor:
         """See `Decoder.prefill`; `inputs` are further arguments of the model's forward (images, ...)."""
         device, width = self.model.device, max(map(len, prompts))
         lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -106,12 +129,12 @@ class CacheDecoder:
         positions = (columns - (width - lengths[:, None])).clamp(min=0) if own is None else own
         following = lengths if own is None else own.amax((0, 2)) + 1
         self.cache = DynamicCache(config=self.model.config)
-        out = self.model(
+        places = columns - (width - lengths[:, None]) + torch.arange(len(prompts), device=device)[:, None] * (width + 1)
+        places = torch.where(mask, places, width)  # of the padding nothing was recorded
+        out = self._run(
+            Routes.at(routes, places.flatten(), width + 1),
             input_ids=ids,
             attention_mask=mask.long() if padded else None,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
             position_ids=positions,
             **extra,
         )
@@ -132,16 +155,20 @@ class CacheDecoder:
         """See `Decoder.step`."""
         if self.mask is not None:
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
-        out = self.model(
-            input_ids=tokens[:, None],
-            attention_mask=self.mask,
-            position_ids=self.positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        out = self._run(None, input_ids=tokens[:, None], attention_mask=self.mask, position_ids=self.positions)
         self.positions = self.positions + 1 if self.positions is not None else None
         return out.logits[:, -1]
+
+    def _run(self, experts: Tensor | None, **inputs: Any) -> Any:
+        """One forward in which tokens go to `experts`, as of `Routes.at`; leaves what was taken in `routes`."""
+        arguments = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1, **inputs}
+        if self.routers is None:
+            return self.model(**arguments)
+        with RoutingPass() if experts is None else self.routers.replaying(experts) as forward:
+            out = self.model(**arguments)
+        taken = self.routers.recorded(forward)
+        self.routes = taken.view(*inputs["input_ids"].shape, *taken.shape[1:])
+        return out
 
     def remember(self, row: int, tokens: Sequence[int]) -> None:
         """Nothing is held of rows that ended."""

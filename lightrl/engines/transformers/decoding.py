@@ -16,7 +16,7 @@ from torch import Tensor
 from lightrl.engines.base import RequestQueue
 from lightrl.engines.transformers.decoders import Decoder
 from lightrl.engines.transformers.sampling import completion_uniforms, cuts, forbidden_tokens, sample
-from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams, Support
+from lightrl.types import Completion, CompletionGroup, GenerationRequest, Routes, SamplingParams, Support
 
 __all__ = ["Generation"]
 
@@ -45,6 +45,7 @@ class _Job:
         self.finished: list[Completion | None] = [None] * self.copies
         self.unfinished = self.copies
         self.cost = 0
+        self.routes: Tensor | None = None  # of the prompt's tokens, (L, layers, K)
 
     @property
     def prompt(self) -> list[int]:
@@ -54,7 +55,7 @@ class _Job:
 class _Row:
     """One completion under way. `tokens` and `logprobs` lack what is in `Generation.pending`."""
 
-    __slots__ = ("completion", "job", "kept", "logprobs", "text", "tokens", "visible")
+    __slots__ = ("completion", "job", "kept", "logprobs", "routes", "text", "tokens", "visible")
 
     def __init__(self, job: _Job, completion: int) -> None:
         self.job = job
@@ -63,6 +64,7 @@ class _Row:
         self.visible: list[int] = []  # tokens that may be part of a stop string; empty where there are none
         self.logprobs: list[float] = []
         self.kept: list[Tensor] = []  # ids that each token was drawn from; empty where nothing is cut
+        self.routes: list[Tensor] = []  # of the tokens that were fed back; empty where there are no experts
         self.text: str | None = None  # set when a stop string ends it
 
 
@@ -113,8 +115,9 @@ class Generation:
         self.last = torch.empty(0, dtype=torch.long, device=device)
         self.cursors = torch.empty(0, dtype=torch.long, device=device)  # per row, the place of its next uniform
         self.kinds: list[tuple[_Settings, Tensor | None]] = []  # of the rows, and which have them; None for all
-        # Tokens, log-probs, and per row the ids they were drawn from, of steps that no row ended with.
-        self.pending: list[tuple[Tensor, Tensor, list[Tensor] | None]] = []
+        # Tokens, log-probs, per row the ids they were drawn from, and the experts of the tokens that were fed, of steps
+        # that no row ended with.
+        self.pending: list[tuple[Tensor, Tensor, list[Tensor] | None, Tensor | None]] = []
         self.seen: Tensor | None = None
         self.held = 0
         self.room = 0  # tokens until a row meets its limit, as of what is written down
@@ -228,13 +231,17 @@ class Generation:
         self.rows += [_Row(job, g) for job in admitted for g in range(copies)]
         longest = max(len(job.prompt) + job.limit for job in admitted)
         self.decoder.reserve(longest, max(job.limit for job in admitted))
-        logits = self.decoder.prefill([job.prompt for job in admitted], copies, admitted[0].request.inputs)
+        known = [job.request.routes for job in admitted]
+        logits = self.decoder.prefill([job.prompt for job in admitted], copies, admitted[0].request.inputs, known)
+        if self.decoder.routes is not None:
+            for job, routes in zip(admitted, self.decoder.routes.cpu(), strict=True):
+                job.routes = routes[len(routes) - len(job.prompt) :]
         logits = logits.repeat_interleave(copies, 0)
         slots = [job.start + g * job.limit for job in admitted for g in range(copies)]
         self.cursors = torch.cat([self.cursors, torch.tensor(slots, device=self.device)])
         self._note_seen(admitted, first, logits.shape[-1])
         kinds = self._kinds(first)
-        self.last = torch.cat([self.last, self._sample(logits, kinds, first)])
+        self.last = torch.cat([self.last, self._sample(logits, kinds, first, None)])
         self.kinds = kinds if first == 0 else self._kinds(0)
         return self._write_down(first)
 
@@ -262,7 +269,8 @@ class Generation:
     def _step(self) -> list[int]:
         """Samples one more token for every row; positions of rows that ended."""
         assert self.decoder is not None
-        self.last = tokens = self._sample(self.decoder.step(self.last), self.kinds, 0)
+        logits = self.decoder.step(self.last)
+        self.last = tokens = self._sample(logits, self.kinds, 0, self.decoder.routes)
         # The lists of the rows are made only where a row may have ended: that takes as long as the sampling.
         if len(self.pending) < self.room and not any(settings.stops for settings, _ in self.kinds):
             ends = set().union(*(settings.end_ids for settings, _ in self.kinds))
@@ -270,7 +278,9 @@ class Generation:
                 return []
         return self._write_down(0)
 
-    def _sample(self, logits: Tensor, kinds: list[tuple[_Settings, Tensor | None]], first: int) -> Tensor:
+    def _sample(
+        self, logits: Tensor, kinds: list[tuple[_Settings, Tensor | None]], first: int, routes: Tensor | None
+    ) -> Tensor:
         """Samples for the rows from `first` on, and leaves tokens and log-probs in `pending`; the tokens."""
         parts = []
         for settings, rows in kinds:
@@ -288,7 +298,7 @@ class Generation:
         if self.seen is not None:
             self.seen[first:].scatter_(1, tokens[:, None], True)
         self.cursors[first:] += 1
-        self.pending.append((tokens, logprobs, kept))
+        self.pending.append((tokens, logprobs, kept, routes))
         return tokens
 
     def _sample_kind(
@@ -313,13 +323,17 @@ class Generation:
         """Gives what is pending to the rows from `first` on, which it belongs to; positions of those that ended."""
         tokens = torch.stack([step[0] for step in self.pending], 1).tolist()
         logprobs = torch.stack([step[1] for step in self.pending], 1).tolist()
-        supports = [kept for _, _, kept in self.pending if kept is not None]  # in all steps or in none
+        supports = [step[2] for step in self.pending if step[2] is not None]  # in all steps or in none
+        fed = [step[3] for step in self.pending if step[3] is not None]
+        routes = torch.cat(fed, 1).cpu() if fed else None
         self.pending.clear()
         ended = []
         for i, row in enumerate(self.rows[first:]):
             row.tokens += tokens[i]
             row.logprobs += logprobs[i]
             row.kept += [kept[i] for kept in supports]
+            if routes is not None:
+                row.routes.append(routes[i])
             last, settings = row.tokens[-1], row.job.settings
             stopped = bool(settings.stops) and self._stopped(row, last)  # also of the last token: its text may be cut
             if stopped or last in settings.end_ids or len(row.tokens) == row.job.limit:
@@ -375,7 +389,9 @@ class Generation:
         stopped = row.text is not None or row.tokens[-1] in row.job.settings.end_ids
         text = row.text if row.text is not None else self._decode(row.tokens)
         support = Support.of(row.kept) if cuts(row.job.settings.sampling) else None
-        return Completion(row.tokens, row.logprobs, text, "stop" if stopped else "length", support)
+        prompt = row.job.routes
+        routes = None if prompt is None else Routes(torch.cat([prompt, *row.routes]))
+        return Completion(row.tokens, row.logprobs, text, "stop" if stopped else "length", support, routes)
 
     def _drop(self, job: _Job) -> None:
         """Forgets a job that was cancelled."""

@@ -6,13 +6,16 @@ anything at that step; every completion has its own random numbers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from lightrl.compat.transformers import router_modules
 from lightrl.engines.base import Engine, RequestQueue
 from lightrl.engines.transformers.decoders import CacheDecoder, Decoder
 from lightrl.engines.transformers.decoding import Generation
@@ -21,9 +24,12 @@ from lightrl.kernels.cpu.decoder import SHORT_PROMPT, CPUDecoder
 from lightrl.kernels.cpu.decoder_model import CPUModel, copy_by_rows
 from lightrl.models.loading import CONFIG_KEYS, causal_class
 from lightrl.models.packing.attention import keep_attention_caps
-from lightrl.types import CompletionGroup, EngineContext, GenerationRequest
+from lightrl.models.routing import Routers, RoutingPass
+from lightrl.types import CompletionGroup, EngineContext, GenerationRequest, Routes
 
 __all__ = ["TransformersEngine"]
+
+log = logging.getLogger(__name__)
 
 _LOGPROB_TOKENS = 4096  # tokens (with padding) of one forward of `logprobs`
 
@@ -76,6 +82,7 @@ class TransformersEngine(Engine):
         self._model: Any = None
         self._tokenizer: Any = None
         self._cpu_model: CPUModel | None = None
+        self._routers: Routers | None = None
         self._eos_ids: set[int] = set()
 
     def start(self, context: EngineContext) -> None:
@@ -100,6 +107,7 @@ class TransformersEngine(Engine):
         self._eos_ids = _end_ids(model, self._tokenizer)
         fast = model.device.type == "cpu" and cpu.enabled(self.cpu_kernels) and CPUModel.fits(model)
         self._cpu_model = CPUModel(model) if fast else None
+        self._routers = _routers(model)
         self._model = model
 
     @property
@@ -152,7 +160,7 @@ class TransformersEngine(Engine):
     def _decoder(self, requests: Sequence[GenerationRequest], complete: bool) -> Decoder:
         """An empty decoder for requests that wait; `complete` where no more will come."""
         if self._cpu_model is None or any(request.inputs for request in requests):
-            return CacheDecoder(self._model)
+            return CacheDecoder(self._model, self._routers)
         lengths = {len(request.token_ids) for request in requests}
         new_tokens = max(request.sampling.max_new_tokens for request in requests)
         copied = max(lengths) if complete and len(lengths) == 1 and max(lengths) <= SHORT_PROMPT else 0
@@ -181,8 +189,13 @@ class TransformersEngine(Engine):
 
     # -------------------------------------------------------------------------------------------------- weights
 
+    @property
+    def replays_routes(self) -> bool:
+        """See `Engine.replays_routes`."""
+        return self._routers is not None
+
     @torch.inference_mode()
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
         """See `Engine.logprobs`."""
         self._require_started()
         answers: list[list[float]] = [[] for _ in sequences]
@@ -193,7 +206,13 @@ class TransformersEngine(Engine):
             rows = [list(sequences[i]) for i in chunk]
             ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self._model.device)
             mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=ids.device)
-            logits = self._model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
+            experts = (
+                Routes.at([routes[i] for i in chunk], torch.arange(ids.numel(), device=ids.device), width)
+                if routes
+                else None
+            )
+            with nullcontext() if self._routers is None or experts is None else self._routers.replaying(experts):
+                logits = self._model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
             picked = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].tolist()
             for i, row in zip(chunk, picked, strict=True):
                 answers[i] = row[: len(sequences[i]) - 1]
@@ -234,6 +253,21 @@ class TransformersEngine(Engine):
                 f"named_tensors do not fit the engine's model. {listed}. Send each parameter once, by name."
             )
         self.policy_version = policy_version
+
+
+def _routers(model: Any) -> Routers | None:
+    """What records the experts that tokens are sent to; None for a model without, or with routers of another kind."""
+    if not router_modules(model):
+        return None
+    try:
+        routers = Routers(model)
+        with torch.inference_mode(), RoutingPass() as forward:
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+        routers.recorded(forward)
+        return routers
+    except ValueError as error:
+        log.warning("TransformersEngine records no experts, so that the trainer cannot replay them: %s", error)
+        return None
 
 
 def _end_ids(model: Any, tokenizer: Any) -> set[int]:

@@ -38,7 +38,7 @@ from lightrl.engines.vllm.setup import (
     refuse_what_pushes_miss,
     threads_per_engine,
 )
-from lightrl.types import Completion, CompletionGroup, EngineContext, GenerationRequest
+from lightrl.types import Completion, CompletionGroup, EngineContext, GenerationRequest, Routes
 
 if TYPE_CHECKING:
     from lightrl.compat.vllm import VLLMAdapter
@@ -182,7 +182,14 @@ class VLLMEngine(Engine):
     # -- life ------------------------------------------------------------------------------------------------------
 
     def check(self, context: EngineContext) -> None:
-        """See `Engine.check`: quantised weights and latent attention, which pushes do not reach."""
+        """See `Engine.check`: quantised weights and latent attention, which pushes do not reach; experts on a CPU."""
+        cpu = not context.device.startswith("cuda") and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1"
+        if cpu and self.engine_args.get("enable_return_routed_experts"):
+            raise ValueError(
+                "VLLMEngine.engine_args.enable_return_routed_experts on a CPU: vLLM returns the experts of tokens from "
+                "its second model runner alone, which it takes on GPUs. Leave it out, or take TransformersEngine, "
+                "which records them anywhere."
+            )
         if self._adapter_rank(context) == 0:
             refuse_what_pushes_miss(self.model or context.model_path, self.engine_args)
 
@@ -457,7 +464,7 @@ class VLLMEngine(Engine):
         with self._serving() as adapter:
             adapter.abort(keys)
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
         limit = self.max_model_len
         for position, ids in enumerate(sequences):
             if not 2 <= len(ids) < limit:

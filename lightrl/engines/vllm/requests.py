@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import torch
+
 from lightrl.models.video import video_timing
-from lightrl.types import Completion, GenerationRequest, SamplingParams
+from lightrl.types import Completion, GenerationRequest, Routes, SamplingParams
 
 __all__ = [
     "check_lengths",
@@ -158,4 +160,8 @@ def completion(output: Any, request: GenerationRequest) -> Completion:
             f"vLLM cut a completion of {request.name} after {len(tokens)} tokens, before max_new_tokens={limit}: "
             "the prompt grew beyond max_model_len, as images do. Raise VLLMEngine.max_model_len or lower it."
         )
-    return Completion(tokens, logprobs, output.text, output.finish_reason)
+    taken = getattr(output, "routed_experts", None)
+    routes = (
+        None if taken is None else Routes(torch.from_numpy(taken.astype("uint8" if taken.max() < 256 else "int16")))
+    )
+    return Completion(tokens, logprobs, output.text, output.finish_reason, routes=routes)

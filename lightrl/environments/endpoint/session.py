@@ -310,7 +310,7 @@ class Session:
                 seed=self.turn_seed(number),
                 name=f"turn {number} of {self.name}",
             )
-            group = await self.ask(request)
+            group = await self.ask(stream.ledger.shown(request))
         except BaseException:
             heapq.heappush(self._free, number)
             raise
@@ -326,6 +326,7 @@ class Session:
             group.policy_version,
             reply.message(),
             support=completion.support,
+            routes=completion.routes,
             turn=number,
         )
         self._turns.add(number)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lightrl.kernels.cpu.decoder_model import CPUModel, Workspace
 from lightrl.kernels.cpu.prefix_cache import Past, PrefixCache
+from lightrl.types import Routes
 
 __all__ = ["CPUDecoder"]
 
@@ -65,6 +66,7 @@ class CPUDecoder:
 
     refills = True
     prefill_tokens = 8192
+    routes: Tensor | None = None  # it knows no model with experts
 
     def __init__(self, model: CPUModel, longest: int, new_tokens: int, copied: int = 0, past_tokens: int = 0) -> None:
         self.model = model
@@ -102,7 +104,13 @@ class CPUDecoder:
         return True
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]], copies: int, inputs: dict[str, Any]) -> Tensor:
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        copies: int,
+        inputs: dict[str, Any],
+        routes: Sequence[Routes | None] = (),
+    ) -> Tensor:
         """See `Decoder.prefill`."""
         device, before, first_row = self.model.device, len(self.prompt_lengths), len(self.owner)
         lengths = [len(p) for p in prompts]

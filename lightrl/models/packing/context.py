@@ -12,6 +12,7 @@ ranks are repeated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightrl.models.packing.layouts import TokenStream, make_stream
-from lightrl.types import HostRows
+from lightrl.types import HostRows, Routes
 
 __all__ = ["SharedStream", "heads_for_tokens", "refuse_heads", "share_stream", "tokens_for_heads"]
 
@@ -41,6 +42,7 @@ class SharedStream:
         order: (M,) int64, puts what is received into the order of `targets`.
         targets: (M,) int64, index in this rank's flattened (B, T) batch of the token that each belongs to, ascending.
         shape: (B, T) of this rank.
+        experts: (n, L, K) of the stretch, see `Routes.at`; None where nothing was recorded.
     """
 
     stream: TokenStream
@@ -52,6 +54,7 @@ class SharedStream:
     order: Tensor
     targets: Tensor
     shape: tuple[int, int]
+    experts: Tensor | None
 
     def collect(self, hidden: Tensor) -> Tensor:
         """(n, D) states of this rank's stretch to the (M, D) of this rank's `targets`. Collective."""
@@ -73,18 +76,28 @@ def refuse_heads(config: Any, ranks: int) -> None:
         )
 
 
-def share_stream(host: HostRows, group: Any, *, share: bool, cpu_kernels: bool, device: torch.device) -> SharedStream:
+def share_stream(
+    host: HostRows,
+    group: Any,
+    *,
+    share: bool,
+    routes: Sequence[Routes | None],
+    cpu_kernels: bool,
+    device: torch.device,
+) -> SharedStream:
     """Plans the stream of all rows of a group, and what of it is this rank's. Collective.
 
     Args:
         host: this rank's rows, with a response mask.
         group: process group.
         share: whether to compute the prompt of a group of completions once.
+        routes: this rank's rows' recorded experts; empty where nothing was recorded.
         cpu_kernels: see `ModelSpec`.
         device: of the result.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    own = (host.token_ids, host.attention_mask, host.response_mask, host.group_ids)
+    taken_by = list(routes) or [None] * len(host.token_ids)
+    own = (host.token_ids, host.attention_mask, host.response_mask, host.group_ids, taken_by)
     rows: list[Any] = [None] * ranks
     dist.all_gather_object(rows, own, group=group)
     width = max(ids.shape[1] for ids, *_ in rows)
@@ -92,7 +105,8 @@ def share_stream(host: HostRows, group: Any, *, share: bool, cpu_kernels: bool, 
         torch.cat([F.pad(row[i], (0, width - row[i].shape[1])) for row in rows]) for i in range(3)
     )
     groups = torch.cat([row[3] for row in rows]) if share and all(row[3] is not None for row in rows) else None
-    stream = make_stream(ids, attention, response, groups, share=share, cpu_kernels=cpu_kernels)
+    all_routes = [entry for row in rows for entry in row[4]]
+    stream = make_stream(ids, attention, response, groups, share=share, routes=all_routes, cpu_kernels=cpu_kernels)
     count = stream.num_tokens
     each = -(-count // ranks)
     stretch = slice(rank * each, (rank + 1) * each)
@@ -105,6 +119,7 @@ def share_stream(host: HostRows, group: Any, *, share: bool, cpu_kernels: bool, 
         stream.targets[mine] // width - (int(begins[rank]) - len(host.token_ids)),
         stream.targets[mine] % width,
     )
+    experts = Routes.at(all_routes, source[stretch], width)
     by_place = place[mine].argsort(stable=True)
     if ranks * each > count:  # what fills the last stretch up is a segment of its own
         stream = replace(
@@ -135,6 +150,7 @@ def share_stream(host: HostRows, group: Any, *, share: bool, cpu_kernels: bool, 
         order,
         targets,
         (host.token_ids.shape[0], host.token_ids.shape[1]),
+        None if experts is None else experts.to(device),
     )
 
 

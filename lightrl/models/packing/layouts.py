@@ -12,6 +12,7 @@ padding and everything from a row's last response token on, whose successor is n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightrl.kernels.cpu import enabled
+from lightrl.types import Routes
 
 __all__ = ["LayoutError", "TokenStream", "make_stream"]
 
@@ -78,6 +80,7 @@ def make_stream(
     group_ids: Tensor | None = None,
     *,
     share: bool = True,
+    routes: Sequence[Routes | None] = (),
     cpu_kernels: bool | None = None,
     device: torch.device | None = None,
 ) -> TokenStream:
@@ -91,6 +94,7 @@ def make_stream(
         group_ids: (B,) int64; rows of one group whose prompts (tokens before the first response token) are
             really equal may share them. None shares nothing.
         share: whether to compute the prompt of a group once.
+        routes: B rows' recorded experts: only prompts with the same ones are shared.
         cpu_kernels: see `ModelSpec.cpu_kernels`.
         device: where the stream is to be, that of `token_ids` where None. Tensors that are on a device are read.
 
@@ -108,7 +112,7 @@ def make_stream(
         wanted = response_mask.to("cpu", torch.bool, copy=True)
         wanted[:, :1] = False
         needed, prompts = _extents(wanted)
-    segments = _segments(token_ids, needed.tolist(), prompts.tolist(), group_ids if share else None)
+    segments = _segments(token_ids, needed.tolist(), prompts.tolist(), group_ids if share else None, routes)
     rows, offsets, lengths, parents = (list(column) for column in zip(*segments, strict=True))
     sizes = torch.tensor(lengths)
     starts = sizes.cumsum(0) - sizes
@@ -144,14 +148,20 @@ def _extents(wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _segments(
-    token_ids: Tensor, needed: list[int], prompts: list[int], group_ids: Tensor | None
+    token_ids: Tensor,
+    needed: list[int],
+    prompts: list[int],
+    group_ids: Tensor | None,
+    routes: Sequence[Routes | None],
 ) -> list[tuple[int, int, int, int]]:
     """(row, first token, length, parent) of each segment, in stream order; never none at all."""
     families: dict[Any, list[int]] = {}
     ids = token_ids.cpu().numpy() if group_ids is not None else None
     groups = group_ids.tolist() if group_ids is not None else range(len(needed))
     for row, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
-        key = (group, row) if ids is None or prompt == 0 else (group, ids[row, :prompt].tobytes())
+        taken = routes[row] if routes else None
+        experts = b"" if taken is None else taken.upto(prompt).experts.numpy().tobytes()
+        key = (group, row) if ids is None or prompt == 0 else (group, ids[row, :prompt].tobytes(), experts)
         if needed[row]:
             families.setdefault(key, []).append(row)
     segments: list[tuple[int, int, int, int]] = []

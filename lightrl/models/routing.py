@@ -1,0 +1,167 @@
+"""Routing replay: a mixture of experts is trained on the experts that the engine chose.
+
+Where two experts nearly tie, rounding decides, and engine and trainer decide differently: another expert is another
+function, so log-probs jump, and with them importance ratios. Per token and layer the engine records the set S of the K
+experts that it took. The trainer's routers take S in the place of their own best K, and everything else is the model's
+own: from its gate logits z it computes the weights anew. For softmax routers that renormalise,
+
+    w_i = softmax(z)_i / sum_{j in S} softmax(z)_j,  i in S,
+
+so router and experts get the gradient of the function that was sampled from. Only the choice, which has no gradient
+anyway, is replayed.
+
+Source: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers" (R3),
+https://arxiv.org/abs/2510.11370. It differs in that weights are not recomputed from a mask over the logits by a formula
+of ours: the model's own top-k is answered with S, so that whatever it does with the values (softmax before or after,
+sigmoid, renormalisation, scaling) stays its own; and instead of keeping caches over turns, as in the paper, the engine
+takes S again where it computes the tokens of an earlier turn anew.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar, Token
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightrl.compat.transformers import router_modules
+
+__all__ = ["Routers", "RoutingPass", "recompute_contexts"]
+
+_pass: ContextVar[RoutingPass | None] = ContextVar("routing_pass", default=None)
+
+
+class RoutingPass:
+    """Within it, on this thread, routers record which experts they take. It may be entered again, to recompute.
+
+    Args:
+        choices: L tensors (N, K) int64, the experts to take for each of N tokens, -1 leaves a token to the router; None
+            leaves all.
+    """
+
+    def __init__(self, choices: tuple[Tensor, ...] | None = None) -> None:
+        self.choices = choices
+        self.taken: dict[int, Tensor] = {}
+        self.running: list[_TopK] = []
+        self._tokens: list[Token[RoutingPass | None]] = []
+
+    def __enter__(self) -> RoutingPass:
+        self._tokens.append(_pass.set(self))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _pass.reset(self._tokens.pop())
+
+
+class _TopK(TorchFunctionMode):
+    """Within a router's forward, answers its choice of experts."""
+
+    def __init__(self, router: Any, choice: Tensor | None) -> None:
+        super().__init__()
+        self.k: int = router.top_k
+        self.experts: int = router.num_experts
+        self.choice = choice
+        self.taken: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):  # others choose groups of experts, as DeepSeek's routers do
+            return result
+        scores: Tensor = args[0] if args else kwargs["input"]
+        values, taken = result
+        if scores.ndim != 2 or scores.shape[1] != self.experts or taken.shape[1] != self.k:
+            return result
+        if self.choice is not None:
+            taken = torch.where(self.choice < 0, taken, self.choice)
+            values = scores.gather(1, taken)
+        self.taken.append(taken)
+        return torch.return_types.topk((values, taken))
+
+
+class Routers:
+    """The routers of a model, in the order of its layers, with the hooks that record and replay their choice.
+
+    Args:
+        model: with at least one router, see `router_modules`.
+
+    Raises:
+        ValueError: it has none, or LightRL cannot tell how one of them chooses.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = router_modules(model)
+        self.name = type(found[0][1] if found else model).__name__
+        if not found or not all(hasattr(router, "top_k") and hasattr(router, "num_experts") for _, router in found):
+            raise self._unknown()
+        self.layers = [int(next(part for part in name.split(".") if part.isdigit())) for name, _ in found]
+        self.num_experts, self.top_k = (min(getattr(r, n) for _, r in found) for n in ("num_experts", "top_k"))
+        self.dtype = torch.uint8 if max(router.num_experts for _, router in found) <= 256 else torch.int16
+        for place, (_, router) in enumerate(found):
+            router.register_forward_pre_hook(partial(self._begin, place))
+            router.register_forward_hook(partial(self._end, place), always_call=True)
+
+    def recorded(self, forward: RoutingPass) -> Tensor:
+        """(N, L, K) uint8 or int16, what the routers took for the N tokens of a pass.
+
+        Raises:
+            ValueError: one of them was not seen to take anything.
+        """
+        if len(forward.taken) < len(self.layers):
+            raise self._unknown()
+        return torch.stack([forward.taken[place] for place in range(len(self.layers))], 1).to(self.dtype)
+
+    def arbitrary(self, rows: int, width: int) -> Tensor:
+        """(rows, width, L, K) different experts for each token and layer, the same at every call."""
+        generator = torch.Generator().manual_seed(0)
+        order = torch.rand(rows, width, len(self.layers), self.num_experts, generator=generator).argsort(-1)
+        return order[..., : self.top_k].to(self.dtype)
+
+    def replaying(self, experts: Tensor) -> RoutingPass:
+        """A pass in which the routers take `experts`.
+
+        Args:
+            experts: (N, L, K) int64 as of `Routes.at`, for the N tokens that will go through the model.
+
+        Raises:
+            ValueError: it is of another model.
+        """
+        if experts.shape[1] != len(self.layers):
+            if experts.shape[1] <= max(self.layers):
+                raise ValueError(
+                    f"routes: {experts.shape[1]} layers were recorded, but the model has {len(self.layers)} with a "
+                    f"{self.name}. Engine and trainer must have the same model."
+                )
+            experts = experts[:, self.layers]
+        return RoutingPass(experts.unbind(1))
+
+    def _begin(self, place: int, router: Any, args: Any) -> None:
+        forward = _pass.get()
+        if forward is not None:
+            mode = _TopK(router, None if forward.choices is None else forward.choices[place])
+            forward.running.append(mode)
+            mode.__enter__()
+
+    def _end(self, place: int, router: Any, args: Any, output: Any) -> None:
+        forward = _pass.get()
+        if forward is None:
+            return
+        mode = forward.running.pop()
+        mode.__exit__(None, None, None)
+        if output is None:  # it raised, which is also how recomputation stops early
+            return
+        if len(mode.taken) == 1:
+            forward.taken[place] = mode.taken[0]
+        elif mode.choice is not None:
+            raise self._unknown()
+
+    def _unknown(self) -> ValueError:
+        return ValueError(f"{self.name} does not choose experts in a way that routing replay knows.")
+
+
+def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """`context_fn` of torch's checkpointing: what is computed again, on any thread, has the same experts."""
+    return nullcontext(), _pass.get() or nullcontext()
