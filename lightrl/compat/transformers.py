@@ -6,12 +6,18 @@ may lack.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter, rename_source_key
 from transformers.utils import cached_file
 
 __all__ = [
+    "as_saved",
     "attention_implementation",
     "block_class_names",
     "cached_path",
@@ -50,6 +56,48 @@ def router_modules(model: Any) -> list[tuple[str, Any]]:
         for name, module in model.named_modules()
         if any(isinstance(module, kind) and f".{place or name}." in f".{name}." for kind, place in declared)
     ]
+
+
+def as_saved(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters under the names and in the shapes in which `save_pretrained` writes them, one at a time.
+
+    transformers 5 holds some models otherwise than their checkpoints do: a layer's experts are one tensor each of
+    `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I), and 3E matrices on disk. What converts back, `model.
+    _weight_conversions` and `revert_weight_conversion`, wants all weights at once; this takes the same conversions one
+    parameter at a time. Only parameters that are one tensor on disk wait for each other, as copies.
+
+    Args:
+        model: whose parameters they are; may be sharded.
+        named_tensors: (name, full tensor), each valid until the next one is asked for, and so are those that come out.
+
+    Raises:
+        ValueError: at the end, some but not all parameters of one tensor on disk have come.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # made from a configuration: transformers then leaves prefixes as they are
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [x for x in conversions if not isinstance(x, PrefixChange)]
+    backwards = [conversion.reverse_transform() for conversion in reversed(conversions)]
+    converters = [x for x in backwards if isinstance(x, WeightConverter)]
+    renamings = [x for x in backwards if not isinstance(x, WeightConverter)]
+    converter_of = {pattern: x for x in converters for pattern in x.source_patterns}
+    waiting: dict[str, Any] = {}
+    for name, tensor in named_tensors:
+        saved_name, pattern = rename_source_key(name, renamings, converters, reverse=True)
+        if pattern is None:
+            yield saved_name, tensor
+            continue
+        converter = waiting.setdefault(saved_name, deepcopy(converter_of[pattern]))
+        parts = converter.source_patterns
+        converter.add_tensor(saved_name, name, pattern, tensor if len(parts) == 1 else tensor.clone())
+        if len(converter.collected_tensors) == len(parts):
+            converted = waiting.pop(saved_name).convert(saved_name, model=model, config=model.config)
+            yield from ((n, x[0] if isinstance(x, list) else x) for n, x in converted.items())
+    if waiting:
+        raise ValueError(
+            f"{', '.join(waiting)}: only some of the parameters have come that are one tensor in a checkpoint. Train "
+            "or freeze (by `freeze`, or by LoRA's `target_modules`) all of them alike."
+        )
 
 
 def block_class_names(model: Any) -> set[str]:

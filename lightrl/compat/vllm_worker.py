@@ -19,6 +19,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 import vllm.model_executor.layers.utils as layer_utils
 from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -28,6 +29,9 @@ from lightrl.compat.vllm import TRAINER_PID, map_shared
 __all__ = ["PRIVATE", "BucketEntry", "FireProcessor", "WorkerExtension"]
 
 PRIVATE = {
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod._setup_kernel": (
+        "replaced on CPUs: a reload does not pack experts"
+    ),
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": "replaced: packed weights take no new ones",
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": "new weights where vLLM rearranged the old",
     "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": "the same",
@@ -41,6 +45,7 @@ BucketEntry = tuple[str, str, list[int], int, int]
 """(parameter name, torch dtype name, shape, offset in bytes, size in bytes) of a tensor in a bucket."""
 
 _pack_gemm = layer_utils.dispatch_cpu_unquantized_gemm
+_setup_experts = UnquantizedFusedMoEMethod._setup_kernel
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -63,8 +68,20 @@ def _keep_weight(layer: nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = _linear  # type: ignore[assignment]
 
 
+def _pack_experts(method: Any, layer: nn.Module, w13: Tensor, w2: Tensor) -> None:
+    """vLLM packs experts for its CPU kernel when it first loads them; here also when it reloads them.
+
+    Else new experts would be copied unpacked to where the kernel reads packed ones.
+    """
+    reloads = method.moe_kernel is not None
+    _setup_experts(method, layer, w13, w2)
+    if reloads:
+        method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
 if current_platform.is_cpu():
     layer_utils.dispatch_cpu_unquantized_gemm = _keep_weight
+    UnquantizedFusedMoEMethod._setup_kernel = _pack_experts
 
 
 def _die_with_trainer(trainer_pid: int) -> None:
@@ -144,6 +161,17 @@ class WorkerExtension:
         device: torch.device = self.device  # type: ignore[attr-defined]
         return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
 
+    def lightrl_rearranged(self) -> bool:
+        """Whether vLLM rearranged weights after loading (experts, quantisation), so that they cannot be written to."""
+        plain = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType")
+        if not hasattr(self, "_lightrl_rearranged"):
+            self._lightrl_rearranged = any(
+                hasattr(m, "_cpu_unpacked_conv_weight") or type(getattr(m, "quant_method", None)).__name__ not in plain
+                for m in self._lightrl_model().modules()
+                if "Attention" not in type(m).__name__  # their method is for a quantised KV cache
+            )
+        return self._lightrl_rearranged
+
     def lightrl_receive(self, strict: bool, pipes: Sequence[tuple[str, str]]) -> tuple[str | None, list[str]]:
         """A whole sync, its tensors told by messages from the trainer; an error's text, and what `finish` returns."""
         down, up = pipes[self.rank]  # type: ignore[attr-defined]
@@ -198,7 +226,7 @@ class WorkerExtension:
         model = self._lightrl_model()
         self._lightrl_expected = {name for name, _ in model.named_parameters()}
         self._lightrl_loaded: set[str] = set()
-        if self._lightrl_reloads(model):
+        if self.lightrl_rearranged():
             initialize_layerwise_reload(model)
         elif strict:
             with torch.no_grad():
@@ -209,7 +237,7 @@ class WorkerExtension:
     def lightrl_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> str | None:
         """Copies tensors into the model; returns what went wrong."""
         model = self._lightrl_model()
-        if self._lightrl_reloads(model):  # keeps tensors until a layer is complete, longer than they are ours
+        if self.lightrl_rearranged():  # keeps tensors until a layer is complete, longer than they are ours
             named_tensors = ((name, tensor.clone()) for name, tensor in named_tensors)
         try:
             with torch.no_grad():
@@ -226,7 +254,7 @@ class WorkerExtension:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         model = self._lightrl_model()
-        if self._lightrl_reloads(model):
+        if self.lightrl_rearranged():
             finalize_layerwise_reload(model, self.model_config)  # type: ignore[attr-defined]
             return sorted(self._lightrl_expected - self._lightrl_loaded) if self._lightrl_loaded else []
         if not strict:
@@ -241,17 +269,6 @@ class WorkerExtension:
         if not hasattr(self, "_lightrl_bucket"):
             self._lightrl_bucket: dict[int, Tensor] = {}
         return self._lightrl_bucket
-
-    def _lightrl_reloads(self, model: nn.Module) -> bool:
-        """Whether vLLM rearranged weights after loading (experts, quantisation), so that they cannot be written to."""
-        plain = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType")
-        if not hasattr(self, "_lightrl_rearranged"):
-            self._lightrl_rearranged = any(
-                hasattr(m, "_cpu_unpacked_conv_weight") or type(getattr(m, "quant_method", None)).__name__ not in plain
-                for m in model.modules()
-                if "Attention" not in type(m).__name__  # their method is for a quantised KV cache
-            )
-        return self._lightrl_rearranged
 
 
 def _sources(model: nn.Module, hole: str, received: Sequence[str]) -> list[str]:

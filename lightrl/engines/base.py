@@ -255,6 +255,10 @@ class Engine(ABC):
     takes_parts: bool = False
     """Whether `load_weights` takes `partial=True`."""
 
+    reads_checkpoints: bool = False
+    """Whether `load_weights` takes the names and shapes of checkpoints on disk, where each expert has its own matrices,
+    and not those of transformers' model."""
+
     @abstractmethod
     def load_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False
@@ -262,8 +266,8 @@ class Engine(ABC):
         """Replaces the weights.
 
         Args:
-            named_tensors: (Hugging Face parameter name, full tensor), streamed: a tensor may be freed or overwritten
-                as soon as the next one is asked for. Tied parameters come once.
+            named_tensors: (Hugging Face parameter name, full tensor), as of `reads_checkpoints`, streamed: a tensor may
+                be freed or overwritten as soon as the next one is asked for. Tied parameters come once.
             policy_version: what `self.policy_version` is afterwards.
             partial: parameters that do not come stay as they are, for an engine that `takes_parts`.
         Caches of the old weights (prefix, encoder) are dropped. When it raises, `policy_version` is -1.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from lightrl.compat.transformers import as_saved
 from lightrl.engines.base import Engine, StaleWeightsError
 from lightrl.models.media_tokens import placeholder_ids
 from lightrl.models.multimodal import harmless_id
@@ -84,10 +85,11 @@ class WeightSync(EngineSync):
                 engine.load_adapter(*module.policy_adapter(), policy_version=module.policy_version)
             elif engine.takes_parts and engine.policy_version >= 0 and _some_frozen(module):
                 # What is frozen is there from an earlier push.
-                trained = module.named_policy_weights(trained_only=True)
+                trained = _named_for(engine, module, module.named_policy_weights(trained_only=True))
                 engine.load_weights(trained, policy_version=module.policy_version, partial=True)
             else:
-                engine.load_weights(module.named_policy_weights(), policy_version=module.policy_version)
+                weights = _named_for(engine, module, module.named_policy_weights())
+                engine.load_weights(weights, policy_version=module.policy_version)
             if self.canary:
                 self._check(module, engine)
 
@@ -130,6 +132,13 @@ class WeightSync(EngineSync):
         _, before, rounding = self._answered
         moved = float((ours - before).abs().mean())  # what the gap would be without a push
         return moved > 10 * rounding and self.last_gap is not None and self.last_gap > moved / 2
+
+
+def _named_for(
+    engine: Engine, module: RolloutLearner, weights: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The policy's weights under the names that the engine's model has."""
+    return as_saved(module.actor.lm, weights) if engine.reads_checkpoints else weights
 
 
 def _some_frozen(module: RolloutLearner) -> bool:

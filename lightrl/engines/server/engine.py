@@ -271,6 +271,8 @@ class ServerEngine(Engine):
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
+    reads_checkpoints = True
+
     def load_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False
     ) -> None:

@@ -493,7 +493,12 @@ class VLLMEngine(Engine):
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    takes_parts = True
+    reads_checkpoints = True
+
+    @property
+    def takes_parts(self) -> bool:  # type: ignore[override]
+        """Not where vLLM rearranged weights when it loaded them (experts): it reads such a model again as a whole."""
+        return self._sender is not None and self._sender.takes_parts
 
     def load_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False

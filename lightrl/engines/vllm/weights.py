@@ -83,6 +83,7 @@ class WeightSender:
         self.names: frozenset[str] | None = None
         self.buckets = [_Bucket(0), _Bucket(1)]
         self.devices: list[str] = adapter.rpc("lightrl_device")
+        self.takes_parts = not any(adapter.rpc("lightrl_rearranged"))
 
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], *, partial: bool = False) -> None:
         """Streams the tensors in; `partial` leaves those that do not come as they are.
