@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -63,3 +68,33 @@ def test_a_file_that_a_folder_lacks_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert compat.cached_path(str(tmp_path), "config.json") == str(tmp_path / "config.json")
     assert compat.cached_path(str(tmp_path), "processor_config.json") is None
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "GraniteMoe", "HrmText"])
+@pytest.mark.parametrize("loaded", [True, False])
+def test_parameters_one_by_one_are_what_a_saved_folder_holds(kind: str, loaded: bool, tmp_path: Path) -> None:
+    sizes = SIZES | {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 4}
+    sizes |= {"num_local_experts": 3, "num_experts_per_tok": 2}
+    if kind == "Qwen3Moe":
+        sizes |= {"num_experts": 3, "moe_intermediate_size": 4, "head_dim": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    if loaded:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    on_disk = load_file(tmp_path / "model.safetensors")
+    assert on_disk.keys() != dict(model.named_parameters()).keys()
+
+    held = torch.empty(0)
+
+    def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor is overwritten when the next one is asked for."""
+        nonlocal held
+        for name, parameter in model.named_parameters():
+            held.fill_(float("nan"))
+            held = parameter.detach().clone()
+            yield name, held
+
+    sent = {name: tensor.clone() for name, tensor in compat.as_saved(model, one_by_one())}
+    assert sent.keys() == on_disk.keys()
+    assert all(torch.equal(sent[name], tensor) for name, tensor in on_disk.items())

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines.base import StaleWeightsError
+from lightrl.models.spec import ModelSpec
 from lightrl.rollout.sync import EngineSync
 from lightrl.types import SamplingParams
 from tests.toys import quiet_trainer, sums_data
@@ -39,9 +40,10 @@ def lent(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return engine
 
 
-def ppo(folder: Path) -> PPOLightningModule:
+def ppo(folder: Path | ModelSpec) -> PPOLightningModule:
     seed_everything(0, verbose=False)
-    return PPOLightningModule(str(folder), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+    actor = folder if isinstance(folder, ModelSpec) else str(folder)
+    return PPOLightningModule(actor, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
