@@ -277,6 +277,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "minibatch_size": ({"model": {"minibatch_size": 3}}, "minibatch_size=3 does not divide the rollout's 8 sequences"),
     "max_new_tokens": ({"data": {"sampling": {"max_new_tokens": 99}}}, "more than the model's 64"),
+    "scheduler": (
+        {
+            "model": {
+                "lr_scheduler": {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"end_factor": 3}}
+            }
+        },
+        "lr_scheduler: Ending multiplicative factor expected to be between 0 and 1. Look at its arguments.",
+    ),
+    "optimizer": (
+        {"model": {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"betas": [2.0, 0.9]}}}},
+        "optimizer: Invalid beta parameter at index 0: 2.0. Look at its arguments.",
+    ),
     "reward file": ({"data": {"rewards": ["nosuch.py:f"]}}, "reward function 'nosuch.py:f': there is no file"),
 }
 
@@ -287,7 +299,8 @@ def test_a_mistake_gets_a_message(
 ) -> None:
     changes, expected = MISTAKES[mistake]
     loaded: list[Any] = []
-    if mistake not in ("minibatch_size", "max_new_tokens"):  # those two are seen when the first rollout is there
+    # Seen when the first rollout is there, or when there are weights to make an optimizer of.
+    if mistake not in ("minibatch_size", "max_new_tokens", "scheduler", "optimizer"):
         monkeypatch.setattr("lightrl.algorithms.ppo.load_causal_lm", lambda *args, **kwargs: loaded.append(args))
     assert expected in refused(capsys, "--config", write(**changes))
     assert loaded == []  # found before any model was loaded

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.distributed.strategies import local_shard
 
-__all__ = ["UNCOUNTED", "LRSchedule", "make_optimizer", "with_schedule"]
+__all__ = ["UNCOUNTED", "LRSchedule", "make_optimizer", "make_scheduler", "with_schedule"]
 
 UNCOUNTED = (
     "lr_scheduler by name needs to know where the run ends: set trainer.max_epochs or trainer.max_steps, or give a "
@@ -91,7 +91,7 @@ def with_schedule(optimizer: Optimizer, schedule: Any, trainer: Trainer) -> Any:
             raise ValueError(UNCOUNTED)
         made: Any = schedule.scheduler(optimizer, int(total))
     else:
-        made = schedule(optimizer)
+        made = make_scheduler(schedule, optimizer)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}
 
 
@@ -107,16 +107,30 @@ def make_optimizer(factory: Callable[[Any], Any], parameters: Any, strategy: Str
         strategy: the trainer's; DeepSpeed's optimizers keep float32 weights of their own.
 
     Raises:
-        ValueError: one of its own arguments is null or of a wrong type.
+        ValueError: one of its own arguments is null, of a wrong type or out of range.
     """
     try:
         optimizer = factory(parameters)
     except TypeError as error:
         raise ValueError(f"optimizer: {error}. Look for an argument of it that is null or no number.") from error
+    except (ValueError, ArithmeticError) as error:
+        raise ValueError(f"optimizer: {str(error).rstrip('.')}. Look at its arguments.") from error
     if "Adam" in type(optimizer).__name__ and not isinstance(strategy, DeepSpeedStrategy):
         for group in optimizer.param_groups:
             _warn_of_lost_updates(group)
     return optimizer
+
+
+def make_scheduler(factory: Callable[[Any], Any], optimizer: Optimizer) -> Any:
+    """What a callable `lr_scheduler` argument makes of the optimizer.
+
+    Raises:
+        ValueError: one of its own arguments is null, of a wrong type or out of range.
+    """
+    try:
+        return factory(optimizer)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ValueError(f"lr_scheduler: {str(error).rstrip('.')}. Look at its arguments.") from error
 
 
 def _warn_of_lost_updates(group: dict[str, Any]) -> None:

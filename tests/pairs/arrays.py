@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import seed_everything
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightrl.algorithms.hooks import RLCallback
@@ -87,7 +88,8 @@ def _row(start: Pair, missing: set[Pair], draw: random.Random) -> dict[str, str]
             return None
         draw.shuffle(allowed)
         news = {level: sum(_pair(name, level, *each) in missing for each in s.items()) for level in allowed}
-        s[name] = max(allowed, key=lambda level: news[level] * COST.get((name, level), 1.0))
+        costs = {level: COST.get((name, level), 1.0) for level in allowed}
+        s[name] = max(allowed, key=lambda level: (news[level] * costs[level], costs[level]))
     return s
 
 
@@ -104,19 +106,19 @@ def _pair(one: str, a: str, other: str, b: str) -> Pair:
 
 
 def refused_settings() -> list[dict[str, str]]:
-    """For each refusal settings that have it and, where that can be, no other."""
-    found: dict[str, tuple[int, dict[str, str]]] = {}
+    """For each refusal settings that have it and, where that can be, no other and one rank."""
+    found: dict[str, tuple[tuple[int, str], dict[str, str]]] = {}
     draw = random.Random(0)
     plain = {name: levels[0] for name, levels in FACTORS.items()} | {"algorithm": "GRPO"}
     for number in range(20_000):
-        names = draw.sample([name for name in FACTORS if name not in ("engine", "ranks")], 1 + number % 5)
+        names = draw.sample([name for name in FACTORS if name != "engine"], 1 + number % 5)
         s = plain | {name: draw.choice(FACTORS[name]) for name in names}
         s |= {"critic": "separate"} if s["algorithm"] == "PPO" and number % 2 else {}
         held = refusals(s)
         for refusal in held:
-            best = found.get(refusal.name)
-            if best is None or len(held) < best[0]:
-                found[refusal.name] = len(held), s
+            cost, best = (len(held), s["ranks"]), found.get(refusal.name)
+            if best is None or cost < best[0]:
+                found[refusal.name] = cost, s
     return [s for _, s in found.values()]
 
 
@@ -242,7 +244,10 @@ def _run(s: Settings, folder: Path) -> str:
     seed_everything(0, verbose=False)
     module, data, watch = module_of(s, models()[s["rows"]]), data_of(s), Watch()
     callbacks = [WeightSync(tolerance=0.5), watch, *CALLBACKS[s["callback"]](folder)]
-    arguments = {"precision": s["precision"], "default_root_dir": folder}
+    arguments: dict[str, Any] = {"precision": s["precision"], "default_root_dir": folder}
+    if s["precision"] == "16-mixed":  # for which Lightning takes bfloat16 on a CPU
+        half = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))
+        arguments |= {"precision": None, "plugins": [half]}
     arguments["enable_checkpointing"] = s["callback"] == "RolloutCheckpoint"
     if s["ranks"] == "2":
         strategy = DDPStrategy(timeout=timedelta(seconds=60), gradient_as_bucket_view=True)

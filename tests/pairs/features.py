@@ -70,6 +70,7 @@ CALLBACKS: dict[str, Callable[[Path], list[Any]]] = {
     "EMA": lambda _: [c.EMA()],
     "ReferenceSync": lambda _: [c.ReferenceSync(1)],
     "OffloadOptimizer": lambda _: [c.OffloadOptimizer()],
+    "OffloadModels": lambda _: [c.OffloadModels()],
     "FidelityGate": lambda _: [c.FidelityGate(bound=1.0)],
     "LedgerCanary": lambda _: [c.LedgerCanary(tolerance=0.3)],
     "SaveRollouts": lambda folder: [c.SaveRollouts(1, str(folder)), c.SampleLog(1, terminal=False), c.Throughput()],
@@ -97,7 +98,7 @@ FACTORS: dict[str, list[str]] = {
     "rows": ["text", "image", "environment"],
     "aggregation": [OWN, *AGGREGATIONS],
     "layout": ["auto", "padded", "packed", "shared_prefix"],
-    "precision": ["32-true", "bf16-mixed", "bf16-true"],
+    "precision": ["32-true", "bf16-mixed", "bf16-true", "16-mixed"],
     "recomputation": ["no", "yes"],
     "rewards": ["dense", "some None", "all equal", "two weighted", "failing"],
     "entropy": ["no", "yes"],
@@ -116,6 +117,7 @@ OWN_ESTIMATOR = {
 }
 OWN_LOSS = {"GSPO": "GSPO", "CPGD": "CPG"}
 OWN_KL = {"PPO": "KLInReward", "RLOO": "KLInReward", "ReinforcePlusPlus": "KLInReward", "GRPO": "KLInLoss"}
+OWN_CRITIC = {"separate", "unclipped", "warm-up"}
 WITH_CRITIC = {"GAE", "TurnGAE"}
 NO_GROUPS = {"GAE", "TurnGAE", "Reinforce", "ReinforcePlusPlus"}
 BINARY = {"MaxRL", "PassAtK"}
@@ -247,6 +249,25 @@ REFUSALS = [
         "ReferenceSync with LoRA and no reference of its own",
         "callback ReferenceSync with actor.lora",
         lambda s: s.get("callback") == "ReferenceSync" and s.get("lora") == "yes",
+    ),
+    Refusal(
+        "OffloadModels with streaming or staleness",
+        "OffloadModels with (streaming=True|staleness=1)",
+        lambda s: s.get("callback") == "OffloadModels" and s.get("overlap") in ("streaming", "staleness"),
+    ),
+    Refusal(
+        "OffloadModels with a critic of its own under DDP",
+        "OffloadModels with strategy=DDPStrategy",
+        lambda s: s.get("callback") == "OffloadModels" and s.get("ranks") == "2" and s.get("critic") in OWN_CRITIC,
+    ),
+    Refusal(
+        "OffloadModels without a reference or critic of its own",
+        "OffloadModels: .* of its own to move",
+        lambda s: (
+            s.get("callback") == "OffloadModels"
+            and s.get("critic") in ("none", "shared")
+            and (kl(s) == "none" or s.get("lora") == "yes")
+        ),
     ),
     Refusal(
         "RewardNormalization with MaxRL, PassAtK, GDPO, TurnReturns, TurnGAE or GiGPO",
