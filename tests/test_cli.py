@@ -260,6 +260,7 @@ def test_unknown_class_file_and_argument(write: Callable[..., str], capsys: pyte
     assert "'klcoef' is not accepted" in refused(capsys, "--config", config, "--model.init_args.klcoef", "1")
 
 
+LINEAR = "torch.optim.lr_scheduler.LinearLR"
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "prompt column": (
         {"data": {"prompts": {"rows": ARITHMETIC, "prompt_column": "question"}}},
