@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from lightrl.distributed.strategies import local_shard
 
@@ -69,6 +69,8 @@ class LRSchedule:
 
     def scheduler(self, optimizer: Optimizer, total: int) -> LambdaLR:
         """The schedule of a run of `total` updates."""
+        if self.warmup > max(total, 1):
+            rank_zero_warn(f"lr_scheduler.warmup={self.warmup:g}: the run has {total} updates, all within it.")
         return LambdaLR(optimizer, lambda update: self.factor(update, total))
 
 
@@ -107,14 +109,21 @@ def make_optimizer(factory: Callable[[Any], Any], parameters: Any, strategy: Str
         strategy: the trainer's; DeepSpeed's optimizers keep float32 weights of their own.
 
     Raises:
-        ValueError: one of its own arguments is null, of a wrong type or out of range.
+        ValueError: one of its own arguments is null, of a wrong type or out of range; or an optimizer that cannot work.
     """
     try:
         optimizer = factory(parameters)
     except TypeError as error:
         raise ValueError(f"optimizer: {error}. Look for an argument of it that is null or no number.") from error
-    except (ValueError, ArithmeticError) as error:
+    except (ValueError, RuntimeError, ArithmeticError) as error:
         raise ValueError(f"optimizer: {str(error).rstrip('.')}. Look at its arguments.") from error
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__}: it needs a closure or sparse gradients, which there are none of. "
+            "Take AdamW, or another that steps from dense gradients."
+        )
+    if not any(group.get("lr", 1.0) for group in optimizer.param_groups):
+        rank_zero_warn("optimizer: lr=0, so nothing will be learnt.")
     if "Adam" in type(optimizer).__name__ and not isinstance(strategy, DeepSpeedStrategy):
         for group in optimizer.param_groups:
             _warn_of_lost_updates(group)
@@ -128,9 +137,15 @@ def make_scheduler(factory: Callable[[Any], Any], optimizer: Optimizer) -> Any:
         ValueError: one of its own arguments is null, of a wrong type or out of range.
     """
     try:
-        return factory(optimizer)
+        made = factory(optimizer)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"lr_scheduler: {str(error).rstrip('.')}. Look at its arguments.") from error
+    if isinstance(made, ReduceLROnPlateau):
+        raise ValueError("lr_scheduler=ReduceLROnPlateau: it waits for a metric, and is stepped once an update here.")
+    for name in ("step_size", "total_iters", "T_max", "T_0"):
+        if getattr(made, name, 1) < 1:
+            raise ValueError(f"lr_scheduler: {name}={getattr(made, name)}: must be at least 1.")
+    return made
 
 
 def _warn_of_lost_updates(group: dict[str, Any]) -> None:

@@ -97,6 +97,11 @@ class WeightSync(EngineSync):
             tokens[tokens == placeholder] = harmless_id(module.actor.lm.config)
         theirs = torch.tensor(engine.logprobs(tokens.tolist()))
         ours = module.token_logprobs(tokens.to(module.device)).cpu()[:, 1:]
+        if bool(module.all_max((~ours.isfinite()).any().float())):
+            raise ValueError(
+                f"The policy's log-probs are not finite after {module.policy_version} updates: its weights have grown "
+                "beyond all bounds. Lower the learning rate, or bound max_grad_norm."
+            )
         gaps = (ours - theirs).abs()
         self.last_gap = float(gaps.mean())
         tolerance = self.tolerance or TOLERANCE.get(engine.dtype or "float32", TOLERANCE["bfloat16"])

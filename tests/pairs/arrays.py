@@ -106,17 +106,18 @@ def _pair(one: str, a: str, other: str, b: str) -> Pair:
 
 
 def refused_settings() -> list[dict[str, str]]:
-    """For each refusal settings that have it and, where that can be, no other and one rank."""
-    found: dict[str, tuple[tuple[int, str], dict[str, str]]] = {}
+    """For each refusal settings that have it and, where that can be, no other, one rank and no vLLM."""
+    found: dict[str, tuple[tuple[int, str, str], dict[str, str]]] = {}
     draw = random.Random(0)
     plain = {name: levels[0] for name, levels in FACTORS.items()} | {"algorithm": "GRPO"}
     for number in range(20_000):
-        names = draw.sample([name for name in FACTORS if name != "engine"], 1 + number % 5)
+        names = draw.sample([name for name in FACTORS if name not in ("engine", "ranks")], 1 + number % 5)
         s = plain | {name: draw.choice(FACTORS[name]) for name in names}
-        s |= {"critic": "separate"} if s["algorithm"] == "PPO" and number % 2 else {}
+        s |= {"algorithm": "PPO", "critic": draw.choice(FACTORS["critic"])} if number % 2 else {}
+        s |= [{}, {"engine": "vLLM"}, {"ranks": "2"}][number % 3]
         held = refusals(s)
         for refusal in held:
-            cost, best = (len(held), s["ranks"]), found.get(refusal.name)
+            cost, best = (len(held), s["ranks"], s["engine"]), found.get(refusal.name)
             if best is None or cost < best[0]:
                 found[refusal.name] = cost, s
     return [s for _, s in found.values()]
@@ -130,6 +131,7 @@ def models() -> dict[str, str]:
 
     folder = Path(tempfile.mkdtemp(prefix="lightrl-pairs-"))
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
+    sizes["max_position_embeddings"] = 128
     return {  # with heads of 32, which vLLM can do
         "text": quickstart_model(folder / "text", num_hidden_layers=1, **sizes),
         "image": str(build("qwen2_vl", folder / "image")),
@@ -231,7 +233,7 @@ def _run_on_two_ranks(s: Settings, folder: Path) -> str:
     return str(said[0])
 
 
-RANKS_SECONDS, RANK_SECONDS = 180.0, 30.0
+RANKS_SECONDS, RANK_SECONDS = 400.0, 60.0
 """Within which two ranks end, and one after the other."""
 
 

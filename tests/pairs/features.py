@@ -285,6 +285,15 @@ REFUSALS = [
         lambda s: s.get("callback") == "LedgerCanary" and s.get("sampling") not in ("plain", None),
     ),
     Refusal(
+        "top_p with vLLM, which does not record what it leaves, with staleness or a loss that reads its log-probs",
+        "compares the engine's",
+        lambda s: (
+            s.get("sampling") == "top_p"
+            and s.get("engine") == "vLLM"
+            and (loss(s) in READS_ENGINE or s.get("overlap") == "staleness")
+        ),
+    ),
+    Refusal(
         "a repetition penalty with a loss that reads the engine's log-probs, or with staleness",
         "compares the engine's",
         lambda s: (
