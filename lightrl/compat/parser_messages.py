@@ -148,8 +148,8 @@ def _members(hint: Any) -> list[Any]:
 def wrong_arguments(value: Any, hint: Any = None, path: str = "") -> Iterator[tuple[str, str]]:
     """Arguments of classes that jsonargparse lets through and that are refused later, without their name.
 
-    That is null for a number, text, true/false, a list or a part of ours, a list for a record of ours, and rows that
-    come from nowhere: (path, what is wrong).
+    That is null for a number, text, true/false, a list or a part of ours, anything but a mapping for a record of
+    ours, and rows that come from nowhere: (path, what is wrong).
 
     Args:
         value: a parsed configuration as plain data. hint: the type of what it is for. path: where it stands.
@@ -181,7 +181,7 @@ def wrong_arguments(value: Any, hint: Any = None, path: str = "") -> Iterator[tu
         alone = bool(records) and {*records, type(None)} >= {*_members(hint), *typing.get_args(hint)}
         if inner is None and (own or kind in (int, float, bool, str, dict, list, tuple)):
             yield where, f"null: expected {kind.__name__}; leave it out for the default"
-        elif isinstance(inner, list) and alone:
+        elif inner is not None and not isinstance(inner, Mapping) and alone:
             yield where, f"{_cut(str(inner))}: expected {records[0].__name__}, a mapping of its arguments"
         elif inner == [] and any(map(_has_rows, records)):
             yield where, "[]: it has no rows"
