@@ -98,6 +98,8 @@ class SamplingParams:
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "min_p": (0 <= self.min_p < 1, "in [0, 1); 0 turns it off"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0; 1 turns it off"),
+            "stop": ("" not in (self.stop or []), "texts that are not empty"),
+            "stop_token_ids": (all(token >= 0 for token in self.stop_token_ids or []), "token ids, 0 or more"),
         }
         for name, (ok, allowed) in checks.items():
             if not ok:

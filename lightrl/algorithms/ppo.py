@@ -35,7 +35,7 @@ from lightrl.algorithms.batches import (
 )
 from lightrl.algorithms.hooks import RLCallback, rl_callbacks
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.schedule import UNCOUNTED, LRSchedule, make_optimizer
+from lightrl.algorithms.schedule import UNCOUNTED, LRSchedule, make_optimizer, make_scheduler
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import is_compiled, run_seed
 from lightrl.distributed import random_states, strategies
@@ -381,7 +381,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             return optimizer
         if isinstance(self.lr_scheduler_factory, LRSchedule):
             return [optimizer], [self.lr_scheduler_factory.scheduler(optimizer, self.count_updates())]
-        return [optimizer], [self.lr_scheduler_factory(optimizer)]
+        return [optimizer], [make_scheduler(self.lr_scheduler_factory, optimizer)]
 
     def count_updates(self) -> int:
         """Optimizer steps that the whole run will make: rollouts x `ppo_epochs` x mini-batches, or `max_steps`.

@@ -12,6 +12,8 @@ from jinja2 import TemplateError
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from lightrl.data.files import one_line
+
 __all__ = ["ChatTemplate", "apply_template", "as_messages", "encode", "load_tokenizer", "render_prompt", "require_text"]
 
 ChatTemplate = bool | Literal["auto"]
@@ -43,6 +45,8 @@ def load_tokenizer(path: str, **kwargs: Any) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(str(local) if local.is_dir() else path, **kwargs)
     except OSError as error:
         raise ValueError(f"model path {path!r}: {_why_no_tokenizer(error)}") from error
+    except ValueError as error:
+        raise ValueError(f"model path {path!r} holds no tokenizer that can be read: {one_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"The tokenizer of {path!r} has no end-of-sequence token; set eos_token in its configuration.")
     if tokenizer.pad_token_id is None:

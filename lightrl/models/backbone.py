@@ -202,9 +202,10 @@ class Backbone:
     ) -> BackboneOutput:
         positions, ids = stream.position_ids.unsqueeze(0), token_ids.reshape(1, -1).index_select(1, stream.source)
         inputs = no_token_inputs(self.body, ids)
+        shown = bool(rows) and len(stream.targets) > 0  # else the stream is empty, and no picture belongs to it
         if rows:
             roots = [row for row, parent in zip(stream.rows, stream.parents, strict=True) if parent < 0]
-            merged = merged_inputs(rows, roots if len(stream.targets) else [], stream.shape, token_ids.device)
+            merged = merged_inputs(rows, roots if shown else [], stream.shape, token_ids.device)
             inputs |= {
                 name: x.reshape(1, -1).index_select(1, stream.source) if name.endswith(TOKEN_INPUT) else x
                 for name, x in merged.items()
@@ -226,7 +227,7 @@ class Backbone:
             )
         if stream.num_calls != self.num_layers:
             raise LayoutError(f"{stream.num_calls} of its {self.num_layers} layers use the replaced attention")
-        return self._output(out, stream.read, stream.targets, stream.shape, None, idle=self.sees and not rows)
+        return self._output(out, stream.read, stream.targets, stream.shape, None, idle=self.sees and not shown)
 
     def _run_spread(
         self, device: torch.device, host: HostRows, rows: list[dict[str, Any]] | None, routes: Sequence[Routes | None]

@@ -59,6 +59,8 @@ def require_model_folder(path: str) -> None:
         ValueError: neither holds.
     """
     folder = Path(path).expanduser()
+    if not path:
+        raise ValueError("actor.path='': give a folder that `save_pretrained` wrote, or a hub name.")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(
@@ -136,7 +138,12 @@ def load_model(
         model = auto_class.from_config(config, dtype=dtype, **kwargs)
     else:
         kwargs = {**spec.kwargs, **(_quantization(dtype) if lora is not None and lora.quantize_4bit else {})}
-        model = auto_class.from_pretrained(spec.path, config=config, dtype=dtype, **kwargs)
+        try:
+            model = auto_class.from_pretrained(spec.path, config=config, dtype=dtype, **kwargs)
+        except (TypeError, ValueError) as error:
+            if not spec.kwargs:
+                raise
+            raise ValueError(f"kwargs ({', '.join(spec.kwargs)}) with model {spec.path!r}: {error}") from error
     _switch_dropout_off(model)
     if lora is not None:
         add_lora(model, lora)
@@ -227,6 +234,8 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
                 unused.discard(pattern)
     if unused:
         raise ValueError(f"freeze={sorted(unused)}: no parameter or part has such a name; `*` is anything.")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"freeze={patterns}: nothing is left to train; freeze less.")
 
 
 def save_hf_folder(actor: Any, state: Mapping[str, Tensor], folder: str | Path, *, tokenizer_path: str) -> None:

@@ -30,7 +30,7 @@ class LoraSpec:
 
     Args:
         r: rank of the update, at least 1.
-        alpha: scale of the update, which is multiplied by alpha / r.
+        alpha: scale of the update, above 0, which is multiplied by alpha / r.
         dropout: on the adapter's input, in [0, 1). Above 0 log-probs are noisy, and with them the policy ratio.
         target_modules: names of linear layers that get an adapter; "all-linear" is all but the output head.
         quantize_4bit: keep W in 4-bit NF4 (QLoRA, https://arxiv.org/abs/2305.14314); needs CUDA and bitsandbytes.
@@ -53,6 +53,8 @@ class LoraSpec:
             self._take_over(_adapter_config(self.adapter))
         if self.r < 1:
             raise ValueError(f"lora.r={self.r}: the rank must be at least 1.")
+        if not self.alpha > 0:
+            raise ValueError(f"lora.alpha={self.alpha}: must be above 0, or the adapter has no effect.")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"lora.dropout={self.dropout}: must be in [0, 1).")
 

@@ -661,6 +661,8 @@ class RolloutDataModule(LightningDataModule):
         for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1.")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed}: must be from 0 to 2**63 - 1.")
         for name, value in (("max_refills", self.max_refills), ("staleness", self.staleness)):
             if value < 0:
                 raise ValueError(f"{name}={value}: must be 0 (off) or more.")

@@ -80,6 +80,18 @@ def test_the_gradient_is_that_of_the_padded_layout_vision_tower_included(folder_
             assert gap <= 1e-5 * max(float(grad.norm()), 1e-3 * scale), (layout, name, gap / float(grad.norm()))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_pictures_of_rows_with_nothing_to_learn_leave_every_parameter_a_gradient(
+    folder_of: Any, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP waits for each of them: of rows that were all truncated the stream is empty, and the tower does not run."""
+    folder = folder_of(QWEN[0])
+    batch, policy = mixed(folder), folder.policy(layout)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    batch._replace(response_mask=torch.zeros_like(batch.response_mask)).run(policy).logprobs.sum().backward()
+    assert [n for n, p in policy.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
 @pytest.mark.parametrize("family", ["qwen2_vl", "idefics3"])
 def test_images_go_through_the_tower_once_per_group(folder_of: Any, family: str) -> None:
     folder = folder_of(family)
