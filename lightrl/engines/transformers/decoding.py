@@ -42,27 +42,47 @@ class _Job:
         self.version = version
         self.copies = request.num_completions
         self.limit = request.sampling.max_new_tokens
-        self.finished: list[Completion | None] = [None] * self.copies
-        self.unfinished = self.copies
+        self.finished: list[Completion | None] = list(request.begun) or [None] * self.copies
+        self.live = request.live
+        self.unfinished = len(self.live)
         self.cost = 0
+        begun = [request.so_far(g).token_ids for g in self.live]
+        # What the model reads first: the prompt, once for all rows, or with what was sampled before, row by row.
+        self.begun = any(begun)
+        self.prefixes = [request.token_ids + tokens for tokens in begun] if self.begun else [request.token_ids]
+        self.rows_each = 1 if self.begun else len(self.live)
 
     @property
     def prompt(self) -> list[int]:
         return self.request.token_ids
 
+    def group(self) -> CompletionGroup:
+        """The completions as far as they are written down."""
+        parts = [self.request.so_far(g) if part is None else part for g, part in enumerate(self.finished)]
+        return CompletionGroup(self.request, parts, self.version)
+
+    def tokens_held(self, decoder: Decoder) -> int:
+        """Most tokens whose keys and values it will need."""
+        most = len(self.prompt) + self.limit
+        return sum(decoder.tokens_held(len(p), self.rows_each, most - len(p)) for p in self.prefixes)
+
 
 class _Row:
     """One completion under way. `tokens` and `logprobs` lack what is in `Generation.pending`."""
 
-    __slots__ = ("completion", "job", "kept", "logprobs", "text", "tokens", "visible")
+    __slots__ = ("before", "completion", "job", "kept", "limit", "logprobs", "text", "tokens", "versions", "visible")
 
-    def __init__(self, job: _Job, completion: int) -> None:
+    def __init__(self, job: _Job, completion: int, special: set[int]) -> None:
         self.job = job
         self.completion = completion
-        self.tokens: list[int] = []
-        self.visible: list[int] = []  # tokens that may be part of a stop string; empty where there are none
-        self.logprobs: list[float] = []
-        self.kept: list[Tensor] = []  # ids that each token was drawn from; empty where nothing is cut
+        self.before = before = job.request.so_far(completion)
+        self.limit = job.request.limit(completion)
+        self.tokens = list(before.token_ids)
+        # Tokens that may be part of a stop string; empty where there are none.
+        self.visible = [t for t in self.tokens if t not in special] if job.settings.stops else []
+        self.logprobs = list(before.logprobs)
+        self.versions = list(before.policy_versions)
+        self.kept: list[Tensor] = []  # ids that each new token was drawn from; empty where nothing is cut
         self.text: str | None = None  # set when a stop string ends it
 
 
@@ -123,6 +143,9 @@ class Generation:
         """The groups, each as soon as its last completion is done."""
         while True:
             self._take()
+            if self.queue.suspended:
+                yield from self._suspended()
+                return
             if not self.jobs:
                 return
             admitted = self._admit()
@@ -143,7 +166,7 @@ class Generation:
                     requests.remove(request)
             if requests:
                 self._enqueue(requests)
-            if self.jobs or (self.queue.closed and not self.queue.waiting()):
+            if self.jobs or self.queue.suspended or (self.queue.closed and not self.queue.waiting()):
                 return
 
     @torch.inference_mode()
@@ -193,9 +216,9 @@ class Generation:
         tokens = 0
         while self.waiting and self._admits(self.waiting[0]):
             job = self.waiting[0]
-            tokens += len(job.prompt)
-            cost = self.decoder.tokens_held(len(job.prompt), job.copies, job.limit)
-            sequences = len(self.rows) + sum(other.copies for other in taken) + job.copies
+            tokens += sum(map(len, job.prefixes))
+            cost = job.tokens_held(self.decoder)
+            sequences = len(self.rows) + sum(len(other.live) for other in taken) + len(job.live)
             fits = sequences <= self.max_sequences and self.held + cost <= self.max_tokens
             if not fits and (self.rows or taken):
                 break
@@ -209,12 +232,13 @@ class Generation:
         return taken
 
     def _admits(self, job: _Job) -> bool:
-        return self.decoder is not None and self.decoder.admits(job.prompt, job.request.inputs)
+        decoder = self.decoder
+        return decoder is not None and all(decoder.admits(p, job.request.inputs) for p in job.prefixes)
 
     def _batches(self, first: _Job, other: _Job) -> bool:
         assert self.decoder is not None
-        alike = first.copies == other.copies and not other.request.inputs
-        return alike and self.decoder.batches(first.prompt, other.prompt)
+        alike = first.rows_each == other.rows_each and first.begun == other.begun and not other.request.inputs
+        return alike and all(self.decoder.batches(first.prefixes[0], p) for p in other.prefixes)
 
     # ------------------------------------------------------------------------------------------------- sampling
 
@@ -224,13 +248,16 @@ class Generation:
         assert self.decoder is not None
         if self.pending:
             self._write_down(0)  # what is pending belongs to the rows of before
-        first, copies = len(self.rows), admitted[0].copies
-        self.rows += [_Row(job, g) for job in admitted for g in range(copies)]
+        first, copies = len(self.rows), admitted[0].rows_each
+        if not self._batches(admitted[0], admitted[0]) and admitted[0].begun:
+            raise ValueError(f"{admitted[0].request.name}: completions of different lengths cannot go on together.")
+        self.rows += [_Row(job, g, self.special) for job in admitted for g in job.live]
         longest = max(len(job.prompt) + job.limit for job in admitted)
         self.decoder.reserve(longest, max(job.limit for job in admitted))
-        logits = self.decoder.prefill([job.prompt for job in admitted], copies, admitted[0].request.inputs)
+        prefixes = [prefix for job in admitted for prefix in job.prefixes]
+        logits = self.decoder.prefill(prefixes, copies, admitted[0].request.inputs)
         logits = logits.repeat_interleave(copies, 0)
-        slots = [job.start + g * job.limit for job in admitted for g in range(copies)]
+        slots = [row.job.start + row.completion * row.job.limit + len(row.tokens) for row in self.rows[first:]]
         self.cursors = torch.cat([self.cursors, torch.tensor(slots, device=self.device)])
         self._note_seen(admitted, first, logits.shape[-1])
         kinds = self._kinds(first)
@@ -244,10 +271,11 @@ class Generation:
             if all(job.settings.sampling.repetition_penalty == 1.0 for job in admitted):
                 return
             self.seen = torch.zeros(first, vocabulary, dtype=torch.bool, device=self.device)  # rows without one
-        seen = torch.zeros(len(admitted), vocabulary, dtype=torch.bool, device=self.device)
-        for i, job in enumerate(admitted):
-            seen[i, list(job.prompt)] = True
-        self.seen = torch.cat([self.seen, seen.repeat_interleave(admitted[0].copies, 0)])
+        prefixes = [prefix for job in admitted for prefix in job.prefixes]
+        seen = torch.zeros(len(prefixes), vocabulary, dtype=torch.bool, device=self.device)
+        for i, prefix in enumerate(prefixes):
+            seen[i, list(prefix)] = True
+        self.seen = torch.cat([self.seen, seen.repeat_interleave(admitted[0].rows_each, 0)])
 
     def _kinds(self, first: int) -> list[tuple[_Settings, Tensor | None]]:
         """The settings of the rows from `first` on, and the numbers of those that have them; None where all do."""
@@ -322,7 +350,7 @@ class Generation:
             row.kept += [kept[i] for kept in supports]
             last, settings = row.tokens[-1], row.job.settings
             stopped = bool(settings.stops) and self._stopped(row, last)  # also of the last token: its text may be cut
-            if stopped or last in settings.end_ids or len(row.tokens) == row.job.limit:
+            if stopped or last in settings.end_ids or len(row.tokens) == row.limit:
                 ended.append(first + i)
         return ended
 
@@ -361,19 +389,33 @@ class Generation:
             if not job.unfinished:
                 self.held -= job.cost
                 del self.jobs[job.request]
-                completions = [c for c in job.finished if c is not None]
-                groups.append(CompletionGroup(job.request, completions, job.version))
+                groups.append(job.group())
         if ended:
             self._compact(set(ended))
         if not self.pending:
-            self.room = min((row.job.limit - len(row.tokens) for row in self.rows), default=0)
+            self.room = min((row.limit - len(row.tokens) for row in self.rows), default=0)
         return groups
 
     def _completion(self, row: _Row) -> Completion:
-        stopped = row.text is not None or row.tokens[-1] in row.job.settings.end_ids
-        text = row.text if row.text is not None else self._decode(row.tokens)
+        before = len(row.before.token_ids)
+        new = len(row.tokens) - before
+        versions = row.versions + [row.job.version] * new
         support = Support.of(row.kept) if cuts(row.job.settings.sampling) else None
-        return Completion(row.tokens, row.logprobs, text, "stop" if stopped else "length", support)
+        support = Support.joined((before, row.before.support), (new, support))
+        stopped = row.text is not None or row.tokens[-1] in row.job.settings.end_ids
+        if not stopped and len(row.tokens) < row.job.limit:
+            return Completion(row.tokens, row.logprobs, "", "suspended", support, versions)
+        text = row.text if row.text is not None else self._decode(row.tokens)
+        return Completion(row.tokens, row.logprobs, text, "stop" if stopped else "length", support, versions)
+
+    def _suspended(self) -> Iterator[CompletionGroup]:
+        """All that is under way, as it stands, in the order in which it was asked for."""
+        if self.pending:
+            self._write_down(0)  # no row ends with that: else it would have been done before
+        for row in self.rows:
+            row.job.finished[row.completion] = self._completion(row)
+        for job in self.jobs.values():
+            yield job.group()
 
     def _drop(self, job: _Job) -> None:
         """Forgets a job that was cancelled."""
@@ -385,7 +427,7 @@ class Generation:
         if self.pending:
             self._write_down(0)  # before the rows move
         self._compact({i for i, row in enumerate(self.rows) if row.job is job})
-        self.room = min((row.job.limit - len(row.tokens) for row in self.rows), default=0)
+        self.room = min((row.limit - len(row.tokens) for row in self.rows), default=0)
 
     @torch.inference_mode()
     def _compact(self, ended: set[int]) -> None:

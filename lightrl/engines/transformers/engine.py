@@ -51,6 +51,9 @@ class TransformersEngine(Engine):
 
     records_support = True
 
+    def check_in_flight(self) -> None:
+        """See `Engine.check_in_flight`."""
+
     def __init__(
         self,
         max_sequences: int = 256,
@@ -152,6 +155,7 @@ class TransformersEngine(Engine):
         """An empty decoder for requests that wait; `complete` where no more will come."""
         if self._cpu_model is None or any(request.inputs for request in requests):
             return CacheDecoder(self._model)
+        complete = complete and not any(request.begun for request in requests)
         lengths = {len(request.token_ids) for request in requests}
         new_tokens = max(request.sampling.max_new_tokens for request in requests)
         copied = max(lengths) if complete and len(lengths) == 1 and max(lengths) <= SHORT_PROMPT else 0
@@ -170,6 +174,11 @@ class TransformersEngine(Engine):
             raise ValueError(f"num_completions={request.num_completions} must be at least 1.")
         if not length:
             raise ValueError(f"token_ids=[]: {request.name} is empty; give it at least one token.")
+        if request.inputs and any(part.finish_reason == "suspended" and part.token_ids for part in request.begun):
+            raise ValueError(
+                f"{request.name} shows something: TransformersEngine does not go on with a completion over a change of "
+                "weights there. Use VLLMEngine, or leave data.init_args.in_flight out."
+            )
         if length + sampling.max_new_tokens > self.max_model_len:
             raise ValueError(
                 f"max_new_tokens={sampling.max_new_tokens}: with the {length} tokens of {request.name} that is "

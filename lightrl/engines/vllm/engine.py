@@ -7,13 +7,13 @@ is the transport between them, `requests` translates requests and answers. vLLM 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from lightrl.background import FairLock
 from lightrl.engines.base import (
     Engine,
     EngineDiedError,
@@ -27,6 +27,8 @@ from lightrl.engines.vllm.requests import (
     completion,
     completion_seed,
     engine_prompt,
+    joined,
+    remaining,
     sampling_params,
     scoring_params,
 )
@@ -219,7 +221,7 @@ class VLLMEngine(Engine):
         self._died = False
         self._heats = "logits_processors" in arguments
         self.policy_version = -1
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         try:
             self._sender = WeightSender(self._adapter)
         except BaseException:
@@ -359,10 +361,10 @@ class VLLMEngine(Engine):
         """The adapter, for one call at a time; ends a lost engine, and restarts it with `restart_engine`."""
         from lightrl.compat.vllm import LostEngineError
 
-        adapter = self._running()
+        self._running()
         with self._lock:
             try:
-                yield adapter
+                yield self._running()  # another thread may have ended it meanwhile
             except LostEngineError as error:
                 self._release(dead=True)
                 self._died = True
@@ -376,6 +378,14 @@ class VLLMEngine(Engine):
                 ) from error
 
     # -- sampling --------------------------------------------------------------------------------------------------
+
+    def check_in_flight(self) -> None:
+        """See `Engine.check_in_flight`."""
+        if self.restart_engine:
+            raise ValueError(
+                "in_flight with VLLMEngine.restart_engine=True: several rollouts are under way, and one that is lost "
+                "cannot be told from one that waits. Set restart_engine=False."
+            )
 
     def generate(self, requests: Iterable[GenerationRequest] | RequestQueue) -> Iterator[CompletionGroup]:
         self._running()
@@ -407,14 +417,22 @@ class VLLMEngine(Engine):
                 for request in queue.take_cancelled():
                     if request in groups:
                         self._abort([key for key in groups.pop(request).keys if running.pop(key, None)])
+                if queue.suspended:
+                    for key, output in self._suspend(list(running)).items():
+                        group, place = running.pop(key)
+                        self._note(group, place, output)
+                    for request, group in groups.items():
+                        count = request.num_completions
+                        parts = [group.done.get(place, request.so_far(place)) for place in range(count)]
+                        yield CompletionGroup(request, parts, group.version)
+                    return
                 if not running:
                     if queue.closed and not queue.waiting():
                         return
                     continue
                 for key, output in self._step(running, lambda: queue.stopped):
                     group, place = running.pop(key)
-                    check_prompt(output, group.request)
-                    group.done[place] = completion(output.outputs[0], group.request)
+                    self._note(group, place, output)
                     if len(group.done) == group.request.num_completions:
                         del groups[group.request]
                         yield CompletionGroup(
@@ -427,15 +445,30 @@ class VLLMEngine(Engine):
 
     def _add(self, group: _Group, running: dict[str, tuple[_Group, int]]) -> None:
         """Has vLLM sample a group, each of its completions as a request of its own."""
-        params = sampling_params(group.request.sampling)
-        for place in range(group.request.num_completions):
-            own = params.clone()
-            own.seed = completion_seed(group.request.seed, place)
+        request = group.request
+        params = sampling_params(request.sampling)
+        group.done |= {p: request.so_far(p) for p in range(request.num_completions) if p not in request.live}
+        for place in request.live:
+            begun = len(request.so_far(place).token_ids)
+            own = sampling_params(remaining(request, place)) if begun or request.pause_at else params.clone()
+            own.seed = completion_seed(request.seed, place, begun)
             key = self._new_key()
             running[key] = (group, place)
             group.keys.append(key)
             with self._serving() as adapter:
-                adapter.add(key, engine_prompt(group.request), own)
+                adapter.add(key, engine_prompt(request, place), own)
+
+    def _note(self, group: _Group, place: int, output: Any) -> None:
+        """Records what vLLM sampled of one completion."""
+        check_prompt(output, group.request, place)
+        new = completion(output.outputs[0], group.request, place)
+        group.done[place] = joined(new, group.request, place, group.version, self._running().decode)
+
+    def _suspend(self, keys: list[str]) -> dict[str, Any]:
+        """Drops requests; what has come of each."""
+        with self._serving() as adapter:
+            done = {key: self._finished.pop(key) for key in keys if key in self._finished}
+            return done | adapter.suspend([key for key in keys if key not in done])
 
     def _new_key(self) -> str:
         self._num_requests += 1
