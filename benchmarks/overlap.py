@@ -1,15 +1,17 @@
-"""Time of a GRPO step when generation and update take turns, overlap by streaming, and overlap by one rollout.
+"""Time of a GRPO step when generation and update take turns, and when they overlap in three ways.
 
     python benchmarks/overlap.py [--rounds 3] [--steps 4] [--lengths varied equal] [--out overlap.json]
 
-The engine runs in a process of its own on one core, the trainer on another. The three ways alternate, round by round,
+The engine runs in a process of its own on one core, the trainer on another. The ways alternate, round by round,
 over one engine, and begin each with the same weights and seeds, so that serial and streaming learn from the same
 samples. `varied`: completions end by themselves (up to 256 tokens); `equal`: all have 48.
 
 `serial` waits for the rollout, then updates; `streaming` accumulates gradients of finished groups while others still
-generate (the same update); `staleness 1` samples the next rollout during the update. Figures are medians over steps,
+generate (the same update); `staleness 1` samples the next rollout during the update; `in flight` does so at the same
+bound, with weights that change within completions: the next rollout begins before the last one's longest is over. Figures are medians over steps,
 the first of each run left out. `generate` and `update` (experience included) are those of serial. Required: staleness 1
-at most 1.15 x max(generate, update); streaming at least 10 % below serial where lengths vary. CPU, two cores.
+at most 1.15 x max(generate, update); streaming at least 10 % below serial where lengths vary; in flight at least 1.3
+times as many steps as staleness 1 where they vary. CPU, two cores.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from lightrl.callbacks import WeightSync
 from lightrl.data import ArithmeticRows, PromptSource
 from lightrl.engines import VLLMEngine
 from lightrl.rollout import RolloutDataModule
+from lightrl.rollout.sources import InFlight
 from lightrl.types import SamplingParams
 
 TINY = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
@@ -46,6 +49,7 @@ MODES: dict[str, dict[str, Any]] = {
     "serial": {},
     "streaming": {"streaming": True},
     "staleness 1": {"staleness": 1},
+    "in flight": {"staleness": 1, "in_flight": InFlight()},
 }
 PROMPTS, GROUP = 16, 8
 

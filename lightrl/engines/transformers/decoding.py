@@ -79,7 +79,8 @@ class _Row:
         self.limit = job.request.limit(completion)
         self.tokens = list(before.token_ids)
         # Tokens that may be part of a stop string; empty where there are none.
-        self.visible = [t for t in self.tokens if t not in special] if job.settings.stops else []
+        counted = self.tokens[max(job.request.sampling.min_new_tokens - 1, 0) :]
+        self.visible = [t for t in counted if t not in special] if job.settings.stops else []
         self.logprobs = list(before.logprobs)
         self.versions = list(before.policy_versions)
         self.kept: list[Tensor] = []  # ids that each new token was drawn from; empty where nothing is cut

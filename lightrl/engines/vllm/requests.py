@@ -203,9 +203,9 @@ def joined(
     if stops and reason == "stop":  # vLLM cuts a text behind the stop string
         text = text[: len(text) - len(decode(new.token_ids)) + len(new.text)]
     window = max((len(stop.encode()) for stop in stops), default=0)  # a token that can be seen has a byte or more
-    start = max(count - window, 0)
+    start = max(count - window, request.sampling.min_new_tokens - 1, 0)  # what comes before does not count
     shown = len(decode(tokens[start:count]))
-    for end in range(max(count, request.sampling.min_new_tokens - 1) + 1, min(count + window, len(tokens)) + 1):
+    for end in range(count + 1, min(count + window, len(tokens)) + 1) if start < count else ():
         tail = decode(tokens[start:end])
         ends = [at + len(stop) for stop in stops if (at := tail.find(stop, max(shown - len(stop) + 1, 0))) >= 0]
         if ends:
