@@ -2,16 +2,16 @@
 
     python benchmarks/overlap.py [--rounds 3] [--steps 4] [--lengths varied equal] [--out overlap.json]
 
-The engine runs in a process of its own on one core, the trainer on another. The ways alternate, round by round,
-over one engine, and begin each with the same weights and seeds, so that serial and streaming learn from the same
-samples. `varied`: completions end by themselves (up to 256 tokens); `equal`: all have 48.
+The engine runs in a process of its own on one core, the trainer on another. The ways alternate, round by round, over
+one engine, and begin each with the same weights and seeds, so that serial and streaming learn from the same samples.
+`varied`: completions end by themselves (up to 256 tokens); `equal`: all have 48.
 
 `serial` waits for the rollout, then updates; `streaming` accumulates gradients of finished groups while others still
 generate (the same update); `staleness 1` samples the next rollout during the update; `in flight` does so at the same
-bound, with weights that change within completions: the next rollout begins before the last one's longest is over. Figures are medians over steps,
-the first of each run left out. `generate` and `update` (experience included) are those of serial. Required: staleness 1
-at most 1.15 x max(generate, update); streaming at least 10 % below serial where lengths vary; in flight at least 1.3
-times as many steps as staleness 1 where they vary. CPU, two cores.
+bound with weights that change within completions, so that the next rollout begins before the longest of the last are
+over. Figures are medians over steps, the first of each run left out. `generate` and `update` (experience included) are
+those of serial. Required: staleness 1 at most 1.15 x max(generate, update); streaming at least 10 % below serial where
+lengths vary; in flight at least 1.3 times the steps of staleness 1 where they vary. CPU, two cores.
 """
 
 from __future__ import annotations

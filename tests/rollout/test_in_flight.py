@@ -19,7 +19,7 @@ from lightrl.engines.base import RequestQueue
 from lightrl.rollout.sources import InFlight
 from lightrl.types import CompletionGroup, Rollouts, SamplingParams
 from tests.rollout.test_staleness import Watch, run
-from tests.toys import KeptEngine, ThreadEngine, sums_data
+from tests.toys import KeptEngine, ThreadEngine, quickstart_model, sums_data
 
 FIRST = 4
 """Tokens after which a completion waits for the next weights, where the engine is `Scripted`."""
@@ -147,19 +147,17 @@ def test_an_evaluation_in_between_is_of_the_newest_policy_and_waits_for_nothing(
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_vllm_changes_weights_within_completions(side_model: str) -> None:
-    class Slow(RLCallback):
-        def on_experience_made(self, *_: Any) -> None:
-            time.sleep(0.05)  # the engine is in the middle of the next completions
-
-    engine = KeptEngine(in_process=False)
+def test_vllm_changes_weights_within_completions(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 1, "intermediate_size": 64, "max_position_embeddings": 512}
+    path, engine = quickstart_model(tmp_path, **shape), KeptEngine(in_process=False)
+    long = SamplingParams(max_new_tokens=320, ignore_eos=True)  # sampling takes ten times as long as learning
     try:
-        long = SamplingParams(max_new_tokens=56, ignore_eos=True)
-        module, watch = in_flight(side_model, Slow(), engine=engine, sampling=long, group_size=16)
+        module, watch = in_flight(path, engine=engine, sampling=long, prompts_per_rollout=4, rollouts_per_epoch=4)
     finally:
         engine.end()
-    assert [m["rollout/staleness"] for m in watch.metrics] == [0, 1, 1, 1, 1]
-    assert sum(m["rollout/switched"] for m in watch.metrics) > 0
+    assert [m["rollout/staleness"] for m in watch.metrics] == [0, 1, 1, 1]
+    # Rollouts 0 and 1 are sampled beside each other, 2 begins while the policy learns from 1 and ends after that.
+    assert watch.metrics[2]["rollout/switched"] > 0.5 and watch.metrics[2]["rollout/staleness_mean"] < 1
     for rollouts in watch.rollouts:
         for version in sorted(set(versions(rollouts).flatten().tolist()) - {-1}):
             assert worst(module, watch, rollouts, version, version) < 1e-4
