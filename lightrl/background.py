@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 __all__ = ["BackgroundLoop", "FairLock", "in_background", "in_thread"]
@@ -47,7 +48,7 @@ async def in_thread(work: Callable[[], T], name: str) -> tuple[T, None] | tuple[
     return await future  # type: ignore[no-any-return]
 
 
-class FairLock:
+class FairLock(AbstractContextManager[None]):
     """A lock that a thread may take again while it has it, and cannot take again before another that waits for it."""
 
     def __init__(self) -> None:

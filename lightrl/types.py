@@ -416,6 +416,7 @@ class EngineContext:
         random_init: the model folder has a configuration but no weights; the first sync brings them.
         lora_rank: rank of the policy's adapter; 0 where there is none, or none that fits on the folder's weights.
         fire: some sampling settings of the run have a `fire_temperature`.
+        keep_cache: weights may be loaded while requests run, which keep their keys and values.
     """
 
     model_path: str
@@ -430,6 +431,7 @@ class EngineContext:
     random_init: bool = False
     lora_rank: int = 0
     fire: bool = False
+    keep_cache: bool = False
 
 
 @dataclass

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -163,14 +163,18 @@ class InFlight:
     """Weights change within completions, with `staleness`.
 
     Args:
+        cache: what becomes of the keys and values of the tokens that are there: "recompute" computes them anew, so that
+            a token's log-prob is what its version gives it; "keep" goes on with those of older weights at once, as
+            PipelineRL does: its log-prob is then that of a mixture which no forward of the trainer repeats.
         record: folder for the switch points, a file per rank: which version sampled how many tokens of which
             completion. What lies there is added to.
         replay: folder that another run with the same seeds recorded: the weights change after the same tokens.
 
     Raises:
-        ValueError: both.
+        ValueError: both; "keep" with `replay`.
     """
 
+    cache: Literal["recompute", "keep"] = "recompute"
     record: str | None = None
     replay: str | None = None
 
@@ -179,6 +183,11 @@ class InFlight:
             raise ValueError(
                 f"in_flight.record={self.record} with in_flight.replay={self.replay}: a run that is repeated has the "
                 "switch points of the first. Give one."
+            )
+        if self.replay is not None and self.cache == "keep":
+            raise ValueError(
+                f'in_flight.replay={self.replay} with in_flight.cache="keep": a completion that waits for its switch '
+                'point gives its cache away. Set cache="recompute" in both runs.'
             )
 
 
@@ -195,7 +204,7 @@ class InFlightSource:
     """Keeps `staleness` rollouts under way while the policy learns, and changes the weights in the middle of them.
 
     Before a rollout is handed out the engine leaves off, wherever its completions are; the weights are pushed, and all
-    goes on from the tokens that are there, whose keys and values are computed anew. Then the rollout that comes
+    goes on from the tokens that are there, whose keys and values are computed anew or kept. Then the rollout that comes
     `staleness` later begins, so the first token of any is at most so many rollouts old when it is learnt from, and the
     last is of the policy of now. Rollouts are of the same prompts as without it and are handed out in that order:
     nothing is dropped, nothing waits for longer than the bound, and each has its own long completions.
@@ -232,6 +241,7 @@ class InFlightSource:
         rank: int,
     ) -> None:
         self.staleness = staleness
+        self._keep = settings.cache == "keep"
         self._begin = begin
         self._ready = ready
         self._version = version
@@ -252,7 +262,8 @@ class InFlightSource:
             left: rollouts that will be asked for after this one.
         """
         began = time.perf_counter()
-        self.drain()
+        if not self._keep:
+            self.drain()
         self._ready()
         for flight in self._flights:
             flight.collection.resume()

@@ -83,7 +83,7 @@ def test_keys_and_values_of_old_weights_would_give_other_log_probs(tied_folder: 
     assert next(stream).request is short
     push(engine, new, 1)  # in the middle of the other
     (kept,) = next(stream).completions
-    kept.policy_versions = [0] * 5 + [1] * 19
+    assert kept.policy_versions == [0] * 5 + [1] * 19
     assert gaps(old, PROMPTS[0], kept, 0).max() < 1e-4
     assert gaps(new, PROMPTS[0], kept, 1).mean() > 0.05
 
@@ -131,11 +131,11 @@ def test_a_stop_string_that_began_before_the_change_ends_the_completion() -> Non
     request = GenerationRequest([5], sampling, 0, begun=[before])
     new = Completion([3, 4, 5], [-4.0, -5.0, -6.0], "def", "length")
     expected = Completion([0, 1, 2, 3], [-1.0, -2.0, -3.0, -4.0], "abcd", "stop", policy_versions=[4, 4, 4, 7])
-    assert joined(new, request, 0, 7, decode) == expected
+    assert joined(new, request, 0, [7] * 3, decode) == expected
     # Not one of tokens that do not count yet, and not one that is not there.
     late = replace(request, sampling=replace(sampling, min_new_tokens=5))
-    assert joined(new, late, 0, 7, decode).token_ids == [0, 1, 2, 3, 4, 5]
-    assert joined(replace(new, token_ids=[4, 3, 5]), request, 0, 7, decode).finish_reason == "length"
+    assert joined(new, late, 0, [7] * 3, decode).token_ids == [0, 1, 2, 3, 4, 5]
+    assert joined(replace(new, token_ids=[4, 3, 5]), request, 0, [7] * 3, decode).finish_reason == "length"
 
 
 def test_an_engine_that_restarts_is_refused() -> None:

@@ -37,10 +37,12 @@ class Scripted(ThreadEngine):
     def _groups(self, queue: RequestQueue) -> Iterator[CompletionGroup]:
         row = int(queue.waiting()[0].name.rpartition(" ")[2].rstrip(")")) if queue.waiting() else 0
         if row // 8 > self.learnt:
-            take, looks = queue.take, itertools.count()
+            take, looks, begun = queue.take, itertools.count(), self.policy_version
 
             def gated(wait: bool) -> Any:
                 while next(looks) >= FIRST and not (queue.suspended or queue.stopped):
+                    if self.policy_version not in (begun, -1):
+                        break
                     time.sleep(0.002)
                 return take(wait)
 
@@ -103,6 +105,16 @@ def test_each_token_is_of_the_version_that_it_names(bound: int, side_model: str)
     assert watch.metrics[1]["off_policy/kl"] > 1e-6
 
 
+def test_a_kept_cache_is_that_of_the_old_weights(side_model: str) -> None:
+    module, watch = in_flight(side_model, in_flight=InFlight("keep"))
+    for number, rollouts in enumerate(watch.rollouts[1:], 1):
+        for row in versions(rollouts):
+            row = row[row >= 0]
+            assert row.tolist() == [number - 1] * min(FIRST, len(row)) + [number] * (len(row) - FIRST)
+        assert worst(module, watch, rollouts, number - 1, number - 1) < 1e-4
+        assert worst(module, watch, rollouts, number, number) > 1e-3  # what a fresh prefill does not give
+
+
 def test_prompts_and_their_groups_are_those_of_a_run_without_it(side_model: str) -> None:
     """Nothing is dropped or put last: a rollout has its own prompts, with their long completions and their short."""
     (_, ahead), (_, serial) = in_flight(side_model), run(side_model, shuffle=False, rollouts_per_epoch=5)
@@ -147,20 +159,24 @@ def test_an_evaluation_in_between_is_of_the_newest_policy_and_waits_for_nothing(
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_vllm_changes_weights_within_completions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache", ["recompute", "keep"])
+def test_vllm_changes_weights_within_completions(cache: Any, tmp_path: Path) -> None:
     shape = {"num_hidden_layers": 1, "intermediate_size": 64, "max_position_embeddings": 512}
     path, engine = quickstart_model(tmp_path, **shape), KeptEngine(in_process=False)
     long = SamplingParams(max_new_tokens=320, ignore_eos=True)  # sampling takes ten times as long as learning
     try:
-        module, watch = in_flight(path, engine=engine, sampling=long, prompts_per_rollout=4, rollouts_per_epoch=4)
+        few = {"prompts_per_rollout": 4, "rollouts_per_epoch": 4}
+        module, watch = in_flight(path, engine=engine, sampling=long, in_flight=InFlight(cache), **few)
     finally:
         engine.end()
     assert [m["rollout/staleness"] for m in watch.metrics] == [0, 1, 1, 1]
     # Rollouts 0 and 1 are sampled beside each other, 2 begins while the policy learns from 1 and ends after that.
     assert watch.metrics[2]["rollout/switched"] > 0.5 and watch.metrics[2]["rollout/staleness_mean"] < 1
-    for rollouts in watch.rollouts:
-        for version in sorted(set(versions(rollouts).flatten().tolist()) - {-1}):
-            assert worst(module, watch, rollouts, version, version) < 1e-4
+    for number, rollouts in enumerate(watch.rollouts):
+        first = max(number - 1, 0)
+        for version in {int(versions(rollouts).max()), first}:
+            gap = worst(module, watch, rollouts, version, version)
+            assert gap < 1e-4 if version == first or cache == "recompute" else gap > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -181,7 +197,9 @@ def test_a_record_cannot_be_both_written_and_read_and_a_check_of_old_weights_is_
     side_model: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"in_flight\.record=a with in_flight\.replay=b"):
-        InFlight("a", "b")
+        InFlight(record="a", replay="b")
+    with pytest.raises(ValueError, match=r'in_flight\.replay=b with in_flight\.cache="keep"'):
+        InFlight("keep", replay="b")
     with pytest.raises(ValueError, match=r"in_flight\.replay=.*no switches-0\.jsonl"):
         in_flight(side_model, in_flight=InFlight(replay=str(tmp_path)))
     with pytest.raises(ValueError, match="in_flight with callback LedgerCanary"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +60,8 @@ class _Job:
     def group(self) -> CompletionGroup:
         """The completions as far as they are written down."""
         parts = [self.request.so_far(g) if part is None else part for g, part in enumerate(self.finished)]
-        return CompletionGroup(self.request, parts, self.version)
+        versions = [version for part in parts for version in part.policy_versions]
+        return CompletionGroup(self.request, parts, min(versions, default=self.version))
 
     def tokens_held(self, decoder: Decoder) -> int:
         """Most tokens whose keys and values it will need."""
@@ -94,7 +96,8 @@ class Generation:
         make_decoder: (requests that wait, whether no more will come) makes an empty decoder that admits the first.
         queue: where requests come from.
         check: raises where a request cannot be served.
-        version: gives the policy version of the weights that sample.
+        version: gives the policy version of the weights that sample; rows keep keys and values when these change.
+        lock: held while the model computes.
         tokenizer: for texts and stop strings.
         eos_ids: end-of-sequence tokens, heeded unless `sampling.ignore_eos`.
         device: of the logits.
@@ -109,6 +112,7 @@ class Generation:
         *,
         check: Callable[[GenerationRequest], None],
         version: Callable[[], int],
+        lock: AbstractContextManager[None],
         tokenizer: Any,
         eos_ids: set[int],
         device: torch.device,
@@ -119,6 +123,8 @@ class Generation:
         self.queue = queue
         self.check = check
         self.version = version
+        self.now = version()
+        self.lock = lock
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.device = device
@@ -149,10 +155,24 @@ class Generation:
                 return
             if not self.jobs:
                 return
-            admitted = self._admit()
-            # Not a `with` around the loop: a generator would leave inference mode on in its caller.
-            ended = self._prefill(admitted) if admitted else self._step()
-            yield from self._retire(ended)
+            with self.lock:
+                self._note_version()
+                admitted = self._admit()
+                # Not a `with` around the loop: a generator would leave inference mode on in its caller.
+                ended = self._prefill(admitted) if admitted else self._step()
+                groups = self._retire(ended)
+            yield from groups
+
+    def _note_version(self) -> None:
+        """Says of all tokens that are there which weights sampled them, where these have changed."""
+        if self.now == self.version():
+            return
+        if self.pending:
+            self._write_down(0)
+            self.room = min((row.limit - len(row.tokens) for row in self.rows), default=0)
+        for row in self.rows:
+            row.versions += [self.now] * (len(row.tokens) - len(row.versions))
+        self.now = self.version()
 
     # ------------------------------------------------------------------------------------------------ admission
 
@@ -400,7 +420,7 @@ class Generation:
     def _completion(self, row: _Row) -> Completion:
         before = len(row.before.token_ids)
         new = len(row.tokens) - before
-        versions = row.versions + [row.job.version] * new
+        versions = row.versions + [self.now] * (len(row.tokens) - len(row.versions))
         support = Support.of(row.kept) if cuts(row.job.settings.sampling) else None
         support = Support.joined((before, row.before.support), (new, support))
         stopped = row.text is not None or row.tokens[-1] in row.job.settings.end_ids

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from lightrl.background import FairLock
 from lightrl.engines.base import Engine, RequestQueue
 from lightrl.engines.transformers.decoders import CacheDecoder, Decoder
 from lightrl.engines.transformers.decoding import Generation
@@ -79,6 +80,7 @@ class TransformersEngine(Engine):
         self._tokenizer: Any = None
         self._cpu_model: CPUModel | None = None
         self._eos_ids: set[int] = set()
+        self._lock = FairLock()
 
     def start(self, context: EngineContext) -> None:
         """See `Engine.start`."""
@@ -139,6 +141,7 @@ class TransformersEngine(Engine):
             queue,
             check=self.check_request,
             version=lambda: self.policy_version,
+            lock=self._lock,
             tokenizer=self._tokenizer,
             eos_ids=self._eos_ids,
             device=self._model.device,
@@ -217,7 +220,12 @@ class TransformersEngine(Engine):
             ValueError: names that the model does not have, names that did not come, or wrong shapes; all are listed.
         """
         self._require_started()
-        self.policy_version = -1
+        with self._lock:
+            self.policy_version = -1
+            self._load(named_tensors, partial)
+            self.policy_version = policy_version
+
+    def _load(self, named_tensors: Iterable[tuple[str, Tensor]], partial: bool) -> None:
         own = dict(self._model.named_parameters(remove_duplicate=False))
         buffers = dict(self._model.named_buffers())
         missing = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -240,7 +248,6 @@ class TransformersEngine(Engine):
             raise ValueError(
                 f"named_tensors do not fit the engine's model. {listed}. Send each parameter once, by name."
             )
-        self.policy_version = policy_version
 
 
 def _end_ids(model: Any, tokenizer: Any) -> set[int]:

@@ -181,7 +181,7 @@ def completion(output: Any, request: GenerationRequest, place: int) -> Completio
 
 
 def joined(
-    new: Completion, request: GenerationRequest, place: int, version: int, decode: Callable[[list[int]], str]
+    new: Completion, request: GenerationRequest, place: int, versions: list[int], decode: Callable[[list[int]], str]
 ) -> Completion:
     """What was sampled before and now, as one completion.
 
@@ -191,11 +191,11 @@ def joined(
     Args:
         new: what `completion` gave.
         request, place: which completion it is.
-        version: of the weights that sampled it.
+        versions: of the weights that sampled each of its tokens.
         decode: tokens to text.
     """
     before = request.so_far(place)
-    versions = before.policy_versions + [version] * len(new.token_ids)
+    versions = before.policy_versions + versions
     if not before.token_ids:
         return replace(new, policy_versions=versions)
     tokens, count = before.token_ids + new.token_ids, len(before.token_ids)
