@@ -12,7 +12,7 @@ generate (the same update); `staleness 1` samples the next rollout during the up
 bound with weights that change within completions, so that the next rollout begins before the longest of the last are
 over. Figures are medians over steps, the first of each run left out. `generate` and `update` (experience included) are
 those of serial. Required: staleness 1 at most 1.15 x max(generate, update); streaming at least 10 % below serial where
-lengths vary. The aim for in flight is 1.3 times the steps of staleness 1 with tails; it has not been measured on an idle
+lengths vary. The aim for in flight is 1.3 times the steps of staleness 1 with tails, not measured on an idle
 machine. CPU, two cores.
 """
 
