@@ -89,6 +89,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(folder / "model" / "tokenizer_config.json", mixture)
         own = {"model": {"init_args": {"actor": {"path": mixture}}}}
         (folder / f"{family}.yaml").write_text(yaml.safe_dump(own))
+    beside = {**rl["data"]["init_args"], "engine": {"class_path": "tests.toys.ThreadEngine"}}
+    (folder / "in_flight.yaml").write_text(yaml.safe_dump({**rl, "data": {"init_args": beside}}))
     teachers = {"grpo": {"path": model}}
     (folder / "teachers.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"teachers": teachers}}}))
     return folder
@@ -153,7 +155,8 @@ def test_runs_with_a_tiny_model(
     """One rollout and one evaluation; nothing is written, so a trial cannot damage the files of a real run."""
     if "geo3k" in config.stem:
         pytest.importorskip("math_verify")
-    tiny = "sft" if config.stem == "sft" else "curriculum" if "curriculum" in config.stem else "rl"
+    own = [name for name in ("sft", "curriculum", "in_flight") if config.stem.endswith(name)]
+    tiny = own[0] if own else "rl"
     files = [config, place / f"{tiny}.yaml"]
     if "reference:" in config.read_text():
         files.append(place / "reference.yaml")
