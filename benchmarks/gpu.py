@@ -73,7 +73,7 @@ def train(size: str, layout: Any, args: argparse.Namespace) -> dict[str, Any]:
     groups = max(1, args.rows // args.group)
     case = groups, (args.prompt, args.prompt), min(args.group, args.rows), (args.response // 2, args.response)
     rows = tuple(x.to(args.device) for x in make_rows(case, settings["vocab_size"]))
-    plan = make_stream(*rows, share=layout == "shared_prefix")
+    plan = make_stream(*rows[:3], share=layout == "shared_prefix")
 
     def step() -> None:
         policy(*rows[:3], group_ids=rows[3]).logprobs.mean().backward()

@@ -22,12 +22,12 @@ from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
 from lightrl.models.multimodal import (
     harmless_id,
     idle_parameters,
+    marked_tokens,
     media_positions,
     merged_inputs,
     misfits_named,
     no_token_inputs,
     sampled_placeholders,
-    sharing_groups,
     true_embeddings,
 )
 from lightrl.models.packing.attention import IMPLEMENTATION, keep_attention_caps, text_attention, unsupported_reason
@@ -149,14 +149,13 @@ class Backbone:
         hidden: Tensor | None,
     ) -> BackboneOutput:
         if self.layout != "padded":
-            share = self.layout != "packed"
-            groups = sharing_groups(self.config, rows, host) if rows else host.group_ids
+            ids, spans = marked_tokens(self.config, rows, host) if rows else (host.token_ids, None)
             stream = make_stream(
-                host.token_ids,
+                ids,
                 host.attention_mask,
                 host.response_mask,
-                groups,
-                share=share,
+                share=self.layout != "packed" and host.group_ids is not None,
+                spans=spans,
                 cpu_kernels=self.cpu_kernels,
                 device=token_ids.device,
             )
@@ -181,8 +180,7 @@ class Backbone:
         positions, ids = stream.position_ids.unsqueeze(0), token_ids.reshape(1, -1).index_select(1, stream.source)
         inputs = no_token_inputs(self.body, ids)
         if rows:
-            roots = [row for row, parent in zip(stream.rows, stream.parents, strict=True) if parent < 0]
-            merged = merged_inputs(rows, roots if len(stream.targets) else [], stream.shape, token_ids.device)
+            merged = merged_inputs(rows, stream.shown, stream.shape, token_ids.device)
             inputs |= {
                 name: x.reshape(1, -1).index_select(1, stream.source) if name.endswith(TOKEN_INPUT) else x
                 for name, x in merged.items()

@@ -79,7 +79,7 @@ def share_stream(host: HostRows, group: Any, *, share: bool, cpu_kernels: bool, 
     Args:
         host: this rank's rows, with a response mask.
         group: process group.
-        share: whether to compute the prompt of a group of completions once.
+        share: whether to compute once what rows begin with alike.
         cpu_kernels: see `ModelSpec`.
         device: of the result.
     """
@@ -91,8 +91,8 @@ def share_stream(host: HostRows, group: Any, *, share: bool, cpu_kernels: bool, 
     ids, attention, response = (
         torch.cat([F.pad(row[i], (0, width - row[i].shape[1])) for row in rows]) for i in range(3)
     )
-    groups = torch.cat([row[3] for row in rows]) if share and all(row[3] is not None for row in rows) else None
-    stream = make_stream(ids, attention, response, groups, share=share, cpu_kernels=cpu_kernels)
+    share = share and all(row[3] is not None for row in rows)
+    stream = make_stream(ids, attention, response, share=share, cpu_kernels=cpu_kernels)
     count = stream.num_tokens
     each = -(-count // ranks)
     stretch = slice(rank * each, (rank + 1) * each)
@@ -112,7 +112,6 @@ def share_stream(host: HostRows, group: Any, *, share: bool, cpu_kernels: bool, 
             starts=[*stream.starts, count],
             lengths=[*stream.lengths, ranks * each - count],
             parents=[*stream.parents, -1],
-            rows=[*stream.rows, 0],
         )
     taken, order, targets, ids, positions, whole = (
         x.to(device, non_blocking=True)
