@@ -1,8 +1,9 @@
-"""Padded, packed and shared-prefix layouts: the same results, and time by the tokens really computed.
+"""Padded, packed and tree layouts: the same results, and time by the tokens really computed.
 
     python benchmarks/layouts.py --out layouts.json
 
-Each case is a batch of groups with varied lengths; the layouts alternate in one process, forward and backward.
+Each case is a batch of groups, or of trees, with varied lengths; the layouts alternate in one process, forward and
+backward. "prompts_once" is what would be computed if rows of a group shared their prompt and nothing else.
 "kept" is the time a layout saved against the padded one divided by what the token counts promise:
 (1 - seconds / padded seconds) / (1 - tokens / padded tokens), where at least 5 % of the tokens are saved.
 """
@@ -28,7 +29,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from lightrl.models.packing.layouts import make_stream
 from lightrl.models.policy import PolicyModel
 
-LAYOUTS = ("padded", "packed", "shared_prefix")
+LAYOUTS = ("padded", "packed", "tree")
 # name: prompts, prompt lengths (from, to), group size, completion lengths (from, to)
 CASES = {
     "short prompts": (8, (8, 8), 8, (64, 64)),
@@ -36,6 +37,13 @@ CASES = {
     "long prompts": (2, (512, 512), 8, (64, 64)),
     "long varied": (2, (256, 512), 8, (32, 128)),
     "no groups": (32, (30, 160), 1, (16, 128)),
+}
+# name: by level, how many branches a node has and the tokens of each (from, to); the last level is trained
+TREES = {
+    "system prompt": [(1, (400, 400)), (8, (30, 160)), (4, (32, 128))],
+    "few shots, no groups": [(1, (600, 600)), (24, (60, 160))],
+    "turns": [(2, (200, 400)), (2, (100, 300)), (2, (100, 300)), (4, (32, 128))],
+    "chain of forks": [(1, (300, 300)), *[(2, (100, 140))] * 4],
 }
 
 
@@ -54,6 +62,32 @@ def make_rows(case: tuple[int, tuple[int, int], int, tuple[int, int]], vocab: in
     ends = torch.tensor([len(p) + len(c) for _, p, c in rows])[:, None]
     starts = torch.tensor([len(p) for _, p, _ in rows])[:, None]
     return ids, slots < ends, (slots >= starts) & (slots < ends), torch.tensor([g for g, _, _ in rows])
+
+
+def make_tree(levels: list[tuple[int, tuple[int, int]]], vocab: int) -> tuple[Tensor, ...]:
+    """The same four for a tree; rows whose last parent is the same are a group."""
+    draw = random.Random(0)
+    nodes: list[tuple[list[int], int]] = [([], 0)]
+    for number, range_ in levels:
+        nodes = [
+            ([*row, *(draw.randrange(vocab) for _ in range(draw.randint(*range_)))], len(row))
+            for row, _ in nodes
+            for _ in range(number)
+        ]
+    lengths = torch.tensor([len(row) for row, _ in nodes])[:, None]
+    prompts = torch.tensor([prompt for _, prompt in nodes])[:, None]
+    slots = torch.arange(int(lengths.max()))
+    ids = torch.tensor([row + [0] * (len(slots) - len(row)) for row, _ in nodes])
+    groups = torch.arange(len(nodes)) // levels[-1][0]
+    return ids, slots < lengths, (slots >= prompts) & (slots < lengths), groups
+
+
+def prompts_once(rows: tuple[Tensor, ...]) -> int:
+    """Tokens with each group's prompt once, and nothing else."""
+    packed = make_stream(*rows[:3], share=False)
+    prompts = rows[2].int().argmax(1)
+    repeated = sum(int(prompts[rows[3] == group].sum() - prompts[rows[3] == group].max()) for group in rows[3].unique())
+    return packed.num_tokens - repeated
 
 
 def run(policy: PolicyModel, rows: tuple[Tensor, ...]) -> tuple[float, Tensor]:
@@ -79,7 +113,7 @@ def measure(policies: dict[str, PolicyModel], rows: tuple[Tensor, ...], repeats:
             seconds[layout].append(took)
     tokens = {"padded": rows[0].numel()}
     for layout in LAYOUTS[1:]:
-        tokens[layout] = make_stream(*rows[:3], share=layout == "shared_prefix").num_tokens
+        tokens[layout] = make_stream(*rows[:3], share=layout == "tree").num_tokens
     table = []
     for layout, policy in policies.items():
         times = [mine / padded for mine, padded in zip(seconds[layout][1:], seconds["padded"][1:], strict=True)]
@@ -109,7 +143,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--cases", nargs="*", choices=[*CASES, *TREES], default=[*CASES, *TREES])
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -127,13 +161,15 @@ def main() -> None:
         "cases": {},
     }
     heads = ("tokens", "seconds", "speedup", "kept", "logprob_error", "gradient_error")
-    print(f"{'case':14} {'layout':14}" + "".join(f" {head:>14}" for head in heads))
+    print(f"{'case':20} {'layout':8}" + "".join(f" {head:>14}" for head in heads))
     for case in args.cases:
-        rows = tuple(x.to(args.device) for x in make_rows(CASES[case], args.vocab))
+        drawn = make_rows(CASES[case], args.vocab) if case in CASES else make_tree(TREES[case], args.vocab)
+        rows = tuple(x.to(args.device) for x in drawn)
         result["cases"][case] = measure(policies, rows, args.repeats)
+        result["cases"][case][-1]["prompts_once"] = prompts_once(drawn)
         for row in result["cases"][case]:
             cells = "".join(f" {'-' if row[head] is None else format(row[head], '.4g'):>14}" for head in heads)
-            print(f"{case:14} {row['layout']:14}{cells}")
+            print(f"{case:20} {row['layout']:8}{cells}")
     if args.out:
         old = json.loads(args.out.read_text())["cases"] if args.out.exists() else {}
         result["cases"] = {**old, **result["cases"]}

@@ -55,10 +55,7 @@ AXES: dict[str, list[Point]] = {
 
 def pairs(plan: TokenStream) -> int:
     """Query-key pairs that see each other."""
-    total = 0
-    for length, parent in zip(plan.lengths, plan.parents, strict=True):
-        total += length * (length + 1) // 2 + (length * plan.lengths[parent] if parent >= 0 else 0)
-    return total
+    return sum(n * (n + 1) // 2 + n * before for n, before in zip(plan.lengths, plan.offsets, strict=True))
 
 
 def operations(point: Point, plan: TokenStream, lm: Any) -> float:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from lightrl.cli import run
+from lightrl.models.packing.layouts import make_stream
 from tests.toys import quickstart_model
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -124,7 +125,8 @@ def test_every_yaml_is_covered() -> None:
     assert {*WHOLE, *OVERLAYS, *BASES} == set(CONFIGS.rglob("*.yaml"))
     text = {f"{algorithm}_gsm8k_qwen2.5_{size}" for algorithm in ("ppo", "grpo") for size in ("0.5b", "1.5b")}
     vision = {f"grpo_{task}_qwen2.5_vl_{size}" for task in ("geo3k", "clevr_count") for size in ("3b", "7b")}
-    assert {p.stem for p in WHOLE if p.parent.name == "recipes"} == text | vision
+    trees = {"grpo_gsm8k_few_shot_qwen2.5_0.5b", "ppo_gsm8k_few_shot_qwen2.5_1.5b"}
+    assert {p.stem for p in WHOLE if p.parent.name == "recipes"} == text | vision | trees
 
 
 @pytest.mark.parametrize("config", WHOLE, ids=name)
@@ -161,6 +163,23 @@ def test_runs_with_a_tiny_model(config: Path, place: Path, served: Path, tmp_pat
         assert metrics.get("kl/ref", 0.0) == pytest.approx(0.0, abs=1e-4)  # the first rollout is the reference's own
         assert cli.trainer.global_step == cli.model.ppo_epochs
     assert list(tmp_path.iterdir()) == []
+
+
+def test_recipes_of_trees_run_their_examples_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that begin with 1,4xx characters of examples, one token each, a micro-batch has them once."""
+    seen: list[tuple[int, int]] = []
+
+    def counted(token_ids: Any, attention_mask: Any, *masks: Any, **settings: Any) -> Any:
+        stream = make_stream(token_ids, attention_mask, *masks, **settings)
+        seen.append((stream.num_tokens, int(attention_mask.sum())))
+        return stream
+
+    monkeypatch.setattr("lightrl.models.backbone.make_stream", counted)
+    for recipe in ("grpo_gsm8k_few_shot_qwen2.5_0.5b", "ppo_gsm8k_few_shot_qwen2.5_1.5b"):
+        seen.clear()
+        files = [CONFIGS / "recipes" / f"{recipe}.yaml", place / "rl.yaml", place / "reference.yaml"]
+        run(["fit", *(f"--config={file}" for file in files)])
+        assert seen and all(tokens < whole / 3 for tokens, whole in seen), recipe
 
 
 @pytest.mark.parametrize("overlay", ["lora", "bf16"])

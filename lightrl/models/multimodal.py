@@ -34,6 +34,8 @@ __all__ = [
 
 Rows = Sequence[dict[str, Any]]
 
+TYPE_STEP = 1 << 26  # more than any vocabulary
+
 
 def merged_inputs(rows: Rows, wanted: Sequence[int], shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
     """The model inputs of a batch.
@@ -88,8 +90,8 @@ def marked_tokens(config: Any, rows: Rows, host: HostRows) -> tuple[Tensor, Tens
 
     Returns:
         (B, T) token ids, in which the first placeholder of a row is a negative number that only rows with the same
-        inputs have, and sampled placeholders, which stand for themselves, are negative, too; and the (B, 2) places of
-        the first and the last placeholder, -1 where a row shows nothing.
+        inputs have, sampled placeholders, which stand for themselves, are negative, too, and tokens of other types are
+        other numbers; and the (B, 2) places of the first and the last placeholder, -1 where a row shows nothing.
     """
     ids = host.token_ids.clone()
     places = torch.isin(ids, torch.tensor(list(placeholder_ids(config).values()))) & host.attention_mask.bool()
@@ -105,6 +107,9 @@ def marked_tokens(config: Any, rows: Rows, host: HostRows) -> tuple[Tensor, Tens
         kind = next((k for k, known in enumerate(kinds) if _same(known, row)), len(kinds))
         if kind == len(kinds):
             kinds.append(row)
+        for name, x in row.items():
+            if name.endswith(TOKEN_INPUT):
+                ids[i, : x.shape[1]] += TYPE_STEP * x[0]
         found = places[i].nonzero().squeeze(1)
         spans[i] = torch.stack([found.min(), found.max()]) if len(found) else torch.zeros(2, dtype=torch.long)
         ids[i, spans[i, 0]] = -1 - kind
@@ -127,9 +132,11 @@ def told_apart(token_ids: Tensor, rows: Rows | None) -> Tensor:
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two rows show the same, whatever their texts."""
     if one is other or one.keys() != other.keys():
         return one is other
-    return all(one[name] is other[name] or torch.equal(one[name], other[name]) for name in one)
+    names = [name for name in one if not name.endswith(TOKEN_INPUT)]
+    return all(one[name] is other[name] or torch.equal(one[name], other[name]) for name in names)
 
 
 def media_positions(body: Any, token_ids: Tensor, rows: Rows) -> Tensor | None:
