@@ -46,7 +46,7 @@ def _in_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model, rows like GSM8K's, and the configurations that put them in place."""
     folder = tmp_path_factory.mktemp("tiny")
-    model = quickstart_model(folder / "model")
+    model = quickstart_model(folder / "model", max_position_embeddings=1024)
     settings = json.loads((folder / "model" / "tokenizer_config.json").read_text())
     (folder / "model" / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
     rows = [
@@ -166,7 +166,7 @@ def test_runs_with_a_tiny_model(config: Path, place: Path, served: Path, tmp_pat
 
 
 def test_recipes_of_trees_run_their_examples_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows that begin with 1,4xx characters of examples, one token each, a micro-batch has them once."""
+    """The rows of a micro-batch begin with the same examples; what else they have is short."""
     seen: list[tuple[int, int]] = []
 
     def counted(token_ids: Any, attention_mask: Any, *masks: Any, **settings: Any) -> Any:

@@ -217,7 +217,6 @@ def long_stream(share: bool) -> TokenStream:
     columns = torch.arange(width)
     first, length = torch.tensor(prompts)[:, None], torch.tensor(prompts)[:, None] + torch.tensor(responses)[:, None]
     ids = torch.where(columns < first, 1, 2 + torch.arange(5)[:, None])
-    groups = torch.tensor([0, 0, 0, 1, 1])
     return make_stream(ids, columns < length, (columns >= first) & (columns < length), share=share)
 
 

@@ -105,8 +105,9 @@ class Spans:
         """(F, 1) prompts from the stretches of each, equally many tokens in all."""
         if all(len(path) == 1 for path in paths):
             return Spans.of(paths, device)
-        index = torch.cat([torch.arange(start, start + length, device=device) for path in paths for start, length in path])
-        return Spans((len(paths), 1, len(index) // len(paths)), paths[0][0][0], None, index)
+        tokens = [i for path in paths for start, length in path for i in range(start, start + length)]
+        shape = len(paths), 1, len(tokens) // len(paths)
+        return Spans(shape, tokens[0], None, torch.tensor(tokens, device=device))
 
     def take(self, x: Tensor) -> Tensor:
         """(N, H, D) to (F, C, L, H, D)."""

@@ -147,7 +147,7 @@ def _blocks(prefixes: Prefixes, lengths: list[int], budget: int, units: Tensor |
 
 
 def _branches(sizes: list[int], shared: list[int], budget: int) -> list[list[int]]:
-    """Places of the largest branches that fit the budget with all they hang on, in order; a row that does not, alone."""
+    """Places of the largest branches that fit the budget with all they hang on; a row that does not is alone."""
     branches: list[list[int]] = []
     waiting = [(0, len(sizes))]
     while waiting:

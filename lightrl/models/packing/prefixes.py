@@ -5,9 +5,9 @@ one piece; besides where equal prompts end, and where one row is the beginning o
 order given here, rows that share more stand closer together: what any two share is the least that is shared between
 neighbours from the one to the other, so both lists together are the whole trie.
 
-Source: Tree training of trajectories that share prefixes, e.g. Wang et al. 2025, https://arxiv.org/abs/2511.00413, which
-restores the gradients of prefixes run once. Here nothing needs restoring: a prefix has one place in the stream, and
-autograd adds up what its descendants send back.
+Source: Wang et al. 2025 (tree training), https://arxiv.org/abs/2511.00413, who restore the gradients of prefixes that
+are run once. Here nothing needs restoring: a prefix has one place in the stream, and autograd adds up what its
+descendants send back.
 """
 
 from __future__ import annotations
