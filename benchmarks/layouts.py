@@ -42,7 +42,7 @@ CASES = {
 # name: by level, how many branches a node has and the tokens of each (from, to); the last level is trained
 TREES = {
     "system prompt": [(1, (400, 400)), (8, (30, 160)), (4, (32, 128))],
-    "few shots, no groups": [(1, (600, 600)), (24, (20, 60)), (1, (40, 100))],
+    "few shots": [(1, (600, 600)), (24, (60, 160))],
     "turns": [(2, (200, 400)), (2, (100, 300)), (2, (100, 300)), (4, (32, 128))],
     "chain of forks": [(1, (300, 300)), *[(2, (100, 140))] * 4],
 }
