@@ -171,7 +171,8 @@ def test_recipes_of_trees_run_their_examples_once(place: Path, monkeypatch: pyte
 
     def counted(token_ids: Any, attention_mask: Any, *masks: Any, **settings: Any) -> Any:
         stream = make_stream(token_ids, attention_mask, *masks, **settings)
-        seen.append((stream.num_tokens, int(attention_mask.sum())))
+        if len(token_ids) >= 4:  # not the canary's
+            seen.append((stream.num_tokens, int(attention_mask.sum())))
         return stream
 
     monkeypatch.setattr("lightrl.models.backbone.make_stream", counted)
