@@ -72,7 +72,7 @@ class Job:
         passes: `ppo_epochs`.
         shared: mean tokens of a trajectory that training computes in another one, which begins alike.
         recompute: whether activations are recomputed.
-        slots: sequences that an engine has underway at most.
+        slots: most sequences that an engine generates at a time.
     """
 
     parameters: float

@@ -358,6 +358,25 @@ def test_a_served_teacher_teaches_what_its_model_would(divergence: Divergence | 
     assert any(bool(g.any()) for g in gradient)
 
 
+def test_a_teacher_asks_again_after_an_error_and_not_after_a_refusal(tied_folder: Path) -> None:
+    server = SGLangServer(tied_folder)
+    teacher = ServerTeacher([server.start()], kind="sglang")
+    teacher.check(str(tied_folder))
+    try:
+        (first,) = teacher.scores([[3, 4, 5]])
+        server.faults = [500, 503, 500]
+        assert teacher.scores([[3, 4, 5]]) == [first]
+        server.faults = [500] * 9
+        with pytest.raises(RuntimeError, match="/generate answered 500"):
+            teacher.scores([[3, 4, 5]])
+        server.faults = [400]
+        with pytest.raises(ValueError, match=r"answered 400.*refuses a row of 3 tokens"):
+            teacher.scores([[3, 4, 5]])
+    finally:
+        teacher.close()
+        server.stop()
+
+
 def test_what_served_teachers_cannot_do_is_refused(tmp_path: Path) -> None:
     student, teacher = quickstart_model(tmp_path / "student"), ServerTeacher(["http://127.0.0.1:9"], start_timeout=0.1)
     with pytest.raises(ValueError, match=r"teachers \['far'\] on servers, which name .*: set divergence_top_k"):

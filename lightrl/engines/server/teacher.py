@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import time
+import logging
 from collections.abc import Sequence
 from typing import Literal
 
 from lightrl.background import BackgroundLoop
 from lightrl.engines.base import EngineDiedError
-from lightrl.engines.server.checks import API_KEY, check_tokenizer
+from lightrl.engines.server.checks import check_tokenizer, named_servers, wait_for
 from lightrl.engines.server.http import Server, ServerError, ServerLostError
 from lightrl.engines.server.protocols import PROTOCOLS, TokenScores
 
 __all__ = ["ServerTeacher"]
+
+log = logging.getLogger(__name__)
+
+_RETRIES = 3  # times that a row is asked again after an error of a living server
 
 
 class ServerTeacher:
@@ -88,10 +91,9 @@ class ServerTeacher:
         if self._loop is not None:
             return
         self._loop = loop = BackgroundLoop("lightrl-teachers")
-        key = self.api_key or os.environ.get(API_KEY)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.servers = [Server(url, headers, self.timeout, self.progress_timeout) for url in self.urls]
+        self.servers = named_servers(self.urls, self.api_key, self.timeout, self.progress_timeout)
         try:
+            loop.run(wait_for(self.servers, self.start_timeout, "ServerTeacher"))
             for server in self.servers:
                 loop.run(self._learn(server, tokenizer))
         except BaseException:
@@ -99,14 +101,7 @@ class ServerTeacher:
             raise
 
     async def _learn(self, server: Server, tokenizer: str) -> None:
-        deadline = time.monotonic() + self.start_timeout
-        while not await server.revive():
-            if time.monotonic() > deadline:
-                raise ValueError(
-                    f"No healthy server at {server.url} after {self.start_timeout:g} s (ServerTeacher.start_timeout). "
-                    "Start it there, correct ServerTeacher.urls, or look at its log."
-                )
-            await asyncio.sleep(min(1.0, self.start_timeout / 4))
+        await server.revive()
         try:
             server.facts = await self.protocol.served(server, self.model)
             await check_tokenizer(server, self.protocol, tokenizer)
@@ -122,6 +117,7 @@ class ServerTeacher:
         Raises:
             ValueError: a server refuses a row, such as one longer than it can hold.
             EngineDiedError: no server is left.
+            ServerError: living servers answered a row with errors of their own, several times.
         """
         assert self._loop is not None, "call `check` first"
         return self._loop.run(self._all_scores(rows, top))
@@ -136,6 +132,7 @@ class ServerTeacher:
         return list(await asyncio.gather(*(one(ids) for ids in rows)))
 
     async def _score(self, ids: Sequence[int], top: int) -> TokenScores:
+        errors = 0
         while True:
             living = [server for server in self.servers if server.lost is None]
             if not living:
@@ -148,7 +145,12 @@ class ServerTeacher:
             except ServerLostError:
                 continue
             except ServerError as error:
-                raise ValueError(f"{error}. The teacher's server refuses a row of {len(ids)} tokens.") from error
+                errors += 1
+                if error.status < 500:
+                    raise ValueError(f"{error}. The teacher's server refuses a row of {len(ids)} tokens.") from error
+                if errors > _RETRIES:
+                    raise
+                log.warning("%s Asking again.", error)
             finally:
                 server.outstanding -= 1
 
