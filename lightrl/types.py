@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -336,6 +337,16 @@ class Routes:
         row, place = places.cpu() // width, places.cpu() % width
         index = torch.where(place < counts[row], (counts.cumsum(0) - counts)[row] + place + 1, 0)
         return table[index].to(places.device).long()
+
+    @staticmethod
+    def told_apart(token_ids: Tensor, routes: Sequence[Routes | None]) -> Tensor:
+        """(B, T) numbers that are equal where token and experts are; the tokens where nothing was recorded."""
+        experts = Routes.at(routes, torch.arange(token_ids.numel()), token_ids.shape[1])
+        if experts is None:
+            return token_ids
+        both = torch.cat([token_ids.reshape(-1, 1), experts.flatten(1)], 1)
+        numbers = np.unique(both.numpy(), axis=0, return_inverse=True)[1]
+        return torch.from_numpy(numbers).view(token_ids.shape)
 
 
 class TopTokens(NamedTuple):

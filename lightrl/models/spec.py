@@ -6,11 +6,11 @@ import json
 import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 __all__ = ["Layout", "LoraSpec", "ModelSpec"]
 
-Layout = Literal["auto", "padded", "packed", "shared_prefix"]
+Layout = Literal["auto", "padded", "packed", "tree", "shared_prefix"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ADAPTER_FILE = "adapter_config.json"
 PLAIN_INIT = (None, True, False, "gaussian")
@@ -92,8 +92,9 @@ class ModelSpec:
             more time.
         freeze: what is not trained: names of parts, such as "visual" (all within), or patterns of whole parameter names
             in which `*` matches anything, such as "*embed_tokens*". After the first sync it is not sent again.
-        layout: how sequences go through the model. auto takes the cheapest that the model supports: shared_prefix
-            computes a group's prompt once, packed leaves padding out, padded is the plain rectangle.
+        layout: how sequences go through the model. auto takes the cheapest that the model supports: tree computes once
+            what rows of a micro-batch begin with alike (shared_prefix is its earlier name), packed leaves padding out,
+            padded is the plain rectangle.
         cpu_kernels: whether the forward on a CPU uses LightRL's fused norms, SwiGLU and rotary embedding and its
             attention; null is yes unless LIGHTRL_CPU_KERNELS=0. On other devices it has no effect.
         kwargs: further arguments of `from_pretrained`, such as trust_remote_code or revision.
@@ -120,8 +121,8 @@ class ModelSpec:
             self.path = _base_of(self.path)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"ModelSpec.dtype={self.dtype!r}: give one of {', '.join(DTYPES)}, or null for float32.")
-        if self.layout not in ("auto", "padded", "packed", "shared_prefix"):
-            raise ValueError(f"ModelSpec.layout={self.layout!r}: must be auto, padded, packed or shared_prefix.")
+        if self.layout not in get_args(Layout):
+            raise ValueError(f"ModelSpec.layout={self.layout!r}: must be auto, padded, packed or tree.")
         if self.random_init and self.lora is not None:
             raise ValueError(
                 "ModelSpec.random_init with lora: an adapter on random frozen weights is of no use; drop one."

@@ -362,7 +362,7 @@ def test_what_vllm_returns_is_replayed_and_on_a_cpu_refused(batch: Batch) -> Non
         token_ids=[1, 2], logprobs=[{1: SimpleNamespace(logprob=-1.0)}, {2: SimpleNamespace(logprob=-1.0)}], text="",
         finish_reason="stop", routed_experts=np.stack([first, np.zeros_like(first), second], 1),
     )  # fmt: skip
-    sample = completion(output, GenerationRequest([3], SamplingParams(max_new_tokens=2), seed=0))
+    sample = completion(output, GenerationRequest([3], SamplingParams(max_new_tokens=2), seed=0), 0)
     assert sample.routes is not None and sample.routes.experts.shape[1:] == (3, K)
     policy, row = PolicyModel(moe("Qwen3Moe")), batch.pick([2])
     out = [policy(*row[:3], routes=[routes]).logprobs for routes in (recorded, sample.routes, None)]

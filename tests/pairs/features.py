@@ -97,7 +97,7 @@ FACTORS: dict[str, list[str]] = {
     "ptx": ["no", "yes"],
     "rows": ["text", "image", "environment"],
     "aggregation": [OWN, *AGGREGATIONS],
-    "layout": ["auto", "padded", "packed", "shared_prefix"],
+    "layout": ["auto", "padded", "packed", "tree"],
     "precision": ["32-true", "bf16-mixed", "bf16-true", "16-mixed"],
     "recomputation": ["no", "yes"],
     "rewards": ["dense", "some None", "all equal", "two weighted", "failing"],

@@ -295,7 +295,12 @@ CELLS: dict[str, list[Cell]] = {
             lambda where: {"build": lambda path: grpo(path, {"gradient_checkpointing": True})},
             "the update without it", same_weights({}),
         ),
-        *(layout(name) for name in ("packed", "shared_prefix")),
+        *(layout(name) for name in ("packed", "tree")),
+        Cell(
+            "`actor.layout: tree`, cut by `micro_batch_tokens`",
+            lambda where: {"build": lambda path: grpo(path, {"layout": "tree"}, micro_batch_tokens=128)},
+            "the update of the padded layout", same_weights({"build": lambda path: grpo(path, {"layout": "padded"})}),
+        ),
         Cell(
             "`micro_batch_tokens`", lambda where: {"build": lambda path: grpo(path, micro_batch_tokens=256)},
             "the update of one micro-batch", same_weights({}),
