@@ -160,7 +160,7 @@ def _prompts(built: Any) -> Any:
     module, data = built.model, built.datamodule
     path = module.actor_spec.path
     require_model_folder(path)
-    tokenizer = load_tokenizer(data.tokenizer_path or path)
+    tokenizer = load_tokenizer(data.tokenizer_path or path, chat_template=module.actor_spec.chat_template)
     template = "with" if tokenizer.chat_template else "without"
     yield "ok", f"tokenizer: {len(tokenizer)} tokens, ends with {tokenizer.eos_token!r}, {template} a chat template"
     config = AutoConfig.from_pretrained(path).get_text_config()
@@ -210,7 +210,9 @@ def _rewards(built: Any) -> Iterator[Finding]:
     if data.scorer is None:
         yield ("ok" if module.scores_rollouts else "problem"), "no reward functions: rewards are those of reward_models"
         return
-    tokenizer = load_tokenizer(data.tokenizer_path or module.actor_spec.path)
+    tokenizer = load_tokenizer(
+        data.tokenizer_path or module.actor_spec.path, chat_template=module.actor_spec.chat_template
+    )
     processor = load_processor(module.actor_spec.path, tokenizer)
     prompts = data.prompts.load(tokenizer, shuffle=False, processor=processor)
     data.scorer.require_columns(prompts.columns)

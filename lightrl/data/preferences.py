@@ -223,7 +223,8 @@ class PreferenceDataModule(SFTDataModule):
     def setup(self, stage: str) -> None:
         """Reads and tokenises the pairs of the stage, once."""
         trainer: Any = self.trainer
-        self.tokenizer = load_tokenizer(self.tokenizer_path or trainer.lightning_module.model_spec.path)
+        spec = trainer.lightning_module.model_spec
+        self.tokenizer = load_tokenizer(self.tokenizer_path or spec.path, chat_template=spec.chat_template)
         pad: Any = self.tokenizer.pad_token_id
         for name, source in (("train", self.train if stage == "fit" else None), ("val", self.val)):
             if source is not None and name not in self._loaders:

@@ -328,7 +328,8 @@ class SFTDataModule(LightningDataModule):
         trainer: Any = self.trainer
         spec = getattr(trainer.lightning_module, "actor_spec", None)
         path: Any = self.tokenizer_path if spec is None else spec.path
-        self.tokenizer = load_tokenizer(self.tokenizer_path or path)
+        template = None if spec is None else spec.chat_template
+        self.tokenizer = load_tokenizer(self.tokenizer_path or path, chat_template=template)
         processor = load_processor(path, self.tokenizer)
         ranks = {"rank": trainer.global_rank, "world_size": trainer.world_size}
         pad: Any = self.tokenizer.pad_token_id

@@ -28,7 +28,7 @@ from lightrl.compat.transformers import cached_path, model_class, with_from_conf
 from lightrl.models.lora import add_lora
 from lightrl.models.media_tokens import placeholder_ids
 from lightrl.models.shards import meta_parameters, weight_places
-from lightrl.models.spec import ModelSpec
+from lightrl.models.spec import LoraSpec, ModelSpec
 
 __all__ = [
     "causal_class",
@@ -91,6 +91,8 @@ def load_causal_lm(spec: ModelSpec, *, trainable: bool, in_shards: bool = False)
     Raises:
         ValueError: there is no such folder, or it holds no model.
     """
+    if trainable and spec.live is not None:
+        return _prepared(spec.live, spec, trainable=True)
     require_model_folder(spec.path)
     return load_model(spec, causal_class(_config(spec)), trainable=trainable, in_shards=in_shards)
 
@@ -125,7 +127,7 @@ def load_model(
     for name, value in overrides.items():
         setattr(config, name, value)
     dtype = getattr(torch, spec.dtype or "float32")
-    lora = spec.lora if spec.lora is not None and (trainable or spec.lora.adapter is not None) else None
+    lora = _used_lora(spec, trainable)
     plain = in_shards and lora is None and not spec.random_init and not spec.kwargs
     model = _without_weights(auto_class, config, dtype) if plain else None
     if model is not None:
@@ -136,7 +138,17 @@ def load_model(
     else:
         kwargs = {**spec.kwargs, **(_quantization(dtype) if lora is not None and lora.quantize_4bit else {})}
         model = auto_class.from_pretrained(spec.path, config=config, dtype=dtype, **kwargs)
+    return _prepared(model, spec, trainable=trainable)
+
+
+def _used_lora(spec: ModelSpec, trainable: bool) -> LoraSpec | None:
+    return spec.lora if spec.lora is not None and (trainable or spec.lora.adapter is not None) else None
+
+
+def _prepared(model: Any, spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
+    """A model as its spec wants it: no dropout, adapters, what is frozen."""
     _switch_dropout_off(model)
+    lora = _used_lora(spec, trainable)
     if lora is not None:
         add_lora(model, lora)
     if not trainable:
@@ -145,7 +157,8 @@ def load_model(
         _freeze(model, spec.freeze)
         if spec.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
+    prepared: PreTrainedModel = model.train()
+    return prepared
 
 
 def _without_weights(auto_class: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel | None:
@@ -228,7 +241,14 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
         raise ValueError(f"freeze={sorted(unused)}: no parameter or part has such a name; `*` is anything.")
 
 
-def save_hf_folder(actor: Any, state: Mapping[str, Tensor], folder: str | Path, *, tokenizer_path: str) -> None:
+def save_hf_folder(
+    actor: Any,
+    state: Mapping[str, Tensor],
+    folder: str | Path,
+    *,
+    tokenizer_path: str,
+    chat_template: str | None = None,
+) -> None:
     """Writes a folder that transformers and vLLM load: weights, configuration, tokenizer, generation settings.
 
     Args:
@@ -236,11 +256,15 @@ def save_hf_folder(actor: Any, state: Mapping[str, Tensor], folder: str | Path, 
         state: Hugging Face name -> full tensor, LoRA merged, as `named_hf_weights` gives them.
         folder: where to; created if missing.
         tokenizer_path: folder or hub name whose tokenizer or processor is copied beside the weights.
+        chat_template: Jinja text in place of the tokenizer's own; None leaves that.
     """
     lm = actor.lm
     buffers = {n: b.detach().cpu() for n, b in lm.named_buffers() if n in persistent_buffers(lm)}
     lm.save_pretrained(folder, state_dict={**state, **buffers})
-    AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
     if placeholder_ids(lm.config):
         _copy_processor(tokenizer_path, Path(folder))
 
