@@ -34,6 +34,7 @@ from lightrl.rollout.collector import LEAVE_SECONDS, Collection, Collector
 from lightrl.rollout.dynamic_sampling import gather_numbers, refill
 from lightrl.rollout.learner import RolloutLearner
 from lightrl.rollout.loaders import EvalLoader, RolloutLoader
+from lightrl.rollout.progress import show_in_bar
 from lightrl.rollout.sources import CollectedRollout, StaleSource, StreamedRollouts
 from lightrl.rollout.sync import EngineSync, TrajectoryCheck
 from lightrl.rollout.weight_sync import WeightSync
@@ -553,6 +554,7 @@ class RolloutDataModule(LightningDataModule):
                 ready=self._ready_engine,
                 world_size=self.world_size,
                 stall_timeout=self.stall_timeout,
+                show=partial(show_in_bar, self.trainer),
             )
         tasks = [
             Task(
