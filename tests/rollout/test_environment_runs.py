@@ -216,6 +216,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "streaming": {"streaming": True},
     "staleness": {"staleness": 1},
 }
+SHARDED = {"fsdp2": ("environment", "program", "staleness"), "zero2": ("environment", "program")}
+SHARDED["zero3"] = SHARDED["zero2"]  # streaming is refused where ranks must run sharded models in step
 COMPARED = ("rollout/turns", "rollout/stop_stop", "reward/mean")
 
 
@@ -256,6 +258,8 @@ def test_two_ranks_play_their_own_environments_and_learn_what_one_learns(path: s
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     for strategy, (way, one) in itertools.product(names, alone.items()):
+        if way not in SHARDED.get(strategy, WAYS):
+            continue
         both = [torch.load(tmp_path / f"{strategy}-{way}-{rank}.pt", weights_only=True) for rank in range(2)]
         where = f"{strategy}, {way}"
         assert all(rank["gap"] < 1e-5 for rank in both), where
@@ -272,9 +276,10 @@ def main(kind: str, path: str, folder: Path, *words: str) -> None:
     if kind == "killed":
         resumable(words[0], folder, path, kill_at=60)
         return
-    for strategy, way in itertools.product(words, WAYS):
-        _, found = ranks_run(path, strategy, way)
-        torch.save(found, folder / f"{strategy}-{way}-{torch.distributed.get_rank()}.pt")
+    for strategy in words:
+        for way in SHARDED.get(strategy, WAYS):
+            _, found = ranks_run(path, strategy, way)
+            torch.save(found, folder / f"{strategy}-{way}-{torch.distributed.get_rank()}.pt")
 
 
 if __name__ == "__main__":
