@@ -16,7 +16,7 @@ Each side is a subprocess that stops after every step until the parent lets it g
 take turns, and whatever else loads the machine meets all of them. Times are CPU seconds of the process by medians, with
 one thread. Memory is the maximal resident set after the steps less the one before the first. `norm` is the gradient's
 norm in the first step, which shows that all sides compute the same update.
-TRL takes the tokenizer in the place of the processor, because Qwen2-VL's processor needs torchvision; pixels are given.
+TRL takes the tokenizer in place of the processor, because Qwen2-VL's processor needs torchvision; pixels are given.
 """
 
 from __future__ import annotations

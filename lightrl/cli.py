@@ -1,4 +1,4 @@
-"""`lightrl`: Lightning's command line with LightRL's classes at hand by their short names."""
+"""`lightrl`: its commands, and what a user is told when one fails. `lightning_cli.py` builds the runs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ import errno
 import json
 import os
 import re
-import shlex
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any
 
 import lightrl
 from lightrl.config_files import expand_configs
-from lightrl.config_values import from_environment, plain, redacted, refuse_senseless
 from lightrl.console import quiet
 
 __all__ = ["main", "run"]
@@ -55,255 +52,20 @@ RUNS = ("fit", "validate", "test", "predict")
 COMMANDS = {
     "report": "lightrl.report:report",
     "view": "lightrl.report.view:view",
-    "check-env": "lightrl.cli:check_env",
+    "check-env": "lightrl.report.check_env:check_env",
     "serve-reward": "lightrl.rewards.server.serve:serve_reward",
     "plan": "lightrl.memory_plan:plan",
     "export": "lightrl.export:export",
     "from-trl": "lightrl.moving:from_trl",
     "init": "lightrl.project:init",
     "quickstart": "lightrl.project:quickstart",
-    "recipes": "lightrl.cli:recipes",
+    "recipes": "lightrl.config_files:recipes",
     "doctor": "lightrl.doctor:doctor",
     "completion": "lightrl.completion:completion",
 }
 """Command -> module and function, imported when asked for."""
 SPEAKING = ("check-env", "doctor", "export", "serve-reward")
 """Commands that load models or build runs."""
-
-
-def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None, seed: int = 0) -> None:
-    """Plays the environment of a configuration with scripted replies and no model. Exit status 1 where it is wrong.
-
-    Said of each script: why it ended, its reward, how many tokens would be trained, seconds per step; then whether the
-    chat template was proven to extend what was sampled, and whether one seed gives one outcome.
-
-    Args:
-        config_file: as for `lightrl fit`; `--config FILE` is the same.
-        rows: rows of the data set to play, at least 1.
-        replies: texts of a script of your own, one per turn, such as a right answer.
-        seed: of the environment's `reset`.
-
-    Raises:
-        ValueError: the configuration has no `EnvironmentEpisode`.
-    """
-    from lightrl.data.processing import load_processor
-    from lightrl.data.templates import load_tokenizer
-    from lightrl.environments import EnvironmentEpisode
-    from lightrl.report.check_env import play
-
-    if rows < 1:
-        raise ValueError(f"rows={rows}: must be at least 1.")
-    built = run(["--config", config_file], run=False)
-    module, data = built.model, built.datamodule
-    episode = getattr(data, "episode", None)
-    if not isinstance(episode, EnvironmentEpisode):
-        raise ValueError(
-            f"{config_file}: data.episode is {type(episode).__name__}; scripted replies play an EnvironmentEpisode "
-            "only. Run a program of your own against any model's endpoint to try it."
-        )
-    tokenizer = load_tokenizer(
-        data.tokenizer_path or module.actor_spec.path, chat_template=module.actor_spec.chat_template
-    )
-    processor = load_processor(module.actor_spec.path, tokenizer)
-    episode.setup(tokenizer, processor)
-    prompts = data.prompts.load(tokenizer, shuffle=False, processor=processor)
-    batch = prompts.rows(range(min(rows, len(prompts))))
-    drawn = [
-        {**{name: values[i] for name, values in batch.columns.items()}, "prompt": batch.raw[i]}
-        for i in range(len(batch))
-    ]
-    found = play(
-        episode,
-        drawn,
-        tokenizer,
-        data.sampling,
-        seed=seed,
-        replies=replies or (),
-        reward_functions=data.scorer is not None,
-    )
-    for line in found.lines():
-        print(line)
-    problems = found.problems()
-    for note in found.notes:
-        print(f"note: {note}")
-    for problem in problems:
-        print(f"problem: {problem}")
-    if problems:
-        sys.exit(1)
-    print("No problem found.")
-
-
-def recipes() -> None:
-    """Lists the configurations that come with LightRL; run one with `lightrl fit --config lightrl:NAME`."""
-    from lightrl.config_files import shipped_configs
-
-    for name, title in shipped_configs().items():
-        print(f"lightrl:{name:45s} {title}")
-
-
-def _build_cli(command: str) -> type[Any]:
-    """The class of the command line; with a parser for one command alone where it is one, which takes time to build."""
-    from jsonargparse import Namespace
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.cli import LightningArgumentParser
-
-    # Imported so that YAML may name their classes without a path.
-    import lightrl.algorithms
-    import lightrl.callbacks
-    import lightrl.data
-    import lightrl.engines
-    import lightrl.environments
-    import lightrl.objectives
-    import lightrl.rewards
-    import lightrl.rollout
-    from lightrl.callbacks import Throughput
-    from lightrl.callbacks.run_guard import RunGuard
-    from lightrl.compat.jsonargparse import start_from_own_defaults
-    from lightrl.compat.lightning import cli_without_checkpoint_settings
-    from lightrl.engines import Engine
-    from lightrl.objectives.advantages import AdvantageEstimator
-    from lightrl.objectives.aggregation import Aggregation
-    from lightrl.objectives.kl import KLPenalty
-    from lightrl.objectives.losses import PolicyLoss
-    from lightrl.storage import redact_text
-
-    for name in lightrl.engines.__all__:  # engines are imported when they are asked for
-        getattr(lightrl.engines, name)
-    start_from_own_defaults(Engine, AdvantageEstimator, Aggregation, KLPenalty, PolicyLoss)
-
-    base = cli_without_checkpoint_settings()
-
-    class LightRLCLI(base):  # type: ignore[misc, valid-type]
-        """`LightningCLI` in subclass mode, without a checkpoint's hyperparameters overriding YAML on resume.
-
-        What stands in the configuration as `${env:NAME}` is taken from the environment when classes are built, and
-        written to the run's folder as it stands. Other secrets are written as `***`.
-        """
-
-        config: Any
-
-        @staticmethod
-        def subcommands() -> dict[str, set[str]]:
-            """The commands that there are parsers for."""
-            every: dict[str, set[str]] = base.subcommands()
-            return {command: every[command]} if command in every else every
-
-        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-            """Defaults that manual optimisation and generated batches need."""
-            parser.set_defaults(
-                {
-                    "trainer.num_sanity_val_steps": 0,
-                    "trainer.use_distributed_sampler": False,
-                    "trainer.log_every_n_steps": 1,
-                }
-            )
-            parser.add_argument(
-                "--run_dir",
-                type=str | None,
-                default=None,
-                help="folder of all that the run writes: trainer.default_root_dir; logs there for `lightrl report` "
-                "beside any loggers given, and for TensorBoard where none is.",
-            )
-            parser.add_argument(
-                "--without",
-                type=list[Literal["Throughput"]],
-                default=[],
-                help="callbacks that every run has unless its configuration names them, and that this one shall not.",
-            )
-            parser.add_argument(
-                "--base",
-                type=str | list[str] | None,
-                default=None,
-                help="in a configuration file: files that it builds on, relative to itself; they are read before it.",
-            )
-
-        def before_instantiate_classes(self) -> None:
-            """Puts what the run writes into `run_dir`; the saved configuration is whole and builds on no other."""
-            config = self.config[self.subcommand] if self.subcommand is not None else self.config
-            config.base = None
-            name = "trainer.default_root_dir" if config.run_dir is None else "run_dir"
-            if config.run_dir is not None:
-                config.trainer.default_root_dir = config.run_dir
-            _require_folder(config.trainer.default_root_dir, name)
-            if config.run_dir is None:
-                return
-            csv, tensorboard = (
-                Namespace(class_path=f"lightning.pytorch.loggers.{name}", init_args=Namespace(arguments))
-                for name, arguments in run_dir_loggers(config.run_dir).items()
-            )
-            given = config.trainer.logger
-            if given in (None, True):
-                config.trainer.logger = [csv, tensorboard]
-            elif given is not False:
-                several = given if isinstance(given, list) else [given]
-                has_csv = any(logger.class_path.endswith("CSVLogger") for logger in several)
-                config.trainer.logger = several if has_csv else [csv, *several]
-
-        def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-            """Parses, and refuses values that would do nothing without a word."""
-            super().parse_arguments(parser, args)
-            refuse_senseless(self.config)
-
-        def instantiate_classes(self) -> None:
-            """Builds everything with secrets, and keeps them out of what is written."""
-            given = self.config
-            self.config = self._written = redacted(given)
-            self.record_hyperparameters()  # what checkpoints and loggers call hyperparameters
-            self.config = from_environment(given)
-            super().instantiate_classes()
-
-        def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-            """The trainer, guarded."""
-            self.config = self._written  # which the trainer's callback writes to the run's folder
-            trainer = super().instantiate_trainer(**kwargs)
-            self.guard = RunGuard()
-            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-            config = self.config if self.subcommand is None else self.config[self.subcommand]
-            wanted = "Throughput" not in config.without and not trainer.barebones
-            if wanted and not any(isinstance(callback, Throughput) for callback in callbacks):
-                callbacks.insert(0, Throughput())
-            callbacks.insert(0, self.guard)
-            return trainer
-
-        def before_fit(self) -> None:
-            """Holds the run's folder before a logger begins a file in it; tells the loggers what the run is."""
-            if not self.trainer.is_global_zero or getattr(self.trainer, "fast_dev_run", False):
-                return
-            for logger in self.trainer.loggers:
-                folder = getattr(logger, "log_dir", None)
-                if isinstance(folder, str) and "://" not in folder:
-                    self.guard.hold(folder)
-            for logger in self.trainer.loggers:
-                logger.log_hyperparams(self._record())
-
-        def _record(self) -> dict[str, Any]:
-            """What loggers call hyperparameters: the whole configuration, versions, the command."""
-            written = self._written if self.subcommand is None else self._written[self.subcommand]
-            versions = {name: version(name) for name in ("torch", "lightning", "transformers")}
-            command = redact_text(shlex.join(["lightrl", *sys.argv[1:]]))
-            given = {name: value for name, value in plain(written).items() if name != "config"}  # files, merged by now
-            return {**given, "versions": {"lightrl": lightrl.__version__, **versions}, "command": command}
-
-    return LightRLCLI
-
-
-def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
-    """Raises a ValueError where a run could not make its folder; scheme://... is left to its service."""
-    if path is None or "://" in str(path):
-        return
-    place = os.path.abspath(path)
-    while not os.path.exists(place):
-        place = os.path.dirname(place)
-    if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
-        return
-    reason = os.strerror(errno.EACCES if os.path.isdir(place) else errno.ENOTDIR)
-    raise ValueError(f"{name}={str(path)!r}: this folder cannot be made ({reason}): give another.")
-
-
-def run_dir_loggers(run_dir: str) -> dict[str, dict[str, str]]:
-    """Logger class -> arguments that log into a run's folder."""
-    csv, tensorboard = ({"save_dir": run_dir, "name": "", "version": version} for version in ("", "tensorboard"))
-    return {"CSVLogger": csv, "TensorBoardLogger": tensorboard}
 
 
 def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
@@ -318,8 +80,9 @@ def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
     """
     from lightning.pytorch import LightningDataModule, LightningModule
 
-    arguments = expand_configs(sys.argv[1:] if args is None else args)
-    return _build_cli(arguments[0] if arguments else "")(
+    from lightrl.lightning_cli import LightRLCLI
+
+    return LightRLCLI(
         LightningModule,
         LightningDataModule,
         subclass_mode_model=True,
@@ -329,7 +92,7 @@ def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
         auto_configure_optimizers=False,  # modules take an optimizer of their own; `--optimizer` would do nothing
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
-        args=arguments,
+        args=expand_configs(sys.argv[1:] if args is None else args),
         **kwargs,
     )
 
@@ -376,7 +139,7 @@ def _written_for_a_run(error: BaseException) -> bool:
 
 
 def lost_part(error: BaseException) -> str | None:
-    """What to tell where a part of the run is gone or hangs, which is nobody's mistake: an engine, or another rank."""
+    """What to tell where an engine or another rank is gone or hangs, which is not the user's mistake."""
     from torch.distributed import DistError
 
     from lightrl.engines.base import EngineDiedError

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-__all__ = ["SHIPPED", "expand_configs", "shipped_configs"]
+__all__ = ["SHIPPED", "expand_configs", "recipes", "shipped_configs"]
 
 PREFIX = "lightrl:"
 _PACKAGE = Path(__file__).parent
@@ -24,6 +24,12 @@ def shipped_configs() -> dict[str, str]:
         lines = path.read_text().splitlines()
         found[name] = lines[0].removeprefix("#").strip() if lines and lines[0].startswith("#") else ""
     return found
+
+
+def recipes() -> None:
+    """Lists the configurations that come with LightRL; run one with `lightrl fit --config lightrl:NAME`."""
+    for name, title in shipped_configs().items():
+        print(f"lightrl:{name:45s} {title}")
 
 
 def expand_configs(args: Sequence[str]) -> list[str]:

@@ -12,11 +12,11 @@ from lightrl.storage import plain_secrets, redact, redact_messages, remember_sec
 __all__ = ["from_environment", "plain", "redacted", "refuse_senseless"]
 
 AT_LEAST = {"check_val_every_n_epoch": 1, "log_every_n_steps": 0, "num_sanity_val_steps": -1}
-"""What Lightning takes without a word: argument of the trainer -> least value."""
+"""What Lightning takes silently: argument of the trainer -> least value."""
 
 
 def refuse_senseless(parsed: Any) -> None:
-    """Refuses values of the right type that would train nothing, or do nothing, without a word.
+    """Refuses values of the right type that would train nothing, or do nothing, silently.
 
     Args:
         parsed: the configuration as the parser made it.
@@ -48,15 +48,9 @@ def refuse_senseless(parsed: Any) -> None:
     for path, name, value in _numbers(config):
         if not math.isfinite(value):
             raise ValueError(f"{path}={value}: must be finite; null is no limit where the argument takes null.")
-        parent = path.split(".")[-2] if "." in path else ""
-        of_critic = name.startswith("critic_") or parent == "critic" or ".critic." in path
-        if of_critic and name in ("critic_lr", "lr") and value == 0:
-            raise ValueError(f"{path}={value}: the critic would never learn; take a rate above 0, or critic: null.")
         if name == "max_grad_norm" and value > 1e6:
             raise ValueError(f"{path}={value:g}: would never clip; null turns clipping off.")
-        if name == "horizon" and value > 1e8:
-            raise ValueError(f"{path}={value:g}: the coefficient would never move; leave the callback out.")
-        if of_critic and name in ("critic_warmup_rollouts", "warmup_rollouts"):
+        if name == "warmup_rollouts" and ".critic." in path:
             total = _rollouts(config)
             if total is not None and value >= total:
                 raise ValueError(f"{path}={value:g}: the policy would never be trained in this run's {total} rollouts.")

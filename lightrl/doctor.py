@@ -67,8 +67,9 @@ def diagnose(config_file: str | None = None) -> Iterator[Finding]:
         yield "note", "what follows is for reinforcement learning; the first batch of this run checks its rows"
         return
     try:
-        longest = yield from _prompts(built)
-        yield from _rewards(built)
+        prompts, tokenizer = yield from _prompts(built)
+        longest = max(map(len, prompts.token_ids)) + data.sampling.max_new_tokens
+        yield from _rewards(built, prompts, tokenizer)
         yield from _memory(built, longest)
     except Exception as error:
         yield "problem", users_error(error) or f"{type(error).__name__}: {error}"
@@ -150,7 +151,7 @@ def _host_memory() -> float:
 
 
 def _prompts(built: Any) -> Any:
-    """Tokenizer and prompts; the tokens that the longest prompt and its completion take is what it returns."""
+    """Looks at tokenizer and prompts, and returns the first prompts and the tokenizer."""
     from transformers import AutoConfig
 
     from lightrl.data.processing import load_processor
@@ -185,9 +186,8 @@ def _prompts(built: Any) -> Any:
     yield "ok", f"the first: {looked.texts[0][-200:]!r}"
     if rows is not None and rows < data.prompts_per_rollout:
         yield "note", f"a rollout of {data.prompts_per_rollout} prompts takes some of the {rows} rows more than once"
-    longest = int(lengths[-1] + data.sampling.max_new_tokens)
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and longest > limit:
+    if limit is not None and lengths[-1] + data.sampling.max_new_tokens > limit:
         yield (
             "problem",
             (
@@ -195,14 +195,11 @@ def _prompts(built: Any) -> Any:
                 f"{limit} that the model takes: lower max_new_tokens, or set prompts.max_prompt_tokens"
             ),
         )
-    return longest
+    return looked, tokenizer
 
 
-def _rewards(built: Any) -> Iterator[Finding]:
+def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
     """What the reward functions say to made-up completions of three rows, and to the rows' own columns."""
-    from lightrl.data.processing import load_processor
-    from lightrl.data.templates import load_tokenizer
-
     module, data = built.model, built.datamodule
     if data.episode.multi_turn:
         yield "note", "an environment gives rewards: `lightrl check-env --config FILE` plays it"
@@ -210,16 +207,11 @@ def _rewards(built: Any) -> Iterator[Finding]:
     if data.scorer is None:
         yield ("ok" if module.scores_rollouts else "problem"), "no reward functions: rewards are those of reward_models"
         return
-    tokenizer = load_tokenizer(
-        data.tokenizer_path or module.actor_spec.path, chat_template=module.actor_spec.chat_template
-    )
-    processor = load_processor(module.actor_spec.path, tokenizer)
-    prompts = data.prompts.load(tokenizer, shuffle=False, processor=processor)
     data.scorer.require_columns(prompts.columns)
     given, bound = set[float](), data.scorer.timeout or 60.0
     try:
-        rows = prompts.batch(0, 3)
-        for i in range(3):
+        rows = prompts[:3]
+        for i in range(len(rows)):
             columns = {name: values[i] for name, values in rows.columns.items()}
             scalars = {n: str(v) for n, v in columns.items() if isinstance(v, str | int | float)}
             tried = {**{repr(text): text for text in PLAIN}, **{f"its {n}": v for n, v in scalars.items()}}

@@ -742,7 +742,7 @@ class Experience(_Rows):
         advantages: 0 off the mask.
         teacher_top_ids: (B, T, K) int64 on the host, a served teacher's likeliest words at each token, or None.
         teacher_top_logprobs: (B, T, K) on the host, their log-probs.
-        teacher_prompts: B lists of token ids that the teacher reads in the place of what comes before the first sampled
+        teacher_prompts: B lists of token ids that the teacher reads in place of what comes before the first sampled
             token; empty where it reads the same.
         values: critic's values at the start of the update; None without critic.
         returns: targets for the critic; None without critic.

@@ -54,7 +54,6 @@ PATH = {
     "objectives/trajectories.py": "rows of a trajectory as one",
     "objectives/aggregation.py": "token losses to one number",
     "objectives/kl.py": "where the KL enters",
-    "objectives/combinations.py": "what does not go together",
     "ops/advantages.py": "formulas",
     "ops/kl.py": "formulas",
     "ops/losses.py": "formulas",

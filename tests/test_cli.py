@@ -29,7 +29,6 @@ from lightrl.algorithms.hooks import RLCallback
 from lightrl.cli import main, run
 from lightrl.engines import EngineContext, EngineDiedError, StaleWeightsError
 from lightrl.rollout.collector import RolloutStalledError
-from lightrl.rollout.sync import EngineSync
 from lightrl.storage import remember_secret
 from tests.toys import quickstart_model
 
@@ -319,7 +318,7 @@ ONE_LINE: dict[str, tuple[dict[str, Any], str]] = {
     "precision": ({"trainer": {"precision": "bf17"}}, "bf17"),
     "dtype": ({"model": {"actor": {"path": "x", "dtype": "float99"}}}, "dtype='float99': give one of float32"),
     "max_grad_norm": ({"model": {"max_grad_norm": 1e30}}, "max_grad_norm=1e+30: would never clip"),
-    "critic's rate": ({"model": {"critic": {"lr": 0.0}}}, "critic.lr=0.0: the critic would never learn"),
+    "critic's rate": ({"model": {"critic": {"lr": 0.0}}}, "CriticSpec.lr=0.0: must be above 0"),
     "warm-up": ({"model": {"critic": {"warmup_rollouts": 10**9}}}, "never be trained in this run's 1 rollouts"),
     "horizon": (
         {"trainer": {"callbacks": [{"class_path": "AdaptiveKL", "init_args": {"horizon": 1e9}}]}},
@@ -494,17 +493,10 @@ def test_reward_functions_that_fail(
         assert name in message and words in message
 
 
-class Idle(EngineSync):
-    """Pushes nothing."""
-
-    def ensure_synced(self, module: Any, engine: Any) -> None:
-        pass
-
-
 def test_an_engine_that_was_never_synced(write: Callable[..., str]) -> None:
     """Not a mistake in a value: it keeps its traceback, as everything does that LightRL does not call the user's."""
     with pytest.raises(StaleWeightsError, match="Idle did not push the weights"):
-        main(["fit", "--config", write(trainer={"callbacks": [{"class_path": f"{__name__}.Idle"}]})])
+        main(["fit", "--config", write(trainer={"callbacks": [{"class_path": "tests.toys.Idle"}]})])
 
 
 class Dying(RLCallback):

@@ -88,7 +88,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(place: Path) -> Iterator[Path]:
-    """A configuration that puts a small server with the tiny model in the place of a served teacher."""
+    """A configuration that puts a small server with the tiny model in place of a served teacher."""
     pytest.importorskip("uvicorn")
     from tests.engines.sglang_server import SGLangServer
 

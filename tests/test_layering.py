@@ -31,6 +31,7 @@ TOP = {
     "cli",
     "config_files",
     "config_values",
+    "lightning_cli",
     "project",
     "templates",
     "export",

@@ -55,7 +55,6 @@ def test_prompts_are_picked_by_slice_and_by_rows() -> None:
 
 def test_pad_rows_pads_on_the_right() -> None:
     assert pad_rows([[1, 2], [3], []], -1, torch.long).tolist() == [[1, 2], [3, -1], [-1, -1]]
-    assert pad_rows([[1.5]], 0.0, torch.float32, length=3).tolist() == [[1.5, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize(

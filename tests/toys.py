@@ -19,6 +19,7 @@ from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.rollout.datamodule import RolloutDataModule
+from lightrl.rollout.sync import EngineSync
 from lightrl.types import Experience, Rollouts, SamplingParams
 
 QUICKSTART_MODEL = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
@@ -65,6 +66,12 @@ def bandit_model(folder: Path, num_actions: int, seed: int = 0) -> str:
 def digits_reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
     """Fraction of characters that are an even digit: dense, so that a few updates move it."""
     return [sum(c in "02468" for c in text) / max(len(text), 1) for text in completions]
+
+
+def some_flat(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Groups of prompts with an odd second digit have no spread, so that ranks refill unequally."""
+    scores = digits_reward(prompts, completions)
+    return [s + i if int(p[1]) % 2 == 0 else 1.0 for i, (p, s) in enumerate(zip(prompts, scores, strict=True))]
 
 
 def sums_data(**kwargs: Any) -> RolloutDataModule:
@@ -126,6 +133,13 @@ def on_ranks(function: Callable[..., Any], *shards: tuple[Any, ...]) -> list[Any
 
     with ThreadPoolExecutor(len(shards)) as pool:
         return [future.result() for future in [pool.submit(rank, i) for i in range(len(shards))]]
+
+
+class Idle(EngineSync):
+    """Takes the place of the data module's own, and pushes nothing."""
+
+    def ensure_synced(self, module: Any, engine: Any) -> None:
+        pass
 
 
 class ThreadEngine(TransformersEngine):

@@ -39,13 +39,13 @@ def refuse_foreign(stored: dict[str, Any], module_class: str) -> None:
     if stored.get("class") != module_class:
         raise ValueError(
             f"The checkpoint was written by {stored.get('class', 'something other than LightRL')}, not by "
-            f"{module_class}: resume with the same class_path, or start anew from its exported model folder."
+            f"{module_class}: resume with the same class_path, or start over from its exported model folder."
         )
     if stored.get("format") != FORMAT:
         raise ValueError(
             f"The checkpoint has format {stored.get('format', 1)}, and this version of LightRL reads format {FORMAT}: "
             "it was written by another alpha release. Resume with that release, or export its model there and start "
-            "anew from the folder."
+            "over from the folder."
         )
 
 

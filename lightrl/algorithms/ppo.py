@@ -48,7 +48,6 @@ from lightrl.models.reward import RewardModel, RewardModelSpec
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import GAE, AdvantageEstimator
 from lightrl.objectives.aggregation import Aggregation, TokenMean
-from lightrl.objectives.combinations import refuse_combination, refuse_shaped_rewards
 from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.objectives.losses import PolicyLoss, PPOClip
 from lightrl.objectives.off_policy import OffPolicyCorrection
@@ -255,9 +254,9 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                 f"advantage={advantage} uses no critic, so the one given by `critic` would never be trained: set "
                 "critic=None (null in YAML)."
             )
-        refuse_combination(self.advantage, self.kl, whiten=self.whiten_advantages)
+        self.advantage.refuse_combination(self.kl, whiten=self.whiten_advantages)
         if self.reward_clip is not None:
-            refuse_shaped_rewards(self.advantage, f"reward_clip={self.reward_clip}")
+            self.advantage.refuse_shaped_rewards(f"reward_clip={self.reward_clip}")
         for name, low in AT_LEAST.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be at least {low}.")
@@ -303,7 +302,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             )
         if trainer.overfit_batches:
             raise ValueError(
-                f"trainer.overfit_batches={trainer.overfit_batches}: rollouts are sampled anew, so no batch comes "
+                f"trainer.overfit_batches={trainer.overfit_batches}: rollouts are sampled again, so no batch comes "
                 "twice. To see the same prompts again and again give prompts.limit=N, and eval_prompts the same rows."
             )
         for callback in trainer.callbacks:
@@ -844,40 +843,40 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         Raises:
             ValueError: the update needs all groups before its first gradient; the message says why, and the way out.
         """
-        name, advantage, aggregation = (type(x).__name__ for x in (self, self.advantage, self.aggregation))
-        strategy = self.trainer.strategy
-        token_means = self.critic_spec is not None or self.aux_loss_coef
+        name, strategy = type(self).__name__, self.trainer.strategy
         callbacks = rl_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]
         changing = [type(callback).__name__ for callback in callbacks if callback.changes_rewards]
-        reasons = {
-            f"ppo_epochs={self.ppo_epochs}: every epoch but the last ends with all groups": self.ppo_epochs > 1,
-            f"minibatch_size={self.minibatch_size}: mini-batches are drawn from all groups": self.minibatch_size,
-            f"advantage={advantage}: it normalises over the batch": self.advantage.scope != "group",
-            "whiten_advantages=True: whitening needs all groups": self.whiten_advantages,
-            f"top_entropy_fraction={self.top_entropy_fraction}: the threshold is that of all groups": (
-                self.top_entropy_fraction < 1
-            ),
-            f"ptx_coef={self.ptx_coef}: supervised rows are normalised on their own": self.ptx_coef,
-            f"aggregation={aggregation}: critic and routers are normalised by tokens, as only TokenMean does": (
-                token_means and type(self.aggregation) is not TokenMean
-            ),
-            f"strategy={type(strategy).__name__}: ranks must run sharded models in step": isinstance(
-                strategy, (DeepSpeedStrategy, ModelParallelStrategy)
-            ),
-            "reward_models on several ranks: ranks must score equally often": (
-                self.reward_model_specs and self.trainer.world_size > 1
-            ),
-            f"{name} overrides minibatches, which pieces do not go through": (
-                type(self).minibatches is not PPOLightningModule.minibatches
-            ),
-            f"callback {', '.join(changing)} changes rewards once all are there": changing,
-        }
-        for reason, true in reasons.items():
-            if true:
-                raise ValueError(
-                    f"streaming=True would not give the update of {name} exactly. {reason}. Change that, or take "
-                    "streaming=False or staleness=1."
-                )
+        reasons = []
+        if self.ppo_epochs > 1:
+            reasons.append(f"ppo_epochs={self.ppo_epochs}: every epoch but the last ends with all groups")
+        if self.minibatch_size:
+            reasons.append(f"minibatch_size={self.minibatch_size}: mini-batches are drawn from all groups")
+        if self.advantage.scope != "group":
+            reasons.append(f"advantage={type(self.advantage).__name__}: it normalises over the batch")
+        if self.whiten_advantages:
+            reasons.append("whiten_advantages=True: whitening needs all groups")
+        if self.top_entropy_fraction < 1:
+            reasons.append(f"top_entropy_fraction={self.top_entropy_fraction}: the threshold is that of all groups")
+        if self.ptx_coef:
+            reasons.append(f"ptx_coef={self.ptx_coef}: supervised rows are normalised on their own")
+        if (self.critic_spec is not None or self.aux_loss_coef) and type(self.aggregation) is not TokenMean:
+            aggregation = type(self.aggregation).__name__
+            reasons.append(
+                f"aggregation={aggregation}: critic and routers are normalised by tokens, as only TokenMean does"
+            )
+        if isinstance(strategy, (DeepSpeedStrategy, ModelParallelStrategy)):
+            reasons.append(f"strategy={type(strategy).__name__}: ranks must run sharded models in step")
+        if self.reward_model_specs and self.trainer.world_size > 1:
+            reasons.append("reward_models on several ranks: ranks must score equally often")
+        if type(self).minibatches is not PPOLightningModule.minibatches:
+            reasons.append(f"{name} overrides minibatches, which pieces do not go through")
+        if changing:
+            reasons.append(f"callback {', '.join(changing)} changes rewards once all are there")
+        if reasons:
+            raise ValueError(
+                f"streaming=True would not give the update of {name} exactly. {'; '.join(reasons)}. Change that, or "
+                "take streaming=False or staleness=1."
+            )
 
     # ---- evaluation --------------------------------------------------------------------------------------------
 
@@ -1047,13 +1046,9 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         Raises:
             ValueError: it was written by another class or format, or lacks parameters that are trained here.
         """
-        stored = checkpoint.get("lightrl", {})
-        checkpoints.refuse_foreign(stored, type(self).__name__)
-        if "state_dict" in checkpoint:  # elsewhere the strategy loads sharded weights itself, and checks them
-            # A reference may move from now on that did not when the checkpoint was written.
-            own = {name: x for name, x in self.state_dict().items() if not name.startswith("reference.")}
-            checkpoints.require_weights(own, checkpoint["state_dict"])
+        super().on_load_checkpoint(checkpoint)
         if self.trainer.training:
+            stored = checkpoint["lightrl"]
             counts = {"seed": int, "num_skipped_updates": int, "skipped_in_a_row": int, "rng": list}
             require_entries(stored, counts, "lightrl")
             self.seed = stored["seed"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, with_schedule
 from lightrl.distributed import strategies
 from lightrl.models.loading import require_model_folder
-from lightrl.models.lora import named_hf_weights
 from lightrl.models.reward import RewardModel
 from lightrl.models.spec import ModelSpec
 from lightrl.ops.preference import bradley_terry_loss
@@ -149,13 +147,3 @@ class RewardLightningModule(SavesPretrained):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what `lightrl export` builds the model from."""
         checkpoint["lightrl"] = checkpoints.description(type(self).__name__, {"reward_model": self.model_spec})
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses a checkpoint of another class, or with other weights, with a `ValueError`."""
-        checkpoints.refuse_foreign(checkpoint.get("lightrl", {}), type(self).__name__)
-        if "state_dict" in checkpoint:  # elsewhere the strategy loads sharded weights itself
-            checkpoints.require_weights(self.state_dict(), checkpoint["state_dict"])
-
-    def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every parameter, LoRA merged; collective under sharding strategies."""
-        return named_hf_weights(self.reward_model, strategies.gather_parameter(self.trainer.strategy))

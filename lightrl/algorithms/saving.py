@@ -15,6 +15,7 @@ from lightrl.algorithms import checkpoints
 from lightrl.distributed import strategies
 from lightrl.distributed.consolidate import read_checkpoint
 from lightrl.models.loading import save_hf_folder
+from lightrl.models.lora import named_hf_weights
 from lightrl.models.reward import RewardModel
 from lightrl.models.shards import fill_shards
 from lightrl.models.spec import ModelSpec
@@ -82,18 +83,28 @@ class SavesPretrained(LightningModule):
         checkpoints.refuse_foreign(checkpoint.get("lightrl", {}), type(self).__name__)
         self._build_models()
         self._is_built = True
-        own = {name: x for name, x in self.state_dict().items() if not name.startswith("reference.")}
-        checkpoints.require_weights(own, checkpoint["state_dict"])
+        self._require_weights(checkpoint["state_dict"])
         self.load_state_dict(checkpoint["state_dict"], strict=False)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses a checkpoint of another class, or without weights that are trained here, with a `ValueError`."""
+        checkpoints.refuse_foreign(checkpoint.get("lightrl", {}), type(self).__name__)
+        if "state_dict" in checkpoint:  # elsewhere the strategy loads sharded weights itself, and checks them
+            self._require_weights(checkpoint["state_dict"])
+
+    def _require_weights(self, given: dict[str, Any]) -> None:
+        """A reference may move from now on that did not when the checkpoint was written, and is not asked for."""
+        own = {name: x for name, x in self.state_dict().items() if not name.startswith("reference.")}
+        checkpoints.require_weights(own, given)
 
     @property
     @abstractmethod
     def trained_model(self) -> tuple[Any, ModelSpec]:
         """The model that is written, and what it was made from."""
 
-    @abstractmethod
     def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every parameter; collective under sharding strategies."""
+        """(Hugging Face name, full tensor) of every parameter, LoRA merged; collective under sharding strategies."""
+        return named_hf_weights(self.trained_model[0], strategies.gather_parameter(self.trainer.strategy))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes weights, configuration and tokenizer as a folder that transformers and vLLM load, LoRA merged.

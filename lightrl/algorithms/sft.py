@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, with_schedule
 from lightrl.distributed import strategies
 from lightrl.models.loading import load_causal_lm, require_model_folder
-from lightrl.models.lora import named_hf_weights
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 
@@ -98,16 +96,6 @@ class SFTLightningModule(SavesPretrained):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what `lightrl export` builds the model from."""
         checkpoint["lightrl"] = checkpoints.description(type(self).__name__, {"actor": self.actor_spec})
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses a checkpoint of another class, or with other weights, with a `ValueError`."""
-        checkpoints.refuse_foreign(checkpoint.get("lightrl", {}), type(self).__name__)
-        if "state_dict" in checkpoint:  # elsewhere the strategy loads sharded weights itself
-            checkpoints.require_weights(self.state_dict(), checkpoint["state_dict"])
-
-    def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every parameter, LoRA merged; collective under sharding strategies."""
-        return named_hf_weights(self.actor, strategies.gather_parameter(self.trainer.strategy))
 
     @property
     def policy_version(self) -> int:

@@ -141,7 +141,7 @@ class RolloutCheckpoint(SavingCheckpoint):
                 differing = "; ".join(f"{run} has {settings}" for run, settings in sorted(others.items()))
                 raise ValueError(
                     f"ckpt_path=last: the runs in {folder} began with other settings ({differing}), so none is this "
-                    "run's. Give the checkpoint itself to go on from one, or leave ckpt_path out to start anew."
+                    "run's. Give the checkpoint itself to go on from one, or leave ckpt_path out to start over."
                 )
             newest = max(runs, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.ckpt")), default=None)
             found = set(newest.glob("*.ckpt")) if newest is not None else set()
@@ -161,7 +161,7 @@ class RolloutCheckpoint(SavingCheckpoint):
         if skipped:
             raise ValueError(
                 f"ckpt_path=last: no checkpoint is whole ({'; '.join(skipped)}). Give one of another folder, or leave "
-                "ckpt_path out to start anew."
+                "ckpt_path out to start over."
             )
         return set()
 

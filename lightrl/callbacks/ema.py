@@ -69,7 +69,7 @@ class EMA(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Puts this rank's average back."""
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        rank = torch.distributed.get_rank() if strategies.has_process_group() else 0
         ranks = state_dict["ranks"]
         self._average = ranks[min(rank, len(ranks) - 1)]
 

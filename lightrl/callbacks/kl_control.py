@@ -30,7 +30,8 @@ class AdaptiveKL(_KLControl):
 
     Args:
         target: KL to hold, nats per response token, above 0.
-        horizon: trajectories after which a constant 20 % error has multiplied the coefficient by about e^0.2, above 0.
+        horizon: trajectories after which a constant 20 % error has multiplied the coefficient by about e^0.2, in
+            (0, 1e8].
 
     Raises:
         ValueError: a value is out of range; in `setup`, the module has no KL term.
@@ -40,6 +41,8 @@ class AdaptiveKL(_KLControl):
         for name, value in (("target", target), ("horizon", horizon)):
             if value <= 0:
                 raise ValueError(f"AdaptiveKL.{name}={value}: must be above 0.")
+        if horizon > 1e8:
+            raise ValueError(f"AdaptiveKL.horizon={horizon:g}: the coefficient would never move; drop the callback.")
         self.target = target
         self.horizon = horizon
         self.coef: float | None = None

@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.objectives.combinations import refuse_shaped_rewards
 from lightrl.objectives.trajectories import first_rows
 from lightrl.types import Rollouts
 
@@ -50,7 +49,7 @@ class RewardNormalization(RLCallback):
         advantage = getattr(pl_module, "advantage", None)
         if advantage is None:
             return
-        refuse_shaped_rewards(advantage, "callback RewardNormalization")
+        advantage.refuse_shaped_rewards("callback RewardNormalization")
         if advantage.needs_binary_scores:
             name = type(advantage).__name__
             raise ValueError(

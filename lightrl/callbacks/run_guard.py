@@ -114,7 +114,7 @@ class RunGuard(Callback):
         if "optimizer_states" not in checkpoint:
             raise ValueError(
                 "ckpt_path: the checkpoint holds no optimizer_states: it was saved with save_weights_only, or changed. "
-                "Start anew from its weights (lightrl export)."
+                "Start over from its weights (lightrl export)."
             )
         record = checkpoint.get(RECORD, {})
         states = checkpoint.get("optimizer_states", [])
@@ -142,7 +142,7 @@ class RunGuard(Callback):
                 was = name or f"another one, without {', '.join(missing)}"
                 raise ValueError(
                     f"optimizer={own}: the checkpoint's is {was}, whose state {own} cannot go on from. "
-                    "Resume with the checkpoint's optimizer, or start anew from its weights (lightrl export)."
+                    "Resume with the checkpoint's optimizer, or start over from its weights (lightrl export)."
                 )
 
     # ---- the end; after an error the locks go with the process, since others may still save --------------------------

@@ -46,7 +46,7 @@ class SampleLog(RLCallback):
     sampled last, and there are `turns`, `stop_reason` and the whole conversation as `messages`. Where the prompt shows
     images, videos or sound, `media` says so in words and `thumbnail` names a small PNG file of them (in `thumbnails/`
     beside the file), which W&B's and TensorBoard's pages show, too. `lightrl report` reads all that. A run from the
-    start begins the file anew, a resumed one goes on in it.
+    start overwrites the file, a resumed one goes on in it.
 
     `reward` is the sum that later callbacks see: put `SampleLog` before `RewardNormalization` to log raw rewards.
 
@@ -93,7 +93,7 @@ class SampleLog(RLCallback):
         self._advantages = layout.split(total / layout.mask.sum(1).clamp(min=1))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins the file anew unless the run is a resumed one."""
+        """Overwrites the file unless the run is a resumed one."""
         if trainer.is_global_zero and trainer.ckpt_path is None and not _trying_out(trainer):
             self._path.unlink(missing_ok=True)
 

@@ -36,10 +36,10 @@ def realized(value: T) -> T:
 
 
 def start_from_own_defaults(*classes: type) -> None:
-    """An object of one of these classes whose class is named anew on the command line starts from its own defaults.
+    """An object of one of these classes whose class is changed on the command line starts from its own defaults.
 
     Where a class replaces another, jsonargparse hands it the other's arguments wherever the names match: `loss: GSPO`
-    would get PPO's `eps_low=0.2` in the place of its 3e-4. It has no public switch for it: its function is wrapped,
+    would get PPO's `eps_low=0.2` in place of its 3e-4. It has no public switch for it: its function is wrapped,
     once for all parsers of the process.
     """
     from jsonargparse import Namespace, _typehints

@@ -9,11 +9,12 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 __all__ = [
     "SavingCheckpoint",
-    "cli_without_checkpoint_settings",
+    "YamlCLI",
     "flush_step_metrics",
     "is_compiled",
     "load_distributed_checkpoint",
@@ -31,19 +32,15 @@ def run_seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
-def cli_without_checkpoint_settings() -> type[Any]:
+class YamlCLI(LightningCLI):
     """`LightningCLI`, but on resume a checkpoint's hyperparameters do not override what YAML says."""
-    from lightning.pytorch.cli import LightningCLI
 
-    class YamlCLI(LightningCLI):
-        def _parse_ckpt_path(self) -> None:
-            """Lightning would merge the checkpoint's hyperparameters over the given YAML; here YAML is what counts."""
+    def _parse_ckpt_path(self) -> None:
+        """Lightning would merge the checkpoint's hyperparameters over the given YAML; here YAML is what counts."""
 
-        def record_hyperparameters(self) -> None:
-            """Takes `config` as what checkpoints and loggers call hyperparameters."""
-            self._dump_config()
-
-    return YamlCLI
+    def record_hyperparameters(self) -> None:
+        """Takes `config` as what checkpoints and loggers call hyperparameters."""
+        self._dump_config()
 
 
 def is_compiled(module: Any) -> bool:

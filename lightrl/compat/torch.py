@@ -70,7 +70,7 @@ def has_triton() -> bool:
 def flex_attention(*, compiled: bool, backend: Any = "inductor") -> Any:
     """torch's `flex_attention`, compiled for all lengths.
 
-    As one graph, so that it raises where it would otherwise fall back to a dense kernel without a word, and with a
+    As one graph, so that it raises where it would otherwise fall back to a dense kernel silently, and with a
     limit of its own on the number of graphs: torch's, 8, is for the whole process, and other libraries change it.
 
     Args:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from functools import partial
 from typing import Any
 
 from uvicorn import Server
@@ -23,8 +24,8 @@ HEAD_SECONDS = 10.0
 """Time for a request's line and headers, where the limit on the whole request is not shorter."""
 
 
-def bounded_protocol(read_timeout: float, max_connections: int) -> type[asyncio.Protocol]:
-    """A protocol class for `uvicorn.Config(http=...)` that bounds connections and the time to read a request.
+def bounded_protocol(read_timeout: float, max_connections: int) -> Any:
+    """What `uvicorn.Config(http=...)` takes to bound connections and the time to read a request.
 
     A request whose headers are not there after 10 seconds, or which is not there as a whole after `read_timeout`
     seconds, is cut off. Where a connection too many comes, the oldest one that is still sending its request is cut off
@@ -34,65 +35,79 @@ def bounded_protocol(read_timeout: float, max_connections: int) -> type[asyncio.
         read_timeout: seconds, above 0.
         max_connections: at least 1.
     """
-    connections: dict[int, Any] = {}  # in the order in which they came
+    return partial(_BoundedProtocol, read_timeout, max_connections, {})
 
-    class BoundedProtocol(H11Protocol):  # type: ignore[misc, unused-ignore]
-        """One connection."""
 
-        timer: asyncio.TimerHandle | None = None
-        began = 0.0
+class _BoundedProtocol(H11Protocol):  # type: ignore[misc, unused-ignore]
+    """One connection.
 
-        @property
-        def reading(self) -> bool:
-            """Whether a request is still to come, in part or as a whole."""
-            return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+    Args:
+        read_timeout, max_connections: see `bounded_protocol`.
+        all_open: the server's connections by id, in the order in which they came.
+        uvicorn: what uvicorn gives its protocols.
+    """
 
-        @property
-        def head_read(self) -> bool:
-            """Whether the headers of the request that is being read are there."""
-            return self.cycle is not None and not self.cycle.response_complete
+    def __init__(
+        self, read_timeout: float, max_connections: int, all_open: dict[int, _BoundedProtocol], **uvicorn: Any
+    ) -> None:
+        super().__init__(**uvicorn)
+        self.read_timeout = read_timeout
+        self.max_connections = max_connections
+        self.all_open = all_open
+        self.timer: asyncio.TimerHandle | None = None
+        self.began = 0.0
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(connections) >= max_connections:
-                oldest = next((other for other in connections.values() if other.reading), self)
-                oldest.transport.abort()
-                connections.pop(id(oldest), None)
-                if oldest is self:
-                    return
-            connections[id(self)] = self
-            self.watch()
+    @property
+    def reading(self) -> bool:
+        """Whether a request is still to come, in part or as a whole."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self.watch()
+    @property
+    def head_read(self) -> bool:
+        """Whether the headers of the request that is being read are there."""
+        return self.cycle is not None and not self.cycle.response_complete
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            connections.pop(id(self), None)
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.all_open) >= self.max_connections:
+            oldest = next((other for other in self.all_open.values() if other.reading), self)
+            oldest.transport.abort()
+            self.all_open.pop(id(oldest), None)
+            if oldest is self:
+                return
+        self.all_open[id(self)] = self
+        self.watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.all_open.pop(id(self), None)
+        self.stop()
+        super().connection_lost(exc)
+
+    def watch(self) -> None:
+        """Starts the clock with a request's first byte, and stops it with its last."""
+        if not self.reading:
             self.stop()
-            super().connection_lost(exc)
+        elif self.timer is None:
+            self.began = self.loop.time()
+            self.timer = self.loop.call_later(min(HEAD_SECONDS, self.read_timeout), self.expire)
 
-        def watch(self) -> None:
-            """Starts the clock with a request's first byte, and stops it with its last."""
-            if not self.reading:
-                self.stop()
-            elif self.timer is None:
-                self.began = self.loop.time()
-                self.timer = self.loop.call_later(min(HEAD_SECONDS, read_timeout), self.expire)
+    def stop(self) -> None:
+        """Stops the clock."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
-        def stop(self) -> None:
-            if self.timer is not None:
-                self.timer.cancel()
-                self.timer = None
-
-        def expire(self) -> None:
-            left = self.began + read_timeout - self.loop.time()
-            if self.head_read and left > 0:  # the body may take as long as it all may
-                self.timer = self.loop.call_later(left, self.expire)
-            elif self.reading:
-                self.transport.abort()
-
-    return BoundedProtocol
+    def expire(self) -> None:
+        """Cuts the client off, unless only the body is still to come and has time left."""
+        left = self.began + self.read_timeout - self.loop.time()
+        if self.head_read and left > 0:  # the body may take as long as it all may
+            self.timer = self.loop.call_later(left, self.expire)
+        elif self.reading:
+            self.transport.abort()
 
 
 async def serve(server: Server, listener: socket.socket) -> None:

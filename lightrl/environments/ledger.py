@@ -20,7 +20,7 @@ class Ledger:
 
     Sampled tokens, log-probs and versions are kept as the engine gave them; no text of theirs is tokenised again to
     train on. The next request extends the last one where the bridge proves that the chat template does; otherwise a new
-    row begins with the conversation rendered anew. A sampled token is trained in the row it was sampled in, and only
+    row begins with the conversation rendered again. A sampled token is trained in the row it was sampled in, and only
     there; elsewhere it is context. Images of messages are decoded once, and go to the engine and into the rows with the
     placeholders that stand for them.
 

@@ -108,6 +108,7 @@ class MultiTurn(Episode):
         self._tokenizer: Any = None
         self._renderer: Any = None
         self._bridge: Bridge | None = None
+        self._parsers: dict[bool, ReplyParser] = {}  # by whether there are tools
 
     @staticmethod
     def refuse_below_one(**limits: int | None) -> None:
@@ -134,6 +135,7 @@ class MultiTurn(Episode):
             ValueError: it has no chat template, or `renderer` names none.
         """
         self._tokenizer = tokenizer
+        self._parsers = {}
         self._renderer = make_renderer(tokenizer, self.renderer, self.template_kwargs)
         if self._renderer is not None:
             self._bridge = RendererBridge(self._renderer, tokenizer)
@@ -148,13 +150,15 @@ class MultiTurn(Episode):
 
     def parser(self, tools: Sequence[dict[str, Any]]) -> ReplyParser:
         """The parser of replies where there are these tools."""
-        return choose_parser(
-            self._tokenizer,
-            renderer=self._renderer,
-            tool_parser=self.tool_parser,
-            reasoning_parser=self.reasoning_parser,
-            tools=bool(tools),
-        )
+        if bool(tools) not in self._parsers:
+            self._parsers[bool(tools)] = choose_parser(
+                self._tokenizer,
+                renderer=self._renderer,
+                tool_parser=self.tool_parser,
+                reasoning_parser=self.reasoning_parser,
+                tools=bool(tools),
+            )
+        return self._parsers[bool(tools)]
 
     def check_prompts(self, prompts: PromptSource | PromptMixture) -> None:
         """See `Episode.check_prompts`."""

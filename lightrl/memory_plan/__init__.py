@@ -91,7 +91,7 @@ def plan(
             counts its weights and the cache of its sequences.
         fused: AdamW is fused (`optimizer.init_args.fused`), so that a step makes no temporaries.
         freeze_vision: the vision tower is frozen (`model.actor.freeze`).
-        sequences: completions that an engine has underway at a time; more wait.
+        sequences: completions that an engine generates at a time; more wait.
         length: tokens of a prompt with its completion.
         trajectories: completions per rollout, all GPUs together; 0 estimates no times.
         response: mean tokens of a completion.

@@ -59,7 +59,7 @@ class Plan:
             weights and the cache of its sequences, the least that it can do with.
         fused: whether AdamW is fused; the other one makes temporaries of the size of its parameters.
         frozen_vision: whether the vision tower is frozen (`freeze: [visual]`): no gradients, no optimizer state.
-        sequences: completions that one engine has underway at a time.
+        sequences: completions that one engine generates at a time.
         length: tokens of a prompt with its completion.
     """
 
@@ -106,7 +106,7 @@ def _gradients(plan: Plan, strategy: str) -> tuple[int, float]:
 
 
 def held_parameters(plan: Plan) -> int:
-    """Parameters of actor and critic, adapters included. A critic has one output in the place of the language head."""
+    """Parameters of actor and critic, adapters included. A critic has one output in place of the language head."""
     critic = plan.actor.parameters - plan.actor.head + plan.actor.hidden + 1
     adapters = plan.actor.lora(plan.lora) * (1 + plan.critic)
     return plan.actor.parameters + plan.critic * critic + adapters

@@ -71,7 +71,7 @@ class Job:
         forwards: passes without gradient over each trajectory (old log-probs, reference).
         passes: `ppo_epochs`.
         recompute: whether activations are recomputed.
-        slots: sequences that an engine has underway at most.
+        slots: most sequences that an engine generates at a time.
     """
 
     parameters: float

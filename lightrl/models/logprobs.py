@@ -156,7 +156,7 @@ class _Tiles:
         return memory[: like.numel()].view(like.shape)
 
     def compute(self, rows: slice, words: slice, *, keep: bool) -> Tensor:
-        """The same, made anew; with `keep` in memory of their own, which the caller must not change."""
+        """The same, recomputed; with `keep` in memory of their own, which the caller must not change."""
         hidden, weight = self.hidden[rows], self.weight[words]
         size = len(hidden), len(weight)
         z = self.memory.new_empty(size) if keep else self.memory[: size[0] * size[1]].view(size)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lightrl.objectives.kl import KLInReward, KLPenalty
 from lightrl.ops.advantages import (
     gae,
     group_centered,
@@ -134,9 +135,61 @@ class AdvantageEstimator(ABC):
     def estimate(self, given: EstimatorInput) -> tuple[Tensor, Tensor | None]:
         """(B, T) advantages, of which those of trained tokens are taken, and (B, T) targets for the critic or None."""
 
+    def refuse_combination(self, kl: KLPenalty | None, *, whiten: bool) -> None:
+        """Raises for a combination in which one part would be lost or done twice.
+
+        Args:
+            kl: where the KL goes; None without one.
+            whiten: whether advantages are whitened after the estimator.
+
+        Raises:
+            ValueError: a KL in the reward with an estimator that takes scores for success or failure, or that does not
+                read the summed rewards; whitening after an estimator that ends with a normalisation of its own.
+        """
+        name = type(self).__name__
+        if isinstance(kl, KLInReward):
+            way_out = "Use KLInLoss('k3', ratio_correction=True) or no KL."
+            if self.needs_binary_scores:
+                raise ValueError(
+                    f"advantage={name} with kl=KLInReward: {name} takes a score for success or failure, and a KL "
+                    f"inside the score would corrupt it. {way_out}"
+                )
+            if self.needs_reward_parts:
+                raise ValueError(
+                    f"advantage={name} with kl=KLInReward: {name} reads each reward function's own rewards, and a KL "
+                    f"in their sum would be lost. {way_out}"
+                )
+        if whiten and self.normalizes:
+            raise ValueError(
+                f"advantage={name} with whiten_advantages=True: {name} already normalises over the batch, and a second "
+                "normalisation would hide the first. Set whiten_advantages=False."
+            )
+
+    def refuse_shaped_rewards(self, shaping: str) -> None:
+        """Refuses what changes the summed reward where the estimator does not read it.
+
+        Args:
+            shaping: the argument or callback, as the user wrote it.
+
+        Raises:
+            ValueError: the estimator reads each function's own rewards, so that the change would be lost, or each
+                turn's, which the change would leave as they are.
+        """
+        name = type(self).__name__
+        if self.needs_turns:
+            raise ValueError(
+                f"{shaping} with advantage={name}: {name} gives turns credit for their own rewards, and a change of "
+                "the sum alone would land on the last turn. Drop it, scale the rewards themselves, or take RLOO."
+            )
+        if self.needs_reward_parts:
+            raise ValueError(
+                f"{shaping} with advantage={name}: {name} reads each reward function's own rewards, and a change of "
+                "their sum would be lost. Drop it, or take GroupRelative."
+            )
+
 
 class SequenceEstimator(AdvantageEstimator):
-    """One advantage per sequence, put on each of its tokens; children say which from the scores."""
+    """One advantage per sequence, put on each of its tokens; subclasses compute it from the scores."""
 
     def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:
         """See the class."""

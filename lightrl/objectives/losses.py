@@ -144,7 +144,7 @@ class PPOClip(PolicyLoss):
 
 
 class SequenceClip(PolicyLoss):
-    """PPO's clip on one ratio per sequence, which children say; clip fractions count tokens of clipped sequences."""
+    """PPO's clip on the ratio per sequence of a subclass; clip fractions count tokens of clipped sequences."""
 
     zero_advantage_is_zero_loss = True
     one_ratio_per_trajectory = True

@@ -138,7 +138,7 @@ class EngineRatio(PolicyLoss):
 
         r_t = pi / pi_engine in place of pi / pi_old
 
-    The wrapped loss then bounds one ratio for all that lies between sampling and the weights of now: older weights, the
+    The wrapped loss then bounds one ratio for all that differs between sampling and now: older weights, the
     engine's numerics, the updates of this rollout. A clipped loss leaves r unbounded where A < 0: give `PPOClip` a
     `dual_clip` or `delta`. `kl/old` is the distance to the engine's policy; `kl/engine` is not measured.
 

@@ -22,31 +22,27 @@ def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None, *, all_sum: AllSum = identity) -> Tensor:
+def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of `x` where `mask`, added up in float64 so that it hardly depends on the order or the cut of the batch.
 
     Args:
         x: values, any shape, float.
         mask: bool, same shape.
         dim: sum over this dimension only; over everything where None.
-        all_sum: sums over ranks.
 
     Returns:
         float64 tensor without `dim` (scalar where None); 0 where nothing is selected.
     """
     kept = torch.where(mask, x, torch.zeros_like(x))
-    return all_sum(kept.sum(dtype=torch.float64) if dim is None else kept.sum(dim, dtype=torch.float64))
+    return kept.sum(dtype=torch.float64) if dim is None else kept.sum(dim, dtype=torch.float64)
 
 
-def masked_moments(
-    x: Tensor, mask: Tensor, *, unbiased: bool = True, all_sum: AllSum = identity
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and variance of all selected values, in two passes (no cancellation for a large mean).
+def masked_moments(x: Tensor, mask: Tensor, *, all_sum: AllSum = identity) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and unbiased variance of all selected values, in two passes (no cancellation for a large mean).
 
     Args:
         x: values, any shape, float.
         mask: bool, same shape.
-        unbiased: divide the squares by `count - 1` instead of `count`.
         all_sum: sums over ranks; called twice.
 
     Returns:
@@ -56,18 +52,15 @@ def masked_moments(
     count, total = all_sum(local).unbind()
     mean = total / count.clamp(min=1)
     squares = all_sum(masked_sum((x.double() - mean) ** 2, mask))
-    return count, mean, squares / (count - int(unbiased)).clamp(min=1)
+    return count, mean, squares / (count - 1).clamp(min=1)
 
 
-def masked_whiten(
-    x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8, all_sum: AllSum = identity
-) -> Tensor:
+def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, all_sum: AllSum = identity) -> Tensor:
     """Whitening over the mask: `(x - mean) / (std + eps)`, the std unbiased.
 
     Args:
         x: values, any shape, float.
         mask: bool, same shape.
-        shift_mean: False divides by the std around the mean but leaves the mean in.
         eps: added to the std, above 0.
         all_sum: sums over ranks, so that the moments are those of the global batch.
 
@@ -78,6 +71,5 @@ def masked_whiten(
         with the population variance of one process; here the variance is unbiased and that of all ranks.
     """
     _, mean, var = masked_moments(x, mask, all_sum=all_sum)
-    shift = mean if shift_mean else torch.zeros_like(mean)
-    whitened = ((x.double() - shift) / (var.sqrt() + eps)).to(x.dtype)
+    whitened = ((x.double() - mean) / (var.sqrt() + eps)).to(x.dtype)
     return torch.where(mask, whitened, torch.zeros_like(x))

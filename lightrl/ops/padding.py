@@ -10,16 +10,15 @@ from torch import Tensor
 __all__ = ["pad_rows"]
 
 
-def pad_rows(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, length: int | None = None) -> Tensor:
-    """Right-pads rows of unequal length to a (B, T) tensor.
+def pad_rows(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> Tensor:
+    """Right-pads rows of unequal length to a (B, T) tensor, T being that of the longest.
 
     Args:
         rows: B sequences of numbers.
         value: what to fill with.
         dtype: of the result.
-        length: T; the longest row where None.
     """
-    length = max((len(row) for row in rows), default=0) if length is None else length
+    length = max((len(row) for row in rows), default=0)
     out = torch.full((len(rows), length), value, dtype=dtype)
     for i, row in enumerate(rows):
         if len(row):

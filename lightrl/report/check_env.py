@@ -4,19 +4,80 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightrl.background import BackgroundLoop
+from lightrl.cli import run
+from lightrl.data.processing import load_processor
+from lightrl.data.templates import load_tokenizer
 from lightrl.environments import Environment, EnvironmentEpisode
 from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
 
-__all__ = ["EnvironmentCheck", "Played", "play"]
+__all__ = ["EnvironmentCheck", "Played", "check_env", "play"]
 
 PLAIN = "I do not know."
 SLOW = 5.0  # seconds per step from which it is pointed out
 EXAMPLES = {"string": "a", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
+
+
+def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None, seed: int = 0) -> None:
+    """Plays the environment of a configuration with scripted replies and no model. Exit status 1 where it is wrong.
+
+    Printed for each script: why it ended, its reward, how many tokens would be trained, seconds per step; then whether
+    the chat template was proven to extend what was sampled, and whether one seed gives one outcome.
+
+    Args:
+        config_file: as for `lightrl fit`; `--config FILE` is the same.
+        rows: rows of the data set to play, at least 1.
+        replies: texts of a script of your own, one per turn, such as a right answer.
+        seed: of the environment's `reset`.
+
+    Raises:
+        ValueError: the configuration has no `EnvironmentEpisode`.
+    """
+    if rows < 1:
+        raise ValueError(f"rows={rows}: must be at least 1.")
+    built = run(["--config", config_file], run=False)
+    module, data = built.model, built.datamodule
+    episode = getattr(data, "episode", None)
+    if not isinstance(episode, EnvironmentEpisode):
+        raise ValueError(
+            f"{config_file}: data.episode is {type(episode).__name__}; scripted replies play an EnvironmentEpisode "
+            "only. Run a program of your own against any model's endpoint to try it."
+        )
+    tokenizer = load_tokenizer(
+        data.tokenizer_path or module.actor_spec.path, chat_template=module.actor_spec.chat_template
+    )
+    processor = load_processor(module.actor_spec.path, tokenizer)
+    episode.setup(tokenizer, processor)
+    prompts = data.prompts.load(tokenizer, shuffle=False, processor=processor)
+    batch = prompts.rows(range(min(rows, len(prompts))))
+    examples = [
+        {**{name: values[i] for name, values in batch.columns.items()}, "prompt": batch.raw[i]}
+        for i in range(len(batch))
+    ]
+    found = play(
+        episode,
+        examples,
+        tokenizer,
+        data.sampling,
+        seed=seed,
+        replies=replies or (),
+        reward_functions=data.scorer is not None,
+    )
+    for line in found.lines():
+        print(line)
+    problems = found.problems()
+    for note in found.notes:
+        print(f"note: {note}")
+    for problem in problems:
+        print(f"problem: {problem}")
+    if problems:
+        sys.exit(1)
+    print("No problem found.")
 
 
 @dataclass

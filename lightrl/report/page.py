@@ -60,8 +60,8 @@ th{font-size:.82rem;color:var(--soft);font-weight:600}
 white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.45 ui-monospace,monospace;max-height:16em;overflow:auto}
 """
 
-# Shows, over each plot, the values at the rollout under the mouse; draws the rollouts that the mouse was dragged over
-# anew, and all of them again after a double click.
+# Shows, over each plot, the values at the rollout under the mouse; redraws the plot with the rollouts that the mouse
+# was dragged over, and with all of them after a double click.
 SCRIPT = """
 const COLORS = ["#2563eb", "#ea580c", "#059669", "#9333ea", "#ca8a04", "#64748b"];
 const element = (name, attributes, text) => {

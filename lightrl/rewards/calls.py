@@ -71,6 +71,15 @@ class RewardFunction:
         """What the function needs beyond the given names and LightRL's own."""
         return sorted(self.needs - set(names) - {"log_metric", "log_extra"})
 
+    def complaint(self, names: Collection[str]) -> str | None:
+        """What to tell the user where something is missing among the given names; None where nothing is."""
+        if not (missing := self.missing(names)):
+            return None
+        return (
+            f"reward function {self.name!r}: takes {', '.join(missing)}, which is neither a column of the data set "
+            f"nor offered by LightRL. There are: {', '.join(sorted(names))}."
+        )
+
     async def run(self, rows: Mapping[str, Sequence[Any]], timeout: float | None) -> tuple[list[float], CallLog]:
         """Calls the function for some rows.
 
@@ -109,12 +118,8 @@ class RewardFunction:
         return check_values(self.name, value, num_rows), log
 
     def _arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
-        missing = self.missing(offered)
-        if missing:
-            raise RewardError(
-                f"reward function {self.name!r}: takes {', '.join(missing)}, which is neither a column of the data set "
-                f"nor offered by LightRL. There are: {', '.join(sorted(offered))}."
-            )
+        if complaint := self.complaint(offered):
+            raise RewardError(complaint)
         return {
             name: value if name in MEDIA else copied(value)
             for name, value in offered.items()

@@ -34,7 +34,7 @@ class RemoteReward(RetryingReward):
         columns: data-set columns to send, under their own names.
         reference_column: column sent as `references`.
         label_column: sent as `labels`.
-        image_column: column sent as `images` in the place of the row's decoded images: text as it is, bytes and PIL
+        image_column: column sent as `images` in place of the row's decoded images: text as it is, bytes and PIL
             images as base64 (PIL as PNG), lists of them alike.
         send_media: whether rows with images or videos send them, as base64.
         send_completion_ids: also send the sampled token ids.

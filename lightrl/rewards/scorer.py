@@ -10,7 +10,7 @@ import concurrent.futures
 import inspect
 import logging
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -156,17 +156,9 @@ class RewardScorer:
         """Raises a `ValueError` where a function needs what neither these data-set columns nor LightRL offer."""
         offered = {*columns, *OFFERED}
         for function in self._functions:
-            missing = function.missing(offered)
-            if missing:
-                raise ValueError(
-                    f"reward function {function.name!r}: takes {', '.join(missing)}, which is neither a column of the "
-                    f"data set nor offered by LightRL. There are: {', '.join(sorted(offered))}."
-                )
-        if self.recipes is not None and self.label_column not in offered:
-            raise ValueError(
-                f"recipes need the data-set column label_column={self.label_column!r}; there are: "
-                f"{', '.join(sorted(offered))}."
-            )
+            if complaint := function.complaint(offered):
+                raise ValueError(complaint)
+        self._require_labels(offered)
 
     def close(self, timeout: float = 5.0) -> None:
         """Gives up what is being scored and ends the loop, in about `timeout` seconds.
@@ -198,11 +190,7 @@ class RewardScorer:
         """Per row, the functions that score it with their weights."""
         if self.recipes is None:
             return [self.weights] * num_rows
-        if self.label_column not in rows:
-            raise ValueError(
-                f"recipes need the data-set column label_column={self.label_column!r}; there are: "
-                f"{', '.join(sorted(rows))}."
-            )
+        self._require_labels(rows)
         labels = rows[self.label_column]
         for index, label in enumerate(labels):
             if label not in self.recipes:
@@ -212,6 +200,14 @@ class RewardScorer:
                     "nothing) or drop such rows."
                 )
         return [self.recipes[label] for label in labels]
+
+    def _require_labels(self, columns: Collection[str]) -> None:
+        """Raises a `ValueError` where there are recipes and no column to choose among them by."""
+        if self.recipes is not None and self.label_column not in columns:
+            raise ValueError(
+                f"recipes need the data-set column label_column={self.label_column!r}; there are: "
+                f"{', '.join(sorted(columns))}."
+            )
 
     async def _score(self, rows: Mapping[str, Sequence[Any]], weights: list[dict[str, float]]) -> Scores:
         tasks = [asyncio.ensure_future(self._part(index, rows, weights)) for index in range(len(self._functions))]

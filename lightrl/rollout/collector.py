@@ -12,9 +12,10 @@ import concurrent.futures
 import contextlib
 import logging
 import queue
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,6 +49,10 @@ BAR_SECONDS = 1.0
 
 LEAVE_SECONDS = 5.0
 """How long the end of a run waits for a background thread to leave the engine, and for episodes to clean up."""
+
+SWITCH_SECONDS = 5e-4
+"""How long the engine's Python and that of episodes hold the interpreter while the other waits, where both run in this
+process. Python's own 5 ms are a third of a small model's step, and a turn changes threads several times."""
 
 SLICE = 0.5
 """Seconds of one wait: a Ctrl-C that comes just before a wait does not end it, but the next slice does."""
@@ -240,7 +245,8 @@ class Collection:
             while not numbers and not self.exhausted:
                 if not self._driven:
                     self._driven = True
-                    self._drive()
+                    with _quick_switches() if self._collector.episode.multi_turn else contextlib.nullcontext():
+                        self._drive()
                 numbers = self._hear(self._wait())
                 while not self._news.empty():
                     numbers += self._hear(self._news.get())
@@ -463,7 +469,7 @@ class Collection:
         self._fail(RolloutStalledError(f"{message} Raise stall_timeout (null: never) if that is no fault."))
 
     async def _tell(self) -> None:
-        """Says from time to time how far the rollout is, and who has the word."""
+        """Logs from time to time how far the rollout is, and what is at work."""
         told = self._begun
         while True:
             await asyncio.sleep(min(BAR_SECONDS, PROGRESS_SECONDS))
@@ -492,6 +498,17 @@ class Collection:
         if scoring:
             waited.append(f"reward functions {', '.join(names)} ({len(scoring)} groups, the first of {scoring[0]})")
         return " and ".join(waited)
+
+
+@contextlib.contextmanager
+def _quick_switches() -> Iterator[None]:
+    """Threads change places after `SWITCH_SECONDS` while this lasts."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, SWITCH_SECONDS))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 async def _wait_for(tasks: Sequence[asyncio.Task[None]], seconds: float) -> None:

@@ -31,7 +31,7 @@ from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collation import ScoredGroup, collate, trajectory_metrics
 from lightrl.rollout.collector import LEAVE_SECONDS, Collection, Collector
-from lightrl.rollout.dynamic_sampling import gather_numbers, refill
+from lightrl.rollout.dynamic_sampling import refill
 from lightrl.rollout.learner import RolloutLearner
 from lightrl.rollout.loaders import EvalLoader, RolloutLoader
 from lightrl.rollout.progress import show_in_bar
@@ -405,7 +405,7 @@ class RolloutDataModule(LightningDataModule):
             collected = self._stale().next(self.prompt_cursor, left)
         else:
             sync = self._ready_engine()
-            collected = self._collect_rollout(self.prompt_cursor, gather_numbers, recover=True)
+            collected = self._collect_rollout(self.prompt_cursor, gather_objects, recover=True)
             collected.metrics["time/sync"] = sync
         rollouts = self._assemble(collected.groups, self.sampling)
         rollouts.metrics |= collected.metrics
@@ -515,7 +515,7 @@ class RolloutDataModule(LightningDataModule):
         if self._stale_source is None:
             if self.world_size > 1 and self.max_refills:  # the thread's collectives must not meet the trainer's
                 self._side_group = torch.distributed.new_group(backend="gloo")
-            gather = partial(gather_numbers, group=self._side_group)
+            gather = partial(gather_objects, group=self._side_group)
             self._stale_source = StaleSource(
                 self.staleness,
                 lambda cursor: self._collect_rollout(cursor, gather, recover=False),

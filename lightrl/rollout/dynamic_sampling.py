@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
-
-import torch
 
 from lightrl.rollout.collation import ScoredGroup
 
-__all__ = ["gather_numbers", "refill"]
+__all__ = ["refill"]
 
 
 def refill(
@@ -62,12 +59,3 @@ def refill(
         "reward/sampled_mean": math.fsum(rewards) / len(rewards) if rewards else 0.0,
     }
     return [*kept, *flat[: wanted - len(kept)]], cursor, metrics
-
-
-def gather_numbers(number: int, group: Any = None) -> list[int]:
-    """Every rank's number, in the order of the ranks. Collective over the process group, the default one where None."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [number]
-    numbers: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(numbers, number, group=group)
-    return numbers

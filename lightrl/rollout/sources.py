@@ -139,7 +139,7 @@ class StaleSource:
             future.set_result(collected)
 
     def _take(self, cursor: int) -> tuple[CollectedRollout, _Flight]:
-        """The oldest flight. After an engine's restart, what was lost is sampled anew, with the policy of now."""
+        """The oldest flight. After an engine's restart, what was lost is sampled again, with the current policy."""
         restarts = 0
         while True:
             try:

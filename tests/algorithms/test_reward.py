@@ -85,7 +85,7 @@ def test_gradient_by_hand_and_by_finite_differences() -> None:
 
 
 class Fixed(RewardLightningModule):
-    """Scores that are given, in the place of a model's."""
+    """Scores that are given, in place of a model's."""
 
     def score_pairs(self, batch: dict[str, torch.Tensor]) -> Any:
         chosen, rejected = batch["scores"].unbind(1)

@@ -18,7 +18,7 @@ from tests.toys import quickstart_model, quiet_trainer
 
 
 class Fixed(SFTLightningModule):
-    """Sums and counts that are given, in the place of a model's."""
+    """Sums and counts that are given, in place of a model's."""
 
     def _nll(self, batch: Any) -> tuple[Tensor, Tensor]:
         return torch.tensor(float(batch[0]), requires_grad=True), torch.tensor(batch[1])

@@ -138,6 +138,6 @@ def test_metrics_can_be_logged_before_the_batch_is_over() -> None:
 
 
 def test_the_command_line_reads_no_settings_from_a_checkpoint() -> None:
-    own = compat.cli_without_checkpoint_settings()
+    own = compat.YamlCLI
     assert "self._parse_ckpt_path()" in inspect.getsource(LightningCLI.__init__)
     assert own._parse_ckpt_path is not LightningCLI._parse_ckpt_path

@@ -25,7 +25,7 @@ from lightrl.distributed import strategies as adapters
 from lightrl.distributed.fsdp2 import FSDP2Strategy
 from lightrl.engines import TransformersEngine, VLLMEngine
 from lightrl.models.spec import LoraSpec, ModelSpec
-from tests.toys import digits_reward, quiet_trainer, sums_data
+from tests.toys import quiet_trainer, some_flat, sums_data
 
 ROLLOUTS = 4
 
@@ -49,12 +49,6 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=8)
-
-
-def some_flat(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Groups of prompts with an odd second digit have no spread, so that ranks refill unequally."""
-    scores = digits_reward(prompts, completions)
-    return [s + i if int(p[1]) % 2 == 0 else 1.0 for i, (p, s) in enumerate(zip(prompts, scores, strict=True))]
 
 
 class BrokenOnce(PPOLightningModule):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ import yaml
 
 pytest.importorskip("uvicorn")
 
+from lightrl.engines.vllm.setup import free_port
 from tests.engines.sglang_server import SGLangServer
 from tests.toys import quickstart_model
 
@@ -64,12 +64,6 @@ def config(model: str) -> dict[str, Any]:
         "model": {"class_path": "GRPOLightningModule", "init_args": module},
         "data": {"class_path": "RolloutDataModule", "init_args": data},
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_two_machines_train_together_on_shared_servers(tmp_path: Path, root: Path) -> None:

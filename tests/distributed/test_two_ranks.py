@@ -23,7 +23,7 @@ from lightrl.distributed.fsdp2 import FSDP2Strategy
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import GroupRelative
 from lightrl.objectives.kl import KLInLoss
-from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
+from tests.toys import digits_reward, quickstart_model, quiet_trainer, some_flat, sums_data
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIMES = ("time/", "optim/lr")
@@ -62,12 +62,6 @@ class Record(RLCallback):
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05)
-
-
-def some_flat(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Groups of prompts with an odd second digit have no spread, so that ranks refill unequally."""
-    scores = digits_reward(prompts, completions)
-    return [s + i if int(p[1]) % 2 == 0 else 1.0 for i, (p, s) in enumerate(zip(prompts, scores, strict=True))]
 
 
 def run(kind: str, path: str, devices: int, strategy: str = "auto") -> Record:

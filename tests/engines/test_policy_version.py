@@ -173,7 +173,7 @@ Machine.engine = None
 
 
 class ServersMachine(Machine):
-    """Two servers, each of which may be restarted by others and lose the weights without a word."""
+    """Two servers, each of which may be restarted by others and lose the weights silently."""
 
     def make(self) -> Any:
         self.servers = [SGLangServer(folder()) for _ in range(2)]

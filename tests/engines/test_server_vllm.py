@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, ServerEngine, ServerTeacher
+from lightrl.engines.vllm.setup import free_port
 from lightrl.types import Prompts, SamplingParams
 from tests.engines.conftest import ask, build_model, change, load, reference_logprobs
 from tests.toys import quiet_trainer, sums_data
@@ -79,12 +79,6 @@ class Servers:
         for index, process in enumerate(self.processes):
             if process.poll() is None:
                 self.kill(index)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,8 @@ from lightrl.engines.transformers.decoders import CacheDecoder
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.transformers.sampling import completion_uniforms, distribution, sample
 from lightrl.kernels.cpu.decoder import CPUDecoder
-from lightrl.kernels.cpu.decoder_model import copy_by_rows
+from lightrl.kernels.cpu.decoder_model import CPUModel, copy_by_rows
+from lightrl.kernels.cpu.prefix_cache import Past, PrefixCache
 from lightrl.types import CompletionGroup, EngineContext, GenerationRequest, Prompts, SamplingParams
 from tests.engines.conftest import ask
 
@@ -713,3 +714,63 @@ def test_the_fast_decoder_has_a_switch(folders: dict[str, str], monkeypatch: pyt
     assert start(folders["qwen2"])._cpu_model is None
     sampling = SamplingParams(max_new_tokens=12)
     assert tokens_of(run(fast, PROMPTS, sampling)) == tokens_of(run(plain, PROMPTS, sampling))
+
+
+def conversation(engine: TransformersEngine, turns: int, begun: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    """Has conversations go on, each with three tokens more as soon as it was answered; all requests and log-probs."""
+    sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    queue = RequestQueue([GenerationRequest(ids, sampling, seed=i) for i, ids in enumerate(begun)])
+    done, left = [], turns * len(begun)
+    for group in engine.generate(queue):
+        said = group.completions[0]
+        done.append((group.request.token_ids + list(said.token_ids), list(said.logprobs)))
+        left -= 1
+        if len(done[-1][0]) < len(begun[group.request.seed]) + 7 * turns - 3:
+            following = [*done[-1][0], 9, 10, 11 + group.request.seed]
+            queue.put(GenerationRequest(following, sampling, seed=group.request.seed))
+        if not left:
+            queue.close()
+    return done
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3"])
+def test_the_next_turn_of_a_conversation_computes_its_new_tokens_alone(
+    engines: dict[str, TransformersEngine], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = 0
+    forward = CPUModel.forward
+
+    def counted(self: CPUModel, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        nonlocal computed
+        computed += len(tokens)
+        return forward(self, tokens, *rest)
+
+    monkeypatch.setattr(CPUModel, "forward", counted)
+    alone = [5, 6, 7, 8, 9]
+    done = conversation(engines[kind], 3, [alone, [*alone], [12, 13]])
+    # First prompts, the two that are alike once; per turn 3 steps of each (the last token is not fed), and at the
+    # second and third turn that last token with the 3 new ones.
+    assert len(done) == 9 and computed == (5 + 2) + 3 * 3 * 3 + 2 * 3 * 4
+    for ids, logprobs in done:
+        assert logprobs == pytest.approx(engines[kind].logprobs([ids])[0][-4:], abs=1e-5)
+
+
+def test_a_past_longer_than_a_block_of_queries_is_met_in_blocks(
+    engines: dict[str, TransformersEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightrl.kernels.cpu.decoder._PAST_QUERIES", 2)
+    for ids, logprobs in conversation(engines["qwen3"], 3, [[5, 6, 7, 8, 9], [12, 13]]):
+        assert logprobs == pytest.approx(engines["qwen3"].logprobs([ids])[0][-4:], abs=1e-5)
+
+
+def test_beginnings_are_found_whole_once_and_within_their_room() -> None:
+    cache, nothing = PrefixCache(room=7), torch.empty(0)
+    for tokens in ([1, 2], [1, 2, 3], [4]):
+        cache.put(Past(tokens, nothing, nothing))
+    assert cache.held == 6
+    assert cache.take([1, 2, 3]).tokens == [1, 2]  # type: ignore[union-attr]  # one token is left to compute
+    assert cache.take([1, 2, 3, 4]).tokens == [1, 2, 3]  # type: ignore[union-attr]
+    assert cache.take([1, 2, 3, 4]) is None and cache.take([4]) is None and cache.held == 1
+    cache.put(Past([5] * 7, nothing, nothing))  # the one that waited longest goes
+    cache.put(Past([6] * 8, nothing, nothing))  # more than there is room for
+    assert cache.held == 7 and cache.take([4, 5]) is None and cache.take([6] * 9) is None

@@ -1,4 +1,4 @@
-"""A weight-transfer backend for CPU in the place of NCCL: the same lifecycle, tensors through the rendezvous store.
+"""A weight-transfer backend for CPU in place of NCCL: the same lifecycle, tensors through the rendezvous store.
 
 A test server's workers import it (`--worker-extension-cls`); it registers itself with vLLM. The trainer's side is
 `StoreTransport`. Everything between the two is what runs with NCCL too.

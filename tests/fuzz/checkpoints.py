@@ -177,6 +177,6 @@ def judge_checkpoints(case: tuple[Any, ...]) -> str:
             assert len(message.splitlines()) <= 12, message
             return ERROR
         assert path.is_file() and hashlib.sha256(path.read_bytes()).digest() == before
-        assert trainer.global_step == 2, "silently began anew"
+        assert trainer.global_step == 2, "silently started over"
         assert all(bool(torch.isfinite(p).all()) for p in module.actor.parameters()), "went on with NaN"
         return WORKS

@@ -17,22 +17,22 @@ from transformers import (
 )
 
 VOCAB = 97
+SETTINGS = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
 
 
 def build(kind: str, **changes: Any) -> Any:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.2,
-        "pad_token_id": 0,
-        **changes,
-    }
+    settings: dict[str, Any] = {**SETTINGS, **changes}
     if kind == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(**settings))
     if kind == "llama":

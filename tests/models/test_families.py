@@ -11,19 +11,8 @@ import transformers
 
 from lightrl.models.loading import return_router_logits
 from lightrl.models.policy import PolicyModel
-from tests.models.conftest import VOCAB, Batch, plain_scores
+from tests.models.conftest import SETTINGS, Batch, plain_scores
 
-SETTINGS = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
 PACKED: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 8},
     "Phi3": {},

@@ -16,9 +16,8 @@ from lightrl.engines.base import StaleWeightsError
 from lightrl.environments.episodes import one_turn, request_seed
 from lightrl.rewards.base import RewardError
 from lightrl.rollout.collation import ScoredGroup, collate
-from lightrl.rollout.sync import EngineSync
 from lightrl.types import Completion, CompletionGroup, Prompts, SamplingParams, Scores
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import Idle, quickstart_model, quiet_trainer, sums_data
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +55,6 @@ def test_request_seeds_differ_wherever_something_differs() -> None:
         request_seed(s, stream, c, r) for s in (0, 1) for stream in ("train", "eval") for c in (0, 8) for r in (0, 1)
     }
     assert len(seeds) == 16 and all(0 <= seed < 2**62 for seed in seeds)
-
-
-class Idle(EngineSync):
-    """Takes the place of the data module's own, and does nothing."""
-
-    def ensure_synced(self, module: Any, engine: Any) -> None:
-        pass
 
 
 def test_sampling_with_weights_that_were_never_pushed_is_refused(model_path: str) -> None:

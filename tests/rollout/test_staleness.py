@@ -147,7 +147,7 @@ def test_a_killed_engine_is_started_again_with_the_policy_of_then(side_engine: A
     module, watch = run(
         side_model, Kill(), engine=side_engine, staleness=1, sampling=SamplingParams(max_new_tokens=40, ignore_eos=True)
     )
-    # Rollout 2 was under way: it is sampled anew, and the policy has learnt from rollout 1 by then.
+    # Rollout 2 was under way: it is sampled again, and the policy has learnt from rollout 1 by then.
     assert staleness(watch) == [0, 1, 0, 1]
     assert watch.gap(module, 2, watch.rollouts[2]) < 1e-4
 

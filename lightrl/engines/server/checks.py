@@ -1,10 +1,14 @@
-"""What `ServerEngine` finds out about servers before any model is loaded, and what it refuses.
+"""What `ServerEngine` and `ServerTeacher` find out about servers before any model is loaded, and what they refuse.
 
 Messages name the server and the way out. Every rank runs these checks.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +18,48 @@ from lightrl.engines.server.http import Server, ServerError
 from lightrl.engines.server.protocols import ServerProtocol, VLLMProtocol
 from lightrl.types import EngineContext
 
-__all__ = ["API_KEY", "check_length", "check_tokenizer", "learn"]
+__all__ = ["API_KEY", "check_length", "check_tokenizer", "learn", "named_servers", "wait_for"]
+
+log = logging.getLogger(__name__)
 
 API_KEY = "LIGHTRL_SERVER_API_KEY"
 """Environment variable with the servers' key."""
 
 _PROBES = ("12 + 34 = 46", "The quick brown fox.", "def f(x):\n    return x")
+
+
+def named_servers(
+    urls: Sequence[str], api_key: str | None, timeout: float, progress_timeout: float | None
+) -> list[Server]:
+    """The servers at `urls`, not asked yet; the arguments are those of `ServerEngine`."""
+    key = api_key or os.environ.get(API_KEY)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return [Server(url, headers, timeout, progress_timeout) for url in urls]
+
+
+async def wait_for(servers: Sequence[Server], seconds: float, owner: str) -> None:
+    """Waits for servers that are still starting.
+
+    Args:
+        servers: to wait for.
+        seconds: `start_timeout`.
+        owner: class that has this argument and `urls`.
+
+    Raises:
+        ValueError: one is not healthy by then.
+    """
+    deadline, told = time.monotonic() + seconds, False
+    while missing := [server for server in servers if not await server.healthy()]:
+        names = ", ".join(server.url for server in missing)
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"No healthy server at {names} after {seconds:g} s ({owner}.start_timeout). Start it there, correct "
+                f"{owner}.urls, or look at its log; docs/scaling.md has the command line."
+            )
+        if not told:
+            log.warning("Waiting for %s.", names)
+            told = True
+        await asyncio.sleep(min(1.0, seconds / 4))
 
 
 async def learn(

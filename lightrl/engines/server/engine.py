@@ -7,9 +7,7 @@ brings the weights, `checks` looks at servers beforehand.
 from __future__ import annotations
 
 import logging
-import os
 import queue
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -22,8 +20,7 @@ from torch import Tensor
 
 from lightrl.background import BackgroundLoop
 from lightrl.engines.base import Engine, EngineDiedError, RequestQueue, StaleWeightsError
-from lightrl.engines.server.checks import API_KEY, check_length, learn
-from lightrl.engines.server.http import Server
+from lightrl.engines.server.checks import check_length, learn, named_servers, wait_for
 from lightrl.engines.server.pool import ServerPool
 from lightrl.engines.server.protocols import PROTOCOLS
 from lightrl.engines.server.weights import FolderTransport, TransferTransport, Transport
@@ -47,7 +44,7 @@ class ServerEngine(Engine):
     same weights a group does not depend on the server that samples it, beyond rounding.
 
     Every push gives the weights a version of their own on every server, and the version is asked for again after each
-    group: a group whose server changed its weights in between is sampled anew, never used. With several ranks, rank 0
+    group: a group whose server changed its weights in between is sampled again, never used. With several ranks, rank 0
     pushes, and each rank samples its own prompts on all servers.
 
     How servers are started, and why only in a private network: docs/scaling.md.
@@ -141,13 +138,11 @@ class ServerEngine(Engine):
         if self._loop is not None:
             return
         self._loop = loop = BackgroundLoop("lightrl-servers")
-        key = self.api_key or os.environ.get(API_KEY)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        servers = [Server(url, headers, self.timeout, self.progress_timeout) for url in self.urls]
+        servers = named_servers(self.urls, self.api_key, self.timeout, self.progress_timeout)
         self._pool = ServerPool(servers, self.protocol, self.max_groups, self.retries)
         folder = self.shared_folder if self.weights == "path" else None
         try:
-            self._wait_for_servers(loop)
+            loop.run(wait_for(servers, self.start_timeout, "ServerEngine"))
             loop.run(learn(servers, self.protocol, context, self.model, folder))
             check_length(servers, context)
             self._find_dtype(context)
@@ -215,20 +210,6 @@ class ServerEngine(Engine):
         if self._loop is None or self._transport is None:
             raise RuntimeError("ServerEngine is not started: call start(context) first.")
         return self._loop
-
-    def _wait_for_servers(self, loop: BackgroundLoop) -> None:
-        deadline, told = time.monotonic() + self.start_timeout, False
-        while missing := [server for server in self._pool.servers if not loop.run(server.healthy())]:
-            names = ", ".join(server.url for server in missing)
-            if time.monotonic() > deadline:
-                raise ValueError(
-                    f"No healthy server at {names} after {self.start_timeout:g} s (ServerEngine.start_timeout). Start "
-                    "it there, correct ServerEngine.urls, or look at its log; docs/scaling.md has the command line."
-                )
-            if not told:
-                log.warning("Waiting for %s.", names)
-                told = True
-            time.sleep(min(1.0, self.start_timeout / 4))
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
@@ -327,7 +308,7 @@ class ServerEngine(Engine):
         self._transport.push([server for server in self._pool.servers if server.lost is None], stream, token)
         loaded = [server.url for server in self._pool.servers if server.loaded == token]
         if not loaded:
-            raise self._pool.nobody()
+            raise self._pool.all_gone()
         return loaded
 
     def _agree(self, news: tuple[str, int, list[str]], failure: Exception | None) -> tuple[str, int, list[str]]:

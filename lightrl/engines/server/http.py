@@ -108,7 +108,7 @@ class Server:
         try:
             return response.json() if response.content else None
         except (ValueError, RecursionError) as error:
-            raise ServerError(self.url, path, 502, f"what is no JSON: {response.text[:200]!r}") from error
+            raise ServerError(self.url, path, 502, f"a body that is not JSON: {response.text[:200]!r}") from error
 
     async def get(self, path: str, **arguments: Any) -> Any:
         """GET."""
@@ -157,7 +157,7 @@ class Server:
                 self.lose(f"no healthy answer within {self.patience:g} s")
             waited = time.monotonic() - self._last_progress if self._num_open else 0.0
             if self.lost is None and self.progress_timeout is not None and waited > self.progress_timeout:
-                self.lose(f"no answer to any request for {waited:.0f} s (ServerEngine.progress_timeout)")
+                self.lose(f"no answer to any request for {waited:.0f} s (progress_timeout)")
 
     async def close(self) -> None:
         """Ends the watch and the connections."""

@@ -99,7 +99,7 @@ class ServerPool:
                 if not self._pushing:
                     ready = self.ready()
                     if not ready:
-                        raise self.nobody()
+                        raise self.all_gone()
                     turn = self.servers[self.first :] + self.servers[: self.first]
                     free = [s for s in turn if s in ready and s.outstanding < self.max_groups]
                     if free:
@@ -114,15 +114,15 @@ class ServerPool:
             self._room.notify_all()
 
     def _distrust(self, server: Server, token: str, now: str) -> None:
-        """After a group whose weights changed underway, by a push of ours or by somebody else."""
+        """After a group whose weights changed in the meantime, by our own push or by another run."""
         if server.loaded == token:
             server.loaded = None
             log.warning(
-                "%s holds weights %r in the place of %r: it was restarted, or another run uses it. It is left out "
+                "%s holds weights %r in place of %r: it was restarted, or another run uses it. It is left out "
                 "until the next push.", server.url, now, token,
             )  # fmt: skip
 
-    def nobody(self) -> RuntimeError:
+    def all_gone(self) -> RuntimeError:
         """The error for a pool without a server to ask."""
         states = "; ".join(f"{s.url}: {s.lost or 'alive, with other weights'}" for s in self.servers)
         if all(server.lost is not None for server in self.servers):
@@ -162,7 +162,7 @@ class ServerPool:
             elif not isinstance(result, ServerLostError):
                 raise result
         if not answers:
-            raise self.nobody()
+            raise self.all_gone()
         _compare(answers, _TOLERANCE.get(dtype, 0.15))
         return answers[0][1]
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import time
 from collections.abc import Sequence
 from typing import Literal
 
 from lightrl.background import BackgroundLoop
 from lightrl.engines.base import EngineDiedError
-from lightrl.engines.server.checks import API_KEY, check_tokenizer
+from lightrl.engines.server.checks import check_tokenizer, named_servers, wait_for
 from lightrl.engines.server.http import Server, ServerError, ServerLostError
 from lightrl.engines.server.protocols import PROTOCOLS, TokenScores
 
@@ -88,10 +86,9 @@ class ServerTeacher:
         if self._loop is not None:
             return
         self._loop = loop = BackgroundLoop("lightrl-teachers")
-        key = self.api_key or os.environ.get(API_KEY)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.servers = [Server(url, headers, self.timeout, self.progress_timeout) for url in self.urls]
+        self.servers = named_servers(self.urls, self.api_key, self.timeout, self.progress_timeout)
         try:
+            loop.run(wait_for(self.servers, self.start_timeout, "ServerTeacher"))
             for server in self.servers:
                 loop.run(self._learn(server, tokenizer))
         except BaseException:
@@ -99,14 +96,7 @@ class ServerTeacher:
             raise
 
     async def _learn(self, server: Server, tokenizer: str) -> None:
-        deadline = time.monotonic() + self.start_timeout
-        while not await server.revive():
-            if time.monotonic() > deadline:
-                raise ValueError(
-                    f"No healthy server at {server.url} after {self.start_timeout:g} s (ServerTeacher.start_timeout). "
-                    "Start it there, correct ServerTeacher.urls, or look at its log."
-                )
-            await asyncio.sleep(min(1.0, self.start_timeout / 4))
+        await server.revive()
         try:
             server.facts = await self.protocol.served(server, self.model)
             await check_tokenizer(server, self.protocol, tokenizer)

@@ -47,6 +47,9 @@ class Decoder(Protocol):
     def step(self, tokens: Tensor) -> Tensor:
         """(R,) tokens, one per row -> (R, V) logits of the tokens after them."""
 
+    def remember(self, row: int, tokens: Sequence[int]) -> None:
+        """Says that a row's prompt and completion, `tokens`, may come back as the beginning of a prompt."""
+
     def keep(self, rows: list[int]) -> None:
         """Row i is from now on what was row `rows[i]`; the others are forgotten."""
 
@@ -139,6 +142,9 @@ class CacheDecoder:
         )
         self.positions = self.positions + 1 if self.positions is not None else None
         return out.logits[:, -1]
+
+    def remember(self, row: int, tokens: Sequence[int]) -> None:
+        """Nothing is held of rows that ended."""
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:

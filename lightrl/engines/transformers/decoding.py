@@ -356,6 +356,8 @@ class Generation:
         for i in ended:
             row = self.rows[i]
             job = row.job
+            if self.decoder is not None and not self.queue.closed:
+                self.decoder.remember(i, [*job.prompt, *row.tokens])
             job.finished[row.completion] = self._completion(row)
             job.unfinished -= 1
             if not job.unfinished:

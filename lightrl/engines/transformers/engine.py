@@ -37,7 +37,8 @@ class TransformersEngine(Engine):
     Args:
         max_sequences: most completions sampled at a time; prompts wait until there is room. A group is never split:
             with `num_completions` above this, one group runs at a time.
-        max_batch_tokens: most tokens whose keys and values are held at a time, in the same way.
+        max_batch_tokens: most tokens whose keys and values are held at a time, in the same way; with the CPU kernels
+            as many more of conversations that wait for their environment, so that a next turn costs its new tokens.
         max_model_len: most tokens of prompt and completion; None takes the model's `max_position_embeddings`.
         dtype: "float32", "bfloat16" or "float16"; None takes the trainer's.
         device: None takes the trainer's.
@@ -155,7 +156,8 @@ class TransformersEngine(Engine):
         lengths = {len(request.token_ids) for request in requests}
         new_tokens = max(request.sampling.max_new_tokens for request in requests)
         copied = max(lengths) if complete and len(lengths) == 1 and max(lengths) <= SHORT_PROMPT else 0
-        return CPUDecoder(self._cpu_model, max(lengths) + new_tokens, new_tokens, copied)
+        past = 0 if complete else self.max_batch_tokens
+        return CPUDecoder(self._cpu_model, max(lengths) + new_tokens, new_tokens, copied, past)
 
     def check_request(self, request: GenerationRequest) -> None:
         """See `Engine.check_request`."""

@@ -12,6 +12,7 @@ from lightrl.environments.endpoint.api import (
     call_message,
     event,
     function_tool,
+    listed,
     new_id,
     of_type,
     pieces,
@@ -63,8 +64,7 @@ class Messages(Api):
             messages.append({"role": "system", "content": text_of(body["system"], "system")})
         for i, message in enumerate(said):
             messages += _messages(message, f"messages[{i}]")
-        given = body.get("tools")
-        tools = [] if given is None else of_type(given, list, "tools", "a list")
+        tools = listed(body, "tools")
         return Asked(
             messages=messages,
             tools=[] if kind == "none" else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],

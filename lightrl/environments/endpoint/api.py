@@ -17,6 +17,7 @@ __all__ = [
     "call_message",
     "event",
     "function_tool",
+    "listed",
     "new_id",
     "of_type",
     "pieces",
@@ -116,6 +117,13 @@ def refuse(body: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> N
             raise RefusedError(
                 400, f"{name}={json.dumps(value)[:200]} is not offered here: the run's sampling settings hold.", name
             )
+
+
+def listed(body: Mapping[str, Any], name: str) -> list[Any]:
+    """A member that is a list; empty where it is missing or null."""
+    value = body.get(name)
+    found: list[Any] = [] if value is None else of_type(value, list, name, "a list")
+    return found
 
 
 def whole(value: Any, name: str) -> int | None:

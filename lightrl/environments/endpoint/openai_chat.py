@@ -14,6 +14,7 @@ from lightrl.environments.endpoint.api import (
     call_message,
     event,
     function_tool,
+    listed,
     new_id,
     of_type,
     pieces,
@@ -64,7 +65,7 @@ class ChatCompletions(Api):
         limits = [whole(body.get(name), name) for name in ("max_completion_tokens", "max_tokens")]
         options = body.get("stream_options")
         usage = options is not None and of_type(options, dict, "stream_options", "an object").get("include_usage")
-        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(_list(body, "tools"))]
+        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(listed(body, "tools"))]
         return Asked(
             messages=[_message(message, f"messages[{i}]") for i, message in enumerate(said)],
             tools=[] if body.get("tool_choice") == "none" else tools,
@@ -148,12 +149,6 @@ def _calls(answered: Answered) -> list[dict[str, Any]]:
     ]
 
 
-def _list(body: Mapping[str, Any], name: str) -> list[Any]:
-    value = body.get(name)
-    found: list[Any] = [] if value is None else of_type(value, list, name, "a list")
-    return found
-
-
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     kind = of_type(tool, dict, where, "an object").get("type")
     if kind != "function":
@@ -193,7 +188,7 @@ def _message(message: Any, where: str) -> Message:
     if thoughts:
         said["reasoning_content"] = of_type(thoughts, str, f"{where}.reasoning_content", "a string")
     calls = []
-    for i, call in enumerate(_list(message, "tool_calls")):
+    for i, call in enumerate(listed(message, "tool_calls")):
         place = f"{where}.tool_calls[{i}]"
         function = of_type(
             of_type(call, dict, place, "an object").get("function"), dict, f"{place}.function", "an object"

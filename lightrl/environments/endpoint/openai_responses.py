@@ -14,6 +14,7 @@ from lightrl.environments.endpoint.api import (
     call_message,
     event,
     function_tool,
+    listed,
     new_id,
     of_type,
     pieces,
@@ -74,8 +75,7 @@ class Responses(Api):
             _add(messages, items)
         if len(messages) == first:
             raise RefusedError(400, "input must not be empty.", "input")
-        tools = body.get("tools")
-        tools = [] if tools is None else of_type(tools, list, "tools", "a list")
+        tools = listed(body, "tools")
         return Asked(
             messages=messages,
             tools=[] if body.get("tool_choice") == "none" else [_tool(t, f"tools[{i}]") for i, t in enumerate(tools)],

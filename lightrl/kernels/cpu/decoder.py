@@ -16,6 +16,7 @@ T packed tokens, H query heads, K key heads, Q = H / K, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -24,12 +25,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightrl.kernels.cpu.decoder_model import CPUModel, Workspace
+from lightrl.kernels.cpu.prefix_cache import Past, PrefixCache
 
 __all__ = ["CPUDecoder"]
 
 _FIRST_COLUMNS = 64  # completion tokens that there is room for at first; doubled when full
 _LEAST_COLUMNS = 16  # softmax over fewer takes 5 times as long: it is vectorized along the columns
+_PAST_QUERIES = 512  # new tokens of a prompt that meet its past at a time: it bounds the memory of their scores
 SHORT_PROMPT = 32  # prompts of one length up to this are copied to each completion
+
+
+@dataclass
+class _Part:
+    """The tokens of a prompt that are to be computed, behind `past`, and the places of all prompts like it."""
+
+    tokens: list[int]
+    past: Past | None
+    places: list[int]
+
+    @property
+    def begun(self) -> int:
+        return 0 if self.past is None else len(self.past.tokens)
+
+    @property
+    def length(self) -> int:
+        return self.begun + len(self.tokens)
 
 
 class CPUDecoder:
@@ -40,13 +60,15 @@ class CPUDecoder:
         longest: most tokens of prompt and completion that will come.
         new_tokens: most tokens of a completion.
         copied: tokens of every prompt where each row is to have a copy of its prompt's keys and values; 0 shares them.
+        past_tokens: most tokens held of rows that ended, for prompts that go on with them.
     """
 
     refills = True
     prefill_tokens = 8192
 
-    def __init__(self, model: CPUModel, longest: int, new_tokens: int, copied: int = 0) -> None:
+    def __init__(self, model: CPUModel, longest: int, new_tokens: int, copied: int = 0, past_tokens: int = 0) -> None:
         self.model = model
+        self.past = PrefixCache(past_tokens)
         self.copied = copied
         self.columns = max(copied + new_tokens, _LEAST_COLUMNS)
         self.rotary = model.rotary_table(longest)
@@ -85,13 +107,16 @@ class CPUDecoder:
         device, before, first_row = self.model.device, len(self.prompt_lengths), len(self.owner)
         lengths = [len(p) for p in prompts]
         self._make_room(lengths, copies)
-        tokens = torch.tensor([t for p in prompts for t in p], device=device)
-        positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-        runs = [(n, len(list(same))) for n, same in groupby(lengths)]
+        parts = self._parts(prompts, before)
+        tokens = torch.tensor([t for part in parts for t in part.tokens], device=device)
+        positions = torch.cat([torch.arange(part.begun, part.length, device=device) for part in parts])
+        # One kernel for each run of equal lengths: nothing is padded.
+        runs = [list(run) for _, run in groupby(parts, lambda part: (part.length, part.past and id(part)))]
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            outs, token, place = [], 0, before
-            for length, count in runs:  # one kernel for each run of equal lengths: nothing is padded
+            outs, token = [], 0
+            for run in runs:
+                count, length = len(run), len(run[0].tokens)
                 rows = slice(token, token + length * count)
                 q1, k1, v1 = (x[rows].view(count, length, -1, x.shape[-1]).transpose(1, 2) for x in (q, k, v))
                 if self.copied:
@@ -99,27 +124,84 @@ class CPUDecoder:
                     self.new_k[number, own, :, :, :length] = k1.transpose(2, 3).repeat_interleave(copies, 0)
                     self.new_v[number, own, :, :length] = v1.repeat_interleave(copies, 0)
                 else:
-                    self.prompt_k[number, place : place + count, :, :, :length] = k1.transpose(2, 3)
-                    self.prompt_v[number, place : place + count, :, :length] = v1
-                out = F.scaled_dot_product_attention(
-                    q1, k1, v1, is_causal=True, scale=1.0, enable_gqa=q1.shape[1] != k1.shape[1]
-                )
+                    self._store(number, run, k1.transpose(2, 3), v1)
+                if run[0].past is None:
+                    out = F.scaled_dot_product_attention(
+                        q1, k1, v1, is_causal=True, scale=1.0, enable_gqa=q1.shape[1] != k1.shape[1]
+                    )
+                else:
+                    out = self._attend_to_past(number, run[0], q1[0])
                 outs.append(out.transpose(1, 2).reshape(length * count, -1))
-                token, place = token + length * count, place + count
+                token += length * count
             return torch.cat(outs) if len(outs) > 1 else outs[0]
 
-        ends = torch.tensor(lengths, device=device).cumsum(0) - 1
+        ends = torch.tensor([len(part.tokens) for part in parts], device=device).cumsum(0) - 1
         space = Workspace(self.model, len(tokens))
         logits = self.model.forward(tokens, positions, self.rotary, attend, ends, space)
         self.prompt_lengths += lengths
         self.owner += [before + i for i in range(len(prompts)) for _ in range(copies)]
         self.filled += [self.copied] * (len(prompts) * copies)
-        self.positions = torch.cat(
-            [self.positions, (ends.diff(prepend=ends.new_tensor([-1]))).repeat_interleave(copies)]
-        )
+        self.positions = torch.cat([self.positions, torch.tensor(lengths, device=device).repeat_interleave(copies)])
         self._regroup()
         self._arrange()
-        return logits
+        order = {place: i for i, part in enumerate(parts) for place in part.places}
+        return logits if len(parts) == len(prompts) else logits[[order[before + i] for i in range(len(prompts))]]
+
+    def _parts(self, prompts: Sequence[Sequence[int]], before: int) -> list[_Part]:
+        """What is to be computed of prompts: each once, and from where what is held of it ends."""
+        parts: dict[tuple[int, ...], _Part] = {}
+        for place, prompt in enumerate(prompts, before):
+            if self.copied:
+                parts[place,] = _Part(list(prompt), None, [place])
+                continue
+            part = parts.get(tuple(prompt))
+            if part is None:
+                past = self.past.take(prompt)
+                begun = 0 if past is None else len(past.tokens)
+                part = parts[tuple(prompt)] = _Part(list(prompt[begun:]), past, [])
+            part.places.append(place)
+        return list(parts.values())
+
+    def _store(self, number: int, run: list[_Part], keys: Tensor, values: Tensor) -> None:
+        """Writes keys (parts, K, D, new tokens) and values of a layer and a run, and what is held of it, in place."""
+        begun, length = run[0].begun, run[0].length
+        places = [place for part in run for place in part.places]
+        first, count = places[0], len(places)
+        if count > len(run):  # the same prompt several times
+            of = [i for i, part in enumerate(run) for _ in part.places]
+            keys, values = keys[of], values[of]
+        to = slice(first, first + count) if places == list(range(first, first + count)) else places
+        self.prompt_k[number, to, :, :, begun:length] = keys
+        self.prompt_v[number, to, :, begun:length] = values
+        if (past := run[0].past) is not None:
+            self.prompt_k[number, to, :, :, :begun] = past.keys[number]
+            self.prompt_v[number, to, :, :begun] = past.values[number]
+
+    def _attend_to_past(self, number: int, part: _Part, q: Tensor) -> Tensor:
+        """Attention of a prompt's new tokens, (H, T, D), to all of it; (1, H, T, D)."""
+        heads, count, d = q.shape
+        keys = self.prompt_k[number, part.places[0], :, :, : part.length]
+        values = self.prompt_v[number, part.places[0], :, : part.length]
+        outs = []
+        for first in range(0, count, _PAST_QUERIES):
+            some = q[:, first : first + _PAST_QUERIES]
+            seen = torch.ones(some.shape[1], part.length, dtype=torch.bool, device=q.device)
+            hidden = seen.triu_(part.begun + first + 1).repeat(heads // len(keys), 1)
+            scores = torch.bmm(some.reshape(len(keys), -1, d), keys).masked_fill_(hidden, -torch.inf)
+            outs.append(torch.bmm(scores.softmax(-1), values).view(heads, -1, d))
+        return torch.cat(outs, 1)[None]
+
+    @torch.inference_mode()
+    def remember(self, row: int, tokens: Sequence[int]) -> None:
+        """See `Decoder.remember`."""
+        if self.copied:
+            return
+        place, filled = self.owner[row], self.filled[row]
+        length = self.prompt_lengths[place]
+        keys, values = self.prompt_k[:, place, :, :, :length], self.prompt_v[:, place, :, :length]
+        keys = torch.cat([keys, self.new_k[:, row, :, :, :filled]], -1)
+        values = torch.cat([values, self.new_v[:, row, :, :filled]], -2)
+        self.past.put(Past(list(tokens[: length + filled]), keys, values))  # the last was not computed
 
     def _make_room(self, lengths: list[int], copies: int) -> None:
         """Widens `prompt_k` and `prompt_v` for more and longer prompts and `new_k` and `new_v` for more rows.
@@ -140,7 +222,7 @@ class CPUDecoder:
         needed = count + len(lengths)
         if needed <= room and longest <= width:
             return
-        if count and longest > width:  # conversations grow: not for every token anew
+        if count and longest > width:  # conversations grow; with room, so that not every token copies
             longest += longest // 4
         shape = (layers, max(needed, room if count else 0), kv, max(longest, width if count else 0), d)
         # With zeros where a prompt is shorter: a weight of 0 does not hide what is not a number.

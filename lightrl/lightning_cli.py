@@ -1,0 +1,167 @@
+"""Lightning's command line for LightRL's modules: what it adds to `LightningCLI`, and which classes YAML may name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import sys
+from importlib.metadata import version
+from typing import Any, Literal
+
+from jsonargparse import Namespace
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+
+# All rooms whose classes YAML may name without a path.
+import lightrl.algorithms
+import lightrl.callbacks
+import lightrl.data
+import lightrl.engines
+import lightrl.environments
+import lightrl.objectives
+import lightrl.rewards
+import lightrl.rollout
+from lightrl.callbacks import Throughput
+from lightrl.callbacks.run_guard import RunGuard
+from lightrl.compat.jsonargparse import start_from_own_defaults
+from lightrl.compat.lightning import YamlCLI
+from lightrl.config_values import from_environment, plain, redacted, refuse_senseless
+from lightrl.engines import Engine
+from lightrl.objectives.advantages import AdvantageEstimator
+from lightrl.objectives.aggregation import Aggregation
+from lightrl.objectives.kl import KLPenalty
+from lightrl.objectives.losses import PolicyLoss
+from lightrl.storage import redact_text
+
+__all__ = ["LightRLCLI"]
+
+for name in lightrl.engines.__all__:  # engines are imported when they are asked for
+    getattr(lightrl.engines, name)
+start_from_own_defaults(Engine, AdvantageEstimator, Aggregation, KLPenalty, PolicyLoss)
+
+
+class LightRLCLI(YamlCLI):
+    """`LightningCLI` in subclass mode, without a checkpoint's hyperparameters overriding YAML on resume.
+
+    What stands in the configuration as `${env:NAME}` is taken from the environment when classes are built, and
+    written to the run's folder as it stands. Other secrets are written as `***`.
+    """
+
+    config: Any
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Defaults that manual optimisation and generated batches need."""
+        parser.set_defaults(
+            {
+                "trainer.num_sanity_val_steps": 0,
+                "trainer.use_distributed_sampler": False,
+                "trainer.log_every_n_steps": 1,
+            }
+        )
+        parser.add_argument(
+            "--run_dir",
+            type=str | None,
+            default=None,
+            help="folder of all that the run writes: trainer.default_root_dir; logs there for `lightrl report` "
+            "beside any loggers given, and for TensorBoard where none is.",
+        )
+        parser.add_argument(
+            "--without",
+            type=list[Literal["Throughput"]],
+            default=[],
+            help="callbacks to leave out of those that every run gets unasked.",
+        )
+        parser.add_argument(
+            "--base",
+            type=str | list[str] | None,
+            default=None,
+            help="in a configuration file: files that it builds on, relative to itself; they are read before it.",
+        )
+
+    def before_instantiate_classes(self) -> None:
+        """Puts what the run writes into `run_dir`; the saved configuration is whole and builds on no other."""
+        config = self._of_command(self.config)
+        config.base = None
+        name = "trainer.default_root_dir" if config.run_dir is None else "run_dir"
+        if config.run_dir is not None:
+            config.trainer.default_root_dir = config.run_dir
+        _require_folder(config.trainer.default_root_dir, name)
+        if config.run_dir is None:
+            return
+        csv, tensorboard = (
+            Namespace(
+                class_path=f"lightning.pytorch.loggers.{logger}",
+                init_args=Namespace(save_dir=config.run_dir, name="", version=folder),
+            )
+            for logger, folder in (("CSVLogger", ""), ("TensorBoardLogger", "tensorboard"))
+        )
+        given = config.trainer.logger
+        if given in (None, True):
+            config.trainer.logger = [csv, tensorboard]
+        elif given is not False:
+            several = given if isinstance(given, list) else [given]
+            has_csv = any(logger.class_path.endswith("CSVLogger") for logger in several)
+            config.trainer.logger = several if has_csv else [csv, *several]
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses, and refuses values that would do nothing silently."""
+        super().parse_arguments(parser, args)
+        refuse_senseless(self.config)
+
+    def instantiate_classes(self) -> None:
+        """Builds everything with secrets, and keeps them out of what is written."""
+        given = self.config
+        self.config = self._written = redacted(given)
+        self.record_hyperparameters()  # what checkpoints and loggers call hyperparameters
+        self.config = from_environment(given)
+        super().instantiate_classes()
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The trainer, guarded."""
+        self.config = self._written  # which the trainer's callback writes to the run's folder
+        trainer = super().instantiate_trainer(**kwargs)
+        self.guard = RunGuard()
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        config = self._of_command(self.config)
+        wanted = "Throughput" not in config.without and not trainer.barebones
+        if wanted and not any(isinstance(callback, Throughput) for callback in callbacks):
+            callbacks.insert(0, Throughput())
+        callbacks.insert(0, self.guard)
+        return trainer
+
+    def before_fit(self) -> None:
+        """Holds the run's folder before a logger begins a file in it; tells the loggers what the run is."""
+        if not self.trainer.is_global_zero or getattr(self.trainer, "fast_dev_run", False):
+            return
+        for logger in self.trainer.loggers:
+            folder = getattr(logger, "log_dir", None)
+            if isinstance(folder, str) and "://" not in folder:
+                self.guard.hold(folder)
+        for logger in self.trainer.loggers:
+            logger.log_hyperparams(self._record())
+
+    def _of_command(self, config: Any) -> Any:
+        """The part of a configuration that the command reads; all of it with `run=False`."""
+        return config if self.subcommand is None else config[self.subcommand]
+
+    def _record(self) -> dict[str, Any]:
+        """What loggers call hyperparameters: the whole configuration, versions, the command."""
+        written = self._of_command(self._written)
+        versions = {name: version(name) for name in ("torch", "lightning", "transformers")}
+        command = redact_text(shlex.join(["lightrl", *sys.argv[1:]]))
+        given = {name: value for name, value in plain(written).items() if name != "config"}  # files, merged by now
+        return {**given, "versions": {"lightrl": lightrl.__version__, **versions}, "command": command}
+
+
+def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
+    """Raises a ValueError where a run could not make its folder; scheme://... is left to its service."""
+    if path is None or "://" in str(path):
+        return
+    place = os.path.abspath(path)
+    while not os.path.exists(place):
+        place = os.path.dirname(place)
+    if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
+        return
+    reason = os.strerror(errno.EACCES if os.path.isdir(place) else errno.ENOTDIR)
+    raise ValueError(f"{name}={str(path)!r}: this folder cannot be made ({reason}): give another.")
