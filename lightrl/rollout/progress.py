@@ -19,7 +19,7 @@ def show_in_bar(trainer: Trainer | None, text: str) -> bool:
         whether there is a bar that can show it: Lightning's own are tqdm's and Rich's.
     """
     bar = None if trainer is None else trainer.progress_bar_callback
-    if trainer is None or bar is None or bar.is_disabled:
+    if trainer is None or not isinstance(bar, TQDMProgressBar | RichProgressBar) or bar.is_disabled:
         return False
     stages = {"predict": trainer.predicting, "test": trainer.testing, "val": trainer.validating}
     name = next((stage for stage, now in stages.items() if now), "train")
@@ -31,7 +31,7 @@ def show_in_bar(trainer: Trainer | None, text: str) -> bool:
             return False
         shown.set_description(shown.desc.removesuffix(": ").split(SEPARATOR)[0] + behind)
         return True
-    if isinstance(bar, RichProgressBar) and bar.progress is not None:
+    if bar.progress is not None:
         number = getattr(bar, f"{name}_progress_bar_id")
         for task in bar.progress.tasks:
             if task.id == number:
