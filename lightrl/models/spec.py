@@ -156,8 +156,8 @@ class ModelSpec:
             return cls.of(model, tokenizer)
         if tokenizer is not None:
             raise ValueError(
-                f"tokenizer={type(tokenizer).__name__} with {argument}={getattr(model, 'path', model)!r}: it belongs to a "
-                "live model. For a folder give the data module's `tokenizer`, a folder or hub name."
+                f"tokenizer={type(tokenizer).__name__} with {argument}={getattr(model, 'path', model)!r}: it belongs "
+                "to a live model. For a folder give the data module's `tokenizer`, a folder or hub name."
             )
         if isinstance(model, ModelSpec):
             return model
