@@ -161,7 +161,7 @@ def _prompts(built: Any) -> Any:
     module, data = built.model, built.datamodule
     path = module.actor_spec.path
     require_model_folder(path)
-    tokenizer = load_tokenizer(data.tokenizer_path or path)
+    tokenizer = load_tokenizer(data.tokenizer_path or path, chat_template=module.actor_spec.chat_template)
     template = "with" if tokenizer.chat_template else "without"
     yield "ok", f"tokenizer: {len(tokenizer)} tokens, ends with {tokenizer.eos_token!r}, {template} a chat template"
     config = AutoConfig.from_pretrained(path).get_text_config()

@@ -129,7 +129,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     reward is the weighted sum of those that did. One without is in no loss, no normaliser and no baseline.
 
     Args:
-        actor: the policy: a folder or hub name, or a `ModelSpec` with LoRA, dtype, layout and so on.
+        actor: the policy: a folder or hub name, or a `ModelSpec` with LoRA, dtype, layout and so on; from Python also a
+            live model with its `tokenizer`, which is trained itself (`ModelSpec.of`, which takes LoRA and so on too).
         critic: where values come from; None builds no critic (needs an advantage estimator that uses none).
         reference: model of the KL term; None takes a frozen copy of the actor's model (with LoRA: the actor without
             its adapter, or with the one in `lora.adapter`). Nothing is built where `kl` is None.
@@ -163,6 +164,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             reads the engine's log-probs already. False leaves the loss as it is.
         max_skipped_updates: updates in a row with a non-finite loss or gradient after which the run stops.
         success_reward: a completion counts as solved in `eval/pass@k` from this reward on.
+        tokenizer: of a live `actor`, or its processor; None for any other, whose folder has it.
 
     Raises:
         ValueError: a value is out of range or two arguments exclude each other; the message names them.
@@ -201,13 +203,14 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         off_policy_correction: bool = True,
         max_skipped_updates: int = 5,
         success_reward: float = 1.0,
+        tokenizer: Any = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False  # frozen models stay out of checkpoints; `state_dict` says why
-        self.actor_spec = ModelSpec(actor) if isinstance(actor, str) else actor
+        self.actor_spec = ModelSpec.given(actor, tokenizer)
         self.critic_spec = critic
-        self.reference_spec = ModelSpec(reference) if isinstance(reference, str) else reference
+        self.reference_spec = None if reference is None else ModelSpec.given(reference, argument="reference")
         self.reward_model_specs = reward_models or []
         self.advantage = realized(advantage)
         self.loss = realized(loss)

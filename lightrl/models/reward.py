@@ -16,7 +16,7 @@ from lightrl.models.loading import load_scalar
 from lightrl.models.multimodal import told_apart
 from lightrl.models.packing.micro_batches import micro_batches
 from lightrl.models.policy import transformer_blocks
-from lightrl.models.spec import Layout, ModelSpec
+from lightrl.models.spec import Layout, ModelSpec, read_chat_template
 from lightrl.ops.padding import pad_rows
 
 __all__ = ["RewardModel", "RewardModelSpec"]
@@ -35,8 +35,8 @@ class RewardModelSpec:
         tokenizer: "own" scores text with the tokenizer of the model's folder; "policy" scores the policy's token ids as
             they are, with the pixels that its processor made, which is right only where both share a vocabulary. Rows
             with images need "policy".
-        chat_template: Jinja template that the own tokenizer renders [user: prompt, assistant: completion] with;
-            "default" is the tokenizer's; null scores prompt + completion as plain text.
+        chat_template: Jinja text, or a file of it, that the own tokenizer renders [user: prompt, assistant: completion]
+            with; "default" is the tokenizer's; null scores prompt + completion as plain text.
         max_length: longest text in tokens; longer ones lose their beginning. null is the model's limit.
         layout: see `ModelSpec.layout`.
         kwargs: further arguments of `from_pretrained`.
@@ -65,6 +65,8 @@ class RewardModelSpec:
             raise ValueError(f"reward_models.name={self.name!r}: must consist of letters, digits and underscores.")
         if self.tokenizer not in ("own", "policy"):
             raise ValueError(f"reward_models.tokenizer={self.tokenizer!r}: must be 'own' or 'policy'.")
+        if self.chat_template not in (None, "default"):
+            self.chat_template = read_chat_template(str(self.chat_template), f"reward_models.{self.name}.chat_template")
         if self.tokenizer == "policy" and self.chat_template is not None:
             raise ValueError("reward_models.chat_template renders text, tokenizer='policy' scores token ids: drop one.")
 

@@ -42,7 +42,10 @@ MAX_RESTARTS = 3
 """Times a `restart_engine` engine may die within one rollout."""
 
 PROGRESS_SECONDS = 10.0
-"""How often a rollout of several turns says how far it is."""
+"""How often a rollout of several turns says how far it is where there is no progress bar."""
+
+BAR_SECONDS = 1.0
+"""How often the progress bar shows it."""
 
 LEAVE_SECONDS = 5.0
 """How long the end of a run waits for a background thread to leave the engine, and for episodes to clean up."""
@@ -97,6 +100,7 @@ class Collector:
         ready: pushes the weights to a started engine. Collective.
         world_size: number of processes.
         stall_timeout: seconds without any progress after which a rollout fails; None waits for ever.
+        show: shows how far a rollout of several turns is, "" at its end; False is that it cannot, and the log says it.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class Collector:
         ready: Callable[[], object],
         world_size: int,
         stall_timeout: float | None,
+        show: Callable[[str], bool] = lambda text: False,
     ) -> None:
         self.engine = engine
         self.episode = episode
@@ -115,6 +120,7 @@ class Collector:
         self.ready = ready
         self.world_size = world_size
         self.stall_timeout = stall_timeout
+        self.show = show
         self.loop = BackgroundLoop("lightrl-episodes")
         self._live: list[Collection] = []
 
@@ -272,6 +278,8 @@ class Collection:
             self.stop(LEAVE_SECONDS / 2)  # the end of the run, which comes next, waits for what is left of it
             raise
         self._taken += len(numbers)
+        if self.exhausted and self._collector.episode.multi_turn:
+            self._collector.show("")
         if self.exhausted and self._thread is not None:
             self._thread.join()  # it is about to leave the engine, which others may use from now on
         return sorted(numbers)
@@ -536,15 +544,18 @@ class Collection:
 
     async def _tell(self) -> None:
         """Logs from time to time how far the rollout is, and what is at work."""
+        told = self._begun
         while True:
-            await asyncio.sleep(PROGRESS_SECONDS)
-            asked = len(self._asked)
-            rank_zero_info(
-                f"Rollout, {time.perf_counter() - self._begun:.0f} s: {len(self.groups)} of {len(self.tasks)} groups "
-                f"done, {self._turns} turns; now {asked} turns wait for the engine, "
-                f"{max(self._collector.episode.playing - asked, 0)} environments work, "
-                f"{len(self._progress.scoring)} groups are scored."
+            await asyncio.sleep(min(BAR_SECONDS, PROGRESS_SECONDS))
+            asked, now = len(self._asked), time.perf_counter()
+            text = (
+                f"{len(self.groups)} of {len(self.tasks)} groups done, {self._turns} turns; now {asked} turns wait for "
+                f"the engine, {max(self._collector.episode.playing - asked, 0)} environments work, "
+                f"{len(self._progress.scoring)} groups are scored"
             )
+            if not self._collector.show(text) and now - told >= PROGRESS_SECONDS:
+                rank_zero_info(f"Rollout, {now - self._begun:.0f} s: {text}.")
+                told = now
 
     def _waited_for(self) -> str:
         asked = list(self._asked)

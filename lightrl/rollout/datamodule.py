@@ -26,6 +26,7 @@ from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.base import Engine, StaleWeightsError
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.environments.episodes import Episode, SingleTurn, Task, request_seed
+from lightrl.environments.multi_turn import MultiTurn
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collation import ScoredGroup, collate, trajectory_metrics
@@ -33,6 +34,7 @@ from lightrl.rollout.collector import LEAVE_SECONDS, Collection, Collector
 from lightrl.rollout.dynamic_sampling import refill
 from lightrl.rollout.learner import RolloutLearner
 from lightrl.rollout.loaders import EvalLoader, RolloutLoader
+from lightrl.rollout.progress import show_in_bar
 from lightrl.rollout.sources import CollectedRollout, InFlight, InFlightSource, StaleSource, StreamedRollouts
 from lightrl.rollout.sync import EngineSync, TrajectoryCheck
 from lightrl.rollout.weight_sync import WeightSync
@@ -237,8 +239,15 @@ class RolloutDataModule(LightningDataModule):
         module = self.learner
         if stage == "fit":
             self._check_learner(module)
-        self.tokenizer = load_tokenizer(self.tokenizer_path or module.actor_spec.path)
-        self.processor = load_processor(module.actor_spec.path, self.tokenizer)
+        spec = module.actor_spec
+        self.tokenizer = load_tokenizer(self.tokenizer_path or spec.path, chat_template=spec.chat_template)
+        self.processor = load_processor(spec.path, self.tokenizer)
+        renderer = self.episode.renderer if isinstance(self.episode, MultiTurn) else None
+        if spec.chat_template is not None and renderer not in (None, "template"):
+            raise ValueError(
+                f"actor.chat_template with episode.renderer={renderer!r}: a renderer writes its family's own template. "
+                "Leave the renderer out (and name the tool_parser), or the template."
+            )
         self.episode.setup(self.tokenizer, self.processor)
         sources: dict[str, PromptSource | PromptMixture | PromptCurriculum] = {
             f"eval_prompts/{name}": source for name, source in self.eval_prompts.items()
@@ -591,6 +600,7 @@ class RolloutDataModule(LightningDataModule):
                 ready=self._ready_engine,
                 world_size=self.world_size,
                 stall_timeout=self.stall_timeout,
+                show=partial(show_in_bar, self.trainer),
             )
         tasks = [
             Task(
@@ -628,7 +638,7 @@ class RolloutDataModule(LightningDataModule):
         """
         begin = time.perf_counter()
         if not self.engine.started:
-            rank_zero_info(f"Starting {type(self.engine).__name__} with {self.learner.actor_spec.path} ...")
+            rank_zero_info(f"Starting {type(self.engine).__name__} with {self.learner.actor_spec.name} ...")
             self.engine.start(self._engine_context())
             rank_zero_info(f"{type(self.engine).__name__} started in {time.perf_counter() - begin:.1f} s.")
         self.engine.wake()
