@@ -140,10 +140,10 @@ def test_tokens_go_to_their_own_experts_in_every_layout(kind: str, layout: Any, 
 
 def test_prompts_are_shared_only_where_their_experts_are_the_same(batch: Batch) -> None:
     counts = [
-        make_stream(*batch[:3], batch.group_ids, routes=routes).num_tokens
+        make_stream(*batch[:3], routes=routes).num_tokens
         for routes in ([], some_routes(batch, same=True), some_routes(batch), [None] * len(batch.token_ids))
     ]
-    apart = make_stream(*batch[:3], batch.group_ids, share=False).num_tokens
+    apart = make_stream(*batch[:3], share=False).num_tokens
     assert counts == [counts[0], counts[0] + 1, apart, counts[0]]  # the last row, without any, repeats its token
 
 
