@@ -338,6 +338,11 @@ class DistillLightningModule(CriticFreeLightningModule):
         return loss + self.distill_coef * out["divergence"], {**metrics, "loss/teacher": out["divergence"].detach()}
 
     @property
+    def needs_rewards(self) -> bool:
+        """No: teachers say what completions are worth."""
+        return False
+
+    @property
     def _zero_rows_are_free(self) -> bool:
         return self.divergence is None and super()._zero_rows_are_free
 

@@ -937,6 +937,11 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         return self.loss.reads_engine_logprobs or self._corrects_off_policy
 
     @property
+    def needs_rewards(self) -> bool:
+        """Whether it learns nothing from completions that nothing scores."""
+        return True
+
+    @property
     def scores_rollouts(self) -> bool:
         """Whether there are reward models."""
         return bool(self.reward_model_specs)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import run_seed
@@ -806,6 +806,11 @@ class RolloutDataModule(LightningDataModule):
             raise ValueError(
                 f"group_size={self.group_size} with {name}: its advantages compare the attempts at one prompt, so it "
                 "needs group_size of at least 2 (8 is usual)."
+            )
+        if module.needs_rewards and self.scorer is None and not (self.episode.multi_turn or module.scores_rollouts):
+            rank_zero_warn(
+                f"rewards=null with {name} without reward_models: nothing scores the completions, so the policy learns "
+                "nothing unless a callback or a subclass gives rewards. Name functions in data.rewards."
             )
         if self.max_refills and self.group_size < 2:
             raise ValueError(
