@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightrl.algorithms import checkpoints, evaluation
@@ -327,6 +328,11 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         for spec in (self.actor_spec, self.reference_spec, *self.reward_model_specs):
             if spec is not None:
                 require_model_folder(spec.path)
+        if stage == "fit" and self.kl is None and self.reference_spec is not None:
+            rank_zero_warn(
+                f"reference={self.reference_spec.path!r} with kl=None: nothing compares with a reference, so it is not "
+                "loaded. Set kl, or leave the reference out."
+            )
         self._rl_callbacks = rl_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]
         if stage == "fit" and self._corrects_off_policy:
             log.info(

@@ -73,3 +73,11 @@ def test_a_run_in_which_nothing_gives_rewards_says_so(tmp_path: Path) -> None:
     module = GRPOLightningModule(quickstart_model(tmp_path / "model"))
     with pytest.warns(UserWarning, match=r"rewards=null with GRPO.* nothing scores the completions.*data\.rewards"):
         quiet_trainer().fit(module, sums_data(rewards=None, rollouts_per_epoch=1, group_size=2))
+
+
+def test_a_reference_without_a_penalty_is_not_loaded_and_that_is_said(tmp_path: Path) -> None:
+    model = quickstart_model(tmp_path / "model")
+    module = GRPOLightningModule(model, reference=model, kl=None)
+    with pytest.warns(UserWarning, match=r"reference=.* with kl=None: nothing compares"):
+        quiet_trainer().fit(module, sums_data(rollouts_per_epoch=1, group_size=2))
+    assert module.reference is None
