@@ -6,7 +6,7 @@
 #   make pairs        four covering arrays of all features, runs of two rollouts; page docs/feature_pairs.md
 #   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about an hour);
 #                     it goes on where it was interrupted (outputs/faults.jsonl)
-#   make long-haul    2,000 rollouts with vLLM, twice: memory, descriptors, threads and files must stay; table as above
+#   make long-haul    2,000 rollouts, with vLLM and with staleness: memory, descriptors, threads and files must stay; table as above
 # Settings: VENV (the virtual environment, default .venv), PYTHON (the interpreter it is made with), WORKERS (of pytest).
 
 VENV ?= .venv

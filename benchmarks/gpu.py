@@ -4,12 +4,12 @@
     python benchmarks/gpu.py --device cpu --sizes tiny --rows 4 --response 32 --prompt 16 --repeats 1 --only train
 
 Not run on a GPU yet: run it there, keep the JSON. A training step is forward, backward and fused AdamW over groups of
-completions with random weights of the Qwen2 architecture, in the packed layout (every token computed) and in the shared
-prefix layout. MFU divides the operations that the tokens of the batch need by what the device can do at best:
+completions with random weights of the Qwen2 architecture, in the packed layout (every token computed) and in the tree
+layout (a prompt once). MFU divides the operations that the tokens of the batch need by what the device can do at best:
 
     6 x weights of the layers x tokens + 6 x weights of the head x trained tokens + 12 x hidden x layers x visible pairs
 
-over seconds and peak; logits made a second time and recomputed activations do not count. For shared prefix the tokens
+over seconds and peak; logits made a second time and recomputed activations do not count. In the tree layout the tokens
 are those really computed. The bar is 40 % on the packed 1.5B step. `--peak-tflops` is the dense bfloat16 peak of the
 device (known for H100, H200, A100, L40S); MFU is left out where it is not known.
 """
@@ -73,7 +73,7 @@ def train(size: str, layout: Any, args: argparse.Namespace) -> dict[str, Any]:
     groups = max(1, args.rows // args.group)
     case = groups, (args.prompt, args.prompt), min(args.group, args.rows), (args.response // 2, args.response)
     rows = tuple(x.to(args.device) for x in make_rows(case, settings["vocab_size"]))
-    plan = make_stream(*rows, share=layout == "shared_prefix")
+    plan = make_stream(*rows[:3], share=layout != "packed")
 
     def step() -> None:
         policy(*rows[:3], group_ids=rows[3]).logprobs.mean().backward()
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.5B", "1.5B"])
-    parser.add_argument("--layouts", nargs="+", default=["packed", "shared_prefix"])
+    parser.add_argument("--layouts", nargs="+", default=["packed", "tree"])
     parser.add_argument("--rows", type=int, default=32, help="sequences of a step")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=512)

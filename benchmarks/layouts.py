@@ -1,10 +1,12 @@
-"""Padded, packed and shared-prefix layouts: the same results, and time by the tokens really computed.
+"""Padded, packed and tree layouts: the same results, and time by the tokens really computed.
 
     python benchmarks/layouts.py --out layouts.json
 
-Each case is a batch of groups with varied lengths; the layouts alternate in one process, forward and backward.
+Each case is a batch of groups, or of trees, with varied lengths; the layouts alternate in one process, forward and
+backward. "prompts_once" is what would be computed if rows of a group shared their prompt and nothing else.
 "kept" is the time a layout saved against the padded one divided by what the token counts promise:
-(1 - seconds / padded seconds) / (1 - tokens / padded tokens), where at least 5 % of the tokens are saved.
+(1 - seconds / padded seconds) / (1 - tokens / padded tokens), where at least 5 % of the tokens are saved; "kept_packed"
+is the same against the packed one.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from lightrl.models.packing.layouts import make_stream
 from lightrl.models.policy import PolicyModel
 
-LAYOUTS = ("padded", "packed", "shared_prefix")
+LAYOUTS = ("padded", "packed", "tree")
 # name: prompts, prompt lengths (from, to), group size, completion lengths (from, to)
 CASES = {
     "short prompts": (8, (8, 8), 8, (64, 64)),
@@ -36,6 +38,13 @@ CASES = {
     "long prompts": (2, (512, 512), 8, (64, 64)),
     "long varied": (2, (256, 512), 8, (32, 128)),
     "no groups": (32, (30, 160), 1, (16, 128)),
+}
+# name: by level, how many branches a node has and the tokens of each (from, to); the last level is trained
+TREES = {
+    "system prompt": [(1, (400, 400)), (8, (30, 160)), (4, (32, 128))],
+    "few shots": [(1, (600, 600)), (24, (60, 160))],
+    "turns": [(2, (200, 400)), (2, (100, 300)), (2, (100, 300)), (4, (32, 128))],
+    "chain of forks": [(1, (300, 300)), *[(2, (100, 140))] * 4],
 }
 
 
@@ -56,6 +65,32 @@ def make_rows(case: tuple[int, tuple[int, int], int, tuple[int, int]], vocab: in
     return ids, slots < ends, (slots >= starts) & (slots < ends), torch.tensor([g for g, _, _ in rows])
 
 
+def make_tree(levels: list[tuple[int, tuple[int, int]]], vocab: int) -> tuple[Tensor, ...]:
+    """The same four for a tree; rows whose last parent is the same are a group."""
+    draw = random.Random(0)
+    nodes: list[tuple[list[int], int]] = [([], 0)]
+    for number, range_ in levels:
+        nodes = [
+            ([*row, *(draw.randrange(vocab) for _ in range(draw.randint(*range_)))], len(row))
+            for row, _ in nodes
+            for _ in range(number)
+        ]
+    lengths = torch.tensor([len(row) for row, _ in nodes])[:, None]
+    prompts = torch.tensor([prompt for _, prompt in nodes])[:, None]
+    slots = torch.arange(int(lengths.max()))
+    ids = torch.tensor([row + [0] * (len(slots) - len(row)) for row, _ in nodes])
+    groups = torch.arange(len(nodes)) // levels[-1][0]
+    return ids, slots < lengths, (slots >= prompts) & (slots < lengths), groups
+
+
+def prompts_once(rows: tuple[Tensor, ...]) -> int:
+    """Tokens with each group's prompt once, and nothing else."""
+    packed = make_stream(*rows[:3], share=False)
+    prompts = rows[2].int().argmax(1)
+    repeated = sum(int(prompts[rows[3] == group].sum() - prompts[rows[3] == group].max()) for group in rows[3].unique())
+    return packed.num_tokens - repeated
+
+
 def run(policy: PolicyModel, rows: tuple[Tensor, ...]) -> tuple[float, Tensor]:
     """CPU seconds (wall seconds on CUDA) of forward + backward, and the log-probs."""
     cuda = rows[0].is_cuda
@@ -69,6 +104,15 @@ def run(policy: PolicyModel, rows: tuple[Tensor, ...]) -> tuple[float, Tensor]:
     return clock() - start, logprobs.detach()
 
 
+def _kept(
+    layout: str, other: str, seconds: dict[str, list[float]], tokens: dict[str, int]
+) -> tuple[float, float | None]:
+    """Time of a layout over that of another, and the part of the promised saving that it shows."""
+    ratio = statistics.median(a / b for a, b in zip(seconds[layout][1:], seconds[other][1:], strict=True))
+    share = tokens[layout] / tokens[other]
+    return ratio, (1 - ratio) / (1 - share) if share < 0.95 else None
+
+
 def measure(policies: dict[str, PolicyModel], rows: tuple[Tensor, ...], repeats: int) -> list[dict[str, Any]]:
     """One row of the table per layout."""
     seconds: dict[str, list[float]] = {layout: [] for layout in policies}
@@ -79,11 +123,10 @@ def measure(policies: dict[str, PolicyModel], rows: tuple[Tensor, ...], repeats:
             seconds[layout].append(took)
     tokens = {"padded": rows[0].numel()}
     for layout in LAYOUTS[1:]:
-        tokens[layout] = make_stream(*rows, share=layout == "shared_prefix").num_tokens
+        tokens[layout] = make_stream(*rows[:3], share=layout == "tree").num_tokens
     table = []
     for layout, policy in policies.items():
-        times = [mine / padded for mine, padded in zip(seconds[layout][1:], seconds["padded"][1:], strict=True)]
-        ratio, share = statistics.median(times), tokens[layout] / tokens["padded"]
+        (ratio, kept), (_, kept_packed) = (_kept(layout, other, seconds, tokens) for other in ("padded", "packed"))
         pairs = zip(policy.parameters(), policies["padded"].parameters(), strict=True)
         table.append(
             {
@@ -91,7 +134,8 @@ def measure(policies: dict[str, PolicyModel], rows: tuple[Tensor, ...], repeats:
                 "tokens": tokens[layout],
                 "seconds": statistics.median(seconds[layout][1:]),
                 "speedup": 1 / ratio,
-                "kept": (1 - ratio) / (1 - share) if share < 0.95 else None,
+                "kept": kept,
+                "kept_packed": kept_packed,
                 "logprob_error": float((results[layout] - results["padded"]).abs().max()),
                 "gradient_error": max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in pairs),  # type: ignore[union-attr, operator]
             }
@@ -109,7 +153,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--cases", nargs="*", choices=[*CASES, *TREES], default=[*CASES, *TREES])
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -126,14 +170,16 @@ def main() -> None:
         "settings": {k: v for k, v in vars(args).items() if k not in ("out", "cases")},
         "cases": {},
     }
-    heads = ("tokens", "seconds", "speedup", "kept", "logprob_error", "gradient_error")
-    print(f"{'case':14} {'layout':14}" + "".join(f" {head:>14}" for head in heads))
+    heads = ("tokens", "seconds", "speedup", "kept", "kept_packed", "logprob_error", "gradient_error")
+    print(f"{'case':20} {'layout':8}" + "".join(f" {head:>14}" for head in heads))
     for case in args.cases:
-        rows = tuple(x.to(args.device) for x in make_rows(CASES[case], args.vocab))
+        drawn = make_rows(CASES[case], args.vocab) if case in CASES else make_tree(TREES[case], args.vocab)
+        rows = tuple(x.to(args.device) for x in drawn)
         result["cases"][case] = measure(policies, rows, args.repeats)
+        result["cases"][case][-1]["prompts_once"] = prompts_once(drawn)
         for row in result["cases"][case]:
             cells = "".join(f" {'-' if row[head] is None else format(row[head], '.4g'):>14}" for head in heads)
-            print(f"{case:14} {row['layout']:14}{cells}")
+            print(f"{case:20} {row['layout']:8}{cells}")
     if args.out:
         old = json.loads(args.out.read_text())["cases"] if args.out.exists() else {}
         result["cases"] = {**old, **result["cases"]}

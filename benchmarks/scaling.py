@@ -55,10 +55,7 @@ AXES: dict[str, list[Point]] = {
 
 def pairs(plan: TokenStream) -> int:
     """Query-key pairs that see each other."""
-    total = 0
-    for length, parent in zip(plan.lengths, plan.parents, strict=True):
-        total += length * (length + 1) // 2 + (length * plan.lengths[parent] if parent >= 0 else 0)
-    return total
+    return sum(n * (n + 1) // 2 + n * before for n, before in zip(plan.lengths, plan.offsets, strict=True))
 
 
 def operations(point: Point, plan: TokenStream, lm: Any) -> float:
@@ -88,7 +85,7 @@ def measure(points: list[Point], repeats: int, device: str, dtype: str) -> list[
         policy = build(point, device, dtype)
         case = point.prompts, (point.prompt, point.prompt), point.group, (point.response, point.response)
         rows = tuple(x.to(device) for x in make_rows(case, point.vocabulary))
-        plan = make_stream(*rows)
+        plan = make_stream(*rows[:3])
         cases.append((policy, rows, plan.num_tokens, operations(point, plan, policy.lm)))
     seconds: list[list[float]] = [[] for _ in cases]
     for i in range(repeats + 1):

@@ -7,9 +7,10 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-__all__ = ["BackgroundLoop", "in_background", "in_thread"]
+__all__ = ["BackgroundLoop", "FairLock", "in_background", "in_thread"]
 
 T = TypeVar("T")
 
@@ -45,6 +46,29 @@ async def in_thread(work: Callable[[], T], name: str) -> tuple[T, None] | tuple[
 
     in_background(run, name)
     return await future  # type: ignore[no-any-return]
+
+
+class FairLock(AbstractContextManager[None]):
+    """A lock that a thread may take again while it has it, and cannot take again before another that waits for it."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()  # held while waiting, so that who lets go of the lock comes after who waits
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        if self._holder != threading.get_ident():
+            with self._turn:
+                self._lock.acquire()
+            self._holder = threading.get_ident()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._holder = None
+            self._lock.release()
 
 
 class BackgroundLoop:

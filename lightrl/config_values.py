@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,11 +23,14 @@ def refuse_senseless(parsed: Any) -> None:
     Raises:
         ValueError: the message names the argument, its value and the way out.
     """
-    from lightrl.compat.parser_messages import null_arguments
+    from lightrl.compat.parser_messages import wrong_arguments
 
     config = plain(parsed)
-    config = config.get(config.get("subcommand") or "", config)
+    command = config.get("subcommand")
+    config = config.get(command or "", config)
     trainer = config.get("trainer") or {}
+    if command == "fit" and trainer.get("limit_train_batches") == 0:
+        raise ValueError("trainer.limit_train_batches=0: nothing would be trained. `lightrl validate` evaluates alone.")
     for name, least in AT_LEAST.items():
         value = trainer.get(name)
         if isinstance(value, int) and value < least:
@@ -36,18 +38,19 @@ def refuse_senseless(parsed: Any) -> None:
     seed = config.get("seed_everything")
     if isinstance(seed, int) and not 0 <= seed < 2**32:
         raise ValueError(f"seed_everything={seed}: must be from 0 to {2**32 - 1}, or true for a random one.")
-    nulls = list(null_arguments({key: config.get(key) for key in ("trainer", "model", "data")}))
+    wrong = list(wrong_arguments({key: config.get(key) for key in ("trainer", "model", "data")}))
     for callback in trainer.get("callbacks") or []:
-        nulls += null_arguments(callback, path="trainer.callbacks")
-    for path, expected in nulls:
-        raise ValueError(f"{path}=null: expected {expected}; leave it out for the default.")
+        wrong += wrong_arguments(callback, path="trainer.callbacks")
+    for path, why in wrong:
+        raise ValueError(f"{path}={why}.")
     optimizer = ((config.get("model") or {}).get("init_args") or {}).get("optimizer") or {}
     rate = (optimizer.get("init_args") or {}).get("lr") if isinstance(optimizer, dict) else None
     if isinstance(rate, dict | list):  # an empty one passes for a tensor
         raise ValueError(f"model.init_args.optimizer.init_args.lr={rate}: must be a number.")
     for path, name, value in _numbers(config):
-        if not math.isfinite(value):
-            raise ValueError(f"{path}={value}: must be finite; null is no limit where the argument takes null.")
+        if not -sys.float_info.max <= value <= sys.float_info.max:  # NaN, too, and 10**400
+            shown = str(value)[:20]
+            raise ValueError(f"{path}={shown}: must be finite; null is no limit where the argument takes null.")
         if name == "max_grad_norm" and value > 1e6:
             raise ValueError(f"{path}={value:g}: would never clip; null turns clipping off.")
         if name == "warmup_rollouts" and ".critic." in path:
@@ -74,7 +77,14 @@ def redacted(config: Any) -> Any:
 
 def from_environment(config: Any) -> Any:
     """A copy in which each `${env:NAME}` is what the environment says."""
-    return _mapped(config, lambda text, name, path: resolve_environment(text, path.strip(".")))
+    given: dict[str, str] = {}
+    _mapped(config, lambda text, name, path: given.setdefault(path.strip("."), text))
+
+    def resolved(text: str, name: str, path: str) -> str:
+        of_run = path.strip(".").replace("trainer.default_root_dir", "run_dir")  # which sets both
+        return resolve_environment(text, of_run if given.get(of_run) == text else path.strip("."))
+
+    return _mapped(config, resolved)
 
 
 def _numbers(value: Any, path: str = "", name: str = "") -> Iterator[tuple[str, str, float]]:

@@ -161,7 +161,7 @@ def _prompts(built: Any) -> Any:
     module, data = built.model, built.datamodule
     path = module.actor_spec.path
     require_model_folder(path)
-    tokenizer = load_tokenizer(data.tokenizer_path or path)
+    tokenizer = load_tokenizer(data.tokenizer_path or path, chat_template=module.actor_spec.chat_template)
     template = "with" if tokenizer.chat_template else "without"
     yield "ok", f"tokenizer: {len(tokenizer)} tokens, ends with {tokenizer.eos_token!r}, {template} a chat template"
     config = AutoConfig.from_pretrained(path).get_text_config()
@@ -205,7 +205,10 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
         yield "note", "an environment gives rewards: `lightrl check-env --config FILE` plays it"
         return
     if data.scorer is None:
-        yield ("ok" if module.scores_rollouts else "problem"), "no reward functions: rewards are those of reward_models"
+        if module.needs_rewards and not module.scores_rollouts:
+            yield "problem", "nothing gives rewards: name functions in data.rewards, or models in model.reward_models"
+        else:
+            yield "ok", f"no reward functions: {'reward_models score' if module.needs_rewards else 'teachers judge'}"
         return
     data.scorer.require_columns(prompts.columns)
     given, bound = set[float](), data.scorer.timeout or 60.0

@@ -77,7 +77,7 @@ def _export_model(checkpoint: Mapping[str, Any], folder: Path, what: str, path: 
     else:
         built = _filled(RewardModel.for_training(spec), state, "reward_model.", spec) if role != "actor" else None
         built = built or _policy(spec, state, shared)
-        save_hf_folder(built, dict(_cloned(built)), folder, tokenizer_path=spec.path)
+        save_hf_folder(built, dict(_cloned(built)), folder, tokenizer_path=spec.path, chat_template=spec.chat_template)
 
 
 def _spec(stored: Mapping[str, Any], role: str, path: str | None) -> ModelSpec:
@@ -93,6 +93,10 @@ def _spec(stored: Mapping[str, Any], role: str, path: str | None) -> ModelSpec:
     values["kwargs"] = {name: value for name, value in values.get("kwargs", {}).items() if value != REDACTED}
     lora = values.pop("lora", None)
     spec = ModelSpec(**{**values, "path": path or values["path"], "gradient_checkpointing": False})
+    if path is None and values["path"].startswith("live "):
+        raise ValueError(
+            f"The run was given a {values['path']} from Python: give --model, which its `save_pretrained` wrote."
+        )
     require_model_folder(spec.path)
     return replace(spec, lora=None if lora is None else LoraSpec(**{**lora, "quantize_4bit": False, "adapter": None}))
 

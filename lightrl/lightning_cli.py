@@ -158,6 +158,8 @@ def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
     """Raises a ValueError where a run could not make its folder; scheme://... is left to its service."""
     if path is None or "://" in str(path):
         return
+    if "\0" in str(path):
+        raise ValueError(f"{name}={str(path)!r}: no folder can be called that (NUL): give another.")
     place = os.path.abspath(path)
     while not os.path.exists(place):
         place = os.path.dirname(place)

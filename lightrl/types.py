@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,6 +99,8 @@ class SamplingParams:
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "min_p": (0 <= self.min_p < 1, "in [0, 1); 0 turns it off"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0; 1 turns it off"),
+            "stop": ("" not in (self.stop or []), "texts that are not empty"),
+            "stop_token_ids": (all(token >= 0 for token in self.stop_token_ids or []), "token ids, 0 or more"),
         }
         for name, (ok, allowed) in checks.items():
             if not ok:
@@ -335,6 +338,16 @@ class Routes:
         index = torch.where(place < counts[row], (counts.cumsum(0) - counts)[row] + place + 1, 0)
         return table[index].to(places.device).long()
 
+    @staticmethod
+    def told_apart(token_ids: Tensor, routes: Sequence[Routes | None]) -> Tensor:
+        """(B, T) numbers that are equal where token and experts are; the tokens where nothing was recorded."""
+        experts = Routes.at(routes, torch.arange(token_ids.numel()), token_ids.shape[1])
+        if experts is None:
+            return token_ids
+        both = torch.cat([token_ids.reshape(-1, 1), experts.flatten(1)], 1)
+        numbers = np.unique(both.numpy(), axis=0, return_inverse=True)[1]
+        return torch.from_numpy(numbers).view(token_ids.shape)
+
 
 class TopTokens(NamedTuple):
     """A teacher's K likeliest words for each of M tokens.
@@ -355,18 +368,21 @@ class Completion:
         token_ids: the sampled tokens, the end-of-sequence token included when it was sampled. Never one that was not.
         logprobs: per token, the log-probability under the distribution it was drawn from (temperature, top-p ... in).
         text: the decoded tokens without special tokens, up to and with the stop string where one ended it.
-        finish_reason: "stop" (end-of-sequence or stop string) or "length" (cut by `max_new_tokens`).
+        finish_reason: "stop" (end-of-sequence or stop string), "length" (cut by `max_new_tokens`), or "suspended": not
+            over, a request whose `begun` has it goes on from here.
         support: what each token was drawn from, where sampling cut the vocabulary and the engine records it.
         routes: of the prompt's tokens and the completion's, but for its last, which was not fed to the model; None
             where the model has no experts, or the engine records nothing.
+        policy_versions: per token, of the weights that sampled it; empty where that is the group's for all.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     text: str
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "suspended"]
     support: Support | None = None
     routes: Routes | None = None
+    policy_versions: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -384,6 +400,9 @@ class GenerationRequest:
         name: how messages call it.
         routes: of its first tokens, from earlier turns. An engine that records experts takes these again; others, whose
             caches hold what was computed then, may ignore it.
+        begun: the G completions as far as they were sampled before, those that are "suspended"
+            go on, by the weights of now and with keys and values computed anew. Empty: all begin.
+        pause_at: per completion, how many tokens it may have before it comes back "suspended"; empty for no pause.
     """
 
     token_ids: list[int]
@@ -394,21 +413,52 @@ class GenerationRequest:
     media: Media = field(default_factory=lambda: Media())
     name: str = "a prompt"
     routes: Routes | None = None
+    begun: list[Completion] = field(default_factory=list)
+    pause_at: list[int] = field(default_factory=list)
+
+    def so_far(self, place: int) -> Completion:
+        """What was sampled of a completion before; one without tokens where it begins."""
+        return self.begun[place] if self.begun else Completion([], [], "", "suspended")
+
+    def limit(self, place: int) -> int:
+        """Most tokens of a completion, the pause included."""
+        most = self.sampling.max_new_tokens
+        return min(most, self.pause_at[place]) if self.pause_at else most
+
+    @property
+    def live(self) -> list[int]:
+        """Places of the completions that lack tokens."""
+        parts = [self.so_far(place) for place in range(self.num_completions)]
+        return [
+            place
+            for place, part in enumerate(parts)
+            if part.finish_reason == "suspended" and len(part.token_ids) < self.limit(place)
+        ]
 
 
 @dataclass
 class CompletionGroup:
-    """All G completions of one prompt, handed out as soon as the last of them is done.
+    """All G completions of one prompt, handed out as soon as the last of them is done or suspended.
 
     Attributes:
         request: what was asked, the very object.
         completions: the G completions.
-        policy_version: version of the weights that sampled them.
+        policy_version: version of the weights that sampled them; of the first tokens, where that changed on the way.
     """
 
     request: GenerationRequest
     completions: list[Completion]
     policy_version: int
+
+    def versions(self, place: int) -> list[int]:
+        """Of the weights that sampled each token of a completion."""
+        completion = self.completions[place]
+        return completion.policy_versions or [self.policy_version] * len(completion.token_ids)
+
+    @property
+    def suspended(self) -> bool:
+        """Whether a completion is not over."""
+        return any(completion.finish_reason == "suspended" for completion in self.completions)
 
 
 StopReason = Literal["stop", "length", "turns", "tokens", "time", "failure"]
@@ -432,6 +482,7 @@ class EngineContext:
         random_init: the model folder has a configuration but no weights; the first sync brings them.
         lora_rank: rank of the policy's adapter; 0 where there is none, or none that fits on the folder's weights.
         fire: some sampling settings of the run have a `fire_temperature`.
+        keep_cache: weights may be loaded while requests run, which keep their keys and values.
     """
 
     model_path: str
@@ -446,6 +497,7 @@ class EngineContext:
     random_init: bool = False
     lora_rank: int = 0
     fire: bool = False
+    keep_cache: bool = False
 
 
 @dataclass

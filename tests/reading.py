@@ -67,6 +67,7 @@ PATH = {
     "models/lora.py": "adapters; names of weights",
     "models/multimodal.py": "media inputs in a stream",
     "models/media_tokens.py": "ids that stand for media",
+    "models/packing/prefixes.py": "what rows begin with alike",
     "models/packing/layouts.py": "rows to a token stream",
     "models/packing/attention.py": "attention over a stream",
     "models/packing/micro_batches.py": "cutting by tokens",

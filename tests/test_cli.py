@@ -259,13 +259,14 @@ def test_unknown_class_file_and_argument(write: Callable[..., str], capsys: pyte
     assert "'klcoef' is not accepted" in refused(capsys, "--config", config, "--model.init_args.klcoef", "1")
 
 
+SCHEDULERS = "torch.optim.lr_scheduler"
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "prompt column": (
         {"data": {"prompts": {"rows": ARITHMETIC, "prompt_column": "question"}}},
         "prompt_column='question': ArithmeticRows has no such column; it has ['prompt', 'answer', 'completion']",
     ),
     "data file": ({"data": {"prompts": {"path": "./nosuch.jsonl"}}}, "path='./nosuch.jsonl': there is no such file"),
-    "empty data set": ({"data": {"prompts": {"rows": []}}}, "has no rows"),
+    "empty data set": ({"data": {"prompts": {"rows": []}}}, "it has no rows"),
     "group_size 1": ({"data": {"group_size": 1}}, "group_size=1 with GRPOLightningModule: its advantages compare"),
     "model folder": ({"model": {"actor": {"path": "./nosuch"}}}, "'./nosuch'"),
     "impossible folder": ({"model": {"actor": {"path": "x" * 300}}}, "'xxxxx"),
@@ -276,19 +277,64 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "minibatch_size": ({"model": {"minibatch_size": 3}}, "minibatch_size=3 does not divide the rollout's 8 sequences"),
     "max_new_tokens": ({"data": {"sampling": {"max_new_tokens": 99}}}, "more than the model's 64"),
+    "scheduler": (
+        {"model": {"lr_scheduler": {"class_path": f"{SCHEDULERS}.LinearLR", "init_args": {"end_factor": 3}}}},
+        "lr_scheduler: Ending multiplicative factor expected to be between 0 and 1. Look at its arguments.",
+    ),
+    "optimizer": (
+        {"model": {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"betas": [2.0, 0.9]}}}},
+        "optimizer: Invalid beta parameter at index 0: 2.0. Look at its arguments.",
+    ),
+    "closure": (
+        {"model": {"optimizer": {"class_path": "torch.optim.LBFGS"}}},
+        "optimizer=LBFGS: it needs a closure or sparse gradients",
+    ),
+    "plateau": (
+        {"model": {"lr_scheduler": {"class_path": f"{SCHEDULERS}.ReduceLROnPlateau"}}},
+        "lr_scheduler=ReduceLROnPlateau: it waits for a metric",
+    ),
+    "step size": (
+        {"model": {"lr_scheduler": {"class_path": f"{SCHEDULERS}.StepLR", "init_args": {"step_size": 0}}}},
+        "lr_scheduler: step_size=0: must be at least 1",
+    ),
+    "frozen": ({"model": {"actor": {"path": "MODEL", "freeze": ["*"]}}}, "freeze=['*']: nothing is left to train"),
+    "adapter's layers": (
+        {"model": {"actor": {"path": "MODEL", "lora": {"target_modules": ["nope"]}}}},
+        "lora.target_modules=['nope']: Target modules {'nope'} not found in the base model. Linear layers are",
+    ),
+    "adapter's scale": ({"model": {"actor": {"path": "x", "lora": {"alpha": 0.0}}}}, "lora.alpha=0.0: must be above 0"),
+    "kwargs": (
+        {"model": {"actor": {"path": "MODEL", "kwargs": {"nonsense": 1}}}},
+        "kwargs (nonsense) with model 'MODEL': Qwen2ForCausalLM.__init__() got an unexpected keyword argument",
+    ),
+    "no tokenizer": ({"model": {"actor": {"path": "/"}}}, "model path '/' holds no tokenizer that can be read"),
+    "seed": ({"data": {"seed": -1}}, "seed=-1: must be from 0 to 2**63 - 1"),
+    "stop": ({"data": {"sampling": {"stop": [""]}}}, "SamplingParams.stop=['']: must be texts that are not empty"),
+    "weights": ({"data": {"reward_weights": [0.0]}}, "weights=[0.0]: every reward would be 0"),
     "reward file": ({"data": {"rewards": ["nosuch.py:f"]}}, "reward function 'nosuch.py:f': there is no file"),
 }
 
 
+WHEN_LOADED = {"minibatch_size", "max_new_tokens", "frozen", "adapter's layers", "kwargs"}
+WHEN_LOADED |= {"scheduler", "optimizer", "closure", "plateau", "step size"}
+"""What is seen when the model is there, or the first rollout."""
+
+
 @pytest.mark.parametrize("mistake", list(MISTAKES))
 def test_a_mistake_gets_a_message(
-    mistake: str, write: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    mistake: str,
+    model: str,
+    write: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     changes, expected = MISTAKES[mistake]
     loaded: list[Any] = []
-    if mistake not in ("minibatch_size", "max_new_tokens"):  # those two are seen when the first rollout is there
+    if mistake not in WHEN_LOADED:
         monkeypatch.setattr("lightrl.algorithms.ppo.load_causal_lm", lambda *args, **kwargs: loaded.append(args))
-    assert expected in refused(capsys, "--config", write(**changes))
+    if (changes.get("model", {}).get("actor") or {}).get("path") == "MODEL":
+        changes = {"model": {"actor": changes["model"]["actor"] | {"path": model}}}
+    assert expected.replace("MODEL", model) in refused(capsys, "--config", write(**changes))
     assert loaded == []  # found before any model was loaded
 
 
@@ -301,6 +347,27 @@ ONE_LINE: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": {}}}}},
         "optimizer.init_args.lr={'class_path': 'torch.Tensor'}: must be a number",
     ),
+    "list for a record": (
+        {"data": {"sampling": [None]}},
+        "data.init_args.sampling=[None]: expected SamplingParams, a mapping of its arguments.",
+    ),
+    "number for a record": (
+        {"data": {"sampling": -1}},
+        "data.init_args.sampling=-1: expected SamplingParams, a mapping",
+    ),
+    "rows from nowhere": (
+        {"data": {"prompts": {}}},
+        "data.init_args.prompts={'path': None, 'rows': None}: give exactly one of the two.",
+    ),
+    "no rows": ({"data": {"prompts": []}}, "data.init_args.prompts=[]: it has no rows."),
+    "no class of several": (
+        {"data": {"eval_prompts": {"class_path": "os.system"}}},
+        "data.eval_prompts: 'os.system' is no PromptSource or PromptMixture.",
+    ),
+    "beyond floats": ({"trainer": {"val_check_interval": 10**400}}, "trainer.val_check_interval=1000000000"),
+    "no batches": ({"trainer": {"limit_train_batches": 0}}, "limit_train_batches=0: nothing would be trained."),
+    "folder's variable": ({"run_dir": "${env:NO_SUCH_FOLDER}"}, "run_dir='${env:NO_SUCH_FOLDER}': the environment"),
+    "NUL": ({"run_dir": "x\0"}, "no folder can be called that (NUL)"),
     "null for a list": ({"model": {"actor": {"path": "x", "freeze": None}}}, "actor.freeze=null: expected list"),
     "null of a part": (
         {"model": {"advantage": {"class_path": "GAE", "init_args": {"gamma": None}}}},

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from lightrl.cli import run
+from lightrl.models.packing.layouts import make_stream
 from tests.toys import quickstart_model
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -47,7 +48,7 @@ def _in_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model, rows like GSM8K's, and the configurations that put them in place."""
     folder = tmp_path_factory.mktemp("tiny")
-    model = quickstart_model(folder / "model")
+    model = quickstart_model(folder / "model", max_position_embeddings=1024)
     settings = json.loads((folder / "model" / "tokenizer_config.json").read_text())
     (folder / "model" / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
     rows = [
@@ -89,6 +90,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(folder / "model" / "tokenizer_config.json", mixture)
         own = {"model": {"init_args": {"actor": {"path": mixture}}}}
         (folder / f"{family}.yaml").write_text(yaml.safe_dump(own))
+    beside = {**rl["data"]["init_args"], "engine": {"class_path": "tests.toys.ThreadEngine"}}
+    (folder / "in_flight.yaml").write_text(yaml.safe_dump({**rl, "data": {"init_args": beside}}))
     teachers = {"grpo": {"path": model}}
     (folder / "teachers.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"teachers": teachers}}}))
     return folder
@@ -133,7 +136,8 @@ def test_every_yaml_is_covered() -> None:
     text = {f"{algorithm}_gsm8k_qwen2.5_{size}" for algorithm in ("ppo", "grpo") for size in ("0.5b", "1.5b")}
     vision = {f"grpo_{task}_qwen2.5_vl_{size}" for task in ("geo3k", "clevr_count") for size in ("3b", "7b")}
     experts = {f"grpo_gsm8k_{name}" for name in EXPERTS}
-    assert {p.stem for p in WHOLE if p.parent.name == "recipes"} == text | vision | experts
+    trees = {"grpo_gsm8k_few_shot_qwen2.5_0.5b", "ppo_gsm8k_few_shot_qwen2.5_1.5b"}
+    assert {p.stem for p in WHOLE if p.parent.name == "recipes"} == text | vision | experts | trees
 
 
 @pytest.mark.parametrize("config", WHOLE, ids=name)
@@ -153,7 +157,8 @@ def test_runs_with_a_tiny_model(
     """One rollout and one evaluation; nothing is written, so a trial cannot damage the files of a real run."""
     if "geo3k" in config.stem:
         pytest.importorskip("math_verify")
-    tiny = "sft" if config.stem == "sft" else "curriculum" if "curriculum" in config.stem else "rl"
+    own = [name for name in ("sft", "curriculum", "in_flight") if config.stem.endswith(name)]
+    tiny = own[0] if own else "rl"
     files = [config, place / f"{tiny}.yaml"]
     if "reference:" in config.read_text():
         files.append(place / "reference.yaml")
@@ -178,6 +183,24 @@ def test_runs_with_a_tiny_model(
         assert metrics.get("kl/ref", 0.0) == pytest.approx(0.0, abs=1e-4)  # the first rollout is the reference's own
         assert cli.trainer.global_step == cli.model.ppo_epochs
     assert list(tmp_path.iterdir()) == []
+
+
+def test_recipes_of_trees_run_their_examples_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of a micro-batch begin with the same examples; what else they have is short."""
+    seen: list[tuple[int, int]] = []
+
+    def counted(token_ids: Any, attention_mask: Any, *masks: Any, **settings: Any) -> Any:
+        stream = make_stream(token_ids, attention_mask, *masks, **settings)
+        if len(token_ids) >= 4:  # not the canary's
+            seen.append((stream.num_tokens, int(attention_mask.sum())))
+        return stream
+
+    monkeypatch.setattr("lightrl.models.backbone.make_stream", counted)
+    for recipe in ("grpo_gsm8k_few_shot_qwen2.5_0.5b", "ppo_gsm8k_few_shot_qwen2.5_1.5b"):
+        seen.clear()
+        files = [CONFIGS / "recipes" / f"{recipe}.yaml", place / "rl.yaml", place / "reference.yaml"]
+        run(["fit", *(f"--config={file}" for file in files)])
+        assert seen and all(tokens < whole / 3 for tokens, whole in seen), recipe
 
 
 @pytest.mark.parametrize("overlay", ["lora", "bf16"])

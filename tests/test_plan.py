@@ -247,8 +247,8 @@ VISION = {
 
 
 def model_of(name: str, folder: Path) -> str:
-    """A folder with the model's configuration."""
-    config = dict(MODELS[name])
+    """A folder with the model's configuration, which base models share with their instructed ones."""
+    config = dict(MODELS[name if "-Instruct" in name else f"{name}-Instruct"])
     if "-VL-" in name:
         config |= {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
         config["rope_scaling"] = {"type": "mrope", "mrope_section": [16, 24, 24]}

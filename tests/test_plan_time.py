@@ -66,6 +66,11 @@ def test_training_and_sync_by_hand() -> None:
     assert sync(JOB, RATES) == pytest.approx(0.2)
 
 
+def test_what_rows_begin_with_alike_is_trained_once() -> None:
+    """400 of 1,500 tokens in another row: 8 x 1,100 x 2e9 and 4 x 10 x 1,000 x 8 x (1,500^2 - 400^2) / 2 = 3.344e11."""
+    assert training(replace(JOB, shared=400), RATES, 2) == pytest.approx(5 * (1.76e13 + 3.344e11) / 8e14)
+
+
 def test_lengths_have_the_mean_and_a_tail() -> None:
     found = lengths(replace(JOB, spread=0.7, longest=1e9), 2000)
     assert sum(found) / 2000 == pytest.approx(1000, rel=0.01) and found[0] > 5 * 1000

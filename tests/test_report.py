@@ -110,6 +110,27 @@ def test_the_target_comes_from_the_saved_configuration(tmp_path: Path) -> None:
     assert read_run(tmp_path, "run_dir").kl_target == 0.25
 
 
+@pytest.mark.parametrize("config", ["[1]", "trainer: 3", "trainer: {callbacks: [x, {class_path: AdaptiveKL}]}"])
+def test_a_configuration_of_somebody_else_has_no_target(tmp_path: Path, config: str) -> None:
+    write_run(tmp_path, [{"step": 0, "kl/ref": 0.1}])
+    (tmp_path / "config.yaml").write_text(config)
+    assert not (read_run(tmp_path, "run_dir").kl_target or 0.0) > 0
+    (tmp_path / "config.yaml").write_bytes(b"trainer: {callbacks: [2025-02-31]}\xff")
+    with pytest.raises(ValueError, match="config.yaml is not YAML"):
+        read_run(tmp_path, "run_dir")
+
+
+def test_a_table_of_somebody_else_is_read_as_far_as_it_is_one(tmp_path: Path) -> None:
+    write_run(tmp_path, training(0, 2))
+    with (tmp_path / "metrics.csv").open("ab") as file:
+        file.write(b"0,2,\xff,0.5\n0,3,1,1,1,1,1\n")  # no UTF-8 where nothing is read, and too many fields
+    assert read_run(tmp_path, "run_dir").metrics["reward/mean"] == {0: 0.0, 1: 0.1}
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("1" * 200_000)
+    with pytest.raises(ValueError, match="metrics.csv is not a table: field larger"):
+        read_run(tmp_path, "run_dir")
+
+
 PNG = b"\x89PNG secret of the system"
 
 

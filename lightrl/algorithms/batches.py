@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightrl.models.multimodal import told_apart
 from lightrl.models.packing.micro_batches import micro_batches
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.spec import Layout
@@ -108,11 +109,12 @@ def _micro_batch_rows(
     units: Tensor | None = None,
 ) -> list[Tensor]:
     """Row indices of micro-batches of at most `budget` tokens, the same number on every rank (some may be empty)."""
-    masks = rows.on_host("attention_mask"), rows.on_host("response_mask"), rows.on_host("group_ids")
-    bins = micro_batches(*masks, budget, layout=layout, units=units)
+    ids = told_apart(rows.on_host("token_ids"), rows.inputs)
+    host = ids, rows.on_host("attention_mask"), rows.on_host("response_mask")
+    bins = micro_batches(*host, budget, layout=layout, units=units)
     most = int(all_max(torch.tensor(float(len(bins)))))
     if most > len(bins):
-        bins = micro_batches(*masks, budget, num_bins=most, layout=layout, units=units)
+        bins = micro_batches(*host, budget, num_bins=most, layout=layout, units=units)
     return bins
 
 

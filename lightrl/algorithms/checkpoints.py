@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from lightrl.models.spec import ModelSpec
@@ -20,7 +20,10 @@ def description(module_class: str, models: dict[str, ModelSpec]) -> dict[str, An
     Args:
         module_class: name of the class. models: role -> how it is built: all `lightrl export` needs beside the weights.
     """
-    specs = {role: asdict(spec) for role, spec in models.items()}
+    specs = {}
+    for role, spec in models.items():
+        specs[role] = {**asdict(replace(spec)), "path": spec.name}  # without a live model, which `replace` leaves out
+        del specs[role]["live"]
     return {"format": FORMAT, "class": module_class, "models": specs}
 
 

@@ -120,7 +120,7 @@ class DistillLightningModule(CriticFreeLightningModule):
             if isinstance(teacher, ServerTeacher):
                 self.teacher_servers[name] = teacher
             else:
-                self.teacher_specs[name] = ModelSpec(teacher) if isinstance(teacher, str) else teacher
+                self.teacher_specs[name] = ModelSpec.given(teacher, argument=f"teachers[{name!r}]")
         if self.teacher_servers and divergence is not None and divergence_top_k is None:
             raise ValueError(
                 f"divergence={type(divergence).__name__} with teachers {sorted(self.teacher_servers)} on servers, "
@@ -319,7 +319,7 @@ class DistillLightningModule(CriticFreeLightningModule):
             raise ValueError(f"privileged_column={column!r}: the data has the columns {sorted(rollouts.columns)}.")
         if any(rollouts.inputs):
             raise ValueError(f"privileged_column={column!r}: prompts with images cannot be exchanged; leave it out.")
-        tokenizer = load_tokenizer(self.actor_spec.path)
+        tokenizer = load_tokenizer(self.actor_spec.path, chat_template=self.actor_spec.chat_template)
         rendered = (render_prompt(tokenizer, prompt) for prompt in rollouts.columns[column])
         return [encode(tokenizer, text, templated=templated) for text, templated in rendered]
 
@@ -336,6 +336,11 @@ class DistillLightningModule(CriticFreeLightningModule):
         if self.divergence is None:
             return loss, metrics
         return loss + self.distill_coef * out["divergence"], {**metrics, "loss/teacher": out["divergence"].detach()}
+
+    @property
+    def needs_rewards(self) -> bool:
+        """No: teachers say what completions are worth."""
+        return False
 
     @property
     def _zero_rows_are_free(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightrl.algorithms import checkpoints, evaluation
@@ -35,7 +36,7 @@ from lightrl.algorithms.batches import (
 )
 from lightrl.algorithms.hooks import RLCallback, rl_callbacks
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.schedule import UNCOUNTED, LRSchedule, make_optimizer
+from lightrl.algorithms.schedule import UNCOUNTED, LRSchedule, make_optimizer, make_scheduler
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import is_compiled, run_seed
 from lightrl.distributed import random_states, strategies
@@ -129,7 +130,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     reward is the weighted sum of those that did. One without is in no loss, no normaliser and no baseline.
 
     Args:
-        actor: the policy: a folder or hub name, or a `ModelSpec` with LoRA, dtype, layout and so on.
+        actor: the policy: a folder or hub name, or a `ModelSpec` with LoRA, dtype, layout and so on; from Python also a
+            live model with its `tokenizer`, which is trained itself (`ModelSpec.of`, which takes LoRA and so on too).
         critic: where values come from; None builds no critic (needs an advantage estimator that uses none).
         reference: model of the KL term; None takes a frozen copy of the actor's model (with LoRA: the actor without
             its adapter, or with the one in `lora.adapter`). Nothing is built where `kl` is None.
@@ -163,6 +165,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             reads the engine's log-probs already. False leaves the loss as it is.
         max_skipped_updates: updates in a row with a non-finite loss or gradient after which the run stops.
         success_reward: a completion counts as solved in `eval/pass@k` from this reward on.
+        tokenizer: of a live `actor`, or its processor; None for any other, whose folder has it.
 
     Raises:
         ValueError: a value is out of range or two arguments exclude each other; the message names them.
@@ -201,13 +204,14 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         off_policy_correction: bool = True,
         max_skipped_updates: int = 5,
         success_reward: float = 1.0,
+        tokenizer: Any = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False  # frozen models stay out of checkpoints; `state_dict` says why
-        self.actor_spec = ModelSpec(actor) if isinstance(actor, str) else actor
+        self.actor_spec = ModelSpec.given(actor, tokenizer)
         self.critic_spec = critic
-        self.reference_spec = ModelSpec(reference) if isinstance(reference, str) else reference
+        self.reference_spec = None if reference is None else ModelSpec.given(reference, argument="reference")
         self.reward_model_specs = reward_models or []
         self.advantage = realized(advantage)
         self.loss = realized(loss)
@@ -324,6 +328,11 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         for spec in (self.actor_spec, self.reference_spec, *self.reward_model_specs):
             if spec is not None:
                 require_model_folder(spec.path)
+        if stage == "fit" and self.kl is None and self.reference_spec is not None:
+            rank_zero_warn(
+                f"reference={self.reference_spec.path!r} with kl=None: nothing compares with a reference, so it is not "
+                "loaded. Set kl, or leave the reference out."
+            )
         self._rl_callbacks = rl_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]
         if stage == "fit" and self._corrects_off_policy:
             log.info(
@@ -381,7 +390,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             return optimizer
         if isinstance(self.lr_scheduler_factory, LRSchedule):
             return [optimizer], [self.lr_scheduler_factory.scheduler(optimizer, self.count_updates())]
-        return [optimizer], [self.lr_scheduler_factory(optimizer)]
+        return [optimizer], [make_scheduler(self.lr_scheduler_factory, optimizer)]
 
     def count_updates(self) -> int:
         """Optimizer steps that the whole run will make: rollouts x `ppo_epochs` x mini-batches, or `max_steps`.
@@ -932,6 +941,11 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def compares_engine_logprobs(self) -> bool:
         """Whether the loss, as it is or as `setup` will wrap it, reads the engine's log-probs."""
         return self.loss.reads_engine_logprobs or self._corrects_off_policy
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether it learns nothing from completions that nothing scores."""
+        return True
 
     @property
     def scores_rollouts(self) -> bool:

@@ -60,7 +60,7 @@ class RewardLightningModule(SavesPretrained):
         super().__init__()
         if centering_coef < 0:
             raise ValueError(f"centering_coef={centering_coef!r}: must be at least 0; 0 turns it off.")
-        self.model_spec = ModelSpec(model) if isinstance(model, str) else model
+        self.model_spec = ModelSpec.given(model, argument="model")
         self.optimizer_factory = optimizer
         self.head_lr = head_lr
         self.lr_scheduler_factory = lr_scheduler

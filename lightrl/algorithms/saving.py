@@ -124,7 +124,7 @@ class SavesPretrained(LightningModule):
         if zero:
             model, spec = self.trained_model
             with atomic_folder(Path(folder)) as new:
-                save_hf_folder(model, state, new, tokenizer_path=spec.path)
+                save_hf_folder(model, state, new, tokenizer_path=spec.path, chat_template=spec.chat_template)
         self.trainer.strategy.barrier()
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, revision: str | None = None) -> None:

@@ -12,11 +12,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from lightrl.distributed.strategies import local_shard
 
-__all__ = ["UNCOUNTED", "LRSchedule", "make_optimizer", "with_schedule"]
+__all__ = ["UNCOUNTED", "LRSchedule", "make_optimizer", "make_scheduler", "with_schedule"]
 
 UNCOUNTED = (
     "lr_scheduler by name needs to know where the run ends: set trainer.max_epochs or trainer.max_steps, or give a "
@@ -69,6 +69,8 @@ class LRSchedule:
 
     def scheduler(self, optimizer: Optimizer, total: int) -> LambdaLR:
         """The schedule of a run of `total` updates."""
+        if self.warmup > max(total, 1):
+            rank_zero_warn(f"lr_scheduler.warmup={self.warmup:g}: the run has {total} updates, all within it.")
         return LambdaLR(optimizer, lambda update: self.factor(update, total))
 
 
@@ -91,7 +93,7 @@ def with_schedule(optimizer: Optimizer, schedule: Any, trainer: Trainer) -> Any:
             raise ValueError(UNCOUNTED)
         made: Any = schedule.scheduler(optimizer, int(total))
     else:
-        made = schedule(optimizer)
+        made = make_scheduler(schedule, optimizer)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}
 
 
@@ -107,16 +109,43 @@ def make_optimizer(factory: Callable[[Any], Any], parameters: Any, strategy: Str
         strategy: the trainer's; DeepSpeed's optimizers keep float32 weights of their own.
 
     Raises:
-        ValueError: one of its own arguments is null or of a wrong type.
+        ValueError: one of its own arguments is null, of a wrong type or out of range; or an optimizer that cannot work.
     """
     try:
         optimizer = factory(parameters)
     except TypeError as error:
         raise ValueError(f"optimizer: {error}. Look for an argument of it that is null or no number.") from error
+    except (ValueError, RuntimeError, ArithmeticError) as error:
+        raise ValueError(f"optimizer: {str(error).rstrip('.')}. Look at its arguments.") from error
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__}: it needs a closure or sparse gradients, which there are none of. "
+            "Take AdamW, or another that steps from dense gradients."
+        )
+    if not any(group.get("lr", 1.0) for group in optimizer.param_groups):
+        rank_zero_warn("optimizer: lr=0, so nothing will be learnt.")
     if "Adam" in type(optimizer).__name__ and not isinstance(strategy, DeepSpeedStrategy):
         for group in optimizer.param_groups:
             _warn_of_lost_updates(group)
     return optimizer
+
+
+def make_scheduler(factory: Callable[[Any], Any], optimizer: Optimizer) -> Any:
+    """What a callable `lr_scheduler` argument makes of the optimizer.
+
+    Raises:
+        ValueError: one of its own arguments is null, of a wrong type or out of range.
+    """
+    try:
+        made = factory(optimizer)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ValueError(f"lr_scheduler: {str(error).rstrip('.')}. Look at its arguments.") from error
+    if isinstance(made, ReduceLROnPlateau):
+        raise ValueError("lr_scheduler=ReduceLROnPlateau: it waits for a metric, and is stepped once an update here.")
+    for name in ("step_size", "total_iters", "T_max", "T_0"):
+        if getattr(made, name, 1) < 1:
+            raise ValueError(f"lr_scheduler: {name}={getattr(made, name)}: must be at least 1.")
+    return made
 
 
 def _warn_of_lost_updates(group: dict[str, Any]) -> None:

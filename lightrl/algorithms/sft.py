@@ -27,10 +27,12 @@ class SFTLightningModule(SavesPretrained):
     batch over all ranks. Packed layout and chunked log-probs are those of the RL modules.
 
     Args:
-        actor: the model: a folder or hub name, or a `ModelSpec`.
+        actor: the model: a folder or hub name, or a `ModelSpec`; from Python also a live model with its `tokenizer`,
+            which is trained itself (`ModelSpec.of`).
         optimizer: called with the trained parameters.
         lr_scheduler: `{name: cosine, warmup: 0.03}` (`LRSchedule`, over all updates of the run), or what is called
             with the optimizer; stepped after every update. None keeps the rate constant.
+        tokenizer: of a live `actor`, or its processor; None for any other, whose folder has it.
     """
 
     actor: PolicyModel
@@ -40,9 +42,10 @@ class SFTLightningModule(SavesPretrained):
         actor: str | ModelSpec,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.0),
         lr_scheduler: LRSchedulerCallable | LRSchedule | None = None,
+        tokenizer: Any = None,
     ) -> None:
         super().__init__()
-        self.actor_spec = ModelSpec(actor) if isinstance(actor, str) else actor
+        self.actor_spec = ModelSpec.given(actor, tokenizer)
         self.optimizer_factory = optimizer
         self.lr_scheduler_factory = lr_scheduler
         self.eval_loss = MeanMetric()

@@ -176,7 +176,7 @@ def run_settings(trainer: Trainer) -> dict[str, Any]:
     if not isinstance(data, RolloutDataModule):
         return {"module": type(trainer.lightning_module).__name__}
     numbers = {name: getattr(data, name) for name in ("group_size", "prompts_per_rollout", "seed")}
-    module = {"module": type(data.learner).__name__, "actor": data.learner.actor_spec.path}
+    module = {"module": type(data.learner).__name__, "actor": data.learner.actor_spec.name}
     return {**numbers, **module, "prompts": data_fingerprint(data.prompts)}
 
 

@@ -14,15 +14,18 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["null_arguments", "parameters", "short_message"]
+__all__ = ["parameters", "short_message", "wrong_arguments"]
 
 BOILERPLATE = re.compile(
     r"^(Subtypes: |Errors:$|Given value|Does not validate against any|Not a valid subclass of |Subclass types"
     r"|a class path \(str\)|a dict with|Expected a <class 'NoneType'>$|Expected a path but|$)"
 )
 WHERE = re.compile(r'^Parser key "([^"]+)":?')
+NO_SUBCLASS = re.compile(r"^Import path (?:(\S+) )?does not correspond to a subclass of (\w+)")
 SUBCLASS = re.compile(r"^Not a valid subclass of (\w+)(?:\. Got value: (.*))?")
 CLASS = re.compile(r"^Problem with given class_path '([^']+)'")
+LINES = 10
+"""A text of more is cut to its first findings."""
 TYPE = re.compile(r"^Expected an? (.+?)\.?(?: Got value: (.*))?$")
 
 
@@ -81,7 +84,11 @@ def short_message(text: str, known: Iterable[str] = ()) -> str:
         return f"{place}{first.rstrip('.')}.{_suggestion(found[2], parameters(classes[-1:], found[1]))}"
     if found := re.match(r"Subcommand '\w+' does not accept option '([^']+)'", first):
         return f"'{found[1]}' is not accepted.{_suggestion(found[1], known)}"
-    return " ".join([place + first, *findings[1:3]]) if len(findings) < 4 else text
+    others = [found for found in map(NO_SUBCLASS.match, findings) if found is not None]
+    if len(others) == len(findings) > 1 and others[0][1]:
+        return f"{place}'{others[0][1]}' is no {' or '.join(dict.fromkeys(found[2] for found in others))}."
+    short = len(findings) < 4 or text.count("\n") > LINES
+    return " ".join([place + first, *findings[1:3]]) if short else text
 
 
 def _cut(value: str | None) -> str:
@@ -138,32 +145,49 @@ def _members(hint: Any) -> list[Any]:
     return [hint] if inspect.isclass(hint) else [each for each in typing.get_args(hint) if inspect.isclass(each)]
 
 
-def null_arguments(value: Any, hint: Any = None, path: str = "") -> Iterator[tuple[str, str]]:
-    """Arguments of classes that are null and must be a number, text, true/false, a list or of ours: (path, type).
+def wrong_arguments(value: Any, hint: Any = None, path: str = "") -> Iterator[tuple[str, str]]:
+    """Arguments of classes that jsonargparse lets through and that are refused later, without their name.
 
-    jsonargparse lets null through, and the constructor fails at its first comparison.
+    That is null for a number, text, true/false, a list or a part of ours, anything but a mapping for a record of
+    ours, and rows that come from nowhere: (path, what is wrong).
 
     Args:
         value: a parsed configuration as plain data. hint: the type of what it is for. path: where it stands.
     """
     if isinstance(value, list):
         for number, each in enumerate(value):
-            yield from null_arguments(each, None, f"{path}.{number}")
+            yield from wrong_arguments(each, None, f"{path}.{number}")
     if not isinstance(value, Mapping):
         return
     if isinstance(value.get("class_path"), str):
         owner = _imported(value["class_path"])
         arguments, path = value.get("init_args") or {}, f"{path}.init_args"
     else:
-        owner = next((each for each in _members(hint) if dataclasses.is_dataclass(each)), None)
+        fitting = (each for each in _members(hint) if dataclasses.is_dataclass(each))
+        owner = next((each for each in fitting if value.keys() <= _hints(each).keys()), None)
         arguments = value
+    if _has_rows(owner) and {"path", "rows"} <= arguments.keys():
+        if (arguments["path"] is None) == (arguments["rows"] is None):
+            yield path, f"{_cut(str({k: arguments[k] for k in ('path', 'rows')}))}: give exactly one of the two"
+        elif arguments["rows"] == []:
+            yield path, "{'rows': []}: it has no rows"
     hints, ours = _hints(owner), getattr(owner, "__module__", "").startswith("lightrl.")
     for name, inner in arguments.items():
         where = f"{path}.{name}" if path else str(name)
         hint = hints.get(name)
         kind = typing.get_origin(hint) if ours and typing.get_origin(hint) in (dict, list, tuple) else hint
         own = inspect.isclass(hint) and hint.__module__.startswith("lightrl.")
+        records: list[Any] = [each for each in _members(hint) if dataclasses.is_dataclass(each)]
+        alone = bool(records) and {*records, type(None)} >= {*_members(hint), *typing.get_args(hint)}
         if inner is None and (own or kind in (int, float, bool, str, dict, list, tuple)):
-            yield where, str(kind.__name__)
+            yield where, f"null: expected {kind.__name__}; leave it out for the default"
+        elif inner is not None and not isinstance(inner, Mapping) and alone:
+            yield where, f"{_cut(str(inner))}: expected {records[0].__name__}, a mapping of its arguments"
+        elif inner == [] and any(map(_has_rows, records)):
+            yield where, "[]: it has no rows"
         else:
-            yield from null_arguments(inner, hint, where)
+            yield from wrong_arguments(inner, hint, where)
+
+
+def _has_rows(cls: Any) -> bool:
+    return dataclasses.is_dataclass(cls) and {"path", "rows"} <= {field.name for field in dataclasses.fields(cls)}

@@ -45,6 +45,11 @@ PRIVATE = {
     "vllm.v1.engine.llm_engine:LLMEngine.add_request": "requests of our own ids join while others run",
     "vllm.v1.engine.llm_engine:LLMEngine.step": "groups come out as they finish",
     "vllm.v1.engine.llm_engine:LLMEngine.abort_request": "cancelled and abandoned requests",
+    "vllm.v1.engine.output_processor:OutputProcessor.__init__": "request_states has what came of a request so far",
+    "vllm.v1.engine.output_processor:RequestState.make_request_output": "that as an output, as for an aborted request",
+    "vllm.v1.engine:FinishReason.ABORT": "which such an output has",
+    "vllm.v1.engine.core:EngineCoreProc.pause_scheduler": "weights change between two steps, requests stay",
+    "vllm.v1.engine.core:EngineCoreProc.resume_scheduler": "and go on",
     "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests": "whether requests are in flight",
     "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": "keys and values of old weights",
     "vllm.v1.engine.llm_engine:LLMEngine.reset_encoder_cache": "pictures seen by old weights",
@@ -376,6 +381,43 @@ class VLLMAdapter:
         """Drops requests."""
         with _deaths_translated():
             self.engine.abort_request(request_ids)
+
+    def suspend(self, request_ids: list[str]) -> dict[str, Any]:
+        """Drops requests; what has come of each, by its id, with the finish reason "abort"."""
+        from vllm.v1.engine import FinishReason
+
+        processor, outputs = self.engine.output_processor, dict[str, Any]()
+        for request_id in request_ids:
+            for internal in processor.external_req_ids.get(request_id, []):
+                state = processor.request_states[internal]
+                outputs[request_id] = state.make_request_output([], None, FinishReason.ABORT, None)
+        self.abort(request_ids)
+        return outputs
+
+    def pause(self) -> list[Any]:
+        """Stops an engine of its own process between two steps, its requests as they are; those that finished."""
+        finished: list[Any] = []
+        if not self.in_process:
+            with _deaths_translated():
+                self._submit_utility("pause_scheduler", "keep", False)()
+            while not self.client.outputs_queue.empty():  # of the steps before
+                finished += self.step()
+        return finished
+
+    def resume(self) -> None:
+        """Undoes `pause`."""
+        if not self.in_process:
+            with _deaths_translated():
+                self._submit_utility("resume_scheduler")()
+
+    def counts(self) -> dict[str, int]:
+        """How many tokens have come of each unfinished request."""
+        states = self.engine.output_processor.request_states.values()
+        return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of tokens, without special ones."""
+        return str(self.llm.get_tokenizer().decode(token_ids, skip_special_tokens=True))
 
     @property
     def busy(self) -> bool:

@@ -223,5 +223,6 @@ class PreferenceDataModule(SFTDataModule):
         super().__init__(train, val, batch_size, tokenizer, seed)  # type: ignore[arg-type]
 
     def _reader(self, module: Any) -> Callable[[Any], Any]:
-        self.tokenizer = load_tokenizer(self.tokenizer_path or module.model_spec.path)
+        spec = module.model_spec
+        self.tokenizer = load_tokenizer(self.tokenizer_path or spec.path, chat_template=spec.chat_template)
         return lambda source: source.tokenized(self.tokenizer)

@@ -341,7 +341,8 @@ class SFTDataModule(LightningDataModule):
         """Loads the tokenizer for a module; gives what turns a source into tokenised rows."""
         spec = getattr(module, "actor_spec", None)
         path: Any = self.tokenizer_path if spec is None else spec.path
-        self.tokenizer = load_tokenizer(self.tokenizer_path or path)
+        template = None if spec is None else spec.chat_template
+        self.tokenizer = load_tokenizer(self.tokenizer_path or path, chat_template=template)
         processor = load_processor(path, self.tokenizer)
         return lambda source: source.tokenized(self.tokenizer, processor)
 

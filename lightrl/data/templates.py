@@ -12,6 +12,9 @@ from jinja2 import TemplateError
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from lightrl.data.files import one_line
+from lightrl.models.spec import read_chat_template
+
 __all__ = ["ChatTemplate", "apply_template", "as_messages", "encode", "load_tokenizer", "render_prompt", "require_text"]
 
 ChatTemplate = bool | Literal["auto"]
@@ -23,7 +26,7 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 _BLOCK_KINDS = ("text", "image", "video", "audio")
 
 
-def load_tokenizer(path: str, **kwargs: Any) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, *, chat_template: str | None = None, **kwargs: Any) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a model folder or hub name.
 
     LightRL never reads a mask off the pad token, so padding may share an id with another token. Where the tokenizer has
@@ -31,11 +34,14 @@ def load_tokenizer(path: str, **kwargs: Any) -> PreTrainedTokenizerBase:
 
     Args:
         path: folder or hub name.
+        chat_template: Jinja text, or a file of it, in place of the tokenizer's own; None leaves that.
         **kwargs: further arguments of `AutoTokenizer.from_pretrained`.
 
     Raises:
-        ValueError: the folder does not exist or holds no tokenizer, or the tokenizer has no end-of-sequence token.
+        ValueError: the template is no Jinja, the folder does not exist or holds no tokenizer, or the tokenizer has no
+            end-of-sequence token.
     """
+    template = None if chat_template is None else read_chat_template(chat_template, "chat_template")
     local = Path(path).expanduser()
     if not local.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise ValueError(f"model path {path!r}: there is no such folder (looked from {Path.cwd()}).")
@@ -43,6 +49,11 @@ def load_tokenizer(path: str, **kwargs: Any) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(str(local) if local.is_dir() else path, **kwargs)
     except OSError as error:
         raise ValueError(f"model path {path!r}: {_why_no_tokenizer(error)}") from error
+    except ValueError as error:
+        raise ValueError(f"model path {path!r} holds no tokenizer that can be read: {one_line(error)}") from error
+    if template is not None:
+        tokenizer.chat_template = template
+        tokenizer.name_or_path = ""  # by which renderers know a family's own template
     if tokenizer.eos_token_id is None:
         raise ValueError(f"The tokenizer of {path!r} has no end-of-sequence token; set eos_token in its configuration.")
     if tokenizer.pad_token_id is None:
@@ -109,7 +120,8 @@ def render_prompt(
     if not has_template:
         raise ValueError(
             "Conversational prompts (and chat_template=True) need a tokenizer with a chat template; this one has none. "
-            "Use an instruction-tuned model's tokenizer, set tokenizer.chat_template, or give prompts as strings."
+            "Use an instruction-tuned model's tokenizer, set actor.chat_template (Jinja text or a file of it), or give "
+            "prompts as strings."
         )
     if system_prompt is not None:
         messages = [{"role": "system", "content": system_prompt}, *messages]

@@ -51,6 +51,7 @@ class RequestQueue:
         self._cancelled: list[GenerationRequest] = []
         self._closed = closed
         self._stopped = False
+        self._suspended = False
         self._listener: Callable[[], None] = lambda: None
 
     def put(self, request: GenerationRequest) -> None:
@@ -85,6 +86,20 @@ class RequestQueue:
         with self._changed:
             self._stopped = self._closed = True
             self._tell()
+
+    def suspend(self) -> None:
+        """Ends the `generate` that takes from this queue: what it has begun is yielded as it stands, "suspended".
+
+        Requests that it has not taken yet are not answered. For engines that pass `check_in_flight`.
+        """
+        with self._changed:
+            self._suspended = self._closed = True
+            self._tell()
+
+    @property
+    def suspended(self) -> bool:
+        """Whether `suspend` was called."""
+        return self._suspended
 
     def listen(self, listener: Callable[[], None]) -> None:
         """For the engine: has `listener` called after each change, by the thread that made it. It must not block."""
@@ -123,6 +138,8 @@ class RequestQueue:
                 self._changed.wait()
             if self._stopped:
                 raise GenerationCancelledError("This generation was cancelled.")
+            if self._suspended:
+                return []
             taken = list(self._waiting)
             self._waiting.clear()
             return taken
@@ -179,6 +196,18 @@ class Engine(ABC):
         Raises:
             ValueError: what is wrong, and the way out.
         """
+
+    def check_in_flight(self) -> None:
+        """Says whether weights may change within a completion (`InFlight`): the engine takes requests with `begun`
+        completions and `pause_at`, heeds `RequestQueue.suspend`, and serves several `generate` at a time.
+
+        Raises:
+            ValueError: why not, and the way out.
+        """
+        raise ValueError(
+            f"in_flight with engine={type(self).__name__}: it cannot go on with what other weights sampled. Take "
+            "VLLMEngine(in_process=False), or leave in_flight out: staleness alone changes weights between rollouts."
+        )
 
     @abstractmethod
     def start(self, context: EngineContext) -> None:

@@ -141,18 +141,19 @@ class SingleTurn(Episode):
 
 def one_turn(group: CompletionGroup) -> list[Trajectory]:
     """Each completion as a trajectory of one turn."""
-    prompt, version = list(group.request.token_ids), group.policy_version
+    prompt = list(group.request.token_ids)
     context, nothing = [-1] * len(prompt), [0.0] * len(prompt)
     trajectories = []
-    for completion in group.completions:
+    for place, completion in enumerate(group.completions):
         count = len(completion.token_ids)
         row = TrajectoryRow(
             token_ids=prompt + list(completion.token_ids),
             turn_ids=context + [0] * count,
             logprobs=nothing + list(completion.logprobs),
-            policy_versions=context + [version] * count,
+            policy_versions=context + group.versions(place),
             support=Support.joined((len(prompt), None), (count, completion.support)),
             routes=completion.routes,
         )
+        assert completion.finish_reason != "suspended", "the collector waits until a completion is over"
         trajectories.append(Trajectory([row], completion.text, completion.finish_reason))
     return trajectories

@@ -83,7 +83,7 @@ class Ledger:
         self,
         token_ids: Sequence[int],
         logprobs: Sequence[float],
-        policy_version: int,
+        policy_version: int | Sequence[int],
         reply: Message,
         *,
         trained: bool = True,
@@ -95,7 +95,7 @@ class Ledger:
 
         Args:
             token_ids: n ids. logprobs: n floats.
-            policy_version: of the weights that sampled them.
+            policy_version: of the weights that sampled them; n integers where they changed on the way.
             reply: the same as an assistant's message, as it enters the conversation.
             trained: False makes the turn context.
             support: what the tokens were drawn from; None where nothing was cut, or it was not recorded.
@@ -113,7 +113,8 @@ class Ledger:
         turn = self.turns if turn is None else turn
         row.turn_ids.extend([turn if trained else -1] * len(token_ids))
         row.logprobs.extend(logprobs if trained else [0.0] * len(token_ids))
-        row.policy_versions.extend([policy_version if trained else -1] * len(token_ids))
+        versions = [policy_version] * len(token_ids) if isinstance(policy_version, int) else policy_version
+        row.policy_versions.extend(versions if trained else [-1] * len(token_ids))
         self.turns += 1
 
     def answer(self, messages: Sequence[Message]) -> list[int]:

@@ -249,7 +249,7 @@ class _Played(Attempt):
         self.ledger.sampled(
             completion.token_ids,
             completion.logprobs,
-            group.policy_version,
+            group.versions(0),
             reply.message(),
             trained=self.settings.train_parse_errors or not reply.errors,
             support=completion.support,

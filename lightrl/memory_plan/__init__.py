@@ -57,6 +57,7 @@ def plan(
     spread: float = 0.7,
     turns: int = 1,
     tool_seconds: float = 0.0,
+    shared: float = 0.0,
     staleness: int = 1,
     tflops: float = 989.0,
     bandwidth: float = 3.35,
@@ -98,6 +99,8 @@ def plan(
         spread: standard deviation of completions' lengths over their mean.
         turns: sampled turns of a trajectory.
         tool_seconds: seconds that a tool takes between two turns.
+        shared: mean tokens of a trajectory that the tree layout computes in another one; prompts of p tokens in groups
+            of g: p (g - 1) / g.
         staleness: rollouts that generation may be ahead; with 0 nothing overlaps. Times are those of as many as the
             table names, where there are more.
         tflops: a GPU's dense bfloat16 peak in 10^12 operations per second (H100: 989, A100: 312, H20: 148).
@@ -120,6 +123,8 @@ def plan(
         raise ValueError(f"lora={lora}: must be 0 (train the weights) or a rank.")
     if not 0 <= engine_share < 1:
         raise ValueError(f"engine_share={engine_share}: must be in [0, 1).")
+    if not 0 <= shared < length:
+        raise ValueError(f"shared={shared}: must be at least 0 and below length={length}.")
     import torch
 
     compute = torch.float32 if precision == "32-true" else torch.bfloat16
@@ -155,6 +160,7 @@ def plan(
             longest=max(length, 8 * response),
             turns=turns,
             tool_seconds=tool_seconds,
+            shared=shared,
             forwards=1 + reference,
             recompute=gradient_checkpointing,
             slots=sequences,

@@ -70,6 +70,7 @@ class Job:
         tool_seconds: latency of a tool.
         forwards: passes without gradient over each trajectory (old log-probs, reference).
         passes: `ppo_epochs`.
+        shared: mean tokens of a trajectory that training computes in another one, which begins alike.
         recompute: whether activations are recomputed.
         slots: most sequences that an engine generates at a time.
     """
@@ -87,6 +88,7 @@ class Job:
     tool_seconds: float = 0.0
     forwards: int = 1
     passes: int = 1
+    shared: float = 0.0
     recompute: bool = True
     slots: int = 256
 
@@ -164,8 +166,8 @@ def steady(job: Job, rates: Rates, engines: int) -> float:
 
 def training(job: Job, rates: Rates, gpus: int) -> float:
     """Seconds of the forwards and updates on a rollout."""
-    tokens = job.trajectories * (job.prompt + job.response)
-    pairs = job.trajectories * ((job.prompt + job.response) ** 2) * (1 + job.spread**2) / 2
+    tokens = job.trajectories * (job.prompt + job.response - job.shared)
+    pairs = job.trajectories * ((job.prompt + job.response) ** 2 * (1 + job.spread**2) - job.shared**2) / 2
     forward = 2 * job.parameters * tokens + 4 * job.layers * job.hidden * pairs
     return forward * (job.forwards + job.passes * (4 if job.recompute else 3)) / (gpus * rates.flops)
 

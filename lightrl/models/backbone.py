@@ -24,12 +24,12 @@ from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
 from lightrl.models.multimodal import (
     harmless_id,
     idle_parameters,
+    marked_tokens,
     media_positions,
     merged_inputs,
     misfits_named,
     no_token_inputs,
     sampled_placeholders,
-    sharing_groups,
     true_embeddings,
 )
 from lightrl.models.packing.attention import IMPLEMENTATION, keep_attention_caps, text_attention, unsupported_reason
@@ -156,14 +156,13 @@ class Backbone:
         routes: Sequence[Routes | None],
     ) -> BackboneOutput:
         if self.layout != "padded":
-            share = self.layout != "packed"
-            groups = sharing_groups(self.config, rows, host) if rows else host.group_ids
+            ids, spans = marked_tokens(self.config, rows, host) if rows else (host.token_ids, None)
             stream = make_stream(
-                host.token_ids,
+                ids,
                 host.attention_mask,
                 host.response_mask,
-                groups,
-                share=share,
+                share=self.layout != "packed" and host.group_ids is not None,
+                spans=spans,
                 routes=routes,
                 cpu_kernels=self.cpu_kernels,
                 device=token_ids.device,
@@ -202,9 +201,9 @@ class Backbone:
     ) -> BackboneOutput:
         positions, ids = stream.position_ids.unsqueeze(0), token_ids.reshape(1, -1).index_select(1, stream.source)
         inputs = no_token_inputs(self.body, ids)
+        shown = bool(rows) and len(stream.targets) > 0  # else the stream is empty, and no picture belongs to it
         if rows:
-            roots = [row for row, parent in zip(stream.rows, stream.parents, strict=True) if parent < 0]
-            merged = merged_inputs(rows, roots if len(stream.targets) else [], stream.shape, token_ids.device)
+            merged = merged_inputs(rows, stream.shown if shown else [], stream.shape, token_ids.device)
             inputs |= {
                 name: x.reshape(1, -1).index_select(1, stream.source) if name.endswith(TOKEN_INPUT) else x
                 for name, x in merged.items()
@@ -226,7 +225,7 @@ class Backbone:
             )
         if stream.num_calls != self.num_layers:
             raise LayoutError(f"{stream.num_calls} of its {self.num_layers} layers use the replaced attention")
-        return self._output(out, stream.read, stream.targets, stream.shape, None, idle=self.sees and not rows)
+        return self._output(out, stream.read, stream.targets, stream.shape, None, idle=self.sees and not shown)
 
     def _run_spread(
         self, device: torch.device, host: HostRows, rows: list[dict[str, Any]] | None, routes: Sequence[Routes | None]

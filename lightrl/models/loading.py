@@ -29,7 +29,7 @@ from lightrl.models.lora import add_lora
 from lightrl.models.media_tokens import placeholder_ids
 from lightrl.models.routing import recompute_contexts
 from lightrl.models.shards import meta_parameters, weight_places
-from lightrl.models.spec import ModelSpec
+from lightrl.models.spec import LoraSpec, ModelSpec
 
 __all__ = [
     "causal_class",
@@ -59,6 +59,8 @@ def require_model_folder(path: str) -> None:
         ValueError: neither holds.
     """
     folder = Path(path).expanduser()
+    if not path:
+        raise ValueError("actor.path='': give a folder that `save_pretrained` wrote, or a hub name.")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(
@@ -92,6 +94,8 @@ def load_causal_lm(spec: ModelSpec, *, trainable: bool, in_shards: bool = False)
     Raises:
         ValueError: there is no such folder, or it holds no model.
     """
+    if trainable and spec.live is not None:
+        return _prepared(spec.live, spec, trainable=True)
     require_model_folder(spec.path)
     return load_model(spec, causal_class(_config(spec)), trainable=trainable, in_shards=in_shards)
 
@@ -126,7 +130,7 @@ def load_model(
     for name, value in overrides.items():
         setattr(config, name, value)
     dtype = getattr(torch, spec.dtype or "float32")
-    lora = spec.lora if spec.lora is not None and (trainable or spec.lora.adapter is not None) else None
+    lora = _used_lora(spec, trainable)
     plain = in_shards and lora is None and not spec.random_init and not spec.kwargs
     model = _without_weights(auto_class, config, dtype) if plain else None
     if model is not None:
@@ -136,8 +140,23 @@ def load_model(
         model = auto_class.from_config(config, dtype=dtype, **kwargs)
     else:
         kwargs = {**spec.kwargs, **(_quantization(dtype) if lora is not None and lora.quantize_4bit else {})}
-        model = auto_class.from_pretrained(spec.path, config=config, dtype=dtype, **kwargs)
+        try:
+            model = auto_class.from_pretrained(spec.path, config=config, dtype=dtype, **kwargs)
+        except (TypeError, ValueError) as error:
+            if not spec.kwargs:
+                raise
+            raise ValueError(f"kwargs ({', '.join(spec.kwargs)}) with model {spec.path!r}: {error}") from error
+    return _prepared(model, spec, trainable=trainable)
+
+
+def _used_lora(spec: ModelSpec, trainable: bool) -> LoraSpec | None:
+    return spec.lora if spec.lora is not None and (trainable or spec.lora.adapter is not None) else None
+
+
+def _prepared(model: Any, spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
+    """A model as its spec wants it: no dropout, adapters, what is frozen."""
     _switch_dropout_off(model)
+    lora = _used_lora(spec, trainable)
     if lora is not None:
         add_lora(model, lora)
     if not trainable:
@@ -146,7 +165,8 @@ def load_model(
         _freeze(model, spec.freeze)
         if spec.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_contexts})
-    return model.train()
+    prepared: PreTrainedModel = model.train()
+    return prepared
 
 
 def _without_weights(auto_class: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel | None:
@@ -227,9 +247,18 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
                 unused.discard(pattern)
     if unused:
         raise ValueError(f"freeze={sorted(unused)}: no parameter or part has such a name; `*` is anything.")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"freeze={patterns}: nothing is left to train; freeze less.")
 
 
-def save_hf_folder(actor: Any, state: Mapping[str, Tensor], folder: str | Path, *, tokenizer_path: str) -> None:
+def save_hf_folder(
+    actor: Any,
+    state: Mapping[str, Tensor],
+    folder: str | Path,
+    *,
+    tokenizer_path: str,
+    chat_template: str | None = None,
+) -> None:
     """Writes a folder that transformers and vLLM load: weights, configuration, tokenizer, generation settings.
 
     Args:
@@ -237,11 +266,15 @@ def save_hf_folder(actor: Any, state: Mapping[str, Tensor], folder: str | Path, 
         state: Hugging Face name -> full tensor, LoRA merged, as `named_hf_weights` gives them.
         folder: where to; created if missing.
         tokenizer_path: folder or hub name whose tokenizer or processor is copied beside the weights.
+        chat_template: Jinja text in place of the tokenizer's own; None leaves that.
     """
     lm = actor.lm
     buffers = {n: b.detach().cpu() for n, b in lm.named_buffers() if n in persistent_buffers(lm)}
     lm.save_pretrained(folder, state_dict={**state, **buffers})
-    AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
     if placeholder_ids(lm.config):
         _copy_processor(tokenizer_path, Path(folder))
 

@@ -68,7 +68,14 @@ def _inject(model: nn.Module, spec: LoraSpec, name: str) -> None:
         bias="none",
     )
     with whole_parameters():
-        inject_adapter_in_model(config, model, adapter_name=name)
+        try:
+            inject_adapter_in_model(config, model, adapter_name=name)
+        except ValueError as error:
+            linear = {path.rpartition(".")[2] for path, part in model.named_modules() if isinstance(part, nn.Linear)}
+            raise ValueError(
+                f"lora.target_modules={spec.target_modules!r}: {str(error).partition('. ')[0]}. Linear layers are "
+                f"{', '.join(sorted(linear))}."
+            ) from error
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What images, videos and sound add to a batch: model inputs, positions, and who may share a prompt.
+"""What images, videos and sound add to a batch: model inputs, positions, and what rows may share.
 
 Rows carry what their model's processor made of them alone, and nothing here knows a family: inputs per token are laid
 out like the tokens, all others are laid end to end in the order of their rows, positions come from the model's own
@@ -22,16 +22,19 @@ from lightrl.types import HostRows
 __all__ = [
     "harmless_id",
     "idle_parameters",
+    "marked_tokens",
     "media_positions",
     "merged_inputs",
     "misfits_named",
     "no_token_inputs",
     "sampled_placeholders",
-    "sharing_groups",
+    "told_apart",
     "true_embeddings",
 ]
 
 Rows = Sequence[dict[str, Any]]
+
+TYPE_STEP = 1 << 26  # more than any vocabulary
 
 
 def merged_inputs(rows: Rows, wanted: Sequence[int], shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
@@ -79,40 +82,61 @@ def no_token_inputs(body: Any, token_ids: Tensor) -> dict[str, Tensor]:
     return {TOKEN_INPUT: torch.zeros_like(token_ids)} if insists else {}
 
 
-def sharing_groups(config: Any, rows: Rows, host: HostRows) -> Tensor | None:
-    """(B,) groups in which rows that show different things are apart, although their tokens may be equal.
+def marked_tokens(config: Any, rows: Rows, host: HostRows) -> tuple[Tensor, Tensor]:
+    """Tokens by which rows are compared for what they begin with alike.
 
-    A row that is shown something after its first response token is apart from all others: what it shows goes through
-    the model with the row that it stands in, and a shared prompt is computed with one row's alone.
+    What a row shows goes through the model once, where its first placeholder stands. So rows share that place only if
+    they show the same altogether, and no shared prefix ends between the first placeholder and the last.
+
+    Returns:
+        (B, T) token ids, in which the first placeholder of a row is a negative number that only rows with the same
+        inputs have, sampled placeholders, which stand for themselves, are negative, too, and tokens of other types are
+        other numbers; and the (B, 2) places of the first and the last placeholder, -1 where a row shows nothing.
     """
-    group_ids = host.group_ids
-    if group_ids is None:
-        return None
+    ids = host.token_ids.clone()
+    places = torch.isin(ids, torch.tensor(list(placeholder_ids(config).values()))) & host.attention_mask.bool()
+    if host.response_mask is not None:
+        sampled = places & host.response_mask.bool()
+        ids[sampled] = -1 - len(rows) - ids[sampled]
+        places &= ~sampled
+    spans = torch.full((len(rows), 2), -1)
     kinds: list[dict[str, Any]] = []
-    numbers: dict[tuple[int, int], int] = {}
-    result = []
-    later = _shown_later(config, host)
-    for group, row, alone in zip(group_ids.tolist(), rows, later, strict=True):
-        kind = len(kinds) if alone else next((i for i, known in enumerate(kinds) if _same(known, row)), len(kinds))
+    for i, row in enumerate(rows):
+        if not row:
+            continue
+        kind = next((k for k, known in enumerate(kinds) if _same(known, row)), len(kinds))
         if kind == len(kinds):
             kinds.append(row)
-        result.append(numbers.setdefault((group, kind), len(numbers)))
-    return torch.tensor(result, device=group_ids.device)
+        for name, x in row.items():
+            if name.endswith(TOKEN_INPUT):
+                ids[i, : x.shape[1]] += TYPE_STEP * x[0]
+        found = places[i].nonzero().squeeze(1)
+        spans[i] = torch.stack([found.min(), found.max()]) if len(found) else torch.zeros(2, dtype=torch.long)
+        ids[i, spans[i, 0]] = -1 - kind
+    return ids, spans
 
 
-def _shown_later(config: Any, host: HostRows) -> list[bool]:
-    """Whether each row has placeholders among the context after its first response token."""
-    if host.response_mask is None:
-        return [False] * len(host.token_ids)
-    response = host.response_mask.bool()
-    places = torch.isin(host.token_ids, torch.tensor(list(placeholder_ids(config).values())))
-    return (places & host.attention_mask.bool() & ~response & (response.cumsum(1) > 0)).any(1).tolist()
+def told_apart(token_ids: Tensor, rows: Rows | None) -> Tensor:
+    """Tokens by which micro-batches are cut: rows with inputs begin alike only if these are one object.
+
+    So they count at least as many tokens as `marked_tokens` lets them compute, without a look at any pixels.
+    """
+    if not rows or not any(rows):
+        return token_ids
+    ids = token_ids.clone()
+    numbers: dict[int, int] = {}
+    for i, row in enumerate(rows):
+        if row:
+            ids[i, 0] = -1 - numbers.setdefault(id(row), i)
+    return ids
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two rows show the same, whatever their texts."""
     if one is other or one.keys() != other.keys():
         return one is other
-    return all(one[name] is other[name] or torch.equal(one[name], other[name]) for name in one)
+    names = [name for name in one if not name.endswith(TOKEN_INPUT)]
+    return all(one[name] is other[name] or torch.equal(one[name], other[name]) for name in names)
 
 
 def media_positions(body: Any, token_ids: Tensor, rows: Rows) -> Tensor | None:

@@ -123,7 +123,8 @@ class PolicyModel(nn.Module):
             token_ids: (B, T) int64, right-padded.
             attention_mask: (B, T) bool.
             response_mask: (B, T) bool; a token at 0 has nothing before it and gets 0.
-            group_ids: (B,) int64; rows of a group may share the computation of their prompt. None shares nothing.
+            group_ids: (B,) int64; with any, rows may share the computation of what they begin with alike, also those of
+                different groups. None shares nothing.
             host: the same four in host memory, so that planning does not wait for the device; None reads them.
             temperature: of the sampling distribution, above 0.
             entropy: whether to compute entropies.

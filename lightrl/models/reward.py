@@ -13,9 +13,10 @@ from transformers import AutoTokenizer
 
 from lightrl.models.backbone import Backbone
 from lightrl.models.loading import load_scalar
+from lightrl.models.multimodal import told_apart
 from lightrl.models.packing.micro_batches import micro_batches
 from lightrl.models.policy import transformer_blocks
-from lightrl.models.spec import Layout, ModelSpec
+from lightrl.models.spec import Layout, ModelSpec, read_chat_template
 from lightrl.ops.padding import pad_rows
 
 __all__ = ["RewardModel", "RewardModelSpec"]
@@ -34,8 +35,8 @@ class RewardModelSpec:
         tokenizer: "own" scores text with the tokenizer of the model's folder; "policy" scores the policy's token ids as
             they are, with the pixels that its processor made, which is right only where both share a vocabulary. Rows
             with images need "policy".
-        chat_template: Jinja template that the own tokenizer renders [user: prompt, assistant: completion] with;
-            "default" is the tokenizer's; null scores prompt + completion as plain text.
+        chat_template: Jinja text, or a file of it, that the own tokenizer renders [user: prompt, assistant: completion]
+            with; "default" is the tokenizer's; null scores prompt + completion as plain text.
         max_length: longest text in tokens; longer ones lose their beginning. null is the model's limit.
         layout: see `ModelSpec.layout`.
         kwargs: further arguments of `from_pretrained`.
@@ -64,6 +65,8 @@ class RewardModelSpec:
             raise ValueError(f"reward_models.name={self.name!r}: must consist of letters, digits and underscores.")
         if self.tokenizer not in ("own", "policy"):
             raise ValueError(f"reward_models.tokenizer={self.tokenizer!r}: must be 'own' or 'policy'.")
+        if self.chat_template not in (None, "default"):
+            self.chat_template = read_chat_template(str(self.chat_template), f"reward_models.{self.name}.chat_template")
         if self.tokenizer == "policy" and self.chat_template is not None:
             raise ValueError("reward_models.chat_template renders text, tokenizer='policy' scores token ids: drop one.")
 
@@ -167,7 +170,7 @@ class RewardModel(nn.Module):
             token_ids: (B, T) int64, right-padded.
             attention_mask: (B, T) bool.
             response_mask: (B, T) bool, the end of each row that rows of its group do not share; with `group_ids`.
-            group_ids: (B,) int64; rows of a group may share the computation of what comes before. None shares nothing.
+            group_ids: (B,) int64; None shares nothing.
             inputs: B dictionaries of extra model inputs (images and the like), `{}` for text; None for text alone.
 
         Returns:
@@ -176,7 +179,7 @@ class RewardModel(nn.Module):
         if self._backbone is None:
             logits = self.model(input_ids=token_ids, attention_mask=attention_mask.long()).logits
             return logits.squeeze(-1).float()
-        if response_mask is None or group_ids is None or self._backbone.layout not in ("auto", "shared_prefix"):
+        if response_mask is None or group_ids is None or not self._shares:
             out = self._backbone(token_ids, attention_mask, None, None, inputs)
             return _read_scores(_head(self.model), out.hidden)
         return self._forward_shared(token_ids, attention_mask, response_mask, group_ids, inputs)
@@ -269,10 +272,9 @@ class RewardModel(nn.Module):
 
         `response` says where that ends; None takes all that they begin with alike.
         """
-        if self._backbone is None or self._backbone.layout not in ("auto", "shared_prefix"):
-            groups = torch.arange(len(token_ids), device=token_ids.device)
         response = own_ends(token_ids, mask, groups) if response is None else response
-        bins = micro_batches(mask, response, groups, budget)
+        ids = told_apart(token_ids.cpu(), inputs)
+        bins = micro_batches(ids, mask.cpu(), response.cpu(), budget, layout="auto" if self._shares else "packed")
         scores = torch.zeros(len(token_ids), device=token_ids.device)
         for i in range(_max_over_ranks(len(bins), token_ids.device)):
             rows = (bins[i] if i < len(bins) else torch.zeros(1, dtype=torch.long)).to(token_ids.device)
@@ -287,6 +289,11 @@ class RewardModel(nn.Module):
             if i < len(bins):
                 scores[rows] = part
         return scores
+
+    @property
+    def _shares(self) -> bool:
+        """Whether what rows begin with alike is computed once."""
+        return self._backbone is not None and self._backbone.layout not in ("packed", "padded")
 
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks, as FSDP2 shards them."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
+import weakref
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-__all__ = ["Layout", "LoraSpec", "ModelSpec"]
+__all__ = ["Layout", "LoraSpec", "ModelSpec", "read_chat_template"]
 
-Layout = Literal["auto", "padded", "packed", "shared_prefix"]
+Layout = Literal["auto", "padded", "packed", "tree", "shared_prefix"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ADAPTER_FILE = "adapter_config.json"
 PLAIN_INIT = (None, True, False, "gaussian")
@@ -30,7 +33,7 @@ class LoraSpec:
 
     Args:
         r: rank of the update, at least 1.
-        alpha: scale of the update, which is multiplied by alpha / r.
+        alpha: scale of the update, above 0, which is multiplied by alpha / r.
         dropout: on the adapter's input, in [0, 1). Above 0 log-probs are noisy, and with them the policy ratio.
         target_modules: names of linear layers that get an adapter; "all-linear" is all but the output head.
         quantize_4bit: keep W in 4-bit NF4 (QLoRA, https://arxiv.org/abs/2305.14314); needs CUDA and bitsandbytes.
@@ -53,6 +56,8 @@ class LoraSpec:
             self._take_over(_adapter_config(self.adapter))
         if self.r < 1:
             raise ValueError(f"lora.r={self.r}: the rank must be at least 1.")
+        if not self.alpha > 0:
+            raise ValueError(f"lora.alpha={self.alpha}: must be above 0, or the adapter has no effect.")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"lora.dropout={self.dropout}: must be in [0, 1).")
 
@@ -90,14 +95,21 @@ class ModelSpec:
             more time.
         freeze: what is not trained: names of parts, such as "visual" (all within), or patterns of whole parameter names
             in which `*` matches anything, such as "*embed_tokens*". After the first sync it is not sent again.
-        layout: how sequences go through the model. auto takes the cheapest that the model supports: shared_prefix
-            computes a group's prompt once, packed leaves padding out, padded is the plain rectangle.
+        layout: how sequences go through the model. auto takes the cheapest that the model supports: tree computes once
+            what rows of a micro-batch begin with alike (shared_prefix is its earlier name), packed leaves padding out,
+            padded is the plain rectangle.
         cpu_kernels: whether the forward on a CPU uses LightRL's fused norms, SwiGLU and rotary embedding and its
             attention; null is yes unless LIGHTRL_CPU_KERNELS=0. On other devices it has no effect.
+        chat_template: Jinja text, or a file of it (.jinja), in place of the chat template of the tokenizer that the run
+            reads with; exports have it. null is the tokenizer's own.
         kwargs: further arguments of `from_pretrained`, such as trust_remote_code or revision.
 
+    Attributes:
+        live: the model of `ModelSpec.of`, which is trained itself; None where the model is loaded from `path`.
+
     Raises:
-        ValueError: a value is not one of those above, or two exclude each other.
+        ValueError: a value is not one of those above, or two exclude each other; there is no such template, or it is
+            no Jinja.
     """
 
     path: str
@@ -108,7 +120,9 @@ class ModelSpec:
     freeze: list[str] = field(default_factory=list)
     layout: Layout = "auto"
     cpu_kernels: bool | None = None
+    chat_template: str | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
+    live: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if any(len(os.fsencode(part)) > 255 for part in Path(self.path).parts):
@@ -118,12 +132,129 @@ class ModelSpec:
             self.path = _base_of(self.path)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"ModelSpec.dtype={self.dtype!r}: give one of {', '.join(DTYPES)}, or null for float32.")
-        if self.layout not in ("auto", "padded", "packed", "shared_prefix"):
-            raise ValueError(f"ModelSpec.layout={self.layout!r}: must be auto, padded, packed or shared_prefix.")
+        if self.layout not in get_args(Layout):
+            raise ValueError(f"ModelSpec.layout={self.layout!r}: must be auto, padded, packed or tree.")
         if self.random_init and self.lora is not None:
             raise ValueError(
                 "ModelSpec.random_init with lora: an adapter on random frozen weights is of no use; drop one."
             )
+        if self.chat_template is not None:
+            self.chat_template = read_chat_template(self.chat_template, "chat_template")
+
+    @property
+    def name(self) -> str:
+        """What the model is called where it is told from others: its path, or the class of a live one."""
+        return self.path if self.live is None else f"live {type(self.live).__name__}"
+
+    @classmethod
+    def given(cls, model: Any, tokenizer: Any = None, *, argument: str = "actor") -> ModelSpec:
+        """The spec of what was given as a model: a path, a spec, or a live model with its tokenizer.
+
+        Raises:
+            ValueError: it is none of these, or a tokenizer comes with what has its own.
+        """
+        from transformers import PreTrainedModel
+
+        if isinstance(model, PreTrainedModel):
+            return cls.of(model, tokenizer)
+        if tokenizer is not None:
+            raise ValueError(
+                f"tokenizer={type(tokenizer).__name__} with {argument}={getattr(model, 'path', model)!r}: it belongs "
+                "to a live model. For a folder give the data module's `tokenizer`, a folder or hub name."
+            )
+        if isinstance(model, ModelSpec):
+            return model
+        if isinstance(model, str | os.PathLike) and os.fspath(model):
+            return cls(os.fspath(model))
+        raise ValueError(
+            f"{argument}={str(model)[:60]!r} of type {type(model).__name__}: give a folder or hub name, a ModelSpec, "
+            "or a causal language model of transformers with its tokenizer (of a peft model the base, with a LoraSpec)."
+        )
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, **settings: Any) -> ModelSpec:
+        """The spec of a live model: it is what is trained, in place, and is not copied.
+
+        Model and tokenizer are written once, now, to a temporary folder, from which everything else is loaded that
+        begins as the model is now (engines, the reference, a critic). The folder goes with the spec or the process;
+        every process writes its own. So a checkpoint does not say where the model was: `load_from_checkpoint` and
+        resuming are given the model again, `lightrl export` a folder (`--model`).
+
+        Args:
+            model: a causal language model of transformers, on any device, whole and not quantised. Its parameters that
+                need no gradient stay frozen; dropout is switched off and its language head answers with log-probs too.
+            tokenizer: its tokenizer, or the processor of a model that takes images.
+            settings: the other arguments of `ModelSpec`, but for path, dtype (the model's) and random_init.
+
+        Raises:
+            ValueError: the model is no such model, it has adapters, or there is no tokenizer.
+        """
+        from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+        kind = type(model).__name__
+        refused = sorted({"path", "dtype", "random_init"} & settings.keys())
+        if refused:
+            raise ValueError(f"ModelSpec.of(..., {refused[0]}={settings[refused[0]]!r}): that is the model's own.")
+        if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+            raise ValueError(f"{kind} is no causal language model of transformers, with a language head.")
+        if getattr(model, "peft_config", None) or getattr(model, "is_quantized", False):
+            raise ValueError(
+                f"{kind} has adapters or quantised weights: give the base in float32, bfloat16 or float16, and a "
+                "LoraSpec (lora=LoraSpec(adapter=FOLDER) for an adapter that is there)."
+            )
+        if any(p.is_meta for p in model.parameters()) or len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+            raise ValueError(f"{kind} is on the meta device or spread by device_map: load it whole on one device.")
+        if not isinstance(tokenizer, PreTrainedTokenizerBase | ProcessorMixin):
+            raise ValueError(
+                f"tokenizer={tokenizer!r} with a live {kind}: give the tokenizer that belongs to it "
+                "(AutoTokenizer.from_pretrained), or its processor."
+            )
+        spec = cls(kind, dtype=str(model.dtype).removeprefix("torch."), **settings)  # refuses them before it is written
+        spec.path = folder = tempfile.mkdtemp(prefix=f"lightrl-{kind}-")
+        weakref.finalize(spec, _remove, folder, os.getpid())
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        spec.live = model
+        return spec
+
+
+def _remove(folder: str, process: int) -> None:
+    """Removes a folder, but not from a process that was forked off the one that made it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_chat_template(given: str, argument: str) -> str:
+    """The Jinja text of a chat template that is given as such or as a file.
+
+    Raises:
+        ValueError: there is no such file, or it is no Jinja; the message names `argument` and the line.
+    """
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    text, source = given, "the text"
+    if "{{" not in given and "{%" not in given:
+        file = os.path.expanduser(given)
+        if not os.path.isfile(file):
+            raise ValueError(
+                f"{argument}={given[:80]!r}: neither Jinja text ({{% ... %}} or {{{{ ... }}}}) nor a file that is "
+                f"there (looked from {Path.cwd()})."
+            )
+        source = repr(given)
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{argument}={given!r} is no text in UTF-8: {error}.") from error
+    if "{{" not in text and "{%" not in text:
+        raise ValueError(f"{argument}={given[:80]!r} holds no Jinja, so it would show no message.")
+    try:
+        render_jinja_template([[{"role": "user", "content": "x"}]], chat_template=text)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"{argument}: {source} is no Jinja in line {error.lineno}: {error.message}") from error
+    except Exception:  # it asks for more than this conversation has: roles, tools, variables of its own
+        return text
+    return text
 
 
 def _adapter_config(folder: str) -> dict[str, Any]:

@@ -48,7 +48,9 @@ def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None,
             f"{config_file}: data.episode is {type(episode).__name__}; scripted replies play an EnvironmentEpisode "
             "only. Run a program of your own against any model's endpoint to try it."
         )
-    tokenizer = load_tokenizer(data.tokenizer_path or module.actor_spec.path)
+    tokenizer = load_tokenizer(
+        data.tokenizer_path or module.actor_spec.path, chat_template=module.actor_spec.chat_template
+    )
     processor = load_processor(module.actor_spec.path, tokenizer)
     episode.setup(tokenizer, processor)
     prompts = data.prompts.load(tokenizer, shuffle=False, processor=processor)

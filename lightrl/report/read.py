@@ -115,13 +115,17 @@ def metric_folders(folder: Path, argument: str) -> list[Path]:
 def read_metrics(path: Path) -> dict[str, Series]:
     """The table as name -> series. A line cut short by a crash is left out; numbers that are not finite are NaN."""
     metrics: dict[str, Series] = {}
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(line.replace("\0", "") for line in file):
-            if None in row.values() or not re.fullmatch(r"-?\d+", row.get("step", "")):
-                continue
-            for name, text in row.items():
-                if name not in ("step", "epoch") and text:
-                    metrics.setdefault(name, {})[int(row["step"])] = _number(text, path)
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        try:
+            rows = list(csv.DictReader(line.replace("\0", "") for line in file))
+        except csv.Error as error:
+            raise ValueError(f"{path} is not a table: {error}") from error
+    for row in rows:
+        if None in row or None in row.values() or not re.fullmatch(r"-?\d+", row.get("step", "")):
+            continue
+        for name, text in row.items():
+            if name not in ("step", "epoch") and text:
+                metrics.setdefault(name, {})[int(row["step"])] = _number(text, path)
     return metrics
 
 
@@ -181,10 +185,14 @@ def kl_target(folders: list[Path]) -> float | None:
     for path in (folder / "config.yaml" for folder in reversed(folders)):
         if path.is_file():
             try:
-                config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                config = yaml.safe_load(path.read_text(encoding="utf-8"))
+            except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, a 31st of February
                 raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-            for callback in (config.get("trainer") or {}).get("callbacks") or []:
-                if str(callback.get("class_path", "")).split(".")[-1] == "AdaptiveKL":
-                    return float(callback.get("init_args", {}).get("target", math.nan))
+            trainer = config.get("trainer") if isinstance(config, dict) else None
+            callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
+            for callback in callbacks if isinstance(callbacks, list) else []:
+                if isinstance(callback, dict) and str(callback.get("class_path", "")).split(".")[-1] == "AdaptiveKL":
+                    arguments = callback.get("init_args")
+                    target = arguments.get("target") if isinstance(arguments, dict) else None
+                    return float(target) if isinstance(target, int | float) else math.nan
     return None

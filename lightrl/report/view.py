@@ -67,6 +67,12 @@ def _newest(folder: Path, most: int) -> tuple[list[dict[str, Any]], int]:
         )
     rollouts = [(name, list(files)) for name, files in groupby(found, key=lambda path: path.parent)]
     rollouts.sort(key=lambda pair: pair[0].name)
+    linked = next((path for path in found if not inside(path, folder)), None)
+    if linked is not None:
+        raise ValueError(
+            f"{linked} is a link to {linked.resolve()}, outside of run_dir={str(folder)!r}: only files of the run are "
+            "read. Put a copy in its place, or give the folder that it lies in."
+        )
     kept: list[dict[str, Any]] = []
     count = 0
     for _, files in reversed(rollouts):
@@ -88,14 +94,14 @@ def _group_key(record: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
         if not isinstance(record, dict) or "rows" not in record:
             raise ValueError(f"{path}, line {number}: not a trajectory of SaveRollouts: {line[:80]}")
-        record["folder"] = path.parent
+        record["folder"], record["place"] = path.parent, f"{path}, line {number}"
         yield record
 
 
@@ -106,7 +112,13 @@ def render(records: list[dict[str, Any]], name: str, left_out: int = 0) -> str:
     """
     pieces: dict[str, int] = {}
     pictures: dict[Path, int] = {}
-    shown = [_shown(record, pieces, pictures) for record in records]
+    shown = []
+    for record in records:
+        try:
+            shown.append(_shown(record, pieces, pictures))
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            where = record.get("place", record["folder"])
+            raise ValueError(f"{where}: not a trajectory of SaveRollouts: {type(error).__name__}: {error}") from error
     has = {name for _, detail in shown for row in detail["rows"] for name in row["values"]}
     head = {
         "name": name,
@@ -191,8 +203,11 @@ def _data_url(path: Path) -> str:
     """A small copy of a picture."""
     from PIL import Image
 
-    with Image.open(path) as picture:
-        picture.thumbnail((THUMBNAIL, THUMBNAIL))
-        buffer = io.BytesIO()
-        picture.save(buffer, format="PNG")
+    buffer = io.BytesIO()
+    try:
+        with Image.open(path) as picture:
+            picture.thumbnail((THUMBNAIL, THUMBNAIL))
+            picture.save(buffer, format="PNG")
+    except Exception as error:  # of broken files PIL raises nearly anything
+        raise ValueError(f"{path} cannot be read as a picture: {error}. Remove it.") from error
     return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"

@@ -112,7 +112,11 @@ class RewardFunction:
         if isinstance(value, RewardError) and not isinstance(value, CallFailed):  # a mistake in the set-up
             raise RewardError(f"reward function {self.name!r}: {value}") from value
         if outcome == "raised":
-            said = f"reward function {self.name!r} raised {type(value).__name__}: {value}"
+            try:
+                cause = str(value)
+            except Exception:  # as broken as its owner
+                cause = "(its message cannot be shown)"
+            said = f"reward function {self.name!r} raised {type(value).__name__}: {cause}"
             lines = "" if isinstance(value, CallFailed) else users_lines(value)  # a function inside another has them
             raise CallFailed(said + lines) from value
         return check_values(self.name, value, num_rows), log

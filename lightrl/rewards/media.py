@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["MEDIA", "decode_images", "decode_videos", "encode_media", "encode_rows", "png"]
@@ -47,41 +48,60 @@ def encode_rows(rows: Sequence[Any]) -> list[Any]:
     return [done[id(row)] for row in rows]
 
 
-def decode_images(rows: Sequence[Any], name: str = "images") -> list[list[Any]]:
+def decode_images(rows: Sequence[Any], name: str = "images", max_pixels: float = math.inf) -> list[list[Any]]:
     """PIL images of n rows, each a list of base64 texts, one such text, or None; the inverse of `encode_rows`.
 
     Raises:
-        ValueError: a value is no base64 of an image; names the row.
+        ValueError: a value is no base64 of an image; names the row. Or they have more pixels together.
     """
-    out: list[list[Any]] = []
-    for number, row in enumerate(rows):
-        texts = [] if row is None else [row] if isinstance(row, str) else row
-        out.append([_decode(text, name, number) for text in texts])
-    return out
+    decode = _Decoder(name, max_pixels)
+    return [
+        [decode(text, number) for text in ([row] if isinstance(row, str) else decode.listed(row, number))]
+        for number, row in enumerate(rows)
+    ]
 
 
-def decode_videos(rows: Sequence[Any]) -> list[list[Any]]:
+def decode_videos(rows: Sequence[Any], max_pixels: float = math.inf) -> list[list[Any]]:
     """Videos of n rows, each a list of videos, a video a list of base64 frames; arrays (frames, height, width, 3).
 
     Raises:
-        ValueError: a frame is no base64 of an image; names the row.
+        ValueError: a frame is no base64 of an image; names the row. Or they have more pixels together.
     """
     import numpy as np
 
-    def video(frames: Sequence[Any], row: int) -> Any:
-        return np.stack([np.asarray(_decode(frame, "videos", row).convert("RGB")) for frame in frames])
+    decode = _Decoder("videos", max_pixels)
 
-    return [[video(frames, number) for frames in (row or [])] for number, row in enumerate(rows)]
+    def video(frames: Any, row: int) -> Any:
+        listed = decode.listed(frames, row)
+        return np.stack([np.asarray(decode(frame, row).convert("RGB")) for frame in listed])
+
+    return [[video(frames, number) for frames in decode.listed(row, number)] for number, row in enumerate(rows)]
 
 
-def _decode(text: Any, name: str, row: int) -> Any:
-    from PIL import Image, UnidentifiedImageError
+@dataclass
+class _Decoder:
+    """Reads base64 texts as images while pixels are left for them: a small file may hold a huge picture."""
 
-    try:
-        encoded = text.split(",", 1)[1] if text.startswith("data:") else text
-        image = Image.open(io.BytesIO(base64.b64decode(encoded, validate=True)))
-        image.load()
-    except (AttributeError, IndexError, binascii.Error, UnidentifiedImageError, OSError) as error:
-        short = text[:40] if isinstance(text, str) else text
-        raise ValueError(f"{name}, row {row}: {short!r} is no base64 of an image.") from error
-    return image
+    name: str
+    left: float
+
+    def listed(self, value: Any, row: int) -> list[Any]:
+        if not isinstance(value, list | None):
+            raise ValueError(f"{self.name}, row {row}: {str(value)[:40]!r} is no list.")
+        return value or []
+
+    def __call__(self, text: Any, row: int) -> Any:
+        from PIL import Image
+
+        try:
+            encoded = text.split(",", 1)[1] if text.startswith("data:") else text
+            image = Image.open(io.BytesIO(base64.b64decode(encoded, validate=True)))
+            self.left -= image.width * image.height
+            if self.left >= 0:
+                image.load()
+        except Exception as error:  # of broken files PIL raises nearly anything
+            short = text[:40] if isinstance(text, str) else text
+            raise ValueError(f"{self.name}, row {row}: {short!r} is no base64 of an image.") from error
+        if self.left < 0:
+            raise ValueError(f"{self.name}, row {row}: too many pixels in one request; send fewer rows at a time.")
+        return image

@@ -19,8 +19,8 @@ class ModelReward(Reward):
         path: folder or hub name of the model and its tokenizer.
         device: where it runs, for example "cpu" or "cuda:0".
         dtype: of the weights; None is float32, "bfloat16" halves the memory.
-        chat_template: Jinja template that the tokenizer renders [user: prompt, assistant: completion] with; "default"
-            is the tokenizer's own; None scores prompt + completion as plain text.
+        chat_template: Jinja text, or a file of it, that the tokenizer renders [user: prompt, assistant: completion]
+            with; "default" is the tokenizer's own; None scores prompt + completion as plain text.
         max_length: longest text in tokens; longer ones lose their beginning. None is the model's limit.
         batch_tokens: most tokens per forward pass, above 0.
 

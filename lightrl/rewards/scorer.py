@@ -302,6 +302,8 @@ def _check(
         raise ValueError(f"two reward functions are called {', '.join(twice)}: tell them apart with names=[...].")
     if weights is not None and not all(map(math.isfinite, weights)):
         raise ValueError(f"weights={list(weights)}: must be finite.")
+    if weights is not None and not any(weights):
+        raise ValueError(f"weights={list(weights)}: every reward would be 0; one weight must differ from it.")
     if max_concurrency < 1:
         raise ValueError(f"max_concurrency={max_concurrency}: must be at least 1.")
     if timeout is not None and timeout <= 0:

@@ -15,7 +15,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from lightrl.engines.base import (
 from lightrl.environments.episodes import Episode, Task
 from lightrl.rewards.scorer import RewardScorer, ScoreHandle
 from lightrl.rollout.collation import ScoredGroup
-from lightrl.types import CompletionGroup, GenerationRequest, Media, Scores, Trajectory
+from lightrl.types import Completion, CompletionGroup, GenerationRequest, Media, Scores, Trajectory
 
 __all__ = ["MAX_RESTARTS", "Collection", "Collector", "RolloutStalledError", "may_restart"]
 
@@ -42,7 +42,10 @@ MAX_RESTARTS = 3
 """Times a `restart_engine` engine may die within one rollout."""
 
 PROGRESS_SECONDS = 10.0
-"""How often a rollout of several turns says how far it is."""
+"""How often a rollout of several turns says how far it is where there is no progress bar."""
+
+BAR_SECONDS = 1.0
+"""How often the progress bar shows it."""
 
 LEAVE_SECONDS = 5.0
 """How long the end of a run waits for a background thread to leave the engine, and for episodes to clean up."""
@@ -97,6 +100,7 @@ class Collector:
         ready: pushes the weights to a started engine. Collective.
         world_size: number of processes.
         stall_timeout: seconds without any progress after which a rollout fails; None waits for ever.
+        show: shows how far a rollout of several turns is, "" at its end; False is that it cannot, and the log says it.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class Collector:
         ready: Callable[[], object],
         world_size: int,
         stall_timeout: float | None,
+        show: Callable[[str], bool] = lambda text: False,
     ) -> None:
         self.engine = engine
         self.episode = episode
@@ -115,19 +120,30 @@ class Collector:
         self.ready = ready
         self.world_size = world_size
         self.stall_timeout = stall_timeout
+        self.show = show
         self.loop = BackgroundLoop("lightrl-episodes")
         self._live: list[Collection] = []
 
-    def start(self, tasks: Sequence[Task], *, recover: bool = True) -> Collection:
+    def start(
+        self,
+        tasks: Sequence[Task],
+        *,
+        recover: bool = True,
+        begun: Mapping[int, list[Completion]] | None = None,
+        pause_at: Callable[[int], list[int]] | None = None,
+    ) -> Collection:
         """Starts the episodes of P tasks.
 
         Args:
             tasks: the prompts, at least one.
+            begun: what was sampled before, by the seeds of the requests, which go on from there; None for a collection
+                that will not be suspended.
+            pause_at: (seed) gives a request's `pause_at`.
             recover: push the weights to an engine that restarted and go on, in the thread that waits for groups;
                 False raises, as a thread must that runs while the weights move.
         """
         self._live = [collection for collection in self._live if not collection.exhausted]
-        collection = Collection(self, tasks, recover=recover)
+        collection = Collection(self, tasks, recover=recover, begun=begun, pause_at=pause_at)
         self._live.append(collection)
         collection.begin()
         return collection
@@ -171,19 +187,33 @@ class Collection:
         groups: number of the task -> its group, as far as they are done.
         retried: attempts that failed and were made again.
         failed: attempts that failed for good.
+        sampled: what was sampled so far, by the seed of the request; empty where it will not be suspended.
     """
 
-    def __init__(self, collector: Collector, tasks: Sequence[Task], *, recover: bool) -> None:
+    def __init__(
+        self,
+        collector: Collector,
+        tasks: Sequence[Task],
+        *,
+        recover: bool,
+        begun: Mapping[int, list[Completion]] | None,
+        pause_at: Callable[[int], list[int]] | None,
+    ) -> None:
         self.tasks = list(tasks)
         self.groups: dict[int, ScoredGroup] = {}
         self.retried = 0
         self.failed = 0
+        self.sampled: dict[int, list[Completion]] = dict(begun or {})
+        self._keeps = begun is not None
+        self._pause_at = pause_at or (lambda seed: [])
+        self._suspended = False
         self._collector = collector
         self._engine = collector.engine
         self._loop = collector.loop
         self._recover = recover
         self._progress = _Progress(set(range(len(self.tasks))))
         self._asked: dict[GenerationRequest, asyncio.Future[CompletionGroup]] = {}
+        self._latest: dict[asyncio.Future[CompletionGroup], GenerationRequest] = {}  # the same, the other way round
         self._lock = threading.Lock()  # for the queue and what was asked, which the loop and the driver share
         self._queue: RequestQueue = _ObservedQueue([], closed=False, looked=self._moved)
         self._news: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
@@ -248,6 +278,8 @@ class Collection:
             self.stop(LEAVE_SECONDS / 2)  # the end of the run, which comes next, waits for what is left of it
             raise
         self._taken += len(numbers)
+        if self.exhausted and self._collector.episode.multi_turn:
+            self._collector.show("")
         if self.exhausted and self._thread is not None:
             self._thread.join()  # it is about to leave the engine, which others may use from now on
         return sorted(numbers)
@@ -280,6 +312,41 @@ class Collection:
             self._driven = False
         return []
 
+    def suspend(self, *, now: bool = True) -> None:
+        """Has the engine leave off, in the middle of completions, until `resume`; waits until it has.
+
+        Args:
+            now: False waits until all requests have come to their pause.
+        """
+        with self._lock:
+            if now:
+                self._queue.suspend()
+            self._suspended = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def resume(self) -> None:
+        """Has the engine go on with what `suspend` left, by the weights that it has now."""
+        with self._lock:
+            if not self._suspended or self._error is not None:
+                return
+            for request in list(self._asked):
+                self._replace(request, self._continued(request))
+            self._suspended = False
+            self._queue = self._new_queue()
+        self._moved()
+        if self._asked or not self._queue.closed:
+            self._drive_beside()
+
+    def _continued(self, request: GenerationRequest) -> GenerationRequest:
+        """The same request with what was sampled of it so far."""
+        begun, pause_at = self.sampled.get(request.seed, []), self._pause_at(request.seed)
+        return replace(request, begun=begun, pause_at=pause_at) if begun or pause_at else request
+
+    def _replace(self, request: GenerationRequest, other: GenerationRequest) -> None:
+        future = self._asked.pop(request)
+        self._asked[other], self._latest[future] = future, other
+
     def stop(self, timeout: float = LEAVE_SECONDS) -> None:
         """Gives up: ends the episodes, cancels their requests, and waits so many seconds for the engine to be left."""
         if not self.exhausted:
@@ -302,7 +369,7 @@ class Collection:
     def _new_queue(self) -> RequestQueue:
         """A queue of all that is asked and not answered."""
         closed = not (self._collector.episode.multi_turn and self._progress.running)
-        return _ObservedQueue(list(self._asked), closed=closed, looked=self._moved)
+        return _ObservedQueue([r for r in self._asked if r.live], closed=closed, looked=self._moved)
 
     def _drive_beside(self) -> None:
         self._driven = True
@@ -318,7 +385,7 @@ class Collection:
             finally:  # a failed run's traceback would keep an open one, and the engine would go on
                 if hasattr(answers, "close"):
                     answers.close()
-            if self._asked and self._error is None:
+            if self._unanswered() and self._error is None:
                 raise RuntimeError(
                     f"{type(self._engine).__name__} ended without answering {len(self._asked)} requests."
                 )
@@ -329,12 +396,20 @@ class Collection:
         self._generated = time.perf_counter()
 
     def _answer(self, answer: CompletionGroup) -> None:
+        if self._keeps:
+            self.sampled[answer.request.seed] = answer.completions
+        self._moved()
+        if answer.suspended:
+            return
         with self._lock:
             future = self._asked.pop(answer.request, None)
-        self._moved()
         self._turns += 1
         if future is not None:  # else it was cancelled meanwhile
             self._loop.call(_settle, future, answer)
+
+    def _unanswered(self) -> bool:
+        """Whether the engine left requests that it should have answered."""
+        return not self._suspended and any(self._continued(request).live for request in self._asked)
 
     def _moved(self) -> None:
         self._progress.moved = time.monotonic()
@@ -361,15 +436,22 @@ class Collection:
         with self._lock:
             if self._error is not None:
                 raise asyncio.CancelledError
-            self._asked[request] = future
-            self._queue.put(request)
+            asked = self._continued(request)
+            if asked.begun and not any(part.finish_reason == "suspended" for part in asked.begun):
+                return CompletionGroup(
+                    request, asked.begun, min(v for part in asked.begun for v in part.policy_versions)
+                )
+            self._asked[asked], self._latest[future] = future, asked
+            if asked.live and not self._suspended:
+                self._queue.put(asked)
         self._moved()
         try:
             return await future
         finally:
             with self._lock:
-                if self._asked.pop(request, None) is not None:
-                    self._queue.cancel(request)
+                asked = self._latest.pop(future)
+                if self._asked.pop(asked, None) is not None:
+                    self._queue.cancel(asked)
 
     async def _group(self, number: int) -> None:
         try:
@@ -454,23 +536,26 @@ class Collection:
 
     async def _watch(self, timeout: float) -> None:
         """Fails the rollout when nothing has moved for `timeout` seconds."""
-        while (left := self._progress.moved + timeout - time.monotonic()) > 0:
-            await asyncio.sleep(left)
+        while (left := self._progress.moved + timeout - time.monotonic()) > 0 or self._suspended:
+            await asyncio.sleep(max(left, SLICE))
         message = f"Nothing moved for stall_timeout={timeout:g} seconds. Waiting for {self._waited_for()}."
         log.error(message)  # also where a stuck engine in this process keeps the error from being raised
         self._fail(RolloutStalledError(f"{message} Raise stall_timeout (null: never) if that is no fault."))
 
     async def _tell(self) -> None:
         """Logs from time to time how far the rollout is, and what is at work."""
+        told = self._begun
         while True:
-            await asyncio.sleep(PROGRESS_SECONDS)
-            asked = len(self._asked)
-            rank_zero_info(
-                f"Rollout, {time.perf_counter() - self._begun:.0f} s: {len(self.groups)} of {len(self.tasks)} groups "
-                f"done, {self._turns} turns; now {asked} turns wait for the engine, "
-                f"{max(self._collector.episode.playing - asked, 0)} environments work, "
-                f"{len(self._progress.scoring)} groups are scored."
+            await asyncio.sleep(min(BAR_SECONDS, PROGRESS_SECONDS))
+            asked, now = len(self._asked), time.perf_counter()
+            text = (
+                f"{len(self.groups)} of {len(self.tasks)} groups done, {self._turns} turns; now {asked} turns wait for "
+                f"the engine, {max(self._collector.episode.playing - asked, 0)} environments work, "
+                f"{len(self._progress.scoring)} groups are scored"
             )
+            if not self._collector.show(text) and now - told >= PROGRESS_SECONDS:
+                rank_zero_info(f"Rollout, {now - self._begun:.0f} s: {text}.")
+                told = now
 
     def _waited_for(self) -> str:
         asked = list(self._asked)

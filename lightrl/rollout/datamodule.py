@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import run_seed
@@ -26,6 +26,7 @@ from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.base import Engine, StaleWeightsError
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.environments.episodes import Episode, SingleTurn, Task, request_seed
+from lightrl.environments.multi_turn import MultiTurn
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collation import ScoredGroup, collate, trajectory_metrics
@@ -33,11 +34,12 @@ from lightrl.rollout.collector import LEAVE_SECONDS, Collection, Collector
 from lightrl.rollout.dynamic_sampling import refill
 from lightrl.rollout.learner import RolloutLearner
 from lightrl.rollout.loaders import EvalLoader, RolloutLoader
-from lightrl.rollout.sources import CollectedRollout, StaleSource, StreamedRollouts
+from lightrl.rollout.progress import show_in_bar
+from lightrl.rollout.sources import CollectedRollout, InFlight, InFlightSource, StaleSource, StreamedRollouts
 from lightrl.rollout.sync import EngineSync, TrajectoryCheck
 from lightrl.rollout.weight_sync import WeightSync
 from lightrl.storage import require_entries
-from lightrl.types import EngineContext, Prompts, Rollouts, SamplingParams, SupervisedBatch
+from lightrl.types import Completion, EngineContext, Prompts, Rollouts, SamplingParams, SupervisedBatch
 
 __all__ = ["EvalLoader", "RolloutDataModule", "RolloutLoader"]
 
@@ -77,6 +79,9 @@ class RolloutDataModule(LightningDataModule):
             ones: a rollout is sampled by weights that lack the updates of at most so many rollouts. 0 is strictly
             on-policy, 1 hides the shorter of generation and update behind the longer. Needs an engine in processes of
             its own.
+        in_flight: with `staleness`, change the weights within completions instead of between rollouts: each is begun
+            by a policy that lacks the updates of at most `staleness` rollouts and goes on with newer ones. What it
+            records and replays; {} for neither. Needs an engine that goes on with what it has begun (`VLLMEngine`).
         streaming: strictly on-policy overlap: the module accumulates gradients of finished groups while others still
             generate; the update is the same. Needs an engine in processes of its own, and a module whose rollout
             makes one update from groups that do not depend on one another, which is checked.
@@ -118,6 +123,7 @@ class RolloutDataModule(LightningDataModule):
         shuffle: bool = True,
         max_refills: int = 0,
         staleness: int = 0,
+        in_flight: InFlight | None = None,
         streaming: bool = False,
         ptx: SFTSource | None = None,
         ptx_batch_size: int = 32,
@@ -162,6 +168,7 @@ class RolloutDataModule(LightningDataModule):
         self.shuffle = shuffle
         self.max_refills = max_refills
         self.staleness = staleness
+        self.in_flight = in_flight
         self.streaming = streaming
         self.ptx = ptx
         self.ptx_batch_size = ptx_batch_size
@@ -173,7 +180,8 @@ class RolloutDataModule(LightningDataModule):
         self._sets: dict[str, PromptSet] = {}
         self._ptx_loader: SFTLoader | None = None
         self._collector: Collector | None = None
-        self._stale_source: StaleSource | None = None
+        self._stale_source: StaleSource | InFlightSource | None = None
+        self._begun: list[dict[str, Any]] = []
         self._side_group: Any = None
         self._default_sync = WeightSync()
         self._check_arguments(rewards=bool(rewards))
@@ -231,8 +239,15 @@ class RolloutDataModule(LightningDataModule):
         module = self.learner
         if stage == "fit":
             self._check_learner(module)
-        self.tokenizer = load_tokenizer(self.tokenizer_path or module.actor_spec.path)
-        self.processor = load_processor(module.actor_spec.path, self.tokenizer)
+        spec = module.actor_spec
+        self.tokenizer = load_tokenizer(self.tokenizer_path or spec.path, chat_template=spec.chat_template)
+        self.processor = load_processor(spec.path, self.tokenizer)
+        renderer = self.episode.renderer if isinstance(self.episode, MultiTurn) else None
+        if spec.chat_template is not None and renderer not in (None, "template"):
+            raise ValueError(
+                f"actor.chat_template with episode.renderer={renderer!r}: a renderer writes its family's own template. "
+                "Leave the renderer out (and name the tool_parser), or the template."
+            )
         self.episode.setup(self.tokenizer, self.processor)
         sources: dict[str, PromptSource | PromptMixture | PromptCurriculum] = {
             f"eval_prompts/{name}": source for name, source in self.eval_prompts.items()
@@ -366,7 +381,8 @@ class RolloutDataModule(LightningDataModule):
         ptx = None if self._ptx_loader is None else self._ptx_loader.state_dict()
         prompts = self._sets.get("prompts")
         learnt = prompts.state_dict() if isinstance(prompts, CurriculumSet) else None
-        return {"prompt_cursor": self.prompt_cursor, "seed": self.seed, "ptx": ptx, "curriculum": learnt}
+        state = {"prompt_cursor": self.prompt_cursor, "seed": self.seed, "ptx": ptx, "curriculum": learnt}
+        return state if self.in_flight is None else state | {"in_flight": self._in_flight_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues with the prompts and rows that were next, in the order of the run that was interrupted."""
@@ -376,11 +392,22 @@ class RolloutDataModule(LightningDataModule):
             self._sets.clear()
             self.setup("fit")
         self.prompt_cursor = state_dict["prompt_cursor"]
+        self._begun = state_dict.get("in_flight", [])
         prompts = self._sets.get("prompts")
         if isinstance(prompts, CurriculumSet) and state_dict.get("curriculum") is not None:
             prompts.load_state_dict(state_dict["curriculum"])
         if self._ptx_loader is not None and state_dict.get("ptx") is not None:
             self._ptx_loader.load_state_dict(state_dict["ptx"])
+
+    def _in_flight_state(self) -> list[dict[str, Any]]:
+        """What every rank has sampled of the rollouts under way. Collective."""
+        source = self._stale_source
+        parts = gather_objects([source.state_dict()] if isinstance(source, InFlightSource) else [self._begun])
+        flights = [part for own in parts for part in own]
+        return [
+            same[0] | {"sampled": {seed: done for part in same for seed, done in part["sampled"].items()}}
+            for same in zip(*flights, strict=True)
+        ]
 
     # ---- rollouts ----------------------------------------------------------------------------------------------
 
@@ -435,14 +462,15 @@ class RolloutDataModule(LightningDataModule):
         if self._stale_source is not None:
             self._stale_source.drain()
 
-    def _collect_rollout(self, first: int, gather: Callable[[int], list[int]], *, recover: bool) -> CollectedRollout:
-        """The training rollout that starts with prompt number `first`; the engine must be ready."""
+    def _collect_rollout(
+        self, first: int, gather: Callable[[int], list[int]], *, recover: bool, begun: Collection | None = None
+    ) -> CollectedRollout:
+        """The training rollout that starts with prompt number `first`, or has `begun`; the engine must be ready."""
         count, metrics = self.prompts_per_rollout, {"time/generate": 0.0, "time/score": 0.0}
         retried, sampled = 0, list[ScoredGroup]()
 
-        def collect(prompts: Prompts, seeds: list[int]) -> list[ScoredGroup]:
+        def collect(collection: Collection) -> list[ScoredGroup]:
             nonlocal retried
-            collection = self._start(prompts, self.sampling, self.group_size, seeds, recover=recover)
             groups = collection.finish()
             for name, seconds in collection.seconds.items():
                 metrics[name] += seconds
@@ -452,10 +480,15 @@ class RolloutDataModule(LightningDataModule):
 
         def collect_more(start: int, offset: int, count: int) -> list[ScoredGroup]:
             seeds = [request_seed(self.seed, "train", start, offset + i) for i in range(count)]
-            return collect(self._sets["prompts"].batch(start + offset, count), seeds)
+            return collect(start_with(self._sets["prompts"].batch(start + offset, count), seeds))
 
-        own = self._own_prompts(first)
-        groups, cursor = collect(own, self._seeds(own, first)), first + count
+        def start_with(prompts: Prompts, seeds: list[int]) -> Collection:
+            return self._start(prompts, self.sampling, self.group_size, seeds, recover=recover)
+
+        if begun is None:
+            own = self._own_prompts(first)
+            begun = start_with(own, self._seeds(own, first))
+        groups, cursor = collect(begun), first + count
         if self.max_refills:
             groups, cursor, refilled = refill(
                 groups, cursor, self.max_refills, collect=collect_more, gather=gather, rank=self.rank
@@ -501,8 +534,19 @@ class RolloutDataModule(LightningDataModule):
         one_row, temperature = not self.episode.multi_turn, self.sampling.temperature
         return StreamedRollouts(collection, assemble, one_row=one_row, temperature=temperature)
 
-    def _stale(self) -> StaleSource:
+    def _stale(self) -> StaleSource | InFlightSource:
         """What samples ahead; made when first asked for. Collective then."""
+        if self._stale_source is None and self.in_flight is not None:
+            self._stale_source = InFlightSource(
+                self.staleness,
+                self.in_flight,
+                self._begin_rollout,
+                self._ready_engine,
+                lambda: self.learner.policy_version,
+                prompts=self.prompts_per_rollout,
+                rank=self.rank,
+            )
+            self._stale_source.load_state_dict(self._begun)
         if self._stale_source is None:
             if self.world_size > 1 and self.max_refills:  # the thread's collectives must not meet the trainer's
                 self._side_group = torch.distributed.new_group(backend="gloo")
@@ -515,6 +559,17 @@ class RolloutDataModule(LightningDataModule):
                 self.world_size,
             )
         return self._stale_source
+
+    def _begin_rollout(
+        self, first: int, begun: dict[int, list[Completion]], pause_at: Callable[[int], list[int]]
+    ) -> tuple[Collection, Callable[[], CollectedRollout]]:
+        """Starts the training rollout with that first prompt; it, and what waits for its end."""
+        own = self._own_prompts(first)
+        seeds = self._seeds(own, first)
+        collection = self._start(
+            own, self.sampling, self.group_size, seeds, recover=False, begun=begun, pause_at=pause_at
+        )
+        return collection, lambda: self._collect_rollout(first, gather_objects, recover=False, begun=collection)
 
     def _own_prompts(self, first: int) -> Prompts:
         """This rank's share of the training rollout that starts with prompt number `first`."""
@@ -529,9 +584,9 @@ class RolloutDataModule(LightningDataModule):
         return [request_seed(self.seed, stream, cursor, i * self.world_size + self.rank) for i in range(len(prompts))]
 
     def _start(
-        self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int], *, recover: bool = True
+        self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int], **how: Any
     ) -> Collection:
-        """Starts the groups of this rank's prompts; the engine must be ready."""
+        """Starts the groups of this rank's prompts, as `Collector.start` says; the engine must be ready."""
         if not any(prompts.media):
             for sync in self._syncs():
                 sync.show_prompts(prompts.token_ids)
@@ -545,6 +600,7 @@ class RolloutDataModule(LightningDataModule):
                 ready=self._ready_engine,
                 world_size=self.world_size,
                 stall_timeout=self.stall_timeout,
+                show=partial(show_in_bar, self.trainer),
             )
         tasks = [
             Task(
@@ -558,7 +614,7 @@ class RolloutDataModule(LightningDataModule):
             )
             for i in range(len(prompts))
         ]
-        return self._collector.start(tasks, recover=recover)
+        return self._collector.start(tasks, **how)
 
     def _assemble(
         self, groups: list[ScoredGroup], sampling: SamplingParams, numbers: Sequence[int] | None = None
@@ -582,7 +638,7 @@ class RolloutDataModule(LightningDataModule):
         """
         begin = time.perf_counter()
         if not self.engine.started:
-            rank_zero_info(f"Starting {type(self.engine).__name__} with {self.learner.actor_spec.path} ...")
+            rank_zero_info(f"Starting {type(self.engine).__name__} with {self.learner.actor_spec.name} ...")
             self.engine.start(self._engine_context())
             rank_zero_info(f"{type(self.engine).__name__} started in {time.perf_counter() - begin:.1f} s.")
         self.engine.wake()
@@ -643,6 +699,7 @@ class RolloutDataModule(LightningDataModule):
             max_new_tokens=new_tokens,
             random_init=bool(spec.random_init),
             fire=any(s.fire_temperature is not None for s in (self.sampling, self.eval_sampling)),
+            keep_cache=self.in_flight is not None and self.in_flight.cache == "keep",
             lora_rank=0 if spec.lora is None or spec.lora.quantize_4bit else spec.lora.r,
         )
 
@@ -661,6 +718,8 @@ class RolloutDataModule(LightningDataModule):
         for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1.")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed}: must be from 0 to 2**63 - 1.")
         for name, value in (("max_refills", self.max_refills), ("staleness", self.staleness)):
             if value < 0:
                 raise ValueError(f"{name}={value}: must be 0 (off) or more.")
@@ -687,8 +746,33 @@ class RolloutDataModule(LightningDataModule):
             raise ValueError("sampling.temperature=0: greedy completions of a prompt are all equal; train above 0.")
         self._check_overlap()
 
+    def _check_in_flight(self) -> None:
+        """Refuses what the weights cannot change within."""
+        self.engine.check_in_flight()
+        named = {
+            "staleness=0": self.staleness == 0,
+            f"max_refills={self.max_refills}": self.max_refills > 0,
+            "sampling.regex": self.sampling.regex is not None,
+            "sampling.json_schema": self.sampling.json_schema is not None,
+        }
+        reasons = [
+            "nothing is sampled while the weights change; set staleness to 1 or more",
+            "prompts are begun ahead, before it is known how many the refills take; drop one of the two",
+            *["an engine begins such a text at its first token only; drop one of the two"] * 2,
+        ]
+        for (name, found), reason in zip(named.items(), reasons, strict=True):
+            if found:
+                raise ValueError(f"in_flight with {name}: {reason}.")
+        if self.in_flight is not None and self.in_flight.replay is not None and self.episode.multi_turn:
+            raise ValueError(
+                f"in_flight.replay={self.in_flight.replay} with {type(self.episode).__name__}: when a later turn is "
+                "asked for depends on the environment's time. Replay works with SingleTurn."
+            )
+
     def _check_overlap(self) -> None:
         """Refuses what `staleness` and `streaming` cannot do with the engine, and what excludes them."""
+        if self.in_flight is not None:
+            self._check_in_flight()
         wanted = f"staleness={self.staleness}" if self.staleness else "streaming=True" if self.streaming else ""
         if not wanted:
             return
@@ -723,6 +807,11 @@ class RolloutDataModule(LightningDataModule):
                 f"group_size={self.group_size} with {name}: its advantages compare the attempts at one prompt, so it "
                 "needs group_size of at least 2 (8 is usual)."
             )
+        if module.needs_rewards and self.scorer is None and not (self.episode.multi_turn or module.scores_rollouts):
+            rank_zero_warn(
+                f"rewards=null with {name} without reward_models: nothing scores the completions, so the policy learns "
+                "nothing unless a callback or a subclass gives rewards. Name functions in data.rewards."
+            )
         if self.max_refills and self.group_size < 2:
             raise ValueError(
                 f"max_refills={self.max_refills} drops groups without reward spread: it needs group_size of at least "
@@ -742,6 +831,11 @@ class RolloutDataModule(LightningDataModule):
             module.refuse_streaming()
         for callback in self._checks():
             callback.check_sampling(self.sampling)
+            if self.in_flight is not None:
+                raise ValueError(
+                    f"in_flight with callback {type(callback).__name__}: the engine no longer holds the weights that "
+                    "sampled a trajectory when it is over. Remove the callback; FidelityGate compares in the trainer."
+                )
 
     def _check_sampling(self, module: RolloutLearner) -> None:
         """The trainer takes the softmax over what the engine records as its support; any other cut is a difference."""

@@ -73,6 +73,11 @@ class RolloutLearner(LightningModule, ABC):
         return False
 
     @property
+    def needs_rewards(self) -> bool:
+        """Whether it learns nothing from completions that nothing scores."""
+        return False
+
+    @property
     def scores_rollouts(self) -> bool:
         """Whether reward models of its own add to the rewards."""
         return False

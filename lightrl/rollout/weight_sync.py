@@ -100,6 +100,11 @@ class WeightSync(EngineSync):
         routes = [module.actor.agreed_routes(tokens)] if engine.replays_routes else []
         theirs = torch.tensor(engine.logprobs(tokens.tolist(), *routes))
         ours = module.token_logprobs(tokens.to(module.device), *routes).cpu()[:, 1:]
+        if bool(module.all_max((~ours.isfinite()).any().float())):
+            raise ValueError(
+                f"The policy's log-probs are not finite after {module.policy_version} updates: its weights have grown "
+                "beyond all bounds. Lower the learning rate, or bound max_grad_norm."
+            )
         gaps = (ours - theirs).abs()
         self.last_gap = float(gaps.mean())
         tolerance = self.tolerance or TOLERANCE.get(engine.dtype or "float32", TOLERANCE["bfloat16"])

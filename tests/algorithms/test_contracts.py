@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
 
-from lightrl.algorithms import GRPOLightningModule, PPOLightningModule, ReinforcePlusPlusLightningModule
+from lightrl.algorithms import (
+    DistillLightningModule,
+    GRPOLightningModule,
+    PPOLightningModule,
+    ReinforcePlusPlusLightningModule,
+)
 from lightrl.algorithms.checkpoints import FORMAT, description, refuse_foreign
 from lightrl.algorithms.hooks import rl_callbacks
 from lightrl.callbacks import AdaptiveEntropy, ReferenceSync, RewardNormalization, WeightSync
 from lightrl.objectives.losses import PPOClip
 from lightrl.objectives.off_policy import EngineRatio
 from lightrl.rollout.learner import RolloutLearner
-from tests.toys import sums_data
+from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 
 class Forgotten(Callback):
@@ -41,6 +47,7 @@ def test_data_modules_are_told_what_the_module_needs() -> None:
         assert isinstance(module, RolloutLearner) and not module.scores_rollouts
     assert (ppo.needs_groups, ppo.default_group_size) == (False, 1)
     assert (grpo.needs_groups, grpo.default_group_size) == (True, 8)
+    assert ppo.needs_rewards and not DistillLightningModule("folder", {"one": "teacher"}).needs_rewards
     assert ReinforcePlusPlusLightningModule("folder").default_group_size == 1
     assert GRPOLightningModule("folder", loss=EngineRatio(PPOClip())).compares_engine_logprobs
 
@@ -60,3 +67,17 @@ def test_checkpoints_of_other_classes_and_formats_are_refused() -> None:
 def test_the_correction_is_no_setting_of_the_data_module() -> None:
     with pytest.raises(TypeError, match="off_policy_correction"):
         sums_data(off_policy_correction=False)
+
+
+def test_a_run_in_which_nothing_gives_rewards_says_so(tmp_path: Path) -> None:
+    module = GRPOLightningModule(quickstart_model(tmp_path / "model"))
+    with pytest.warns(UserWarning, match=r"rewards=null with GRPO.* nothing scores the completions.*data\.rewards"):
+        quiet_trainer().fit(module, sums_data(rewards=None, rollouts_per_epoch=1, group_size=2))
+
+
+def test_a_reference_without_a_penalty_is_not_loaded_and_that_is_said(tmp_path: Path) -> None:
+    model = quickstart_model(tmp_path / "model")
+    module = GRPOLightningModule(model, reference=model, kl=None)
+    with pytest.warns(UserWarning, match=r"reference=.* with kl=None: nothing compares"):
+        quiet_trainer().fit(module, sums_data(rollouts_per_epoch=1, group_size=2))
+    assert module.reference is None

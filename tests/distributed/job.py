@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule
 from lightrl.callbacks import ReferenceSync, RolloutCheckpoint, WeightSync
@@ -102,6 +103,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "every-broken": {"kind": "broken", "options": {"reduce_every_micro_batch": True}},
     "vllm": {"engine": VLLMEngine(max_model_len=24)},
     "vllm-lora": {"kind": "lora", "engine": VLLMEngine(max_model_len=24)},
+    "live": {"kind": "live"},
     "kill0": {"callbacks": [Die(0)]},
     "kill1": {"callbacks": [Die(1)]},
 }
@@ -113,6 +115,9 @@ def make_module(kind: str, path: str, **model: Any) -> Any:
     if kind in ("ppo", "broken"):
         module = PPOLightningModule if kind == "ppo" else BrokenOnce
         return module(ModelSpec(path, **model), CriticSpec(lr=5e-3), **common)
+    if kind == "live":
+        actor = ModelSpec.of(AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path), **model)
+        return PPOLightningModule(actor, CriticSpec(lr=5e-3), **common)
     spec = ModelSpec(path, lora=LoraSpec(r=4, alpha=8.0), **model)
     return GRPOLightningModule(spec, **common)
 

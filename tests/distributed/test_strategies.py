@@ -26,9 +26,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MIDDLE, END = f"rollout={ROLLOUTS // 2:06d}.ckpt", f"rollout={ROLLOUTS:06d}.ckpt"
 STRATEGIES = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 EXTRA = {
-    "fsdp2": ["offload", "bf16", "every", f"lora@one/lora/{MIDDLE}"],
+    "ddp": ["live"],
+    "fsdp2": ["offload", "bf16", "every", "live", f"lora@one/lora/{MIDDLE}"],
     "zero2": ["every", "every-broken"],
-    "zero3": ["every", "every-broken"],
+    "zero3": ["every", "every-broken", "live"],
 }
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]  # the first may have to compile
@@ -163,6 +164,13 @@ def test_fsdp2_options(ranks: Any, one: dict[str, Any]) -> None:
     assert rounded.dtype == torch.float32 and not torch.equal(rounded, rounded.bfloat16().float())
     assert not torch.allclose(rounded, first, atol=1e-6)
     assert torch.equal(rounded, steps["bf16"][1]["weights"]["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("ranks", ["ddp", "fsdp2", "zero3"], indirect=True)
+def test_a_live_model_is_sharded_as_its_folder_is(ranks: Any, one: dict[str, Any]) -> None:
+    _, steps = ranks
+    for rank in steps["live"]:
+        assert_same_weights(rank["weights"], one["ppo"]["weights"])
 
 
 @pytest.mark.parametrize("ranks", ["fsdp2", "zero2", "zero3"], indirect=True)

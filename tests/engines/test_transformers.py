@@ -774,3 +774,18 @@ def test_beginnings_are_found_whole_once_and_within_their_room() -> None:
     cache.put(Past([5] * 7, nothing, nothing))  # the one that waited longest goes
     cache.put(Past([6] * 8, nothing, nothing))  # more than there is room for
     assert cache.held == 7 and cache.take([4, 5]) is None and cache.take([6] * 9) is None
+
+
+def test_new_weights_compute_a_conversation_from_its_beginning(folders: dict[str, str]) -> None:
+    engine = start(folders["qwen3"])
+    sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    queue = RequestQueue([GenerationRequest([5, 6, 7], sampling, seed=0)])
+    groups = engine.generate(queue)
+    first = next(groups)
+    weights = [(name, tensor * 1.1) for name, tensor in engine._model.named_parameters()]
+    queue.put(GenerationRequest([5, 6, 7, *first.completions[0].token_ids, 9], sampling, seed=0))
+    engine.load_weights(weights, policy_version=engine.policy_version + 1)
+    queue.close()
+    (second,) = groups
+    ids = [*second.request.token_ids, *second.completions[0].token_ids]
+    assert list(second.completions[0].logprobs) == pytest.approx(engine.logprobs([ids])[0][-4:], abs=1e-5)

@@ -2,8 +2,8 @@
 
     python -m tests.faults.long_haul --rollouts 2000 --results outputs/long_haul.jsonl --table docs/reliability.md
 
-Two runs in a process each: vLLM in the trainer's process, and vLLM in processes of its own that samples one rollout
-ahead (`staleness: 1`). What is counted is that of the trainer and all its descendants.
+Three runs in a process each: vLLM in the trainer's process, and one rollout ahead (`staleness: 1`) vLLM in processes of
+its own and transformers in a thread of the trainer's. What is counted is that of the trainer and all its descendants.
 """
 
 from __future__ import annotations
@@ -26,16 +26,20 @@ from lightning.pytorch import Callback
 
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import RolloutCheckpoint, WeightSync
-from lightrl.engines import VLLMEngine
+from lightrl.engines import Engine, VLLMEngine
 from lightrl.types import SamplingParams
 from tests.faults.containment import contained, libc_call
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import ThreadEngine, quickstart_model, quiet_trainer, sums_data
 
 BEGIN, END = "<!-- long haul -->", "<!-- end of long haul -->"
 COUNTED = ("memory", "descriptors", "threads", "temporary files")
-"""`memory` is what the processes do not share with others (USS), in MiB."""
+"""`memory` is that of no file (RssAnon), in MiB: pages of libraries are others' too, or not, as these come and go."""
 SAMPLES = 100
-TITLES = {"beside": "vLLM in processes of its own, `staleness: 1`", "inside": "vLLM in the trainer's process"}
+TITLES = {
+    "inside": "vLLM in the trainer's process",
+    "thread": "`TransformersEngine` in a thread, `staleness: 1`",
+    "beside": "vLLM in processes of its own, `staleness: 1`",
+}
 GROWTH = 0.01
 """Share by which memory may grow from the second quarter of a run to its last."""
 
@@ -57,12 +61,18 @@ class Count(Callback):
         self.samples.append(
             {
                 "rollout": batch_idx + 1,
-                "memory": sum(each.memory_full_info().uss for each in processes) / 2**20,
+                "memory": sum(map(anonymous_memory, processes)) / 2**10,
                 "descriptors": sum(each.num_fds() for each in processes),
                 "threads": sum(each.num_threads() for each in processes),
                 "temporary files": files,
             }
         )
+
+
+def anonymous_memory(process: psutil.Process) -> int:
+    """KiB of a process that no file backs."""
+    text = Path(f"/proc/{process.pid}/status").read_text()
+    return int(next(line.split()[1] for line in text.splitlines() if line.startswith("RssAnon")))
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -80,14 +90,16 @@ def haul(kind: str, rollouts: int, *, shared_memory: bool) -> dict[str, Any]:
         model = quickstart_model(
             Path(folder) / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32, **heads
         )
-        engine = VLLMEngine(in_process=kind == "inside", engine_args={"kv_cache_memory_bytes": 16 << 20})
+        engine: Engine = ThreadEngine()
+        if kind != "thread":
+            engine = VLLMEngine(in_process=kind == "inside", engine_args={"kv_cache_memory_bytes": 16 << 20})
         data = sums_data(
             engine=engine,
             sampling=SamplingParams(max_new_tokens=3),
             group_size=2,
             prompts_per_rollout=2,
             rollouts_per_epoch=rollouts,
-            staleness=int(kind == "beside"),
+            staleness=int(kind != "inside"),
         )
         count = Count(rollouts, [temporary, *([Path("/dev/shm")] if shared_memory else [])])
         saving = RolloutCheckpoint(max(rollouts // 20, 1), str(Path(folder) / "checkpoints"))

@@ -84,6 +84,9 @@ def whole() -> dict[str, dict[str, Any]]:
         if not {"model", "data"} <= config.keys() or "class_path" not in config["model"]:
             continue
         config = merged(merged(config, {"trainer": trainer}), sft if name.endswith("/sft") else rl)
+        prompts = config["data"]["init_args"].get("prompts", {})
+        if "class_path" in prompts:  # a curriculum, over rows of the place
+            prompts["init_args"]["source"] = {key: prompts.pop(key) for key in source}
         arguments = config["model"]["init_args"]
         if arguments.get("reference"):
             arguments["reference"] = {"path": model}
@@ -179,6 +182,8 @@ def must_fail(name: str, key: Key, change: str, number: int) -> bool:
     numeric = isinstance(before, int | float) and not isinstance(before, bool)
     if isinstance(value, float) and not math.isfinite(value):
         return numeric
+    if key[-1] == "val_check_interval" and isinstance(value, dict):
+        return False  # of a timedelta; fast_dev_run puts 1.0 in its place
     if numeric or isinstance(before, bool):
         free_form = {"seed_everything", "fast_dev_run", "logger", "barebones", "devices"} & set(map(str, key))
         return isinstance(value, list | dict) or (numeric and isinstance(value, bool) and not free_form)

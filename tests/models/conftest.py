@@ -1,7 +1,8 @@
-"""Tiny models with large random weights (differences show), and a batch of groups with varied lengths."""
+"""Tiny models with large random weights (differences show), a batch of groups with varied lengths, and random trees."""
 
 from __future__ import annotations
 
+import random
 from typing import Any, NamedTuple
 
 import pytest
@@ -65,6 +66,34 @@ def make_batch(groups: list[tuple[int, list[int]]], pad: int = 2, seed: int = 3)
         attention[i, : len(p) + len(c)] = True
         response[i, len(p) : len(p) + len(c)] = True
     return Batch(ids, attention, response, torch.tensor([group for group, _, _ in rows]))
+
+
+def make_tree(seed: int) -> Batch:
+    """Rows of random trees up to four deep, in random order: what a row is trained on is drawn for it alone."""
+    draw = random.Random(seed)
+    rows: list[list[int]] = []
+
+    def grow(before: list[int], depth: int) -> None:
+        row = before + [draw.randrange(1, VOCAB) for _ in range(draw.choice((1, 7, 33, 64, 70)))]
+        if depth == 4 or draw.random() < 0.2:
+            rows.extend([row] * draw.choice((1, 1, 2)))
+            return
+        if draw.random() < 0.2:  # a row that is the beginning of others
+            rows.append(row)
+        for _ in range(draw.choice((1, 2, 2, 3))):
+            grow(row, depth + 1)
+
+    while len(rows) < 6:
+        grow([], 1)
+    draw.shuffle(rows)
+    rows = rows[:14]
+    width = max(map(len, rows)) + 2
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    attention = torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
+    coins = torch.tensor([[draw.random() < 0.5 for _ in range(0, width, 5)] for _ in rows])
+    response = coins.repeat_interleave(5, 1)[:, :width] & attention
+    response[:, 0] = False
+    return Batch(ids, attention, response, torch.arange(len(rows)) % 3)
 
 
 @pytest.fixture

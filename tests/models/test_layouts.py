@@ -104,10 +104,10 @@ def test_prompts_that_differ_within_a_group_are_not_shared(layout: str) -> None:
 def test_only_needed_tokens_go_through(batch: Batch) -> None:
     # last response tokens are never read: group 0: 7 + 4 + 0 + 8 (the empty response needs nothing), group 1: 12 + 3,
     # group 2: 3 + 7 + 1, group 3: 1 + 5 + 5 + 11
-    stream = make_stream(*batch[:3], batch.group_ids)
+    stream = make_stream(*batch[:3])
     assert stream.num_tokens == 19 + 15 + 11 + 22
     # without sharing: 11 + 7 + 15, 15, 10 + 4, 6 + 6 + 12
-    assert make_stream(*batch[:3], batch.group_ids, share=False).num_tokens == 33 + 15 + 14 + 24
+    assert make_stream(*batch[:3], share=False).num_tokens == 33 + 15 + 14 + 24
     assert stream.max_length == 15
     torch.testing.assert_close(stream.position_ids[:12], torch.tensor([*range(7), 7, 8, 9, 10, 7]))
 
@@ -168,7 +168,7 @@ def test_attention_paths_agree(path: str, stream: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(cpu_attention, "CACHE_ELEMENTS", 1)
         monkeypatch.setattr(cpu_attention, "FLASH_ELEMENTS", 1)
     batch = make_batch(STREAMS[stream])
-    stream = make_stream(*batch[:3], batch.group_ids)
+    stream = make_stream(*batch[:3])
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(stream.num_tokens, h, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2))
     mask = attention._block_mask(stream, window, q.device).mask_mod
@@ -198,7 +198,7 @@ def test_flex_attention_agrees(window: int | None, stream: str, monkeypatch: pyt
 
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     batch = make_batch(STREAMS[stream])
-    stream = make_stream(*batch[:3], batch.group_ids)
+    stream = make_stream(*batch[:3])
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(stream.num_tokens, h, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2, 4)]
     weights, results = leaves.pop(), []
@@ -217,8 +217,7 @@ def long_stream(share: bool) -> TokenStream:
     columns = torch.arange(width)
     first, length = torch.tensor(prompts)[:, None], torch.tensor(prompts)[:, None] + torch.tensor(responses)[:, None]
     ids = torch.where(columns < first, 1, 2 + torch.arange(5)[:, None])
-    groups = torch.tensor([0, 0, 0, 1, 1])
-    return make_stream(ids, columns < length, (columns >= first) & (columns < length), groups, share=share)
+    return make_stream(ids, columns < length, (columns >= first) & (columns < length), share=share)
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -259,7 +258,7 @@ def test_flex_attention_compiles_few_graphs_and_never_falls_back(monkeypatch: py
         graphs.append(counter.frame_count)
 
     for batch in (make_batch(STREAMS[name]) for name in STREAMS):
-        run(make_stream(*batch[:3], batch.group_ids), 4, torch.float32, None)
+        run(make_stream(*batch[:3]), 4, torch.float32, None)
     for share, window in ((True, None), (False, None), (True, 100), (False, 50)):
         run(long_stream(share), 4, torch.float32, window)
     assert graphs[-1] <= 2, "a number of blocks that equals one of heads, here 2, is compiled for itself"

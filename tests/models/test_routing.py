@@ -140,10 +140,10 @@ def test_tokens_go_to_their_own_experts_in_every_layout(kind: str, layout: Any, 
 
 def test_prompts_are_shared_only_where_their_experts_are_the_same(batch: Batch) -> None:
     counts = [
-        make_stream(*batch[:3], batch.group_ids, routes=routes).num_tokens
+        make_stream(*batch[:3], routes=routes).num_tokens
         for routes in ([], some_routes(batch, same=True), some_routes(batch), [None] * len(batch.token_ids))
     ]
-    apart = make_stream(*batch[:3], batch.group_ids, share=False).num_tokens
+    apart = make_stream(*batch[:3], share=False).num_tokens
     assert counts == [counts[0], counts[0] + 1, apart, counts[0]]  # the last row, without any, repeats its token
 
 
@@ -362,7 +362,7 @@ def test_what_vllm_returns_is_replayed_and_on_a_cpu_refused(batch: Batch) -> Non
         token_ids=[1, 2], logprobs=[{1: SimpleNamespace(logprob=-1.0)}, {2: SimpleNamespace(logprob=-1.0)}], text="",
         finish_reason="stop", routed_experts=np.stack([first, np.zeros_like(first), second], 1),
     )  # fmt: skip
-    sample = completion(output, GenerationRequest([3], SamplingParams(max_new_tokens=2), seed=0))
+    sample = completion(output, GenerationRequest([3], SamplingParams(max_new_tokens=2), seed=0), 0)
     assert sample.routes is not None and sample.routes.experts.shape[1:] == (3, K)
     policy, row = PolicyModel(moe("Qwen3Moe")), batch.pick([2])
     out = [policy(*row[:3], routes=[routes]).logprobs for routes in (recorded, sample.routes, None)]

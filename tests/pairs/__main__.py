@@ -79,11 +79,13 @@ def labelled(seeds: range) -> dict[str, Settings]:
 
 
 def in_ci(rows: dict[str, Settings]) -> list[str]:
-    """A few of the rows with two ranks or with vLLM, which need a process without other engines."""
+    """What is refused with two ranks or vLLM, and a few of the rows with these, which need a process of their own."""
+    costly = {name: s for name, s in rows.items() if (s["engine"], s["ranks"]) != ("transformers", "1")}
+    refused = [name for name in costly if name.startswith("refused")]
     rows = {name: s for name, s in rows.items() if name.startswith("array")}
     two = [name for name, s in rows.items() if (s["ranks"], s["engine"]) == ("2", "transformers")]
     real = [name for name, s in rows.items() if (s["ranks"], s["engine"], s["overlap"]) == ("1", "vLLM", "none")]
-    return two[:4] + real[:2]
+    return refused + two[:4] + real[:2]
 
 
 def main() -> None:

@@ -70,6 +70,7 @@ CALLBACKS: dict[str, Callable[[Path], list[Any]]] = {
     "EMA": lambda _: [c.EMA()],
     "ReferenceSync": lambda _: [c.ReferenceSync(1)],
     "OffloadOptimizer": lambda _: [c.OffloadOptimizer()],
+    "OffloadModels": lambda _: [c.OffloadModels()],
     "FidelityGate": lambda _: [c.FidelityGate(bound=1.0)],
     "LedgerCanary": lambda _: [c.LedgerCanary(tolerance=0.3)],
     "SaveRollouts": lambda folder: [c.SaveRollouts(1, str(folder)), c.SampleLog(1, terminal=False), c.Throughput()],
@@ -96,8 +97,8 @@ FACTORS: dict[str, list[str]] = {
     "ptx": ["no", "yes"],
     "rows": ["text", "image", "environment"],
     "aggregation": [OWN, *AGGREGATIONS],
-    "layout": ["auto", "padded", "packed", "shared_prefix"],
-    "precision": ["32-true", "bf16-mixed", "bf16-true"],
+    "layout": ["auto", "padded", "packed", "tree"],
+    "precision": ["32-true", "bf16-mixed", "bf16-true", "16-mixed"],
     "recomputation": ["no", "yes"],
     "rewards": ["dense", "some None", "all equal", "two weighted", "failing"],
     "entropy": ["no", "yes"],
@@ -116,6 +117,7 @@ OWN_ESTIMATOR = {
 }
 OWN_LOSS = {"GSPO": "GSPO", "CPGD": "CPG"}
 OWN_KL = {"PPO": "KLInReward", "RLOO": "KLInReward", "ReinforcePlusPlus": "KLInReward", "GRPO": "KLInLoss"}
+OWN_CRITIC = {"separate", "unclipped", "warm-up"}
 WITH_CRITIC = {"GAE", "TurnGAE"}
 NO_GROUPS = {"GAE", "TurnGAE", "Reinforce", "ReinforcePlusPlus"}
 BINARY = {"MaxRL", "PassAtK"}
@@ -249,6 +251,25 @@ REFUSALS = [
         lambda s: s.get("callback") == "ReferenceSync" and s.get("lora") == "yes",
     ),
     Refusal(
+        "OffloadModels with streaming or staleness",
+        "OffloadModels with (streaming=True|staleness=1)",
+        lambda s: s.get("callback") == "OffloadModels" and s.get("overlap") in ("streaming", "staleness"),
+    ),
+    Refusal(
+        "OffloadModels with a critic of its own under DDP",
+        "OffloadModels with strategy=DDPStrategy",
+        lambda s: s.get("callback") == "OffloadModels" and s.get("ranks") == "2" and s.get("critic") in OWN_CRITIC,
+    ),
+    Refusal(
+        "OffloadModels without a reference or critic of its own",
+        "OffloadModels: .* of its own to move",
+        lambda s: (
+            s.get("callback") == "OffloadModels"
+            and s.get("critic") in ("none", "shared")
+            and (kl(s) == "none" or s.get("lora") == "yes")
+        ),
+    ),
+    Refusal(
         "RewardNormalization with MaxRL, PassAtK, GDPO, TurnReturns, TurnGAE or GiGPO",
         "callback RewardNormalization with advantage=",
         lambda s: s.get("callback") == "RewardNormalization" and estimator(s) in {*BINARY, "GDPO", *TURNS},
@@ -262,6 +283,15 @@ REFUSALS = [
         "LedgerCanary with a temperature other than 1, top_p or a repetition penalty",
         "LedgerCanary with sampling",
         lambda s: s.get("callback") == "LedgerCanary" and s.get("sampling") not in ("plain", None),
+    ),
+    Refusal(
+        "top_p with vLLM, which does not record what it leaves, with staleness or a loss that reads its log-probs",
+        "compares the engine's",
+        lambda s: (
+            s.get("sampling") == "top_p"
+            and s.get("engine") == "vLLM"
+            and (loss(s) in READS_ENGINE or s.get("overlap") == "staleness")
+        ),
     ),
     Refusal(
         "a repetition penalty with a loss that reads the engine's log-probs, or with staleness",

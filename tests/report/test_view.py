@@ -223,3 +223,10 @@ def test_a_folder_without_trajectories_and_a_damaged_file_are_refused(tmp_path: 
     path.write_text(path.read_text() + '{"half')
     with pytest.raises(ValueError, match=r"rank0.jsonl, line 2: not JSON"):
         view(run)
+    path.write_text(json.dumps({"rows": [{"turns": [0], "token_ids": 3}]}) + "\n")
+    with pytest.raises(ValueError, match=r"rank0.jsonl, line 1: not a trajectory of SaveRollouts: TypeError"):
+        view(run)
+    path.rename(tmp_path.parent / "elsewhere.jsonl")
+    path.symlink_to(tmp_path.parent / "elsewhere.jsonl")
+    with pytest.raises(ValueError, match=r"rank0.jsonl is a link to .*elsewhere.jsonl, outside of run_dir"):
+        view(run)

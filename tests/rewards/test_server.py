@@ -71,7 +71,7 @@ def test_media_travel_and_are_decoded_again(serve):
     import numpy as np
     from PIL import Image
 
-    server = serve("pixels")
+    server = serve("pixels", max_bytes=20_000)
     red, dark = Image.new("RGB", (3, 2), (200, 0, 0)), Image.new("RGBA", (4, 4), (7, 0, 0, 9))
     media = {"images": [[red], [], [red, dark]], "videos": [[], [np.zeros((5, 4, 4, 3), np.uint8)], []]}
     before = [image.tobytes() for image in (red, dark)]
@@ -83,6 +83,15 @@ def test_media_travel_and_are_decoded_again(serve):
     assert score(RemoteReward(server.url, image_column="images"), ["a"] * 3, media=media).total == [200.0, 5.0, 207.0]
     with pytest.raises(RewardError, match="422.*images, row 0: 'no image' is no base64 of an image"):
         score(column, ["a"], picture=["no image"])
+    for name, row in [("images", 5), ("images", [{"a": 1}]), ("videos", [5]), ("videos", "x"), ("videos", [[None]])]:
+        said = post(server, json={"prompts": ["a"], "completions": ["a"], name: [row]})
+        assert said.status_code == 422 and f"{name}, row 0" in said.text
+    wide = Image.new("L", (500, 500))  # 250,000 pixels in 400 bytes; two are more than 16 * 20,000
+    assert score(RemoteReward(server.url), ["a"], media={"images": [[wide.convert("RGB")]], "videos": [[]]}).total == [
+        0
+    ]
+    with pytest.raises(RewardError, match="422.*images, row 1: too many pixels in one request"):
+        score(RemoteReward(server.url), ["a"] * 2, media={"images": [[wide], [wide]], "videos": [[], []]})
 
 
 def test_limits_and_malformed_requests_are_refused(plain):

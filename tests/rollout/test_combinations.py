@@ -25,6 +25,7 @@ from lightrl.engines import ServerEngine
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import GSPO, GiGPO, GroupRelative, KLInLoss, KLInReward, TurnGAE, TurnReturns
 from lightrl.objectives.divergences import ReverseKL
+from lightrl.rollout.sources import InFlight
 from lightrl.types import SamplingParams
 from tests.rollout.tasks import Keep, Letters, chat_model, fit, gap, sgd, talk
 from tests.toys import ThreadEngine
@@ -242,6 +243,24 @@ CELLS: dict[str, list[Cell]] = {
             lambda run, where: [m["rollout/staleness"] for m in run.keep.metrics] == [0, 1, 1], prove=False,
         ),
         Cell(
+            "`in_flight`",
+            lambda where: {
+                "engine": ThreadEngine(), "staleness": 1, "in_flight": InFlight(), "rollouts_per_epoch": 3,
+            },
+            "the first tokens of rollouts after the first lack one update",
+            lambda run, where: [m["rollout/staleness"] for m in run.keep.metrics] == [0, 1, 1], prove=False,
+        ),
+        Cell(
+            "`in_flight` with `max_refills`",
+            lambda where: {"engine": ThreadEngine(), "staleness": 1, "in_flight": InFlight(), "max_refills": 1},
+            refused="prompts are begun ahead, before it is known how many the refills take",
+        ),
+        Cell(
+            "`in_flight.replay`",
+            lambda where: {"engine": ThreadEngine(), "staleness": 1, "in_flight": InFlight(replay="switches")},
+            refused="when a later turn is asked for depends on the environment's time",
+        ),
+        Cell(
             "`staleness` with an engine that computes in the trainer's thread", lambda where: {"staleness": 1},
             refused="in the trainer's process: it cannot sample while the trainer computes",
         ),
@@ -276,7 +295,12 @@ CELLS: dict[str, list[Cell]] = {
             lambda where: {"build": lambda path: grpo(path, {"gradient_checkpointing": True})},
             "the update without it", same_weights({}),
         ),
-        *(layout(name) for name in ("packed", "shared_prefix")),
+        *(layout(name) for name in ("packed", "tree")),
+        Cell(
+            "`actor.layout: tree`, cut by `micro_batch_tokens`",
+            lambda where: {"build": lambda path: grpo(path, {"layout": "tree"}, micro_batch_tokens=128)},
+            "the update of the padded layout", same_weights({"build": lambda path: grpo(path, {"layout": "padded"})}),
+        ),
         Cell(
             "`micro_batch_tokens`", lambda where: {"build": lambda path: grpo(path, micro_batch_tokens=256)},
             "the update of one micro-batch", same_weights({}),

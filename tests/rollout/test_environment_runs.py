@@ -210,6 +210,14 @@ def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(way: str, 
 
 
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
+WAYS: dict[str, dict[str, Any]] = {
+    "environment": {"environment": Letters},
+    "program": {"program": talk},
+    "streaming": {"streaming": True},
+    "staleness": {"staleness": 1},
+}
+SHARDED = {"fsdp2": ("environment", "program", "staleness"), "zero2": ("environment", "program")}
+SHARDED["zero3"] = SHARDED["zero2"]  # streaming is refused where ranks must run sharded models in step
 COMPARED = ("rollout/turns", "rollout/stop_stop", "reward/mean")
 
 
@@ -218,14 +226,15 @@ def ranks_run(path: str, strategy: str, way: str) -> tuple[Any, dict[str, Any]]:
     module = GRPOLightningModule(path, kl=None, optimizer=sgd, advantage=GroupRelative(scale="none"))
     devices = 1 if strategy == "auto" else 2
     trainer = {"devices": devices, "strategy": make_strategy(strategy), "log_every_n_steps": 1}
-    attempts: dict[str, Any] = {"environment": Letters} if way == "environment" else {"program": talk}
-    weights = Weights()
-    _, keep = fit(path, [weights], module, trainer, rollouts_per_epoch=2, **attempts)
+    weights, beside = Weights(), way in ("streaming", "staleness")  # which take an engine beside the update
+    engine: dict[str, Any] = {"engine": ThreadEngine(), "compare": False} if beside else {}
+    _, keep = fit(path, [weights], module, trainer, rollouts_per_epoch=3 if beside else 2, **WAYS[way], **engine)
     return module, {
         "weights": weights.after,
         "prompts": [p for r in keep.rollouts for p in r.prompts],
         "metrics": {name: [m[name] for m in keep.metrics] for name in COMPARED},
-        "gap": max(keep.gaps),
+        "gap": max(keep.gaps, default=0.0),
+        "staleness": [m.get("rollout/staleness", 0) for m in keep.metrics],
     }
 
 
@@ -239,8 +248,9 @@ class Weights(Callback):
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_two_ranks_play_their_own_environments_and_learn_what_one_learns(path: str, tmp_path: Path) -> None:
-    """Every strategy, with an environment and with a program, in one pair of processes."""
-    alone = {way: ranks_run(path, "auto", way)[1] for way in ("environment", "program")}
+    """Every strategy, with an environment and with a program, streamed and sampled ahead, in one pair of processes."""
+    alone = {way: ranks_run(path, "auto", way)[1] for way in WAYS}
+    assert alone["staleness"]["staleness"] == [0, 1, 1]
     names = STRATEGIES if find_spec("deepspeed") else STRATEGIES[:2]
     if find_spec("deepspeed"):
         compile_deepspeed()
@@ -248,12 +258,15 @@ def test_two_ranks_play_their_own_environments_and_learn_what_one_learns(path: s
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     for strategy, (way, one) in itertools.product(names, alone.items()):
+        if way not in SHARDED.get(strategy, WAYS):
+            continue
         both = [torch.load(tmp_path / f"{strategy}-{way}-{rank}.pt", weights_only=True) for rank in range(2)]
         where = f"{strategy}, {way}"
         assert all(rank["gap"] < 1e-5 for rank in both), where
         for name, value in one["weights"].items():
             assert all(torch.allclose(rank["weights"][name], value, atol=1e-6) for rank in both), f"{where}: {name}"
         assert sorted(both[0]["prompts"] + both[1]["prompts"]) == sorted(one["prompts"]), where
+        assert both[0]["staleness"] == both[1]["staleness"] == one["staleness"], where
         for name, wanted in one["metrics"].items():
             assert both[0]["metrics"][name] == both[1]["metrics"][name] == pytest.approx(wanted, abs=1e-6), where
 
@@ -263,9 +276,10 @@ def main(kind: str, path: str, folder: Path, *words: str) -> None:
     if kind == "killed":
         resumable(words[0], folder, path, kill_at=60)
         return
-    for strategy, way in itertools.product(words, ("environment", "program")):
-        _, found = ranks_run(path, strategy, way)
-        torch.save(found, folder / f"{strategy}-{way}-{torch.distributed.get_rank()}.pt")
+    for strategy in words:
+        for way in SHARDED.get(strategy, WAYS):
+            _, found = ranks_run(path, strategy, way)
+            torch.save(found, folder / f"{strategy}-{way}-{torch.distributed.get_rank()}.pt")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks.ledger_canary import LedgerMismatchError
@@ -48,6 +51,36 @@ def test_a_run_plays_turns_scores_them_and_trains_what_was_sampled(path: str) ->
     assert 1 < metrics["rollout/turns"] <= 3 and metrics["rollout/retried"] == 0
     # The trainer's own log-probs of the assembled rows, before the update, are those of sampling.
     assert len(keep.gaps) == 2 and max(keep.gaps) < 1e-5
+
+
+@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
+def test_the_progress_bar_shows_turns_and_environments_that_wait(
+    kind: Any, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first turn of all 16 attempts is sampled, then all environments work until the bar has said so."""
+    monkeypatch.setattr("lightrl.rollout.collector.BAR_SECONDS", 0.01)
+    bar, told, said = kind(leave=True), list[str](), threading.Event()
+
+    def description() -> str:
+        shown = bar.train_progress_bar
+        return str(shown.desc if kind is TQDMProgressBar else shown.description)
+
+    class Waits(Letters):
+        async def step(self, reply: Any) -> Any:
+            while not said.is_set():
+                told.append(description())
+                if "16 turns; now 0 turns wait for the engine, 16 environments work" in told[-1]:
+                    said.set()
+                await asyncio.sleep(0.01)
+            return await super().step(reply)
+
+    class After(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            told.append(description())
+
+    fit(path, [bar, After()], environment=Waits, rollouts_per_epoch=1, trainer={"enable_progress_bar": True})
+    assert said.is_set() and told[0].startswith("Epoch 0")
+    assert "|" not in told[-1] and told[-1].startswith("Epoch 0"), "taken back when the rollout is there"
 
 
 def test_reset_draws_one_task_for_a_group_one_seed_and_one_row(path: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import http.client
+import os
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -15,7 +17,10 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
+from lightrl.callbacks import RolloutCheckpoint
 from lightrl.data.prompts import PromptSource
+from lightrl.engines.base import EngineDiedError, EngineRestartedError
+from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import AgentProgram, EnvironmentFailedError
 from tests.environments.test_endpoint import ends, gone, listening
 from tests.rollout.tasks import Letters, chat_model, fit, talk
@@ -169,3 +174,102 @@ def test_an_endpoint_killed_at_each_phase_is_started_again_and_the_seeds_are_the
     quiet, killed = run(()), run(PHASES)
     assert killed.metrics[0]["rollout/retried"] >= len(PHASES) and killed.metrics[0]["rollout/stop_failure"] == 0
     assert torch.equal(killed.rollouts[0].token_ids, quiet.rollouts[0].token_ids)
+
+
+class Struck(Letters):
+    """Does something once, at a phase of the second rollout: its own, or one of the engine or the reward function."""
+
+    phase = ""
+    strike: Any = None
+
+    @classmethod
+    def at(cls, phase: str) -> None:
+        if phase == cls.phase and cls.strike is not None and len(cls.seen) > 16:
+            strike, cls.strike = cls.strike, None
+            strike()
+
+    async def reset(self, row: Any, *, seed: int) -> Any:
+        messages = await super().reset(row, seed=seed)
+        self.at("reset")
+        return messages
+
+    async def step(self, reply: Any) -> Any:
+        self.at("step")
+        return await super().step(reply)
+
+
+def scored(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    Struck.at("scoring")
+    return [len(text) / 100 for text in completions]
+
+
+class Mortal(TransformersEngine):
+    """The own engine, which may be struck between two completions, and dies as one in a process of its own does."""
+
+    error: Exception | None = None
+    deaths = 0
+
+    def generate(self, requests: Any) -> Any:
+        for group in super().generate(requests):
+            Struck.at("generation")
+            if self.error is not None:
+                error, self.error = self.error, None
+                self.deaths += 1
+                self.policy_version = -1
+                raise error
+            yield group
+
+
+STRUCK = ("reset", "step", "generation", "scoring")
+
+
+def struck(path: str, phase: str, strike: Any, **arguments: Any) -> Any:
+    Struck.phase, Struck.strike, Struck.seen, Struck.alive = phase, strike, [], 0
+    try:
+        return fit(path, environment=Struck, rewards=[scored], **{"engine": Mortal(), **arguments})
+    finally:
+        assert Struck.alive == 0, "an environment was not closed"
+        assert (Struck.strike is None) or not phase, "the phase came"
+
+
+@pytest.fixture(scope="module")
+def whole(path: str) -> Any:
+    return struck(path, "", None)
+
+
+@pytest.mark.parametrize("phase", STRUCK)
+def test_ctrl_c_at_any_phase_of_an_environment_leaves_a_checkpoint_that_resumes(
+    phase: str, path: str, whole: Any, tmp_path: Path
+) -> None:
+    saving: dict[str, Any] = {"trainer": {"enable_checkpointing": True}}
+
+    def callbacks() -> list[Any]:
+        return [RolloutCheckpoint(100, dirpath=str(tmp_path / "checkpoints"))]
+
+    with pytest.raises(SystemExit):
+        struck(path, phase, lambda: os.kill(os.getpid(), signal.SIGINT), callbacks=callbacks(), **saving)
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    module, keep = struck(path, "", None, callbacks=callbacks(), ckpt_path=str(last), **saving)
+    assert torch.equal(keep.rollouts[0].token_ids, whole[1].rollouts[1].token_ids)
+    for ours, expected in zip(module.parameters(), whole[0].parameters(), strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("phase", STRUCK)
+def test_an_engine_that_dies_at_any_phase_of_an_environment_is_asked_again_or_ends_the_run(
+    phase: str, path: str, whole: Any
+) -> None:
+    """The same completions, since seeds belong to attempts and turns; what cannot start again ends the run."""
+    engine = Mortal()
+    module, keep = struck(
+        path, phase, lambda: setattr(engine, "error", EngineRestartedError("It died.")), engine=engine
+    )
+    assert engine.deaths == 1 or (phase == "scoring" and engine.error is not None), "nothing was asked after scoring"
+    for ours, expected in zip(keep.rollouts, whole[1].rollouts, strict=True):
+        assert torch.equal(ours.token_ids, expected.token_ids)
+    for ours, expected in zip(module.parameters(), whole[0].parameters(), strict=True):
+        assert torch.equal(ours, expected)
+    if phase != "scoring":
+        dead = Mortal()
+        with pytest.raises(EngineDiedError, match="It is gone"):
+            struck(path, phase, lambda: setattr(dead, "error", EngineDiedError("It is gone.")), engine=dead)

@@ -164,7 +164,7 @@ for _kind in concrete(objectives.AdvantageEstimator):
     CASES[f"advantage {_kind.__name__}"] = functools.partial(with_estimator, kind=_kind)
 for _kind in concrete(objectives.Aggregation):
     CASES[f"aggregation {_kind.__name__}"] = functools.partial(with_aggregation, kind=_kind)
-for _layout in ("padded", "packed", "shared_prefix"):
+for _layout in ("padded", "packed", "tree"):
     CASES[f"layout {_layout}"] = lambda folder, layout=_layout: (
         fit(  # type: ignore[misc]
             ppo(ModelSpec(model_path(), layout=layout), micro_batch_tokens=64)

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.models.multimodal import media_positions
+from lightrl.models.multimodal import marked_tokens, media_positions
+from lightrl.models.packing.layouts import make_stream
+from lightrl.types import HostRows
 from tests.vision.conftest import Batch, completed, film, mixed_rows, picture
 from tests.vision.models import FAMILIES, QWEN
 
@@ -78,6 +80,18 @@ def test_the_gradient_is_that_of_the_padded_layout_vision_tower_included(folder_
             gap = float((gradients[layout][name] - grad).norm())
             # a key's bias has no effect on attention: its gradient is rounding alone
             assert gap <= 1e-5 * max(float(grad.norm()), 1e-3 * scale), (layout, name, gap / float(grad.norm()))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_pictures_of_rows_with_nothing_to_learn_leave_every_parameter_a_gradient(
+    folder_of: Any, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP waits for each of them: of rows that were all truncated the stream is empty, and the tower does not run."""
+    folder = folder_of(QWEN[0])
+    batch, policy = mixed(folder), folder.policy(layout)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    batch._replace(response_mask=torch.zeros_like(batch.response_mask)).run(policy).logprobs.sum().backward()
+    assert [n for n, p in policy.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "idefics3"])
@@ -155,3 +169,64 @@ def test_too_few_features_of_a_row_are_refused_without_own_positions(folder_of: 
     rows = [{"pixel_values": row["pixel_values"][:1]} if row else {} for row in batch.inputs]
     with pytest.raises(ValueError, match="row 2 of the batch"):
         batch._replace(inputs=rows).run(policy)
+
+
+SYSTEM = "look at the picture with care and answer each question in few words. "
+
+
+def question(text: str, *seeds: int) -> dict[str, Any]:
+    return {"prompt": SYSTEM + text, "images": [picture(16, 24, seed) for seed in seeds]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_groups_of_one_picture_run_it_once_and_have_the_gradient_of_the_padded_layout(
+    folder_of: Any, family: str
+) -> None:
+    """Two questions about one picture, one about another, and two that part between the same two pictures."""
+    folder = folder_of(family)
+    long = "here is the first one of two that differ <image> and now "
+    rows = [
+        question("<image> " + "what does it show in the middle, say? " + "left?", 1),
+        question("<image> " + "what does it show in the middle, say? " + "right?", 1),
+        question("<image> " + "what does it show in the middle, say? " + "left?", 2),
+        question(long + "the second <image>", 3, 4),
+        question(long + "another one <image>", 3, 4),
+    ]
+    batch = completed(folder.prompts(rows), 2, next(iter(folder.processor.placeholders.values())))
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(0)).tolist()
+    batch, towers, gradients = batch.pick(order), {}, {}
+    for layout in ("padded", "tree"):
+        policy = folder.policy(layout)
+        tower = policy.lm.model.visual if family in QWEN else None
+        tower = tower or getattr(policy.lm.model, "vision_model", None) or policy.lm.model.vision_tower
+        run: list[int] = []
+        first = next(m for m in tower.modules() if isinstance(m, torch.nn.Linear))
+        first.register_full_backward_hook(lambda m, i, o, to=run: to.append(o[0].numel() // o[0].shape[-1]))
+        out = batch.run(policy, entropy=True)
+        (out.logprobs.sum() + 0.1 * out.entropy.sum()).backward()
+        towers[layout] = sum(run)
+        gradients[layout] = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
+    # padded: 2 x (1 + 1 + 1 + 2 + 2) pictures; else one for both questions, another, and two for each of the last two
+    assert towers["tree"] * 14 == towers["padded"] * 6
+    padded = gradients["padded"]
+    scale = max(float(grad.norm()) for grad in padded.values())
+    assert gradients["tree"].keys() == padded.keys()
+    for name, grad in padded.items():
+        gap = float((gradients["tree"][name] - grad).norm())
+        assert gap <= 1e-5 * max(float(grad.norm()), 1e-3 * scale), (name, gap / float(grad.norm()))
+
+
+def test_prefixes_end_before_pictures_that_differ_and_never_between_two(folder_of: Any) -> None:
+    """All rows share the 64 tokens before their pictures, 69 of which are alike."""
+    folder = folder_of("idefics3")
+    rows = [question("<image> and that <image> " + "what else is there? " * 3 + end, 1, 2) for end in ("left?", "up?")]
+    rows += [question("<image> is it?", 5)]
+    batch = completed(folder.prompts(rows), 2, 5)
+    host = HostRows(*batch[:4])
+    ids, spans = marked_tokens(folder.policy().lm.config, batch.inputs, host)
+    stream = make_stream(ids, batch.attention_mask, batch.response_mask, spans=spans)
+    ends = [offset + length for offset, length in zip(stream.offsets, stream.lengths, strict=True)]
+    assert stream.lengths[0] == 64 and stream.parents[0] == -1 and stream.parents.count(0) == 2
+    for first, last in spans.tolist():
+        assert not any(first < ends[parent] <= last for parent in stream.parents if parent >= 0)
+    assert sorted(stream.shown) == [0, 4]

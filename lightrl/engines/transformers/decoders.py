@@ -64,6 +64,9 @@ class Decoder(Protocol):
     def remember(self, row: int, tokens: Sequence[int]) -> None:
         """Says that a row's prompt and completion, `tokens`, may come back as the beginning of a prompt."""
 
+    def forget(self) -> None:
+        """Drops what it remembers: the weights have changed."""
+
     def keep(self, rows: list[int]) -> None:
         """Row i is from now on what was row `rows[i]`; the others are forgotten."""
 
@@ -172,6 +175,9 @@ class CacheDecoder:
 
     def remember(self, row: int, tokens: Sequence[int]) -> None:
         """Nothing is held of rows that ended."""
+
+    def forget(self) -> None:
+        """Nothing is."""
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:

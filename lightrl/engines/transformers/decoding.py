@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,28 +43,52 @@ class _Job:
         self.version = version
         self.copies = request.num_completions
         self.limit = request.sampling.max_new_tokens
-        self.finished: list[Completion | None] = [None] * self.copies
-        self.unfinished = self.copies
+        self.finished: list[Completion | None] = list(request.begun) or [None] * self.copies
+        self.live = request.live
+        self.unfinished = len(self.live)
         self.cost = 0
         self.routes: Tensor | None = None  # of the prompt's tokens, (L, layers, K)
+        begun = [request.so_far(g).token_ids for g in self.live]
+        # What the model reads first: the prompt, once for all rows, or with what was sampled before, row by row.
+        self.begun = any(begun)
+        self.prefixes = [request.token_ids + tokens for tokens in begun] if self.begun else [request.token_ids]
+        self.rows_each = 1 if self.begun else len(self.live)
 
     @property
     def prompt(self) -> list[int]:
         return self.request.token_ids
 
+    def group(self) -> CompletionGroup:
+        """The completions as far as they are written down."""
+        parts = [self.request.so_far(g) if part is None else part for g, part in enumerate(self.finished)]
+        versions = [version for part in parts for version in part.policy_versions]
+        return CompletionGroup(self.request, parts, min(versions, default=self.version))
+
+    def tokens_held(self, decoder: Decoder) -> int:
+        """Most tokens whose keys and values it will need."""
+        most = len(self.prompt) + self.limit
+        return sum(decoder.tokens_held(len(p), self.rows_each, most - len(p)) for p in self.prefixes)
+
 
 class _Row:
     """One completion under way. `tokens` and `logprobs` lack what is in `Generation.pending`."""
 
-    __slots__ = ("completion", "job", "kept", "logprobs", "routes", "text", "tokens", "visible")
+    __slots__ = (
+        "before", "completion", "job", "kept", "limit", "logprobs", "routes", "text", "tokens", "versions", "visible",
+    )  # fmt: skip
 
-    def __init__(self, job: _Job, completion: int) -> None:
+    def __init__(self, job: _Job, completion: int, special: set[int]) -> None:
         self.job = job
         self.completion = completion
-        self.tokens: list[int] = []
-        self.visible: list[int] = []  # tokens that may be part of a stop string; empty where there are none
-        self.logprobs: list[float] = []
-        self.kept: list[Tensor] = []  # ids that each token was drawn from; empty where nothing is cut
+        self.before = before = job.request.so_far(completion)
+        self.limit = job.request.limit(completion)
+        self.tokens = list(before.token_ids)
+        # Tokens that may be part of a stop string; empty where there are none.
+        counted = self.tokens[max(job.request.sampling.min_new_tokens - 1, 0) :]
+        self.visible = [t for t in counted if t not in special] if job.settings.stops else []
+        self.logprobs = list(before.logprobs)
+        self.versions = list(before.policy_versions)
+        self.kept: list[Tensor] = []  # ids that each new token was drawn from; empty where nothing is cut
         self.routes: list[Tensor] = []  # of the tokens that were fed back; empty where there are no experts
         self.text: str | None = None  # set when a stop string ends it
 
@@ -75,7 +100,8 @@ class Generation:
         make_decoder: (requests that wait, whether no more will come) makes an empty decoder that admits the first.
         queue: where requests come from.
         check: raises where a request cannot be served.
-        version: gives the policy version of the weights that sample.
+        version: gives the policy version of the weights that sample; rows keep keys and values when these change.
+        lock: held while the model computes.
         tokenizer: for texts and stop strings.
         eos_ids: end-of-sequence tokens, heeded unless `sampling.ignore_eos`.
         device: of the logits.
@@ -90,6 +116,7 @@ class Generation:
         *,
         check: Callable[[GenerationRequest], None],
         version: Callable[[], int],
+        lock: AbstractContextManager[None],
         tokenizer: Any,
         eos_ids: set[int],
         device: torch.device,
@@ -100,6 +127,8 @@ class Generation:
         self.queue = queue
         self.check = check
         self.version = version
+        self.now = version()
+        self.lock = lock
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.device = device
@@ -126,12 +155,31 @@ class Generation:
         """The groups, each as soon as its last completion is done."""
         while True:
             self._take()
+            if self.queue.suspended:
+                yield from self._suspended()
+                return
             if not self.jobs:
                 return
-            admitted = self._admit()
-            # Not a `with` around the loop: a generator would leave inference mode on in its caller.
-            ended = self._prefill(admitted) if admitted else self._step()
-            yield from self._retire(ended)
+            with self.lock:
+                self._note_version()
+                admitted = self._admit()
+                # Not a `with` around the loop: a generator would leave inference mode on in its caller.
+                ended = self._prefill(admitted) if admitted else self._step()
+                groups = self._retire(ended)
+            yield from groups
+
+    def _note_version(self) -> None:
+        """Says of all tokens that are there which weights sampled them, where these have changed."""
+        if self.now == self.version():
+            return
+        if self.pending:
+            self._write_down(0)
+            self.room = min((row.limit - len(row.tokens) for row in self.rows), default=0)
+        for row in self.rows:
+            row.versions += [self.now] * (len(row.tokens) - len(row.versions))
+        self.now = self.version()
+        if self.decoder is not None:
+            self.decoder.forget()
 
     # ------------------------------------------------------------------------------------------------ admission
 
@@ -146,7 +194,7 @@ class Generation:
                     requests.remove(request)
             if requests:
                 self._enqueue(requests)
-            if self.jobs or (self.queue.closed and not self.queue.waiting()):
+            if self.jobs or self.queue.suspended or (self.queue.closed and not self.queue.waiting()):
                 return
 
     @torch.inference_mode()
@@ -196,9 +244,9 @@ class Generation:
         tokens = 0
         while self.waiting and self._admits(self.waiting[0]):
             job = self.waiting[0]
-            tokens += len(job.prompt)
-            cost = self.decoder.tokens_held(len(job.prompt), job.copies, job.limit)
-            sequences = len(self.rows) + sum(other.copies for other in taken) + job.copies
+            tokens += sum(map(len, job.prefixes))
+            cost = job.tokens_held(self.decoder)
+            sequences = len(self.rows) + sum(len(other.live) for other in taken) + len(job.live)
             fits = sequences <= self.max_sequences and self.held + cost <= self.max_tokens
             if not fits and (self.rows or taken):
                 break
@@ -212,12 +260,13 @@ class Generation:
         return taken
 
     def _admits(self, job: _Job) -> bool:
-        return self.decoder is not None and self.decoder.admits(job.prompt, job.request.inputs)
+        decoder = self.decoder
+        return decoder is not None and all(decoder.admits(p, job.request.inputs) for p in job.prefixes)
 
     def _batches(self, first: _Job, other: _Job) -> bool:
         assert self.decoder is not None
-        alike = first.copies == other.copies and not other.request.inputs
-        return alike and self.decoder.batches(first.prompt, other.prompt)
+        alike = first.rows_each == other.rows_each and first.begun == other.begun and not other.request.inputs
+        return alike and all(self.decoder.batches(first.prefixes[0], p) for p in other.prefixes)
 
     # ------------------------------------------------------------------------------------------------- sampling
 
@@ -227,17 +276,21 @@ class Generation:
         assert self.decoder is not None
         if self.pending:
             self._write_down(0)  # what is pending belongs to the rows of before
-        first, copies = len(self.rows), admitted[0].copies
-        self.rows += [_Row(job, g) for job in admitted for g in range(copies)]
+        first, copies = len(self.rows), admitted[0].rows_each
+        if not self._batches(admitted[0], admitted[0]) and admitted[0].begun:
+            raise ValueError(f"{admitted[0].request.name}: completions of different lengths cannot go on together.")
+        self.rows += [_Row(job, g, self.special) for job in admitted for g in job.live]
         longest = max(len(job.prompt) + job.limit for job in admitted)
         self.decoder.reserve(longest, max(job.limit for job in admitted))
-        known = [job.request.routes for job in admitted]
-        logits = self.decoder.prefill([job.prompt for job in admitted], copies, admitted[0].request.inputs, known)
+        parts = [(job, prefix) for job in admitted for prefix in job.prefixes]
+        known = [job.request.routes for job, _ in parts]
+        logits = self.decoder.prefill([prefix for _, prefix in parts], copies, admitted[0].request.inputs, known)
         if self.decoder.routes is not None:
-            for job, routes in zip(admitted, self.decoder.routes.cpu(), strict=True):
-                job.routes = routes[len(routes) - len(job.prompt) :]
+            for (job, prefix), routes in zip(parts, self.decoder.routes.cpu(), strict=True):
+                # What was sampled before was routed by other weights, of which nothing is left.
+                job.routes = None if job.begun else routes[len(routes) - len(prefix) :]
         logits = logits.repeat_interleave(copies, 0)
-        slots = [job.start + g * job.limit for job in admitted for g in range(copies)]
+        slots = [row.job.start + row.completion * row.job.limit + len(row.tokens) for row in self.rows[first:]]
         self.cursors = torch.cat([self.cursors, torch.tensor(slots, device=self.device)])
         self._note_seen(admitted, first, logits.shape[-1])
         kinds = self._kinds(first)
@@ -251,10 +304,11 @@ class Generation:
             if all(job.settings.sampling.repetition_penalty == 1.0 for job in admitted):
                 return
             self.seen = torch.zeros(first, vocabulary, dtype=torch.bool, device=self.device)  # rows without one
-        seen = torch.zeros(len(admitted), vocabulary, dtype=torch.bool, device=self.device)
-        for i, job in enumerate(admitted):
-            seen[i, list(job.prompt)] = True
-        self.seen = torch.cat([self.seen, seen.repeat_interleave(admitted[0].copies, 0)])
+        prefixes = [prefix for job in admitted for prefix in job.prefixes]
+        seen = torch.zeros(len(prefixes), vocabulary, dtype=torch.bool, device=self.device)
+        for i, prefix in enumerate(prefixes):
+            seen[i, list(prefix)] = True
+        self.seen = torch.cat([self.seen, seen.repeat_interleave(admitted[0].rows_each, 0)])
 
     def _kinds(self, first: int) -> list[tuple[_Settings, Tensor | None]]:
         """The settings of the rows from `first` on, and the numbers of those that have them; None where all do."""
@@ -336,7 +390,7 @@ class Generation:
                 row.routes.append(routes[i])
             last, settings = row.tokens[-1], row.job.settings
             stopped = bool(settings.stops) and self._stopped(row, last)  # also of the last token: its text may be cut
-            if stopped or last in settings.end_ids or len(row.tokens) == row.job.limit:
+            if stopped or last in settings.end_ids or len(row.tokens) == row.limit:
                 ended.append(first + i)
         return ended
 
@@ -370,28 +424,43 @@ class Generation:
         for i in ended:
             row = self.rows[i]
             job = row.job
-            if self.decoder is not None and not self.queue.closed:
+            if self.decoder is not None and not self.queue.closed and job.version == self.now:
                 self.decoder.remember(i, [*job.prompt, *row.tokens])
             job.finished[row.completion] = self._completion(row)
             job.unfinished -= 1
             if not job.unfinished:
                 self.held -= job.cost
                 del self.jobs[job.request]
-                completions = [c for c in job.finished if c is not None]
-                groups.append(CompletionGroup(job.request, completions, job.version))
+                groups.append(job.group())
         if ended:
             self._compact(set(ended))
         if not self.pending:
-            self.room = min((row.job.limit - len(row.tokens) for row in self.rows), default=0)
+            self.room = min((row.limit - len(row.tokens) for row in self.rows), default=0)
         return groups
 
     def _completion(self, row: _Row) -> Completion:
-        stopped = row.text is not None or row.tokens[-1] in row.job.settings.end_ids
-        text = row.text if row.text is not None else self._decode(row.tokens)
+        before = len(row.before.token_ids)
+        new = len(row.tokens) - before
+        versions = row.versions + [self.now] * (len(row.tokens) - len(row.versions))
         support = Support.of(row.kept) if cuts(row.job.settings.sampling) else None
+        support = Support.joined((before, row.before.support), (new, support))
         prompt = row.job.routes
         routes = None if prompt is None else Routes(torch.cat([prompt, *row.routes]))
-        return Completion(row.tokens, row.logprobs, text, "stop" if stopped else "length", support, routes)
+        stopped = row.text is not None or row.tokens[-1] in row.job.settings.end_ids
+        if not stopped and len(row.tokens) < row.job.limit:
+            return Completion(row.tokens, row.logprobs, "", "suspended", support, None, versions)
+        text = row.text if row.text is not None else self._decode(row.tokens)
+        reason: Literal["stop", "length"] = "stop" if stopped else "length"
+        return Completion(row.tokens, row.logprobs, text, reason, support, routes, versions)
+
+    def _suspended(self) -> Iterator[CompletionGroup]:
+        """All that is under way, as it stands, in the order in which it was asked for."""
+        if self.pending:
+            self._write_down(0)  # no row ends with that: else it would have been done before
+        for row in self.rows:
+            row.job.finished[row.completion] = self._completion(row)
+        for job in self.jobs.values():
+            yield job.group()
 
     def _drop(self, job: _Job) -> None:
         """Forgets a job that was cancelled."""
@@ -403,7 +472,7 @@ class Generation:
         if self.pending:
             self._write_down(0)  # before the rows move
         self._compact({i for i, row in enumerate(self.rows) if row.job is job})
-        self.room = min((row.job.limit - len(row.tokens) for row in self.rows), default=0)
+        self.room = min((row.limit - len(row.tokens) for row in self.rows), default=0)
 
     @torch.inference_mode()
     def _compact(self, ended: set[int]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from lightrl.background import FairLock
 from lightrl.compat.transformers import router_modules
 from lightrl.engines.base import Engine, RequestQueue
 from lightrl.engines.transformers.decoders import CacheDecoder, Decoder
@@ -58,6 +59,9 @@ class TransformersEngine(Engine):
 
     records_support = True
 
+    def check_in_flight(self) -> None:
+        """See `Engine.check_in_flight`."""
+
     def __init__(
         self,
         max_sequences: int = 256,
@@ -84,6 +88,7 @@ class TransformersEngine(Engine):
         self._cpu_model: CPUModel | None = None
         self._routers: Routers | None = None
         self._eos_ids: set[int] = set()
+        self._lock = FairLock()
 
     def start(self, context: EngineContext) -> None:
         """See `Engine.start`."""
@@ -145,6 +150,7 @@ class TransformersEngine(Engine):
             queue,
             check=self.check_request,
             version=lambda: self.policy_version,
+            lock=self._lock,
             tokenizer=self._tokenizer,
             eos_ids=self._eos_ids,
             device=self._model.device,
@@ -161,6 +167,7 @@ class TransformersEngine(Engine):
         """An empty decoder for requests that wait; `complete` where no more will come."""
         if self._cpu_model is None or any(request.inputs for request in requests):
             return CacheDecoder(self._model, self._routers)
+        complete = complete and not any(request.begun for request in requests)
         lengths = {len(request.token_ids) for request in requests}
         new_tokens = max(request.sampling.max_new_tokens for request in requests)
         copied = max(lengths) if complete and len(lengths) == 1 and max(lengths) <= SHORT_PROMPT else 0
@@ -180,6 +187,11 @@ class TransformersEngine(Engine):
             raise ValueError(f"num_completions={request.num_completions} must be at least 1.")
         if not length:
             raise ValueError(f"token_ids=[]: {request.name} is empty; give it at least one token.")
+        if request.inputs and any(part.finish_reason == "suspended" and part.token_ids for part in request.begun):
+            raise ValueError(
+                f"{request.name} shows something: TransformersEngine does not go on with a completion over a change of "
+                "weights there. Use VLLMEngine, or leave data.init_args.in_flight out."
+            )
         if length + sampling.max_new_tokens > self.max_model_len:
             raise ValueError(
                 f"max_new_tokens={sampling.max_new_tokens}: with the {length} tokens of {request.name} that is "
@@ -229,7 +241,12 @@ class TransformersEngine(Engine):
             ValueError: names that the model does not have, names that did not come, or wrong shapes; all are listed.
         """
         self._require_started()
-        self.policy_version = -1
+        with self._lock:
+            self.policy_version = -1
+            self._load(named_tensors, partial)
+            self.policy_version = policy_version
+
+    def _load(self, named_tensors: Iterable[tuple[str, Tensor]], partial: bool) -> None:
         own = dict(self._model.named_parameters(remove_duplicate=False))
         buffers = dict(self._model.named_buffers())
         missing = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -252,7 +269,6 @@ class TransformersEngine(Engine):
             raise ValueError(
                 f"named_tensors do not fit the engine's model. {listed}. Send each parameter once, by name."
             )
-        self.policy_version = policy_version
 
 
 def _routers(model: Any) -> Routers | None:

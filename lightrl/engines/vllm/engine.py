@@ -7,13 +7,14 @@ is the transport between them, `requests` translates requests and answers. vLLM 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from lightrl.background import FairLock
 from lightrl.engines.base import (
     Engine,
     EngineDiedError,
@@ -27,6 +28,8 @@ from lightrl.engines.vllm.requests import (
     completion,
     completion_seed,
     engine_prompt,
+    joined,
+    remaining,
     sampling_params,
     scoring_params,
 )
@@ -70,11 +73,15 @@ def _refuse_fire_on_v2() -> None:
 class _Group:
     """A request under way."""
 
-    def __init__(self, request: GenerationRequest, version: int) -> None:
+    def __init__(self, request: GenerationRequest) -> None:
         self.request = request
-        self.version = version
         self.keys: list[str] = []
         self.done: dict[int, Completion] = {}
+
+    def answer(self) -> CompletionGroup:
+        """The completions, those of which nothing came as they were before."""
+        parts = [self.done.get(p, self.request.so_far(p)) for p in range(self.request.num_completions)]
+        return CompletionGroup(self.request, parts, min((v for c in parts for v in c.policy_versions), default=-1))
 
 
 class VLLMEngine(Engine):
@@ -174,6 +181,7 @@ class VLLMEngine(Engine):
         self._sender: WeightSender | None = None
         self._adapter_folder: AdapterFolder | None = None
         self._finished: dict[str, Any] = {}
+        self._switches: dict[str, list[tuple[int, int]]] = {}  # of each request, (tokens before, version from there)
         self._num_requests = 0
         self._asleep: Literal[0, 1, 2] = 0
         self._cache_asleep = False
@@ -221,12 +229,13 @@ class VLLMEngine(Engine):
                 f"the prompts' length. vLLM says: {error}"
             ) from error
         self._finished = {}
+        self._switches = {}
         self._asleep = 0
         self._cache_asleep = False
         self._died = False
         self._heats = "logits_processors" in arguments
         self.policy_version = -1
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         try:
             self._sender = WeightSender(self._adapter)
         except BaseException:
@@ -366,10 +375,10 @@ class VLLMEngine(Engine):
         """The adapter, for one call at a time; ends a lost engine, and restarts it with `restart_engine`."""
         from lightrl.compat.vllm import LostEngineError
 
-        adapter = self._running()
+        self._running()
         with self._lock:
             try:
-                yield adapter
+                yield self._running()  # another thread may have ended it meanwhile
             except LostEngineError as error:
                 self._release(dead=True)
                 self._died = True
@@ -383,6 +392,14 @@ class VLLMEngine(Engine):
                 ) from error
 
     # -- sampling --------------------------------------------------------------------------------------------------
+
+    def check_in_flight(self) -> None:
+        """See `Engine.check_in_flight`."""
+        if self.restart_engine:
+            raise ValueError(
+                "in_flight with VLLMEngine.restart_engine=True: several rollouts are under way, and one that is lost "
+                "cannot be told from one that waits. Set restart_engine=False."
+            )
 
     def generate(self, requests: Iterable[GenerationRequest] | RequestQueue) -> Iterator[CompletionGroup]:
         self._running()
@@ -409,24 +426,26 @@ class VLLMEngine(Engine):
             while True:
                 for request in queue.take(wait=not running):
                     self.check_request(request)
-                    groups[request] = group = _Group(request, self.policy_version)
+                    groups[request] = group = _Group(request)
                     self._add(group, running)
                 for request in queue.take_cancelled():
                     if request in groups:
                         self._abort([key for key in groups.pop(request).keys if running.pop(key, None)])
+                if queue.suspended:
+                    for key, output in self._suspend(list(running)).items():
+                        self._note(*running.pop(key), key, output)
+                    yield from [group.answer() for group in groups.values()]
+                    return
                 if not running:
                     if queue.closed and not queue.waiting():
                         return
                     continue
                 for key, output in self._step(running, lambda: queue.stopped):
                     group, place = running.pop(key)
-                    check_prompt(output, group.request)
-                    group.done[place] = completion(output.outputs[0], group.request)
+                    self._note(group, place, key, output)
                     if len(group.done) == group.request.num_completions:
                         del groups[group.request]
-                        yield CompletionGroup(
-                            group.request, [group.done[i] for i in range(len(group.done))], group.version
-                        )
+                        yield group.answer()
         finally:
             self._queues.discard(queue)
             if running and self._adapter is not None:
@@ -434,15 +453,34 @@ class VLLMEngine(Engine):
 
     def _add(self, group: _Group, running: dict[str, tuple[_Group, int]]) -> None:
         """Has vLLM sample a group, each of its completions as a request of its own."""
-        params = sampling_params(group.request.sampling)
-        for place in range(group.request.num_completions):
-            own = params.clone()
-            own.seed = completion_seed(group.request.seed, place)
+        request = group.request
+        params = sampling_params(request.sampling)
+        group.done |= {p: request.so_far(p) for p in range(request.num_completions) if p not in request.live}
+        for place in request.live:
+            begun = len(request.so_far(place).token_ids)
+            own = sampling_params(remaining(request, place)) if begun or request.pause_at else params.clone()
+            own.seed = completion_seed(request.seed, place, begun)
             key = self._new_key()
             running[key] = (group, place)
             group.keys.append(key)
             with self._serving() as adapter:
-                adapter.add(key, engine_prompt(group.request), own)
+                self._switches[key] = [(0, self.policy_version)]
+                salt = {"cache_salt": str(self.policy_version)} if self._keeps_cache else {}
+                adapter.add(key, engine_prompt(request, place) | salt, own)
+
+    def _note(self, group: _Group, place: int, key: str, output: Any) -> None:
+        """Records what vLLM sampled of one completion."""
+        check_prompt(output, group.request, place)
+        new = completion(output.outputs[0], group.request, place)
+        switches = [*self._switches.pop(key), (len(new.token_ids), -1)]
+        versions = [version for (at, version), (end, _) in pairwise(switches) for _ in range(end - at)]
+        group.done[place] = joined(new, group.request, place, versions, self._running().decode)
+
+    def _suspend(self, keys: list[str]) -> dict[str, Any]:
+        """Drops requests; what has come of each."""
+        with self._serving() as adapter:
+            done = {key: self._finished.pop(key) for key in keys if key in self._finished}
+            return done | adapter.suspend([key for key in keys if key not in done])
 
     def _new_key(self) -> str:
         self._num_requests += 1
@@ -461,6 +499,7 @@ class VLLMEngine(Engine):
     def _abort(self, keys: list[str]) -> None:
         for key in keys:
             self._finished.pop(key, None)
+            self._switches.pop(key, None)
         with self._serving() as adapter:
             adapter.abort(keys)
 
@@ -505,19 +544,40 @@ class VLLMEngine(Engine):
     ) -> None:
         """See `Engine.load_weights`. Requests in flight go on with the new weights, their prefix computed again.
 
+        With `EngineContext.keep_cache` they keep what was computed; requests that come later do not share it.
+
         Raises:
             ValueError: unknown names, or parameters of the engine that did not come; the message lists them.
             EngineDiedError: an engine process is gone.
         """
-        self.policy_version = -1
         if self._asleep == 2:
             self.wake()
-        with self._serving() as adapter:
+        with self._changing(policy_version):
             assert self._sender is not None
             self._sender.push(named_tensors, partial=partial)
+
+    @contextmanager
+    def _changing(self, policy_version: int) -> Iterator[VLLMAdapter]:
+        """Loading other weights: what runs is told which tokens came before, and caches are dropped, or kept."""
+        self.policy_version = -1
+        with self._serving() as adapter:
+            keeps = self._keeps_cache and adapter.busy
+            if keeps:
+                self._finished.update({output.request_id: output for output in adapter.pause()})
+            yield adapter
             self._wake_cache()
-            adapter.reset_caches()
-        self.policy_version = policy_version
+            if not adapter.busy or not keeps:
+                adapter.reset_caches()
+            for key, count in adapter.counts().items():
+                if key in self._switches:
+                    self._switches[key].append((count, policy_version))
+            self.policy_version = policy_version
+            if keeps:
+                adapter.resume()
+
+    @property
+    def _keeps_cache(self) -> bool:
+        return self._context is not None and self._context.keep_cache
 
     @property
     def takes_adapter(self) -> bool:
@@ -527,14 +587,11 @@ class VLLMEngine(Engine):
         self, named_tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any], *, policy_version: int
     ) -> None:
         """See `Engine.load_adapter`. Requests in flight go on with the new adapter, their prefix computed again."""
-        self.policy_version = -1
-        with self._serving() as adapter:
+        with self._changing(policy_version) as adapter:
             self._wake_cache()
             self._adapter_folder = self._adapter_folder or AdapterFolder()
             self._adapter_folder.write(named_tensors, config)
             adapter.load_lora(self._adapter_folder.path)
-            adapter.reset_caches()
-        self.policy_version = policy_version
 
     def sleep(self) -> None:
         if self._asleep or not self.sleep_level:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,18 +18,22 @@ __all__ = [
     "completion",
     "completion_seed",
     "engine_prompt",
+    "joined",
     "plain_sampling",
+    "remaining",
     "sampling_params",
     "scoring_params",
 ]
 
 
-def completion_seed(prompt_seed: int, completion: int) -> int:
+def completion_seed(prompt_seed: int, completion: int, begun: int = 0) -> int:
     """The seed of one completion: 63 bits of a hash of (seed of its prompt, its place in the group).
 
-    vLLM's own `n=G` uses seed, seed + 1, ..., so that prompts with neighbouring seeds would share random numbers.
+    vLLM's own `n=G` uses seed, seed + 1, ..., so that prompts with neighbouring seeds would share random numbers. One
+    that goes on after `begun` tokens has another, since its generator starts over.
     """
-    digest = hashlib.blake2b(f"{prompt_seed}:{completion}".encode(), digest_size=8).digest()
+    name = f"{prompt_seed}:{completion}:{begun}" if begun else f"{prompt_seed}:{completion}"
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -107,14 +113,24 @@ def check_lengths(request: GenerationRequest, *, limit: tuple[str, int], way_out
         )
 
 
-def engine_prompt(request: GenerationRequest) -> dict[str, Any]:
+def remaining(request: GenerationRequest, place: int) -> SamplingParams:
+    """The settings for what a completion lacks."""
+    begun = len(request.so_far(place).token_ids)
+    sampling, most = request.sampling, request.limit(place) - begun
+    least = min(max(sampling.min_new_tokens - begun, 0), most)
+    fire = sampling.fire_temperature if begun == 0 else None  # the first token's
+    return replace(sampling, max_new_tokens=most, min_new_tokens=least, fire_temperature=fire)
+
+
+def engine_prompt(request: GenerationRequest, place: int) -> dict[str, Any]:
     """A prompt as vLLM takes it: token ids; with media, one placeholder for each, and the media under their names.
 
-    vLLM's processor puts the features' tokens in itself, once for all completions of a prompt: the names are its cache.
+    What was sampled before of the completion at that place in the group follows it. vLLM's processor puts the features'
+    tokens in itself, once for all completions of a prompt: the names are its cache.
     """
-    media = request.media
+    media, begun = request.media, request.so_far(place).token_ids
     if not media:
-        return {"prompt_token_ids": request.token_ids}
+        return {"prompt_token_ids": request.token_ids + begun}
     data: dict[str, list[Any]] = {}
     if media.images:
         data["image"] = list(media.images)
@@ -124,10 +140,10 @@ def engine_prompt(request: GenerationRequest) -> dict[str, Any]:
     if media.audios:
         data["audio"] = list(zip(media.audios, media.sampling_rates, strict=True))
     names = {kind: [f"{media.key}-{kind}-{i}" for i in range(len(items))] for kind, items in data.items()}
-    return {"prompt_token_ids": media.token_ids, "multi_modal_data": data, "multi_modal_uuids": names}
+    return {"prompt_token_ids": media.token_ids + begun, "multi_modal_data": data, "multi_modal_uuids": names}
 
 
-def check_prompt(output: Any, request: GenerationRequest) -> None:
+def check_prompt(output: Any, request: GenerationRequest, place: int) -> None:
     """Compares the prompt that vLLM computed with the trainer's.
 
     Raises:
@@ -135,7 +151,7 @@ def check_prompt(output: Any, request: GenerationRequest) -> None:
     """
     if not request.media:
         return
-    theirs, ours = list(output.prompt_token_ids), request.token_ids
+    theirs, ours = list(output.prompt_token_ids), request.token_ids + request.so_far(place).token_ids
     if theirs != ours:
         raise ValueError(
             f"{_opening(request)}: vLLM made {len(theirs)} tokens of it, the model's processor {len(ours)}, "
@@ -144,16 +160,18 @@ def check_prompt(output: Any, request: GenerationRequest) -> None:
         )
 
 
-def completion(output: Any, request: GenerationRequest) -> Completion:
-    """vLLM's `CompletionOutput` as ours."""
-    limit = request.sampling.max_new_tokens
+def completion(output: Any, request: GenerationRequest, place: int) -> Completion:
+    """vLLM's `CompletionOutput` as ours: what it sampled now; "suspended" where more may follow."""
+    begun = len(request.so_far(place).token_ids)
+    most = request.sampling.max_new_tokens
+    limit = request.limit(place) - begun
     tokens = [int(token) for token in output.token_ids]
     flat = getattr(output.logprobs, "logprobs", None)
     if flat is not None and len(flat) == len(tokens):
         logprobs = [float(value) for value in flat]
     else:  # more than one per token: `extra` asked for it
         logprobs = [float(entry[token].logprob) for token, entry in zip(tokens, output.logprobs, strict=True)]
-    if output.finish_reason not in ("stop", "length"):
+    if output.finish_reason not in ("stop", "length", "abort"):
         raise RuntimeError(f"vLLM ended a completion of {request.name} with finish_reason={output.finish_reason!r}.")
     if output.finish_reason == "length" and len(tokens) < limit:
         raise ValueError(
@@ -164,4 +182,42 @@ def completion(output: Any, request: GenerationRequest) -> Completion:
     routes = (
         None if taken is None else Routes(torch.from_numpy(taken.astype("uint8" if taken.max() < 256 else "int16")))
     )
-    return Completion(tokens, logprobs, output.text, output.finish_reason, routes=routes)
+    ended = output.finish_reason != "abort" and (output.finish_reason == "stop" or begun + len(tokens) == most)
+    return Completion(tokens, logprobs, output.text, output.finish_reason if ended else "suspended", routes=routes)
+
+
+def joined(
+    new: Completion, request: GenerationRequest, place: int, versions: list[int], decode: Callable[[list[int]], str]
+) -> Completion:
+    """What was sampled before and now, as one completion.
+
+    vLLM looks for stop strings in what it sampled itself. One that began before ends the completion here: what follows
+    it is dropped, which does not depend on it.
+
+    Args:
+        new: what `completion` gave.
+        request, place: which completion it is.
+        versions: of the weights that sampled each of its tokens.
+        decode: tokens to text.
+    """
+    before = request.so_far(place)
+    versions = before.policy_versions + versions
+    if not before.token_ids:
+        return replace(new, policy_versions=versions)
+    tokens, count = before.token_ids + new.token_ids, len(before.token_ids)
+    text, reason, stops = decode(tokens), new.finish_reason, request.sampling.stop or []
+    if stops and reason == "stop":  # vLLM cuts a text behind the stop string
+        text = text[: len(text) - len(decode(new.token_ids)) + len(new.text)]
+    window = max((len(stop.encode()) for stop in stops), default=0)  # a token that can be seen has a byte or more
+    start = max(count - window, request.sampling.min_new_tokens - 1, 0)  # what comes before does not count
+    shown = len(decode(tokens[start:count]))
+    for end in range(count + 1, min(count + window, len(tokens)) + 1) if start < count else ():
+        tail = decode(tokens[start:end])
+        ends = [at + len(stop) for stop in stops if (at := tail.find(stop, max(shown - len(stop) + 1, 0))) >= 0]
+        if ends:
+            tokens, reason = tokens[:end], "stop"
+            text = decode(tokens)
+            text = text[: len(text) - len(tail) + min(ends)]
+            break
+    logprobs = (before.logprobs + new.logprobs)[: len(tokens)]
+    return Completion(tokens, logprobs, text, reason, policy_versions=versions[: len(tokens)])

@@ -323,7 +323,7 @@ class Session:
         stream.ledger.sampled(
             completion.token_ids,
             completion.logprobs,
-            group.policy_version,
+            group.versions(0),
             reply.message(),
             support=completion.support,
             routes=completion.routes,

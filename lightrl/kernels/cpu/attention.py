@@ -1,8 +1,9 @@
-"""Attention over the streams of `layouts.py` on a CPU, without a mask over the stream and without copies of prompts.
+"""Attention over the streams of `layouts.py` on a CPU, without a mask over the stream.
 
-The stream is cut into *pieces*: segments of about one length, and the completions of a group together with the prompt
-that they share. A piece is small enough to stay in the processor's cache. Where it can be, it is a view of the stream;
-only segments of unequal lengths are gathered. Two kernels give the same numbers:
+The stream is cut into *pieces*: segments of about one length, and the children of a segment together with the *prompt*
+that they share, which is all of their ancestors end to end. A piece is small enough to stay in the processor's cache.
+Where it can be, it is a view of the stream; only segments of unequal lengths and prompts of several segments are
+gathered. Two kernels give the same numbers:
 
 - short pieces: batched products and a softmax over the prompt's and the own keys side by side. With some ten or hundred
   keys this is about twice as fast as the flash kernel, which is made for long sequences; probabilities are kept.
@@ -13,8 +14,8 @@ only segments of unequal lengths are gathered. Two kernels give the same numbers
 Source: Liu et al. 2023 (ring attention), https://arxiv.org/abs/2310.01889, for merging partial attention; here the
 parts are a shared prompt and a completion on one device, not blocks on several.
 
-Shapes: N stream tokens, H heads, K key-value heads, R = H / K, D head size, F families (groups) of a piece, C segments
-of each, L tokens of the longest, P tokens of the shared prompt (0 without one).
+Shapes: N stream tokens, H heads, K key-value heads, R = H / K, D head size, F families of a piece, C segments of
+each, L tokens of the longest, P tokens of the shared prompt (0 without one).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from lightrl.compat.torch import flash_attention, flash_attention_backward, softmax_backward
 
-__all__ = ["buckets", "cpu_attention"]
+__all__ = ["ancestors", "buckets", "cpu_attention"]
 
 MOST_KEYS = 192  # up to here batched products are the faster kernel
 CACHE_ELEMENTS = 1 << 19  # of a short piece's attention matrix: 2 MiB in float32
@@ -50,6 +51,15 @@ class Segments(Protocol):
     lengths: list[int]
     parents: list[int]
     cache: dict[Any, Any]
+
+
+def ancestors(stream: Segments, parent: int) -> list[tuple[int, int]]:
+    """(start, length) of a segment and all its ancestors, the root first; none of segment -1."""
+    path = []
+    while parent >= 0:
+        path.append((stream.starts[parent], stream.lengths[parent]))
+        parent = stream.parents[parent]
+    return path[::-1]
 
 
 # ---- pieces ------------------------------------------------------------------------------------------------------
@@ -90,6 +100,15 @@ class Spans:
         pads = None if len(real) == len(index) else ~inside.view(*shape, 1, 1)
         return Spans(shape, flat[0][0], None, index, real, index[real], pads)
 
+    @staticmethod
+    def of_prompts(paths: Stretches, device: torch.device) -> Spans:
+        """(F, 1) prompts from the stretches of each, equally many tokens in all."""
+        if all(len(path) == 1 for path in paths):
+            return Spans.of(paths, device)
+        tokens = [i for path in paths for start, length in path for i in range(start, start + length)]
+        shape = len(paths), 1, len(tokens) // len(paths)
+        return Spans(shape, tokens[0], None, torch.tensor(tokens, device=device))
+
     def take(self, x: Tensor) -> Tensor:
         """(N, H, D) to (F, C, L, H, D)."""
         if self.strides is None:
@@ -112,6 +131,13 @@ class Spans:
             flat = values.reshape(-1, *target.shape[1:]).index_select(0, self.real)  # type: ignore[arg-type]
             target.index_copy_(0, self.tokens, flat)  # type: ignore[arg-type]
 
+    def add(self, target: Tensor, values: Tensor) -> None:
+        """Adds (F, C, L, H, D) to (N, H, D); there are no pads, and tokens may be among them more than once."""
+        if self.strides is not None:
+            self.take(target).add_(values)
+        else:
+            target.index_add_(0, self.index, values.reshape(-1, *target.shape[1:]))  # type: ignore[arg-type]
+
 
 def _step(starts: list[int]) -> int | None:
     """The difference of neighbours, 0 for one; None if they differ."""
@@ -124,7 +150,7 @@ class Piece:
     """Segments that are computed together."""
 
     queries: Spans
-    prompts: Spans | None  # (F, 1) stretches of P tokens
+    prompts: Spans | None  # (F, 1) of P tokens
     short: bool  # which kernel
     mask: Tensor | None = None  # (1, R * L, P + L) to add, for short pieces
 
@@ -159,9 +185,9 @@ def buckets(sizes: list[tuple[int, int]], new_bucket: int = 1 << 17) -> list[lis
 
 
 def _pieces(stream: Segments, heads: int, repeat: int, q: Tensor) -> list[Piece]:
-    """All pieces; those without a prompt first, so that prompts are complete before completions add to them."""
+    """All pieces, ancestors before their descendants, which add to their gradients."""
     spans = list(zip(stream.starts, stream.lengths, strict=True))
-    roots = [span for span, parent in zip(spans, stream.parents, strict=True) if parent < 0 and span[1]]
+    roots = [span for span, parent in zip(spans, stream.parents, strict=True) if parent < 0]
     pieces: list[tuple[Stretches, Stretches | None, int]] = []
     for bucket in buckets([(n, n) for _, n in roots], NEW_PIECE):
         members = sorted(roots[i] for i in bucket)
@@ -169,17 +195,16 @@ def _pieces(stream: Segments, heads: int, repeat: int, q: Tensor) -> list[Piece]
         for part in _split(members, heads * longest * longest, _most_elements(longest, q)):
             pieces.append(([part], None, longest))
     for prompts, families in _families(stream, spans):
-        longest, shared = max(n for _, n in families[0]), prompts[0][1]
+        longest, shared = max(n for _, n in families[0]), sum(n for _, n in prompts[0])
         size = heads * longest * (shared + longest)
         per_family, most = size * len(families[0]), _most_elements(shared + longest, q)
         if per_family > CACHE_ELEMENTS or len(families) == 1:
             for prompt, family in zip(prompts, families, strict=True):
-                pieces += [([part], [[prompt]], shared + longest) for part in _split(family, size, most)]
+                pieces += [([part], [prompt], shared + longest) for part in _split(family, size, most)]
         else:
             many = CACHE_ELEMENTS // per_family
             for i in range(0, len(families), many):
-                rows = slice(i, i + many)
-                pieces.append((families[rows], [[prompt] for prompt in prompts[rows]], shared + longest))
+                pieces.append((families[i : i + many], prompts[i : i + many], shared + longest))
     return [_piece(families, prompts, keys, repeat, q) for families, prompts, keys in pieces]
 
 
@@ -198,27 +223,31 @@ def _split(members: list[tuple[int, int]], size: int, most: int) -> Iterator[lis
     return (members[i : i + many] for i in range(0, len(members), many))
 
 
-def _families(
-    stream: Segments, spans: list[tuple[int, int]]
-) -> Iterator[tuple[list[tuple[int, int]], list[list[tuple[int, int]]]]]:
-    """Prompts and their completions; neighbouring groups of the same lengths come together."""
+def _families(stream: Segments, spans: list[tuple[int, int]]) -> Iterator[tuple[Stretches, Stretches]]:
+    """Prompts and the segments that follow them, by depth; neighbouring families of the same lengths come together."""
     children: dict[int, list[tuple[int, int]]] = {}
     for span, parent in zip(spans, stream.parents, strict=True):
-        if parent >= 0 and span[1]:
+        if parent >= 0:
             children.setdefault(parent, []).append(span)
+    families = []
+    for path, members in sorted(((ancestors(stream, p), own) for p, own in children.items()), key=lambda x: len(x[0])):
+        shared = sum(n for _, n in path)
+        for bucket in buckets([(n, shared + n) for _, n in members], NEW_PIECE):
+            families.append((shared, path, sorted(members[i] for i in bucket)))
 
-    def lengths(parent: int) -> tuple[int, tuple[int, ...]]:
-        own = tuple(n for _, n in children[parent])
-        return (spans[parent][1], own) if len(set(own)) == 1 else (parent, ())  # unequal ones stay alone
+    def lengths(number: int) -> tuple[int, ...]:
+        shared, _, members = families[number]
+        own = [n for _, n in members]
+        return (shared, *own) if len(set(own)) == 1 else (-1, number)  # unequal ones stay alone
 
-    for _, same in groupby(children, key=lengths):
-        parents = list(same)
-        yield [spans[p] for p in parents], [children[p] for p in parents]
+    for _, same in groupby(range(len(families)), key=lengths):
+        _, paths, segments = zip(*(families[i] for i in same), strict=True)
+        yield list(paths), list(segments)
 
 
 def _piece(families: Stretches, prompts: Stretches | None, keys: int, repeat: int, q: Tensor) -> Piece:
     queries = Spans.of(families, q.device)
-    shared = None if prompts is None else Spans.of(prompts, q.device)
+    shared = None if prompts is None else Spans.of_prompts(prompts, q.device)
     short = _is_short(keys, q)
     piece = Piece(queries, shared, short)
     if short:
@@ -260,7 +289,7 @@ class _Attention(torch.autograd.Function):
             for target, own, of_prompt in zip(grads, *parts, strict=True):
                 piece.queries.put(target, own)
                 if of_prompt is not None and piece.prompts is not None:
-                    piece.prompts.take(target).add_(of_prompt)
+                    piece.prompts.add(target, of_prompt)
         return *grads, None, None
 
 

@@ -199,6 +199,10 @@ class CPUDecoder:
             outs.append(torch.bmm(scores.softmax(-1), values).view(heads, -1, d))
         return torch.cat(outs, 1)[None]
 
+    def forget(self) -> None:
+        """See `Decoder.forget`."""
+        self.past = PrefixCache(self.past.room)
+
     @torch.inference_mode()
     def remember(self, row: int, tokens: Sequence[int]) -> None:
         """See `Decoder.remember`."""

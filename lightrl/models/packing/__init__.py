@@ -1,1 +1,1 @@
-"""Layouts of rows: padded, packed, shared prefix; micro-batches by tokens; attention over them."""
+"""Layouts of rows: padded, packed, tree; micro-batches by tokens; attention over them."""

@@ -3,7 +3,7 @@
 Four ways to the same numbers:
 
 - CPU: `kernels/cpu/attention.py`, unless it is switched off.
-- CUDA: torch's variable-length flash kernel where no prompt is shared and the dtype is a half one, else FlexAttention
+- CUDA: torch's variable-length flash kernel where no prefix is shared and the dtype is a half one, else FlexAttention
   with a block mask made from the stream, always compiled.
 - anywhere else, and for sliding windows on CPU: scaled-dot-product attention with a mask, per batch of segments.
 
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -26,7 +27,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from lightrl.compat.torch import FLEX_BLOCK as BLOCK
 from lightrl.compat.torch import flex_attention, flex_block_mask, has_triton, varlen_attention
 from lightrl.compat.transformers import attention_implementation, has_recurrent_state, supports_sdpa
-from lightrl.kernels.cpu.attention import buckets, cpu_attention
+from lightrl.kernels.cpu.attention import ancestors, buckets, cpu_attention
 from lightrl.models.packing.context import heads_for_tokens, tokens_for_heads
 from lightrl.models.packing.layouts import LayoutError, TokenStream
 
@@ -118,7 +119,7 @@ def _window(module: Any, window: int | None, stream: TokenStream) -> int | None:
 def stream_attention(
     q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, window: int | None = None
 ) -> Tensor:
-    """Attention of every stream token to its segment up to itself and to the segment's parent.
+    """Attention of every stream token to its segment up to itself and to all ancestors of the segment.
 
     Args:
         q: (N, H, D). k, v: (N, K, D), K divides H.
@@ -188,7 +189,7 @@ def _expand_heads(x: Tensor, repeat: int) -> Tensor:
 
 
 def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, window: int | None) -> Tensor:
-    """Each segment's queries against its parent's keys and its own, batched, with a boolean mask."""
+    """Each segment's queries against its ancestors' keys and its own, batched, with a boolean mask."""
     repeat = q.shape[1] // k.shape[1]
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
     for queries, keys, mask in _cached(stream, ("masked", window), lambda: _masked_batches(stream, window, q.device)):
@@ -202,19 +203,18 @@ def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: fl
 def _masked_batches(
     stream: TokenStream, window: int | None, device: torch.device
 ) -> list[tuple[Batch, Tensor, Tensor]]:
-    spans = list(zip(stream.starts, stream.lengths, stream.parents, strict=True))
-    spans = [span for span in spans if span[1]]
-    prefix = [stream.lengths[p] if p >= 0 else 0 for _, _, p in spans]
+    spans = list(zip(stream.starts, stream.lengths, strict=True))
+    rows = [
+        torch.cat([torch.arange(start, start + length) for start, length in [*ancestors(stream, parent), span]])
+        for span, parent in zip(spans, stream.parents, strict=True)
+    ]
     result = []
-    for bucket in buckets([(n, n + extra) for (_, n, _), extra in zip(spans, prefix, strict=True)]):
-        queries = Batch.of([spans[i][:2] for i in bucket], device)
-        heads = torch.tensor([(stream.starts[max(spans[i][2], 0)], prefix[i]) for i in bucket], device=device)
-        slots = torch.arange(max(spans[i][1] + prefix[i] for i in bucket), device=device)
-        head_start, head_length = heads[:, :1], heads[:, 1:]
-        own = queries.index[:, :1] + slots - head_length
-        keys = torch.where(slots < head_length, head_start + slots, own)
-        keys = torch.where(slots < head_length + queries.lengths[:, None], keys, 0)
-        at = torch.arange(queries.index.shape[1], device=device)[:, None] + head_length[:, None]  # (S, L, 1)
+    for bucket in buckets([(n, len(row)) for (_, n), row in zip(spans, rows, strict=True)]):
+        queries = Batch.of([spans[i] for i in bucket], device)
+        keys = pad_sequence([rows[i] for i in bucket], batch_first=True).to(device)
+        head_length = torch.tensor([len(rows[i]) - spans[i][1] for i in bucket], device=device)
+        slots = torch.arange(keys.shape[1], device=device)
+        at = torch.arange(queries.index.shape[1], device=device)[:, None] + head_length[:, None, None]  # (S, L, 1)
         mask = slots <= at
         if window is not None:
             mask &= slots > at - window
@@ -272,49 +272,34 @@ def _block_mask(stream: TokenStream, window: int | None, device: torch.device) -
     """FlexAttention's mask; which blocks are empty and which are full is worked out from the segments, on the host."""
     count = stream.num_tokens
     size = max(2, -(-count // BLOCK)) * BLOCK
-    # What fills the last block up is a segment of its own, which nobody else sees.
-    lengths, parents = [*stream.lengths, size - count], [*stream.parents, -1]
-    sizes = torch.tensor(lengths)
-    own = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-    both = torch.stack([own, torch.tensor(parents)[own]]).to(device, non_blocking=True)
-    segment, parent = both.unbind()
-    position = torch.cat([stream.position_ids, torch.arange(size - count, device=device)])
+    # A segment's keys are seen up to where its family ends. What fills the last block up is a segment of its own.
+    lengths = torch.tensor([*stream.lengths, size - count])
+    first, last = (
+        torch.tensor(column).repeat_interleave(lengths)
+        for column in ([*stream.starts, count], [*stream.family_ends, size])
+    )
+    offsets = torch.tensor([*stream.offsets, 0]).repeat_interleave(lengths)
+    place = torch.arange(size) - first + offsets
+    both = torch.stack([last, place]).to(device, non_blocking=True)
+    family_end, position = both.unbind()
     reach = torch.full((), size if window is None else window, device=device)
 
     def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        family = (segment[key] == segment[query]) | (segment[key] == parent[query])
-        distance = position[query] - position[key]
-        return family & (distance >= 0) & (distance < reach)
+        family = (query >= key) & (query < family_end[key])
+        return family & (position[query] - position[key] < reach)
 
-    starts = [*stream.starts, count]
-    return flex_block_mask(visible, *_blocks_seen(starts, lengths, parents, size // BLOCK, window), device)
+    return flex_block_mask(visible, *_blocks_seen(last, place, window), device)
 
 
-def _blocks_seen(
-    starts: list[int], lengths: list[int], parents: list[int], blocks: int, window: int | None
-) -> tuple[Tensor, Tensor]:
+def _blocks_seen(family_ends: Tensor, positions: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
     """(blocks, blocks) bool each: where some query sees some key (or might), and where all queries see all keys."""
-    some, full = (torch.zeros(blocks, blocks, dtype=torch.bool) for _ in range(2))
-    reach = blocks * BLOCK if window is None else window
-    families: dict[int, list[int]] = {}
-    for start, length, parent in zip(starts, lengths, parents, strict=True):
-        if not length:
-            continue
-        first, last = start // BLOCK, (start + length - 1) // BLOCK
-        inner, end = -(-start // BLOCK), (start + length) // BLOCK  # blocks that the segment fills
-        for query in range(first, last + 1):
-            nearest = max(first, (query * BLOCK - reach + 1) // BLOCK)
-            some[query, nearest : query + 1] = True
-            # The farthest pair of a block is less than (query - key + 1) * BLOCK apart.
-            if inner <= query < end:
-                full[query, max(inner, query + 1 - reach // BLOCK) : query] = True
-        if parent >= 0:
-            head = starts[parent], starts[parent] + lengths[parent]
-            some[first : last + 1, head[0] // BLOCK : -(-head[1] // BLOCK)] = True
-            span = families.setdefault(parent, [start, start])
-            span[1] = start + length
-    if window is None:
-        for parent, (start, end) in families.items():  # segments of a family lie side by side
-            head = starts[parent], starts[parent] + lengths[parent]
-            full[-(-start // BLOCK) : end // BLOCK, -(-head[0] // BLOCK) : head[1] // BLOCK] = True
+    ends, places = (x.view(-1, BLOCK) for x in (family_ends, positions))
+    key = torch.arange(len(ends))
+    query = key[:, None]
+    some = (query >= key) & (ends.amax(1) > query * BLOCK)
+    full = (query > key) & (ends.amin(1) >= (query + 1) * BLOCK)
+    if window is not None:
+        lowest, highest = places.amin(1), places.amax(1)
+        some &= lowest[:, None] - highest < window
+        full &= highest[:, None] - lowest < window
     return some, full

@@ -90,7 +90,7 @@ def share_stream(
     Args:
         host: this rank's rows, with a response mask.
         group: process group.
-        share: whether to compute the prompt of a group of completions once.
+        share: whether to compute once what rows begin with alike.
         routes: this rank's rows' recorded experts; empty where nothing was recorded.
         cpu_kernels: see `ModelSpec`.
         device: of the result.
@@ -104,9 +104,9 @@ def share_stream(
     ids, attention, response = (
         torch.cat([F.pad(row[i], (0, width - row[i].shape[1])) for row in rows]) for i in range(3)
     )
-    groups = torch.cat([row[3] for row in rows]) if share and all(row[3] is not None for row in rows) else None
+    share = share and all(row[3] is not None for row in rows)
     all_routes = [entry for row in rows for entry in row[4]]
-    stream = make_stream(ids, attention, response, groups, share=share, routes=all_routes, cpu_kernels=cpu_kernels)
+    stream = make_stream(ids, attention, response, share=share, routes=all_routes, cpu_kernels=cpu_kernels)
     count = stream.num_tokens
     each = -(-count // ranks)
     stretch = slice(rank * each, (rank + 1) * each)
@@ -127,7 +127,6 @@ def share_stream(
             starts=[*stream.starts, count],
             lengths=[*stream.lengths, ranks * each - count],
             parents=[*stream.parents, -1],
-            rows=[*stream.rows, 0],
         )
     taken, order, targets, ids, positions, whole = (
         x.to(device, non_blocking=True)

@@ -2,24 +2,28 @@
 
 The stream consists of *segments*, each a stretch of one row:
 
-    packed          [row 0][row 1][row 2]...
-    shared prefix   [prompt of group 0][rest of row 0][rest of row 1]...[prompt of group 1]...
+    packed    [row 0][row 1][row 2]...
+    tree      [system prompt][prompt of group 0][rest of row 0][turn of rows 1, 2][rest of 1][rest of 2][prompt of ...
 
-A token attends to its own segment up to itself and, where the segment has a parent (its group's prompt), to all of
-the parent. Positions restart with every row and continue from a parent, so each token sees exactly what it sees in a
-plain forward pass; the results differ by rounding only. Tokens that no wanted output depends on are left out: all
-padding and everything from a row's last response token on, whose successor is not predicted."""
+A token attends to its own segment up to itself and to all of the segment's ancestors: what rows begin with alike is
+computed once, however often they branch (`prefixes.py` says where). Positions restart with every row and continue from
+a parent, so each token sees exactly what it sees in a plain forward pass; the results differ by rounding only. Outputs
+are handed out by row: a token of a shared segment may be trained in one row and be context in another. Tokens that no
+wanted output depends on are left out: all padding and everything from a row's last response token on, whose successor
+is not predicted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightrl.kernels.cpu import enabled
+from lightrl.models.packing.prefixes import Prefixes, no_prefixes, shared_prefixes
 from lightrl.types import Routes
 
 __all__ = ["LayoutError", "TokenStream", "make_stream"]
@@ -38,8 +42,9 @@ class TokenStream:
         position_ids: (N,) int64, position of each token in its row.
         read: (M,) int64, index in the stream of the token whose output is read, for each of `targets`.
         targets: (M,) int64, index in the flattened (B, T) batch to which that output belongs.
-        starts, lengths, parents: S integers, segments in stream order; a parent is a segment's index, -1 for none.
-        rows: S integers, the row each segment comes from.
+        starts, lengths, parents: S integers, segments in stream order, each directly before its descendants; a parent
+            is a segment's index, -1 for none.
+        shown: rows whose images and the like go through the model, in stream order.
         shape: (B, T).
         cpu_kernels: whether attention on a CPU is that of `kernels.cpu`.
         group: process group over whose ranks the stream is spread (`context.py`), or None.
@@ -54,7 +59,7 @@ class TokenStream:
     starts: list[int]
     lengths: list[int]
     parents: list[int]
-    rows: list[int]
+    shown: list[int]
     shape: tuple[int, int]
     cpu_kernels: bool = True
     group: Any = None
@@ -67,19 +72,46 @@ class TokenStream:
         return len(self.source)
 
     @property
+    def offsets(self) -> list[int]:
+        """Position in its row of each segment's first token, S integers."""
+        offsets: list[int] = []
+        for parent in self.parents:
+            offsets.append(offsets[parent] + self.lengths[parent] if parent >= 0 else 0)
+        return offsets
+
+    @property
     def max_length(self) -> int:
-        """Tokens of the longest row, parent included."""
-        own = zip(self.lengths, self.parents, strict=True)
-        return max(length + (self.lengths[parent] if parent >= 0 else 0) for length, parent in own)
+        """Tokens of the longest row, ancestors included."""
+        return max(offset + length for offset, length in zip(self.offsets, self.lengths, strict=True))
+
+    @property
+    def family_ends(self) -> list[int]:
+        """Where the last descendant of each segment ends in the stream, S integers."""
+        ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
+        for i in range(len(ends) - 1, -1, -1):
+            if self.parents[i] >= 0:
+                ends[self.parents[i]] = max(ends[self.parents[i]], ends[i])
+        return ends
+
+
+class _Segment(NamedTuple):
+    """A stretch of `row`, and of all rows in places `first` to `last` (excluded) of the order."""
+
+    row: int
+    offset: int
+    length: int
+    parent: int
+    first: int
+    last: int
 
 
 def make_stream(
     token_ids: Tensor,
     attention_mask: Tensor,
     response_mask: Tensor | None,
-    group_ids: Tensor | None = None,
     *,
     share: bool = True,
+    spans: Tensor | None = None,
     routes: Sequence[Routes | None] = (),
     cpu_kernels: bool | None = None,
     device: torch.device | None = None,
@@ -87,14 +119,13 @@ def make_stream(
     """Plans the stream for outputs that are read one token early: those of response tokens, or of the last token.
 
     Args:
-        token_ids: (B, T) int64.
+        token_ids: (B, T) int64. Of rows that show something: as `multimodal.marked_tokens` gives them.
         attention_mask: (B, T) bool, True on real tokens, which start at 0 without gaps.
         response_mask: (B, T) bool, tokens whose outputs are wanted; the one of token t is read at t - 1, token 0 has
-            none. None wants one output per row, at its last token, and shares nothing.
-        group_ids: (B,) int64; rows of one group whose prompts (tokens before the first response token) are
-            really equal may share them. None shares nothing.
-        share: whether to compute the prompt of a group once.
-        routes: B rows' recorded experts: only prompts with the same ones are shared.
+            none. None wants one output per row, at its last token.
+        share: whether to compute once what rows begin with alike.
+        spans: (B, 2), see `shared_prefixes`.
+        routes: B rows' recorded experts: only tokens with the same ones are shared.
         cpu_kernels: see `ModelSpec.cpu_kernels`.
         device: where the stream is to be, that of `token_ids` where None. Tensors that are on a device are read.
 
@@ -112,30 +143,35 @@ def make_stream(
         wanted = response_mask.to("cpu", torch.bool, copy=True)
         wanted[:, :1] = False
         needed, prompts = _extents(wanted)
-    segments = _segments(token_ids, needed.tolist(), prompts.tolist(), group_ids if share else None, routes)
-    rows, offsets, lengths, parents = (list(column) for column in zip(*segments, strict=True))
+    ids = Routes.told_apart(token_ids.cpu(), routes)
+    prefixes = shared_prefixes(ids, needed, prompts, spans) if share else no_prefixes(needed)
+    # Nothing is wanted: one token keeps the graph and the collectives alive.
+    segments = _segments(prefixes, needed.tolist()) or [_Segment(0, 0, 1, -1, 0, 0)]
+    rows, offsets, lengths, parents, _, _ = (list(column) for column in zip(*segments, strict=True))
     sizes = torch.tensor(lengths)
     starts = sizes.cumsum(0) - sizes
     segment_of = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     positions = torch.arange(len(segment_of)) - (starts - torch.tensor(offsets))[segment_of]
     width = token_ids.shape[1]
     source = torch.tensor(rows)[segment_of] * width + positions
-    where = torch.full((attention.numel(),), -1)
-    where[source] = torch.arange(len(source))
-    for row, offset, parent in zip(rows, offsets, parents, strict=True):
-        if parent >= 0:  # the first response token is read at the shared prompt's last
-            where[row * width + offset - 1] = starts[parent] + lengths[parent] - 1
+    where = torch.full(attention.shape, -1)  # the place in the stream of each row's tokens
+    order = torch.tensor(prefixes.order, dtype=torch.long)
+    for segment, start in zip(segments, starts.tolist(), strict=True):
+        own = order[segment.first : segment.last]
+        where[own, segment.offset : segment.offset + segment.length] = torch.arange(start, start + segment.length)
     if response_mask is None:
         targets = torch.arange(len(attention)) * width + needed - 1
-        read = where[targets]
+        read = where.view(-1)[targets]
     else:
         targets = wanted.view(-1).nonzero().squeeze(1)
-        read = where[targets - 1]
+        read = where.view(-1)[targets - 1]
     assert bool((read >= 0).all())
+    begins = [-1] * len(attention) if spans is None else spans[:, 0].tolist()
+    shown = [s.row for s in segments if s.offset <= begins[s.row] < s.offset + s.length]
     source, positions, read, targets = (x.to(device, non_blocking=True) for x in (source, positions, read, targets))
     return TokenStream(
         source, positions, read, targets,
-        starts.tolist(), lengths, parents, rows, (len(attention), width), enabled(cpu_kernels),
+        starts.tolist(), lengths, parents, shown, (len(attention), width), enabled(cpu_kernels),
     )  # fmt: skip
 
 
@@ -147,32 +183,23 @@ def _extents(wanted: Tensor) -> tuple[Tensor, Tensor]:
     return last, torch.minimum(first, last)
 
 
-def _segments(
-    token_ids: Tensor,
-    needed: list[int],
-    prompts: list[int],
-    group_ids: Tensor | None,
-    routes: Sequence[Routes | None],
-) -> list[tuple[int, int, int, int]]:
-    """(row, first token, length, parent) of each segment, in stream order; never none at all."""
-    families: dict[Any, list[int]] = {}
-    ids = token_ids.cpu().numpy() if group_ids is not None else None
-    groups = group_ids.tolist() if group_ids is not None else range(len(needed))
-    for row, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
-        taken = routes[row] if routes else None
-        experts = b"" if taken is None else taken.upto(prompt).experts.numpy().tobytes()
-        key = (group, row) if ids is None or prompt == 0 else (group, ids[row, :prompt].tobytes(), experts)
-        if needed[row]:
-            families.setdefault(key, []).append(row)
-    segments: list[tuple[int, int, int, int]] = []
-    for family in families.values():
-        first, prompt = family[0], prompts[family[0]]
-        if len(family) == 1:
-            segments.append((first, 0, needed[first], -1))
-            continue
-        parent = len(segments)
-        segments.append((first, 0, prompt, -1))
-        segments.extend((row, prompt, needed[row] - prompt, parent) for row in family if needed[row] > prompt)
-        if prompt_only := [row for row in family if needed[row] == prompt]:
-            segments.extend((row, prompt, 0, parent) for row in prompt_only)
-    return segments or [(0, 0, 1, -1)]  # nothing is wanted: one token keeps the graph and the collectives alive
+def _segments(prefixes: Prefixes, lengths: list[int]) -> list[_Segment]:
+    """The nodes of the trie, each before its descendants; a node ends where rows part."""
+    order, shared = prefixes
+    segments: list[_Segment] = []
+    waiting = [(0, len(order), 0, -1)] if order else []
+    while waiting:
+        first, last, offset, parent = waiting.pop()
+        low, high = first, last
+        while True:
+            end = lengths[order[low]] if high - low == 1 else min(shared[low + 1 : high])
+            bounds = [low, *(i for i in range(low + 1, high) if shared[i] == end), high]
+            parts = [(a, b) for a, b in pairwise(bounds) if b - a > 1 or lengths[order[a]] > end]
+            if len(parts) != 1:
+                break
+            low, high = parts[0]  # the others end here: they are a beginning of it, and need no cut
+        if end > offset:
+            segments.append(_Segment(order[low], offset, end - offset, parent, first, last))
+            parent = len(segments) - 1
+        waiting += [(a, b, end, parent) for a, b in reversed(parts)]
+    return segments

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from lightrl.models.packing.prefixes import Prefixes, least_shared, no_prefixes, shared_prefixes
 from lightrl.models.spec import Layout
 
 __all__ = ["micro_batches"]
@@ -17,7 +19,7 @@ PAIRS_PER_TOKEN = 6144  # query-key pairs that cost what one token's linear laye
 
 @dataclass
 class _Block:
-    """Rows that stay together: a group, or as much of it as fits the budget. Its prompt is counted once."""
+    """Rows that stay together: what begins alike, or as much of it as fits the budget. A prefix is counted once."""
 
     rows: list[int]
     tokens: int
@@ -25,9 +27,9 @@ class _Block:
 
 
 def micro_batches(
+    token_ids: Tensor,
     attention_mask: Tensor,
     response_mask: Tensor,
-    group_ids: Tensor,
     budget: int,
     num_bins: int | None = None,
     layout: Layout = "auto",
@@ -35,19 +37,21 @@ def micro_batches(
 ) -> list[Tensor]:
     """Row indices of micro-batches of at most `budget` tokens, balanced by cost.
 
-    A group's prompt (the tokens before its first response token) is counted once, as the shared-prefix layout
-    computes it. Cost is the number of tokens plus that of query-key pairs / 6144. Groups stay together unless they
-    exceed the budget; the largest go first, each into the cheapest bin that has room (longest processing time first).
-    In the packed layout, which shares no prompt, rows count in full and by themselves. In the padded one a micro-batch
-    counts as its rectangle, rows x longest row, and takes rows of like length.
+    What rows begin with alike is counted once in a micro-batch, as the tree layout computes it. A tree that exceeds the
+    budget is cut into branches that fit, and as many neighbours of them are joined as fit together; what they all hang
+    on is then computed in each micro-batch. Cost is the number of tokens plus that of query-key pairs / 6144. The
+    largest parts go first, each into the cheapest bin that has room (longest processing time first). In the packed
+    layout, which shares nothing, rows count in full and by themselves. In the padded one a micro-batch counts as its
+    rectangle, rows x longest row, and takes rows of like length.
 
     Args:
-        attention_mask: (B, T) bool. response_mask: (B, T) bool. group_ids: (B,) int64.
+        token_ids: (B, T) int64; rows whose ids are not alike share nothing.
+        attention_mask: (B, T) bool. response_mask: (B, T) bool.
         budget: most tokens of a micro-batch, at least 1; a row (or unit) that is longer gets one of its own.
         num_bins: exactly so many micro-batches, some possibly empty; None takes as few as the budget allows.
         layout: in which the rows will be run.
         units: (B,) int64; rows of one unit, such as those of a trajectory, stay in one micro-batch, which exceeds the
-            budget where a unit does. A unit lies within a group. None lets every row go by itself.
+            budget where a unit does. None lets every row go by itself.
 
     Returns:
         int64 index tensors on the CPU, ascending within each; together every row once. The same for the same input.
@@ -57,10 +61,16 @@ def micro_batches(
     """
     if budget < 1:
         raise ValueError(f"micro_batch_tokens={budget}: must be at least 1.")
+    lengths = attention_mask.sum(1).clamp(min=1).cpu()
     if layout == "padded":
-        bins = _rectangles(attention_mask.sum(1).tolist(), _by_unit(range(len(group_ids)), units), budget, num_bins)
+        bins = _rectangles(lengths.tolist(), _by_unit(range(len(lengths)), units), budget, num_bins)
         return [torch.tensor(sorted(bin_), dtype=torch.long) for bin_ in bins]
-    blocks = _blocks(attention_mask, response_mask, group_ids, budget, units, share=layout != "packed")
+    if layout == "packed":
+        prefixes = no_prefixes(lengths)
+    else:
+        prompts = torch.where(response_mask.any(1), response_mask.int().argmax(1), attention_mask.sum(1)).cpu()
+        prefixes = shared_prefixes(token_ids.cpu(), lengths, prompts)
+    blocks = _blocks(prefixes, lengths.tolist(), budget, units)
     fewest = _first_fit(blocks, budget)
     wanted = len(fewest) if num_bins is None else num_bins
     if wanted < len(fewest):
@@ -100,56 +110,56 @@ def _rectangles(lengths: list[int], units: list[list[int]], budget: int, num_bin
     return [[row for i in bin_ for row in units[i]] for bin_ in bins]
 
 
-def _blocks(
-    attention_mask: Tensor,
-    response_mask: Tensor,
-    group_ids: Tensor,
-    budget: int,
-    units: Tensor | None,
-    *,
-    share: bool,
-) -> list[_Block]:
-    """Groups, or parts of them that fit the budget; without shared prompts single units."""
-    lengths = attention_mask.sum(1).tolist()
-    has_response = response_mask.any(1)
-    first = torch.where(has_response, response_mask.int().argmax(1), attention_mask.sum(1)).tolist()
-    members: dict[int, list[int]] = {}
-    for row, group in enumerate(group_ids.tolist()):
-        members.setdefault(group, []).append(row)
-    count, blocks = (_tokens if share else _all_tokens), []
-    for rows in members.values():
-        # longest first, so that parts of a group that is cut are alike
-        together = _by_unit(rows, units)
-        together.sort(key=lambda unit: -count(unit, lengths, first))
-        part: list[int] = []  # what still fits beside its prompt
-        for unit in together:
-            if part and (not share or count([*part, *unit], lengths, first) > budget):
-                blocks.append(_block(part, lengths, first, share))
-                part = []
-            part += unit
-        blocks.append(_block(part, lengths, first, share))
-    return sorted(blocks, key=lambda block: (-block.cost, block.rows[0]))
+def _blocks(prefixes: Prefixes, lengths: list[int], budget: int, units: Tensor | None) -> list[_Block]:
+    """Trees, or parts of them that fit the budget; without shared prefixes single units."""
+    order, shared = prefixes
+    sizes = [lengths[row] for row in order]
 
+    def total(places: list[int], weigh: Callable[[int], float]) -> float:
+        """The sum of `weigh` over the rows at these places, ascending, a prefix once."""
+        own = sum(weigh(sizes[i]) for i in places)
+        return own - sum(weigh(least_shared(shared, a, b)) for a, b in pairwise(places))
 
-def _tokens(rows: list[int], lengths: list[int], first: list[int]) -> int:
-    """Tokens of some rows of one group; a prompt once, and prompts of unequal lengths are different ones."""
-    return sum({first[row] for row in rows}) + sum(lengths[row] - first[row] for row in rows)
+    def cost(size: int) -> float:
+        return size + size**2 / 2 / PAIRS_PER_TOKEN
 
-
-def _all_tokens(rows: list[int], lengths: list[int], first: list[int]) -> int:
-    """Tokens of some rows, each with its prompt."""
-    return sum(lengths[row] for row in rows)
-
-
-def _block(rows: list[int], lengths: list[int], first: list[int], share: bool) -> _Block:
-    if share:
-        own = [(first[row], lengths[row] - first[row]) for row in rows]
-        pairs = sum(prompt**2 / 2 for prompt in {p for p, _ in own}) + sum(n * (p + n / 2) for p, n in own)
-        tokens = _tokens(rows, lengths, first)
+    if units is None:
+        atoms = _branches(sizes, shared, budget)
     else:
-        pairs = sum(lengths[row] ** 2 / 2 for row in rows)
-        tokens = _all_tokens(rows, lengths, first)
-    return _Block(rows, tokens, tokens + pairs / PAIRS_PER_TOKEN)
+        place = {row: i for i, row in enumerate(order)}
+        atoms = [sorted(place[row] for row in unit) for unit in _by_unit(order, units)]
+    parts: list[tuple[list[int], float]] = []
+    for atom in atoms:
+        tokens = total(atom, int)
+        if parts:
+            part, before = parts[-1]
+            if part[-1] < atom[0]:
+                joined, both = part + atom, before + tokens - least_shared(shared, part[-1], atom[0])
+            else:
+                joined = sorted(part + atom)
+                both = total(joined, int)
+            if both <= budget and both < before + tokens:
+                parts[-1] = joined, both
+                continue
+        parts.append((atom, tokens))
+    blocks = [_Block([order[i] for i in part], int(tokens), total(part, cost)) for part, tokens in parts]
+    return sorted(blocks, key=lambda block: (-block.cost, min(block.rows)))
+
+
+def _branches(sizes: list[int], shared: list[int], budget: int) -> list[list[int]]:
+    """Places of the largest branches that fit the budget with all they hang on; a row that does not is alone."""
+    branches: list[list[int]] = []
+    waiting = [(0, len(sizes))]
+    while waiting:
+        first, last = waiting.pop()
+        inner = shared[first + 1 : last]
+        if not inner or (sum(sizes[first:last]) - sum(inner) <= budget and min(inner) > 0):
+            branches.append(list(range(first, last)))
+            continue
+        least = min(inner)
+        bounds = [first, *(i for i in range(first + 1, last) if shared[i] == least), last]
+        waiting += reversed(list(pairwise(bounds)))
+    return branches
 
 
 def _first_fit(blocks: list[_Block], budget: int) -> list[list[int]]:

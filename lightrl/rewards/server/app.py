@@ -20,6 +20,9 @@ __all__ = ["create_app"]
 
 log = logging.getLogger(__name__)
 
+PIXELS_PER_BYTE = 16
+"""Times `max_bytes`: most pixels of a request's images, and of its videos. Photographs have fewer than one per byte."""
+
 
 class ScoreRequest(BaseModel):
     """The body of `POST /score`; see `lightrl/rewards/remote.py`."""
@@ -36,14 +39,14 @@ class ScoreRequest(BaseModel):
     videos: list[Any] | None = None
     columns: dict[str, list[Any]] = {}
 
-    def rows(self, media: bool) -> dict[str, list[Any]]:
+    def rows(self, media: bool, max_pixels: int) -> dict[str, list[Any]]:
         """name -> n values, as a reward function gets them; images and videos are decoded for one that takes them."""
         named: dict[str, list[Any]] = self.model_dump(exclude={"columns"}, exclude_none=True)
         named.setdefault("group_ids", list(range(len(self.completions))))
         if media:
             empty: list[Any] = [None] * len(self.completions)
-            named["images"] = decode_images(named.get("images", empty))
-            named["videos"] = decode_videos(named.get("videos", empty))
+            named["images"] = decode_images(named.get("images", empty), max_pixels=max_pixels)
+            named["videos"] = decode_videos(named.get("videos", empty), max_pixels)
         return {**self.columns, **named}
 
 
@@ -69,7 +72,7 @@ def create_app(
     async def score(request: Request) -> dict[str, Any]:
         if token is not None:
             _check_token(request, token)
-        rows = _parse(await _body(request, max_bytes), function, max_rows)
+        rows = _parse(await _body(request, max_bytes), function, max_rows, PIXELS_PER_BYTE * max_bytes)
         async with slots:
             try:
                 values, _ = await function.run(rows, timeout)
@@ -104,9 +107,9 @@ async def _body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _parse(body: bytes, function: RewardFunction, max_rows: int) -> dict[str, list[Any]]:
+def _parse(body: bytes, function: RewardFunction, max_rows: int, max_pixels: int) -> dict[str, list[Any]]:
     try:
-        rows = ScoreRequest.model_validate_json(body).rows(media=bool(function.takes & set(MEDIA)))
+        rows = ScoreRequest.model_validate_json(body).rows(bool(function.takes & set(MEDIA)), max_pixels)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
         raise HTTPException(422, problems) from error

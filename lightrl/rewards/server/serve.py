@@ -50,7 +50,8 @@ def serve_reward(
             `token_env`.
         token_env: environment variable with the token, read where `token` is not given; unset means no token.
         max_rows: most rows per request; more are refused.
-        max_bytes: largest request in bytes; larger ones are refused without being read to the end.
+        max_bytes: largest request in bytes; larger ones are refused without being read to the end. So are images, or
+            videos, of more than 16 times as many pixels together.
         max_concurrency: most calls of the function at a time; further requests wait. The function's own
             `max_concurrency` attribute wins.
         timeout: seconds per call of the function, after which the request is answered with 500; None for no limit.

@@ -1,0 +1,137 @@
+"""A live model with its tokenizer as `actor`: trained itself, as its folder is; what is none is refused."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightrl.algorithms import DistillLightningModule, GRPOLightningModule, PPOLightningModule, SFTLightningModule
+from lightrl.data.sft import SFTDataModule, SFTSource
+from lightrl.export import export
+from lightrl.models.spec import LoraSpec, ModelSpec
+from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return quickstart_model(
+        tmp_path_factory.mktemp("model"), **SIZES, num_attention_heads=2, num_key_value_heads=2, pad_token_id=0
+    )
+
+
+def live(path: str) -> tuple[Any, Any]:
+    return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def fit(module: Any, **data: Any) -> Any:
+    trainer = quiet_trainer(limit_train_batches=2)
+    torch.manual_seed(0)
+    trainer.fit(module, sums_data(**data))
+    return trainer
+
+
+def equal(ours: Any, others: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours.parameters(), others.parameters(), strict=True))
+
+
+def test_a_live_model_learns_what_its_folder_learns_and_is_itself_trained(path: str) -> None:
+    """PPO: the critic and the reference begin as the model was; the canary holds the engine to it."""
+    model, tokenizer = live(path)
+    module = PPOLightningModule(actor=model, tokenizer=tokenizer, optimizer=adam)
+    fit(module)
+    plain = PPOLightningModule(path, optimizer=adam)
+    fit(plain)
+    assert module.actor.lm is model and equal(module, plain)
+    begun = AutoModelForCausalLM.from_pretrained(path)
+    assert not equal(model, begun) and module.reference is not None and equal(module.reference.lm, begun)
+    ids = torch.tensor([[3, 4, 5]])
+    torch.testing.assert_close(model(ids).logits, plain.actor.lm(ids).logits)
+
+
+def test_checkpoints_of_a_live_model_are_given_it_again(path: str, tmp_path: Path) -> None:
+    model, tokenizer = live(path)
+    module = GRPOLightningModule(actor=model, tokenizer=tokenizer, optimizer=adam)
+    checkpoint = tmp_path / "live.ckpt"
+    fit(module).save_checkpoint(checkpoint)
+    again, _ = live(path)
+    assert GRPOLightningModule.load_from_checkpoint(checkpoint, actor=again, tokenizer=tokenizer).actor.lm is again
+    assert equal(again, model)
+    with pytest.raises(ValueError, match="was given a live Qwen2ForCausalLM from Python: give --model"):
+        export(str(checkpoint), str(tmp_path / "out"))
+    export(str(checkpoint), str(tmp_path / "out"), model=path)
+    assert equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), model)
+    module.save_pretrained(tmp_path / "saved")
+    assert equal(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), model)
+
+
+def test_a_live_model_takes_an_adapter_and_keeps_what_is_frozen(path: str) -> None:
+    model, tokenizer = live(path)
+    embedding = model.get_input_embeddings().weight
+    begun = embedding.clone()
+    fit(GRPOLightningModule(ModelSpec.of(model, tokenizer, lora=LoraSpec(r=2)), optimizer=adam))
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    with pytest.raises(ValueError, match="has adapters or quantised weights: give the base"):
+        ModelSpec.of(model, tokenizer)
+    model, tokenizer = live(path)
+    model.get_input_embeddings().weight.requires_grad_(False)
+    fit(GRPOLightningModule(model, tokenizer=tokenizer, optimizer=adam))
+    assert torch.equal(model.get_input_embeddings().weight, begun)
+
+
+def test_sft_trains_a_live_model(path: str) -> None:
+    rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(8)]
+    model, tokenizer = live(path)
+    for module in (plain := SFTLightningModule(path), SFTLightningModule(model, tokenizer=tokenizer)):
+        quiet_trainer(callbacks=[]).fit(module, SFTDataModule(SFTSource(rows=rows), batch_size=4))
+    assert equal(plain.actor.lm, model) and not equal(model, live(path)[0])
+
+
+def test_the_folder_of_a_live_model_goes_with_its_spec(path: str) -> None:
+    spec = ModelSpec.of(*live(path))
+    folder = Path(spec.path)
+    assert (folder / "config.json").is_file() and (folder / "tokenizer.json").is_file()
+    del spec
+    gc.collect()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("actor", [3, None, "", {"path": "x"}, torch.nn.Linear(2, 2)])
+def test_what_is_no_model_is_refused_at_construction(actor: Any) -> None:
+    for argument, build in {
+        "actor": lambda: PPOLightningModule(actor),
+        "reference": lambda: PPOLightningModule("x", reference=actor or 3),  # type: ignore[arg-type]
+        r"teachers\['t'\]": lambda: DistillLightningModule("x", {"t": actor}),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{argument}=.*give a folder or hub name"):
+            build()
+    with pytest.raises(ValueError, match="^actor=.*give a folder or hub name"):
+        SFTLightningModule(actor)
+
+
+def test_a_live_model_needs_its_tokenizer_and_a_folder_none(path: str) -> None:
+    model, tokenizer = live(path)
+    for wrong in (None, path):
+        with pytest.raises(ValueError, match="tokenizer=.*with a live Qwen2ForCausalLM: give the tokenizer"):
+            PPOLightningModule(model, tokenizer=wrong)
+    with pytest.raises(ValueError, match="belongs to a live model. For a folder give the data module's `tokenizer`"):
+        PPOLightningModule(path, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="dtype=.bfloat16.\\): that is the model's own"):
+        ModelSpec.of(model, tokenizer, dtype="bfloat16")
+    with pytest.raises(ValueError, match="is no causal language model"):
+        ModelSpec.of(model.model, tokenizer)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(model.config)
+    with pytest.raises(ValueError, match="is on the meta device"):
+        ModelSpec.of(empty, tokenizer)

@@ -1,0 +1,143 @@
+"""Completions that go on over a change of weights, in each engine that can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.engines import EngineContext, TransformersEngine, VLLMEngine
+from lightrl.engines.base import RequestQueue
+from lightrl.engines.vllm.requests import joined
+from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams
+from tests.engines.conftest import change, load, reference_logprobs
+
+LONG = SamplingParams(max_new_tokens=24, ignore_eos=True)
+PROMPTS = ([7, 3, 9], [4, 4, 8, 12, 5])
+
+
+def own(folder: Path, **arguments: Any) -> TransformersEngine:
+    engine = TransformersEngine(**arguments)
+    engine.start(EngineContext(str(folder)))
+    return engine
+
+
+@pytest.fixture(params=["kernels", "plain", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
+def any_engine(request: pytest.FixtureRequest, tied_folder: Path) -> Iterator[Any]:
+    if request.param == "vllm":
+        yield request.getfixturevalue("engine")
+    else:
+        yield own(tied_folder, cpu_kernels=request.param == "kernels")
+
+
+def push(engine: Any, model: torch.nn.Module, version: int) -> None:
+    engine.load_weights(model.named_parameters(), policy_version=version)
+
+
+def sampled(engine: Any, requests: list[GenerationRequest]) -> list[CompletionGroup]:
+    """The groups in the order of the requests."""
+    groups = {group.request: group for group in engine.generate(requests)}
+    return [groups[request] for request in requests]
+
+
+def gaps(model: torch.nn.Module, prompt: list[int], completion: Completion, version: int) -> torch.Tensor:
+    """Per token of a version, between the log-prob that was recorded and one computed by a whole forward."""
+    theirs = torch.tensor(completion.logprobs)
+    ours = reference_logprobs(model, prompt + completion.token_ids)[len(prompt) - 1 :]
+    return (theirs - ours).abs()[torch.tensor(completion.policy_versions) == version]
+
+
+def test_each_tokens_log_prob_is_that_of_the_version_that_sampled_it(any_engine: Any, tied_folder: Path) -> None:
+    old, new = load(tied_folder), change(load(tied_folder))
+    push(any_engine, old, 0)
+    asked = [GenerationRequest(p, LONG, seed, 3, pause_at=[5, 9, 24]) for seed, p in enumerate(PROMPTS)]
+    paused = sampled(any_engine, asked)
+    assert [[len(c.token_ids) for c in group.completions] for group in paused] == [[5, 9, 24]] * 2
+    assert [c.finish_reason for c in paused[0].completions] == ["suspended", "suspended", "length"]
+    push(any_engine, new, 1)
+    again = [
+        replace(request, begun=group.completions, pause_at=[]) for request, group in zip(asked, paused, strict=True)
+    ]
+    for before, group in zip(paused, sampled(any_engine, again), strict=True):
+        prompt = list(group.request.token_ids)
+        assert group.completions[2] == before.completions[2]  # it was over
+        for place, count in enumerate((5, 9)):
+            whole = group.completions[place]
+            assert whole.token_ids[:count] == before.completions[place].token_ids and whole.finish_reason == "length"
+            assert group.versions(place) == [0] * count + [1] * (24 - count)
+            # Keys and values of all tokens are the new weights': what a fresh prefill gives.
+            assert gaps(old, prompt, whole, 0).max() < 1e-4 and gaps(new, prompt, whole, 1).max() < 1e-4
+            assert gaps(old, prompt, whole, 1).mean() > 0.05
+
+
+def test_keys_and_values_of_old_weights_would_give_other_log_probs(tied_folder: Path) -> None:
+    """What the change of weights would be with the cache kept: so computing it anew is no empty step."""
+    old, new, engine = load(tied_folder), change(load(tied_folder)), own(tied_folder)
+    push(engine, old, 0)
+    short, long = (GenerationRequest(PROMPTS[0], replace(LONG, max_new_tokens=n), 0) for n in (5, 24))
+    stream = engine.generate([short, long])
+    assert next(stream).request is short
+    push(engine, new, 1)  # in the middle of the other
+    (kept,) = next(stream).completions
+    assert kept.policy_versions == [0] * 5 + [1] * 19
+    assert gaps(old, PROMPTS[0], kept, 0).max() < 1e-4
+    assert gaps(new, PROMPTS[0], kept, 1).mean() > 0.05
+
+
+class Interrupted(RequestQueue):
+    """Is suspended when the engine looks for the sixth time."""
+
+    looks = 0
+
+    def take(self, wait: bool) -> list[GenerationRequest]:
+        self.looks += 1
+        if self.looks == 6:
+            self.suspend()
+        return super().take(wait)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize(
+    "sampling", [replace(LONG, top_p=0.8), SamplingParams(max_new_tokens=24, min_new_tokens=8, stop=["1", "c"])]
+)
+def test_what_was_interrupted_under_the_same_weights_ends_as_if_it_had_not_been(
+    kernels: bool, sampling: SamplingParams, tied_folder: Path
+) -> None:
+    engine = own(tied_folder, cpu_kernels=kernels)
+    requests = [GenerationRequest(p, sampling, seed, 3) for seed, p in enumerate(PROMPTS)]
+    whole = sampled(engine, requests)
+    parts = list(engine.generate(Interrupted(requests, closed=True)))
+    assert [group.request for group in parts] == requests and all(group.suspended for group in parts)
+    assert {len(c.token_ids) for group in parts for c in group.completions} == {5}
+    again = [replace(request, begun=group.completions) for request, group in zip(requests, parts, strict=True)]
+    for expected, group in zip(whole, sampled(engine, again), strict=True):
+        for one, other in zip(expected.completions, group.completions, strict=True):
+            assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+            if one.support is not None:
+                assert other.support is not None and torch.equal(one.support.ids, other.support.ids)
+
+
+def test_a_stop_string_that_began_before_the_change_ends_the_completion() -> None:
+    def decode(ids: list[int]) -> str:
+        return "".join("abcdef"[i] for i in ids)
+
+    sampling = SamplingParams(max_new_tokens=6, stop=["bcd"])
+    before = Completion([0, 1, 2], [-1.0, -2.0, -3.0], "", "suspended", policy_versions=[4] * 3)
+    request = GenerationRequest([5], sampling, 0, begun=[before])
+    new = Completion([3, 4, 5], [-4.0, -5.0, -6.0], "def", "length")
+    expected = Completion([0, 1, 2, 3], [-1.0, -2.0, -3.0, -4.0], "abcd", "stop", policy_versions=[4, 4, 4, 7])
+    assert joined(new, request, 0, [7] * 3, decode) == expected
+    # Not one of tokens that do not count yet, and not one that is not there.
+    late = replace(request, sampling=replace(sampling, min_new_tokens=5))
+    assert joined(new, late, 0, [7] * 3, decode).token_ids == [0, 1, 2, 3, 4, 5]
+    assert joined(replace(new, token_ids=[4, 3, 5]), request, 0, [7] * 3, decode).finish_reason == "length"
+
+
+def test_an_engine_that_restarts_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"restart_engine=True.*restart_engine=False"):
+        VLLMEngine(in_process=False, restart_engine=True).check_in_flight()

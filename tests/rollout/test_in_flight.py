@@ -1,0 +1,206 @@
+"""Weights that change within completions: which version sampled what, and runs that repeat and resume bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.algorithms.hooks import RLCallback
+from lightrl.callbacks import LedgerCanary, RolloutCheckpoint
+from lightrl.data.prompts import PromptSource
+from lightrl.engines import ServerEngine
+from lightrl.engines.base import RequestQueue
+from lightrl.rollout.sources import InFlight
+from lightrl.types import CompletionGroup, Rollouts, SamplingParams
+from tests.rollout.test_staleness import Watch, run
+from tests.toys import KeptEngine, ThreadEngine, quickstart_model, sums_data
+
+FIRST = 4
+"""Tokens after which a completion waits for the next weights, where the engine is `Scripted`."""
+
+VARIED = SamplingParams(max_new_tokens=24)
+
+
+class Scripted(ThreadEngine):
+    """Leaves off after so many tokens of each completion until the weights change, but for the rollout that is due."""
+
+    def __init__(self, learnt: int = 0) -> None:
+        super().__init__()
+        self.learnt = learnt
+
+    def _groups(self, queue: RequestQueue) -> Iterator[CompletionGroup]:
+        row = int(queue.waiting()[0].name.rpartition(" ")[2].rstrip(")")) if queue.waiting() else 0
+        if row // 8 > self.learnt:
+            take, looks, begun = queue.take, itertools.count(), self.policy_version
+
+            def gated(wait: bool) -> Any:
+                while next(looks) >= FIRST and not (queue.suspended or queue.stopped):
+                    if self.policy_version not in (begun, -1):
+                        break
+                    time.sleep(0.002)
+                return take(wait)
+
+            queue.take = gated  # type: ignore[method-assign]
+        yield from super()._groups(queue)
+
+
+class Count(RLCallback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        engine = trainer.datamodule.engine
+        if isinstance(engine, Scripted):
+            engine.learnt += 1
+
+
+def in_flight(path: str, *callbacks: Any, **data: Any) -> tuple[Any, Watch]:
+    common = {"sampling": VARIED, "shuffle": False, "rollouts_per_epoch": 5, "staleness": 1, "in_flight": InFlight()}
+    return run(path, Count(), *callbacks, **{"engine": Scripted(), **common, **data})
+
+
+def versions(rollouts: Rollouts) -> torch.Tensor:
+    if rollouts.policy_versions is not None:
+        return rollouts.policy_versions
+    return torch.where(rollouts.response_mask, rollouts.policy_version, -1)
+
+
+def worst(module: Any, watch: Watch, rollouts: Rollouts, version: int, of: int) -> float:
+    """Largest difference between recorded log-probs of tokens of one version and those by the weights of another."""
+    module.actor.load_state_dict(watch.weights[version])
+    with torch.no_grad():
+        out = module.actor(rollouts.token_ids, rollouts.attention_mask, rollouts.response_mask)
+    return float((out.logprobs - rollouts.engine_logprobs)[versions(rollouts) == of].abs().max())
+
+
+def same(one: list[Rollouts], other: list[Rollouts]) -> bool:
+    pairs = list(zip(one, other, strict=True))
+    names = ("token_ids", "engine_logprobs", "rewards")
+    return all(torch.equal(getattr(a, n), getattr(b, n)) for a, b in pairs for n in names) and all(
+        torch.equal(versions(a), versions(b)) for a, b in pairs
+    )
+
+
+@pytest.mark.parametrize("bound", [1, 2])
+def test_each_token_is_of_the_version_that_it_names(bound: int, side_model: str) -> None:
+    module, watch = in_flight(side_model, staleness=bound)
+    for number, (rollouts, metrics) in enumerate(zip(watch.rollouts, watch.metrics, strict=True)):
+        sampled = versions(rollouts)
+        begun = max(number - bound, 0)
+        assert metrics["rollout/staleness"] == number - begun == metrics["rollout/staleness_updates"]
+        for row in sampled:
+            row = row[row >= 0]
+            assert row.tolist() == [min(begun + i // FIRST, number) for i in range(len(row))]
+        lags = number - sampled[sampled >= 0].float()
+        assert metrics["rollout/staleness_mean"] == pytest.approx(float(lags.mean()))
+        if number:
+            assert metrics["rollout/switched"] > 0.5
+            assert (
+                worst(module, watch, rollouts, number, number) < 1e-4 < 1e-2 < worst(module, watch, rollouts, 0, number)
+            )
+        assert worst(module, watch, rollouts, begun, begun) < 1e-4
+    assert watch.metrics[1]["off_policy/kl"] > 1e-6
+
+
+def test_a_kept_cache_is_that_of_the_old_weights(side_model: str) -> None:
+    module, watch = in_flight(side_model, in_flight=InFlight("keep"))
+    for number, rollouts in enumerate(watch.rollouts[1:], 1):
+        for row in versions(rollouts):
+            row = row[row >= 0]
+            assert row.tolist() == [number - 1] * min(FIRST, len(row)) + [number] * (len(row) - FIRST)
+        assert worst(module, watch, rollouts, number - 1, number - 1) < 1e-4
+        assert worst(module, watch, rollouts, number, number) > 1e-3  # what a fresh prefill does not give
+
+
+def test_prompts_and_their_groups_are_those_of_a_run_without_it(side_model: str) -> None:
+    """Nothing is dropped or put last: a rollout has its own prompts, with their long completions and their short."""
+    (_, ahead), (_, serial) = in_flight(side_model), run(side_model, shuffle=False, rollouts_per_epoch=5)
+    assert [r.prompts for r in ahead.rollouts] == [r.prompts for r in serial.rollouts]
+    assert all(len(r.completions) == 32 for r in ahead.rollouts)
+
+
+def test_a_run_repeats_from_its_record(side_model: str, tmp_path: Path) -> None:
+    first, watch = in_flight(side_model, staleness=2, in_flight=InFlight(record=str(tmp_path)))
+    # Another engine, that knows of no script, at its own speed.
+    again, repeated = in_flight(
+        side_model, staleness=2, in_flight=InFlight(replay=str(tmp_path)), engine=ThreadEngine()
+    )
+    assert any(r.policy_versions is not None for r in repeated.rollouts) and same(watch.rollouts, repeated.rollouts)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    _, free = in_flight(side_model, staleness=2, engine=ThreadEngine())
+    assert not same(watch.rollouts, free.rollouts)  # what it would be without
+
+
+def test_a_resumed_run_is_the_one_that_went_on(side_model: str, tmp_path: Path) -> None:
+    checkpoint = RolloutCheckpoint(every_n_rollouts=2, dirpath=str(tmp_path), save_top_k=-1)
+    first, whole = in_flight(side_model, checkpoint, staleness=2)
+    (saved,) = [path for path in tmp_path.glob("*.ckpt") if torch.load(path, weights_only=True)["global_step"] == 2]
+    flights = torch.load(saved, weights_only=True)["RolloutDataModule"]["in_flight"]
+    assert [flight["behind"] for flight in flights] == [2, 1]
+    resumed, rest = in_flight(side_model, staleness=2, engine=Scripted(learnt=2), ckpt_path=str(saved))
+    assert same(whole.rollouts[2:], rest.rollouts)
+    assert [m["rollout/staleness"] for m in rest.metrics] == [m["rollout/staleness"] for m in whole.metrics[2:]]
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), resumed.parameters(), strict=True))
+
+
+def test_an_evaluation_in_between_is_of_the_newest_policy_and_waits_for_nothing(side_model: str) -> None:
+    evaluation = {"eval_prompts": PromptSource(rows=[{"prompt": "1+1="}]), "eval_sampling": SamplingParams(6)}
+    module, watch = in_flight(side_model, rollouts_per_epoch=2, max_epochs=2, **evaluation)
+    assert [version for version, _ in watch.evaluated] == [2, 4]
+    for version, rows in watch.evaluated:
+        assert rows.policy_version == version and watch.gap(module, version, rows) < 1e-4
+    # What was under way stayed where it was, and went on with the weights that were evaluated.
+    assert sorted(set(versions(watch.rollouts[2]).flatten().tolist())) == [-1, 1, 2]
+    assert worst(module, watch, watch.rollouts[2], 2, 2) < 1e-4
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["recompute", "keep"])
+def test_vllm_changes_weights_within_completions(cache: Any, tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 1, "intermediate_size": 64, "max_position_embeddings": 512}
+    path, engine = quickstart_model(tmp_path, **shape), KeptEngine(in_process=False)
+    long = SamplingParams(max_new_tokens=320, ignore_eos=True)  # sampling takes ten times as long as learning
+    try:
+        few = {"prompts_per_rollout": 4, "rollouts_per_epoch": 4}
+        module, watch = in_flight(path, engine=engine, sampling=long, in_flight=InFlight(cache), **few)
+    finally:
+        engine.end()
+    assert [m["rollout/staleness"] for m in watch.metrics] == [0, 1, 1, 1]
+    # Rollouts 0 and 1 are sampled beside each other, 2 begins while the policy learns from 1 and ends after that.
+    assert watch.metrics[2]["rollout/switched"] > 0.5 and watch.metrics[2]["rollout/staleness_mean"] < 1
+    for number, rollouts in enumerate(watch.rollouts):
+        first = max(number - 1, 0)
+        for version in {int(versions(rollouts).max()), first}:
+            gap = worst(module, watch, rollouts, version, version)
+            assert gap < 1e-4 if version == first or cache == "recompute" else gap > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"staleness": 0}, "in_flight with staleness=0: nothing is sampled"),
+        ({"max_refills": 2}, "in_flight with max_refills=2"),
+        ({"sampling": SamplingParams(regex="a")}, r"in_flight with sampling\.regex"),
+        ({"engine": ServerEngine(["http://127.0.0.1:1"], shared_folder="/tmp")}, "in_flight with engine=ServerEngine"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sums_data(**{"engine": ThreadEngine(), "staleness": 1, "in_flight": InFlight(), **arguments})
+
+
+def test_a_record_cannot_be_both_written_and_read_and_a_check_of_old_weights_is_refused(
+    side_model: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"in_flight\.record=a with in_flight\.replay=b"):
+        InFlight(record="a", replay="b")
+    with pytest.raises(ValueError, match=r'in_flight\.replay=b with in_flight\.cache="keep"'):
+        InFlight("keep", replay="b")
+    with pytest.raises(ValueError, match=r"in_flight\.replay=.*no switches-0\.jsonl"):
+        in_flight(side_model, in_flight=InFlight(replay=str(tmp_path)))
+    with pytest.raises(ValueError, match="in_flight with callback LedgerCanary"):
+        in_flight(side_model, LedgerCanary())
