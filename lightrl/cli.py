@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import select
 import sys
 import threading
 import time
@@ -184,6 +185,8 @@ def _raised_in(error: BaseException, package: str) -> bool:
 OUT_OF_RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EMFILE, errno.ENFILE}
 LOST_RANK = re.compile(r"gloo/|Gloo|NCCL|ProcessGroup")
 INTERRUPTED = 130
+UNREAD = 141
+"""Status where nobody reads the output any more: that of SIGPIPE."""
 PREEMPTED = 75
 """Status after SIGTERM or SIGUSR1: "try again" (EX_TEMPFAIL of sysexits.h), for a scheduler to requeue the job."""
 
@@ -193,6 +196,12 @@ def main(args: Sequence[str] | None = None) -> None:
     debug = os.environ.get("LIGHTRL_DEBUG") == "1"
     try:
         _main(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written at exit
+        sys.exit(UNREAD)
     except KeyboardInterrupt:
         if debug:
             raise
@@ -212,6 +221,13 @@ def main(args: Sequence[str] | None = None) -> None:
             raise
         print(f"error: {redact_text(message)}", file=sys.stderr)
         sys.exit(status)
+
+
+def _nobody_reads() -> bool:
+    """Whether the reader of the output has gone, as `head` does when it has enough."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors are told without being asked for
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _main(args: Sequence[str] | None) -> None:

@@ -618,6 +618,15 @@ def test_debug_shows_the_traceback(write: Callable[..., str], monkeypatch: pytes
 # ---- the same in Python ------------------------------------------------------------------------------------------
 
 
+def test_a_reader_that_has_seen_enough_ends_a_listing_without_a_traceback() -> None:
+    listing = subprocess.Popen(
+        [sys.executable, "-m", "lightrl", "recipes"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert listing.stdout is not None
+    listing.stdout.close()  # as `| head` does
+    assert listing.communicate()[1] == "" and listing.returncode == 141
+
+
 def test_the_installed_command() -> None:
     """In a process of its own: `python -m`-like start, help without loading torch."""
     code = "import sys; from lightrl.cli import main; main(); assert 'torch' not in sys.modules"
