@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -136,6 +136,14 @@ class Backbone:
             response, groups = (None if x is None else x.cpu() for x in (response_mask, group_ids))
             host = HostRows(token_ids.cpu(), attention_mask.cpu(), response, groups)
         rows = inputs if inputs and any(inputs) else None
+        if rows and host.response_mask is not None and not bool((read := host.response_mask[:, 1:].any(1)).all()):
+            # Of a row that nothing is read from, the mask no longer tells which placeholders were sampled: it is text.
+            rows = [row if used else {} for row, used in zip(rows, read.tolist(), strict=True)]
+            places = torch.isin(host.token_ids, torch.tensor(list(placeholder_ids(self.config).values())))
+            places &= ~read[:, None]
+            host = replace(host, token_ids=host.token_ids.masked_fill(places, harmless_id(self.config)))
+            token_ids = token_ids.masked_fill(places.to(token_ids.device), harmless_id(self.config))
+            rows = rows if any(rows) else None
         if self._context is not None:
             return self._run_spread(token_ids.device, host, rows, routes)
         if rows and any("token_type_ids" in row for row in rows) and self.layout != "padded":

@@ -212,7 +212,12 @@ class ModelSpec:
         spec = cls(kind, dtype=str(model.dtype).removeprefix("torch."), **settings)  # refuses them before it is written
         spec.path = folder = tempfile.mkdtemp(prefix=f"lightrl-{kind}-")
         weakref.finalize(spec, _remove, folder, os.getpid())
-        model.save_pretrained(folder)
+        # Each process has a folder of its own; transformers would write on the first rank only.
+        model.should_save_on_this_rank = lambda is_main_process: is_main_process
+        try:
+            model.save_pretrained(folder)
+        finally:
+            del model.should_save_on_this_rank
         tokenizer.save_pretrained(folder)
         spec.live = model
         return spec

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightrl.models.media_tokens import placeholder_ids
 from lightrl.models.multimodal import marked_tokens, media_positions
 from lightrl.models.packing.layouts import make_stream
 from lightrl.types import HostRows
@@ -92,6 +93,22 @@ def test_pictures_of_rows_with_nothing_to_learn_leave_every_parameter_a_gradient
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     batch._replace(response_mask=torch.zeros_like(batch.response_mask)).run(policy).logprobs.sum().backward()
     assert [n for n, p in policy.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["qwen2_vl", "idefics3"])
+def test_a_truncated_row_that_sampled_a_placeholder_changes_nothing(folder_of: Any, family: str, layout: str) -> None:
+    folder = folder_of(family)
+    batch, policy = mixed(folder), folder.policy(layout)
+    row = next(i for i, inputs in enumerate(batch.inputs) if inputs)
+    ids, mask = batch.token_ids.clone(), batch.response_mask.clone()
+    ids[row, mask[row].nonzero()[-1]] = next(iter(placeholder_ids(policy.lm.config).values()))
+    mask[row] = False
+    with torch.no_grad():
+        plain = batch._replace(response_mask=mask).run(policy).logprobs
+        sampled = batch._replace(token_ids=ids, response_mask=mask).run(policy).logprobs
+    torch.testing.assert_close(sampled, plain)
+    assert bool(plain.any())
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "idefics3"])
