@@ -148,10 +148,12 @@ def test_generation_time_is_predicted_from_measured_rates(tmp_path: Path) -> Non
             engine.load_weights(Qwen2ForCausalLM.from_pretrained(path).named_parameters(), policy_version=0)
         prompts = Prompts(token_ids=[[5, 6, 7, 8]], texts=[""])
         settings = SamplingParams(max_new_tokens=response, ignore_eos=True)
+
+        def sample() -> None:
+            list(engine.generate([prompts.request(0, settings, i, 1) for i in range(trajectories)]))
+
         try:
-            return cpu_seconds(
-                lambda: list(engine.generate([prompts.request(0, settings, i, 1) for i in range(trajectories)]))
-            )
+            return min(cpu_seconds(sample) for _ in range(3))  # what else the machine does only adds
         finally:
             engine.close()
 
