@@ -148,21 +148,21 @@ def test_generation_time_is_predicted_from_measured_rates(tmp_path: Path) -> Non
             engine.load_weights(Qwen2ForCausalLM.from_pretrained(path).named_parameters(), policy_version=0)
         prompts = Prompts(token_ids=[[5, 6, 7, 8]], texts=[""])
         settings = SamplingParams(max_new_tokens=response, ignore_eos=True)
-
-        def sample() -> None:
-            list(engine.generate([prompts.request(0, settings, i, 1) for i in range(trajectories)]))
-
         try:
-            return min(cpu_seconds(sample) for _ in range(3))  # what else the machine does only adds
+            return cpu_seconds(
+                lambda: list(engine.generate([prompts.request(0, settings, i, 1) for i in range(trajectories)]))
+            )
         finally:
             engine.close()
 
     short = Job(size, 3, 128, 0, 8, prompt=4, response=16, spread=0.0, slots=64)
-    few, many = seconds(8, 16, 64), seconds(64, 16, 64)
+    # In two rounds: what else the machine does then meets all three.
+    rounds = [[seconds(8, 16, 64), seconds(64, 16, 64), seconds(96, 48, 32)] for _ in range(2)]
+    few, many, measured = (min(times) for times in zip(*rounds, strict=True))
     each = (many - few) / 16 / 56  # seconds that one more sequence adds to a step
     rates = replace(RATES, decode_flops=2 * size / each, bandwidth=1e15, overhead=max(0.0, few / 16 - 8 * each))
     long = replace(short, trajectories=96, response=48, slots=32)
-    assert generation(long, rates, 1) == pytest.approx(seconds(96, 48, 32), rel=0.3)
+    assert generation(long, rates, 1) == pytest.approx(measured, rel=0.3)
 
 
 def test_the_command_prints_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
