@@ -271,7 +271,7 @@ def run_lightrl(name: str, folder: str, micro_tokens: int, steps: int, ticket: T
                 if name == "vllm":  # what it holds of these prompts must go
                     engine.load_weights(module.named_policy_weights(), policy_version=engine.policy_version)
                 began = time.perf_counter()
-                replay(generate, some)
+                found["bare_tokens"] = max(found.get("bare_tokens", 0), replay(generate, some))
                 seconds.append(time.perf_counter() - began)
             bare, alone = seconds
             return found | {"bare": bare, "alone": alone, "path": max(Book.slept.values(), default=0.0) + alone}
@@ -308,20 +308,22 @@ def of_attempts(answers: list[Any]) -> list[list[Any]]:
     return list(found.values())
 
 
-def replay(generate: Any, answers: list[Any]) -> None:
-    """Asks what was asked, each as soon as the turn before it is answered."""
+def replay(generate: Any, answers: list[Any]) -> int:
+    """Asks what was asked, each as soon as the turn before it is answered; the number of sampled tokens."""
     from lightrl.engines import RequestQueue
 
     attempts = of_attempts(answers)
     following = {a.request: b.request for turns in attempts for a, b in itertools.pairwise(turns)}
     queue = RequestQueue([turns[0].request for turns in attempts])
-    left = len(answers)
+    left, tokens = len(answers), 0
     for answer in generate(queue):
+        tokens += len(answer.completions[0].token_ids)
         left -= 1
         if answer.request in following:
             queue.put(following[answer.request])
         if not left:
             queue.close()
+    return tokens
 
 
 def our_share(folder: str, turns: int, attempts: int) -> dict[str, float]:
