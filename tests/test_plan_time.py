@@ -156,7 +156,6 @@ def test_generation_time_is_predicted_from_measured_rates(tmp_path: Path) -> Non
             engine.close()
 
     short = Job(size, 3, 128, 0, 8, prompt=4, response=32, spread=0.0, slots=64)
-    short = Job(size, 3, 128, 0, 8, prompt=4, response=32, spread=0.0, slots=64)
     long = replace(short, trajectories=96, response=48, slots=32)
     found = []
     for _ in range(5):  # what else the machine does may come between the measurements of a round
