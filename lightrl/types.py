@@ -401,7 +401,7 @@ class GenerationRequest:
         routes: of its first tokens, from earlier turns. An engine that records experts takes these again; others, whose
             caches hold what was computed then, may ignore it.
         begun: the G completions as far as they were sampled before, those that are "suspended"
-            go on, by the weights of now and with keys and values computed anew. Empty: all begin.
+            go on, with the current weights, which also compute their keys and values again. Empty: all begin.
         pause_at: per completion, how many tokens it may have before it comes back "suspended"; empty for no pause.
     """
 

@@ -308,7 +308,7 @@ class InFlightSource:
         self._saved = list(flights)
 
     def _pause_at(self, seed: int) -> list[int]:
-        """After how many tokens the weights of now were replaced in the run that is repeated; empty if nothing is."""
+        """After how many tokens the run that is repeated replaced the current weights; empty if none is repeated."""
         if self._replayed is None:
             return []
         now, never = self._version(), sys.maxsize

@@ -25,7 +25,7 @@ class PrefixCache:
     """Holds what was computed of sequences that ended, until one that begins with all of it comes.
 
     Only a whole sequence is found again, not a part of one as in vLLM's blocks. So whether a conversation's next turn
-    is found depends on that conversation, and not on what others happened to be done before it.
+    is found depends on that conversation (and on others of the very same tokens), not on what happened to end before.
 
     Args:
         room: most tokens held; those that wait longest go first.
