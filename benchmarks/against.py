@@ -2,9 +2,9 @@
 
     python benchmarks/against.py origin/main --cases a b c --threads 1 2
 
-The other commit is checked out into a temporary git worktree, and each side runs the `vs_trl.py` of its own checkout on
-the model and prompts that `vs_trl.py` describes. A ratio above 1 says that this checkout is faster; with the same
-commit on both sides it shows the noise of the machine.
+The other commit is checked out into a temporary git worktree, and both sides run the `vs_trl.py` of this checkout, each
+with its own package, on the model and prompts that it describes. A ratio above 1 says that this checkout is faster;
+with the same commit on both sides it shows the noise of the machine. `generate` is the part of a step that samples.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def measure(case: str, other: Path, threads: int, steps: int, variables: dict[st
     with tempfile.TemporaryDirectory() as folder:
         build(CASES[case], folder)
         sides = [
-            Side("lightrl", case, folder, threads, 16384, steps + 3, checkout=root, variables=own)
+            Side("lightrl", case, folder, threads, 16384, steps + 3, package=root, variables=own)
             for root, own in ((other, {}), (ROOT, variables))
         ]
         theirs, ours = alternate(sides, steps)
     for side in (theirs, ours):
         side.pop("rewards")
-    ratios = {f"ratio_{by}": theirs[f"{by}_s"] / ours[f"{by}_s"] for by in ("wall", "cpu")}
+    ratios = {f"ratio_{by}": theirs[f"{by}_s"] / ours[f"{by}_s"] for by in ("wall", "cpu", "generate")}
     return {"case": case, "threads": threads, **ratios, "other": theirs, "this": ours}
 
 
@@ -59,7 +59,8 @@ def main() -> None:
                     rows.append(row)
                     print(
                         f"{case}, {threads} thread(s): {row['ratio_wall']:.2f} x wall, {row['ratio_cpu']:.2f} x CPU "
-                        f"({row['other']['wall_s']:.3f} -> {row['this']['wall_s']:.3f} s)",
+                        f"({row['other']['wall_s']:.3f} -> {row['this']['wall_s']:.3f} s), "
+                        f"{row['ratio_generate']:.2f} x generate",
                         flush=True,
                     )
         finally:

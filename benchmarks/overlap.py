@@ -1,6 +1,6 @@
 """Time of a GRPO step when generation and update take turns, and when they overlap in three ways.
 
-    python benchmarks/overlap.py [--rounds 3] [--steps 4] [--lengths varied equal tails] [--out overlap.json]
+    python benchmarks/overlap.py [--rounds 3] [--steps 12] [--lengths varied equal tails] [--out overlap.json]
 
 The engine runs in a process of its own on one core, the trainer on another. The ways alternate, round by round, over
 one engine, and begin each with the same weights and seeds, so that serial and streaming learn from the same samples.
@@ -10,10 +10,10 @@ many, so that a step waits for its longest completion and learning takes a small
 `serial` waits for the rollout, then updates; `streaming` accumulates gradients of finished groups while others still
 generate (the same update); `staleness 1` samples the next rollout during the update; `in flight` does so at the same
 bound with weights that change within completions, so that the next rollout begins before the longest of the last are
-over. Figures are medians over steps, the first of each run left out. `generate` and `update` (experience included) are
-those of serial. Required: staleness 1 at most 1.15 x max(generate, update); streaming at least 10 % below serial where
-lengths vary. The aim for in flight is 1.3 times the steps of staleness 1 with tails, not measured on an idle
-machine. CPU, two cores.
+over. Figures are means over steps; the first of each run, before which nothing is sampled, and the last two, beside
+which nothing is sampled, are left out. `generate` and `update` (experience included) are those of serial. Required:
+staleness 1 at most 1.15 x max(generate, update); streaming at least 10 % below serial where lengths vary; in flight
+1.3 times the steps of staleness 1 with tails. CPU, two cores.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def run(path: str, engine: VLLMEngine, lengths: str, steps: int, mode: dict[str,
         callbacks=[WeightSync(), clock],
     )  # fmt: skip
     trainer.fit(module, data)
-    return clock.steps
+    return clock.steps[:-2]
 
 
 def digits(completions: list[str], **_: Any) -> list[float]:
@@ -143,7 +143,7 @@ def measure(path: str, engine: VLLMEngine, lengths: str, rounds: int, steps: int
     rows = []
     for mode, found in taken.items():
         names = ("step", "generate", "experience", "update", "sync", "wait", "length")
-        rows.append({"lengths": lengths, "mode": mode, **{n: statistics.median(s[n] for s in found) for n in names}})
+        rows.append({"lengths": lengths, "mode": mode, **{n: statistics.fmean(s[n] for s in found) for n in names}})
     serial = rows[0]
     bound = max(serial["generate"], serial["experience"] + serial["update"])
     for row in rows:
@@ -154,7 +154,7 @@ def measure(path: str, engine: VLLMEngine, lengths: str, rounds: int, steps: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -173,7 +173,7 @@ def main() -> None:
             finally:
                 VLLMEngine.close(engine)
     names = ["to_serial", "to_bound", "step", "generate", "experience", "update", "sync", "wait", "length"]
-    print(f"\n{'lengths':>8} {'mode':>12} " + " ".join(f"{name:>10}" for name in names) + "   (seconds, medians)")
+    print(f"\n{'lengths':>8} {'mode':>12} " + " ".join(f"{name:>10}" for name in names) + "   (seconds, means)")
     for row in rows:
         print(f"{row['lengths']:>8} {row['mode']:>12} " + " ".join(f"{row[name]:10.3f}" for name in names))
     text = json.dumps(

@@ -158,16 +158,21 @@ def run_lightrl(case: Case, folder: str, micro_tokens: int, steps: int, ticket: 
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
 
-    from lightrl.algorithms import GRPOLightningModule
     from lightrl.callbacks import WeightSync
     from lightrl.data import PromptSource
     from lightrl.engines import TransformersEngine
-    from lightrl.rollout import RolloutDataModule
     from lightrl.types import SamplingParams
 
+    try:
+        from lightrl.algorithms import GRPOLightningModule
+        from lightrl.rollout import RolloutDataModule
+    except ImportError:  # `against.py` runs older commits too
+        from lightrl.data import RolloutDataModule
+        from lightrl.modules import GRPOLightningModule
+
     class Stop(Callback):
-        def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-            ticket.step_ended()
+        def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
+            ticket.step_ended(lambda: {"generate": float(outputs["time/generate"])})
 
     seed_everything(1, verbose=False)
     module = GRPOLightningModule(
@@ -193,7 +198,7 @@ def run_lightrl(case: Case, folder: str, micro_tokens: int, steps: int, ticket: 
 
 
 class Side:
-    """A worker as the parent sees it, of this checkout or of another."""
+    """A worker as the parent sees it, with the package of this checkout or of another."""
 
     def __init__(
         self,
@@ -203,16 +208,16 @@ class Side:
         threads: int,
         micro: int,
         steps: int,
-        checkout: Path = ROOT,
+        package: Path = ROOT,
         variables: dict[str, str] | None = None,
         script: str = "vs_trl.py",
     ) -> None:
         self.settings = {"threads": threads, "micro": micro}
-        path = checkout / "benchmarks" / script
+        path = ROOT / "benchmarks" / script
         command = [sys.executable, str(path), "--worker", name, case, folder, str(micro), str(steps)]
         # Threads that wait must not spin where other processes want the core.
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "0", **(variables or {})}
-        environment["PYTHONPATH"] = str(checkout)
+        environment["PYTHONPATH"] = str(package)
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -247,6 +252,7 @@ class Side:
             "cpu_s": self.median("cpu"),
             "samples_per_s": PROMPTS * GROUP / self.median("wall"),
             "peak_mb": self.peak,
+            **({"generate_s": self.median("generate")} if "generate" in self.reports[-1] else {}),
             "reward_first": statistics.mean(r["reward"] for r in self.reports[:3]),
             "reward_last": statistics.mean(r["reward"] for r in self.reports[-3:]),
             "rewards": [round(r["reward"], 4) for r in self.reports],
