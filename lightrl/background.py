@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import queue
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 __all__ = ["BackgroundLoop", "FairLock", "in_background", "in_thread"]
 
@@ -25,8 +27,9 @@ def in_background(work: Callable[[], object], name: str) -> threading.Thread:
 async def in_thread(work: Callable[[], T], name: str) -> tuple[T, None] | tuple[None, BaseException]:
     """What `work` returned in a thread of its own, or what it raised, SystemExit and StopIteration among it.
 
-    A pool would lose a worker to every call that never returns, and its threads would be waited for at exit. Cancelling
-    leaves the thread behind.
+    A pool of so many workers would lose one to every call that never returns, and its threads would be waited for at
+    exit. Here a thread that is done waits `IDLE_SECONDS` for the next call, which starts one where none waits.
+    Cancelling leaves the thread behind.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
@@ -35,17 +38,45 @@ async def in_thread(work: Callable[[], T], name: str) -> tuple[T, None] | tuple[
         if not future.done():  # else nobody waits any more
             future.set_result(outcome)
 
-    def run() -> None:
+    def run(jobs: _Jobs) -> None:
         outcome: Any
+        threading.current_thread().name = name
         try:
             outcome = work(), None
         except BaseException as error:  # SystemExit in a thread would otherwise vanish and never answer
             outcome = None, error
+        threading.current_thread().name = "lightrl-idle"
+        _idle.append(jobs)  # before the answer, so that the next call finds it
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, outcome)
 
-    in_background(run, name)
+    try:
+        jobs = _idle.pop()
+    except IndexError:
+        jobs = queue.SimpleQueue()
+        in_background(lambda: _serve_jobs(jobs), name)
+    jobs.put(run)
     return await future  # type: ignore[no-any-return]
+
+
+_Jobs: TypeAlias = "queue.SimpleQueue[Callable[[Any], None]]"
+IDLE_SECONDS = 5.0
+_idle: list[_Jobs] = []  # of the threads that wait, which do not live on in a forked process
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+def _serve_jobs(jobs: _Jobs) -> None:
+    while True:
+        try:
+            job = jobs.get(timeout=IDLE_SECONDS)
+        except queue.Empty:
+            try:
+                _idle.remove(jobs)
+            except ValueError:  # taken at this moment
+                continue
+            return
+        job(jobs)
+        del job  # and what it holds
 
 
 class FairLock(AbstractContextManager[None]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,9 +48,13 @@ def tool_parser(
     if name not in ToolParserManager.list_registered():
         raise ValueError(f"tool_parser: vLLM has no {name!r}; it has {', '.join(ToolParserManager.list_registered())}.")
     cls = ToolParserManager.get_tool_parser(name)
+    before: tuple[list[dict[str, Any]], Any] = ([], _request([]))  # making one takes longer than reading
 
     def parse(text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
-        request = _request(tools)
+        nonlocal before
+        if before[0] != tools:
+            before = (copy.deepcopy(list(tools)), _request(tools))
+        request = before[1]
         found = cls(tokenizer, request.tools).extract_tool_calls(text, request)
         return found.content or "", [(call.function.name, call.function.arguments) for call in found.tool_calls]
 

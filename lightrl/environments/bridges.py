@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 from abc import ABC, abstractmethod
@@ -18,8 +19,8 @@ MARK = "\U000f0e4c"
 """Stands inside literal special-token text while it is rendered, so that it is not read as the token. Private use."""
 SHORT, LONG = "Qa1", "Zb2 Zb3 " * 7 + "Zb4"
 """Two contents that stand for what was sampled, of different lengths."""
-_STARTS = 512
-"""Rendered histories held."""
+_STARTS, _PROMPTS = 512, 64
+"""Rendered histories and token ids of first messages held."""
 
 
 class Tokens(list[int]):
@@ -230,6 +231,7 @@ class TemplateBridge(Bridge):
         self._form: _Form | None = None
         self._ender: str | None = None
         self._starts: dict[str, str] = {}
+        self._ids = functools.lru_cache(_PROMPTS)(functools.partial(encode_marked, tokenizer))
 
     def _text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], form: _Form | None = None) -> str:
         form = form or self._form or _Form()
@@ -264,14 +266,15 @@ class TemplateBridge(Bridge):
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Tokens:
         self._learn_form(messages[:1], tools)
+        first = not any(message["role"] == "assistant" for message in messages)  # all attempts of a group render it
         try:
-            text = self._text(guard(messages, self._special), tools)
+            text = (self._begun if first else self._text)(guard(messages, self._special), tools)
         except Exception as error:
             raise ValueError(
                 f"The chat template refuses the conversation: {error}. Where it has no tool messages, use "
                 "`result_role: user`; where it takes one tool call at a time, name it in `on_parse_error`."
             ) from error
-        return self._tokens(text, messages)
+        return Tokens(self._ids(text)) if first and not images_of(messages) else self._tokens(text, messages)
 
     def _learn_form(self, first: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
         """Finds how this template wants a message with tool calls: some want JSON text, some no content."""
@@ -358,7 +361,7 @@ class TemplateBridge(Bridge):
     def _begun(self, history: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
         """`_text` of a history, which comes back at every turn, and for all attempts of a group."""
         try:
-            key = json.dumps([history, tools])
+            key = json.dumps([history, tools, datetime.date.today().isoformat()])  # templates may write the day
         except (TypeError, ValueError):  # it shows images
             return self._text(history, tools)
         if (text := self._starts.get(key)) is None:
@@ -377,10 +380,12 @@ class TemplateBridge(Bridge):
     ) -> str | None:
         """What follows `end`, the same after all histories and replies; None where it is not."""
         found: set[str] = set()
+        starts: list[str] = []
         for history in histories:
             start = _or_none(lambda history=history: self._begun(history, tools))  # type: ignore[misc]
             if start is None:
                 return None
+            starts.append(start)
             for content in (SHORT, LONG):
                 stand_in, marks = _stand_in(reply, content)
                 full = _or_none(lambda h=history, s=stand_in: self._text([*h, s, *new], tools))  # type: ignore[misc]
@@ -398,10 +403,11 @@ class TemplateBridge(Bridge):
             if len(found) != 1:
                 return None
         (suffix,) = found
-        return suffix if self._survives(histories[0], reply, new, tools, end + suffix) else None
+        return suffix if self._survives(starts[0], histories[0], reply, new, tools, end + suffix) else None
 
     def _survives(
         self,
+        start: str,
         history: Sequence[Message],
         reply: Message,
         new: Sequence[Message],
@@ -410,7 +416,6 @@ class TemplateBridge(Bridge):
     ) -> bool:
         """Whether the reply as it is, thoughts written into its content included, stays in the conversation."""
         (real,) = guard([reply], self._special)
-        start = self._begun(history, tools)
         full = _or_none(lambda: self._text([*history, real, *new], tools))
         if full is None or not full.startswith(start) or not full.endswith(tail):
             return False

@@ -68,7 +68,8 @@ class Ledger:
     def shown(self, request: GenerationRequest) -> GenerationRequest:
         """The request of `request_ids` with the images that stand among them, and the experts of earlier turns."""
         row = self._rows[-1]
-        request = replace(request, routes=row.routes)
+        if row.routes is not None:
+            request = replace(request, routes=row.routes)
         inputs, media = self._images(row, len(row.token_ids))
         if media is None or inputs is None:
             return request

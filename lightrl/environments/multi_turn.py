@@ -6,7 +6,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,7 +14,7 @@ from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.environments.bridges import Bridge, ImageProcessor, RendererBridge, TemplateBridge, make_renderer
 from lightrl.environments.episodes import Ask, Episode, Task
 from lightrl.environments.parsing import ReplyParser, choose_parser
-from lightrl.types import CompletionGroup, GenerationRequest, SamplingParams, Trajectory
+from lightrl.types import SamplingParams, Trajectory
 
 __all__ = ["Attempt", "MultiTurn"]
 
@@ -184,17 +184,15 @@ class MultiTurn(Episode):
                 "prompts.media_columns={}, and put images into content blocks there."
             )
 
-        async def named(request: GenerationRequest) -> CompletionGroup:
-            return await ask(replace(request, name=f"{request.name} at {task.name}"))
-
         return await self.group(
             {**task.columns, "prompt": task.prompt.raw[0]},
-            named,
+            ask,
             attempts=task.attempts,
             seed=task.seed,
             turn_seed=task.turn_seed,
             sampling=task.sampling,
             max_model_len=task.max_model_len,
+            name=task.name,
             ended=task.ended,
         )
 
@@ -208,6 +206,7 @@ class MultiTurn(Episode):
         turn_seed: Callable[[int, int], int],
         sampling: SamplingParams,
         max_model_len: int | None = None,
+        name: str = "a prompt",
         ended: Callable[[Trajectory], None] = lambda trajectory: None,
     ) -> list[Trajectory]:
         """Plays attempts of one group at once.
@@ -220,6 +219,7 @@ class MultiTurn(Episode):
             turn_seed: from the numbers of attempt and turn to the seed of the request.
             sampling: the distribution; its `max_new_tokens` is the most that one request may bring.
             max_model_len: most tokens that the engine holds.
+            name: how messages call the prompt.
             ended: is told of each attempt as soon as it is over.
 
         Returns:
@@ -239,7 +239,8 @@ class MultiTurn(Episode):
             async with places:
                 self.playing += 1
                 try:
-                    played = await play(Attempt(row, ask, seed, seeds, sampling, longest, f"attempt {number}"))
+                    called = f"attempt {number} at {name}"
+                    played = await play(Attempt(row, ask, seed, seeds, sampling, longest, called))
                 finally:
                     self.playing -= 1
                 ended(played)

@@ -224,10 +224,12 @@ class _Played(Attempt):
     ) -> Reply:
         """Asks for a turn and records it."""
         assert self.ledger is not None
-        turn = len(self.rewards)
+        turn, sampling = len(self.rewards), self.sampling
+        if max_new_tokens != sampling.max_new_tokens:
+            sampling = replace(sampling, max_new_tokens=max_new_tokens)
         request = GenerationRequest(
             token_ids=prompt_ids,
-            sampling=replace(self.sampling, max_new_tokens=max_new_tokens),
+            sampling=sampling,
             seed=self.turn_seed(turn),
             name=f"turn {turn} of {self.name}",
         )

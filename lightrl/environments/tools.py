@@ -71,6 +71,7 @@ class ToolEnvironment(Environment):
             if not name.startswith("_") and name not in NOT_TOOLS
         }
         self.tools = [_schema(name, tool) for name, tool in self._tools.items()]
+        self._signatures: dict[str, inspect.Signature] = {}
         self._counts = {"tools/calls": 0.0, "tools/errors": 0.0, "tools/timeouts": 0.0, "tools/left_behind": 0.0}
 
     @property
@@ -88,25 +89,10 @@ class ToolEnvironment(Environment):
     async def step(self, reply: Reply) -> Step:
         if not reply.tool_calls:
             return Step(done=True)
-        results: list[Any] = [None] * len(reply.tool_calls)
-
-        async def one(number: int) -> None:
-            results[number] = await self._result(reply.tool_calls[number])
-
-        async def in_turn(numbers: Sequence[int]) -> None:
-            for number in numbers:
-                await one(number)
-
-        waits = [inspect.iscoroutinefunction(self._tools.get(call.name)) for call in reply.tool_calls]
-        alone = [number for number, wait in enumerate(waits) if not wait]
-        calls = [in_turn(alone), *(one(number) for number, wait in enumerate(waits) if wait)]
-        tasks = [asyncio.ensure_future(call) for call in calls]
-        try:
-            await asyncio.gather(*tasks)
-        finally:  # one failed, or the attempt was given up: no call outlives its turn
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        if len(reply.tool_calls) == 1:
+            results = [await self._result(reply.tool_calls[0])]
+        else:
+            results = await self._results(reply.tool_calls)
         if self.result_role == "user":
             content = results[0]
             for result in results[1:]:
@@ -119,6 +105,29 @@ class ToolEnvironment(Environment):
             ]
         )
 
+    async def _results(self, calls: Sequence[ToolCall]) -> list[Any]:
+        """What the policy reads as the results of a reply's calls."""
+        results: list[Any] = [None] * len(calls)
+
+        async def one(number: int) -> None:
+            results[number] = await self._result(calls[number])
+
+        async def in_turn(numbers: Sequence[int]) -> None:
+            for number in numbers:
+                await one(number)
+
+        waits = [inspect.iscoroutinefunction(self._tools.get(call.name)) for call in calls]
+        alone = [number for number, wait in enumerate(waits) if not wait]
+        running = [in_turn(alone), *(one(number) for number, wait in enumerate(waits) if wait)]
+        tasks = [asyncio.ensure_future(each) for each in running]
+        try:
+            await asyncio.gather(*tasks)
+        finally:  # one failed, or the attempt was given up: no call outlives its turn
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return results
+
     async def _result(self, call: ToolCall) -> Any:
         """What the policy reads as the result of a call."""
         self._counts["tools/calls"] += 1
@@ -127,7 +136,9 @@ class ToolEnvironment(Environment):
             known = ", ".join(self._tools) or "none"
             return self._wrong(call.name, f"there is no tool {call.name!r}; there are: {known}.")
         try:
-            inspect.signature(tool).bind(**call.arguments)
+            if call.name not in self._signatures:
+                self._signatures[call.name] = inspect.signature(tool)
+            self._signatures[call.name].bind(**call.arguments)
         except TypeError as error:
             return self._wrong(call.name, f"{call.name}: {error}")
         task = asyncio.ensure_future(_call(tool, call.arguments))
