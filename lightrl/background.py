@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import os
 import queue
 import threading
@@ -15,6 +16,13 @@ from typing import Any, TypeAlias, TypeVar
 __all__ = ["BackgroundLoop", "FairLock", "in_background", "in_thread"]
 
 T = TypeVar("T")
+_Jobs: TypeAlias = "queue.SimpleQueue[Callable[[Any], None]]"
+
+IDLE_SECONDS = 5.0
+"""How long a thread of `in_thread` waits for another call before it ends."""
+
+_idle: list[_Jobs] = []  # of the threads that wait, which do not live on in a forked process
+os.register_at_fork(after_in_child=_idle.clear)
 
 
 def in_background(work: Callable[[], object], name: str) -> threading.Thread:
@@ -42,7 +50,7 @@ async def in_thread(work: Callable[[], T], name: str) -> tuple[T, None] | tuple[
         outcome: Any
         threading.current_thread().name = name
         try:
-            outcome = work(), None
+            outcome = contextvars.Context().run(work), None  # which a call before cannot have changed
         except BaseException as error:  # SystemExit in a thread would otherwise vanish and never answer
             outcome = None, error
         threading.current_thread().name = "lightrl-idle"
@@ -59,13 +67,8 @@ async def in_thread(work: Callable[[], T], name: str) -> tuple[T, None] | tuple[
     return await future  # type: ignore[no-any-return]
 
 
-_Jobs: TypeAlias = "queue.SimpleQueue[Callable[[Any], None]]"
-IDLE_SECONDS = 5.0
-_idle: list[_Jobs] = []  # of the threads that wait, which do not live on in a forked process
-os.register_at_fork(after_in_child=_idle.clear)
-
-
 def _serve_jobs(jobs: _Jobs) -> None:
+    """A thread of `in_thread`."""
     while True:
         try:
             job = jobs.get(timeout=IDLE_SECONDS)

@@ -381,13 +381,13 @@ class TemplateBridge(Bridge):
         """What follows `end`, the same after all histories and replies; None where it is not."""
         found: set[str] = set()
         starts: list[str] = []
+        stand_ins = [_stand_in(reply, content) for content in (SHORT, LONG)]
         for history in histories:
             start = _or_none(lambda history=history: self._begun(history, tools))  # type: ignore[misc]
             if start is None:
                 return None
             starts.append(start)
-            for content in (SHORT, LONG):
-                stand_in, marks = _stand_in(reply, content)
+            for stand_in, marks in stand_ins:
                 full = _or_none(lambda h=history, s=stand_in: self._text([*h, s, *new], tools))  # type: ignore[misc]
                 if full is None or not full.startswith(start):
                     return None

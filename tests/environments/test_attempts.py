@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import io
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -156,6 +158,38 @@ def test_wrong_calls_are_told_to_the_policy_and_counted() -> None:
     assert told[3].startswith("Error: TypeError")
     assert trajectory.metrics["tools/errors"] == 4
     assert trajectory.failure is None
+
+
+def test_quick_tools_share_a_thread_and_what_hangs_keeps_its_own() -> None:
+    name = contextvars.ContextVar("name", default="none")
+    seen: list[tuple[str, int, str]] = []
+
+    class Tools:
+        def reset(self, **row: Any) -> None: ...
+
+        def quick(self) -> str:
+            """Is done at once."""
+            seen.append(("quick", threading.get_ident(), name.get()))
+            name.set("set by a call before")
+            return ""
+
+        def hang(self) -> str:
+            """Takes long."""
+            seen.append(("hang", threading.get_ident(), name.get()))
+            time.sleep(0.5)
+            return ""
+
+    order = ["quick", "quick", "hang", "quick", "quick"]
+    turns = [*(said("", ToolCallOf(tool)) for tool in order), said("done")]
+    while any(thread.name.startswith("tool ") for thread in threading.enumerate()):
+        time.sleep(0.01)  # what tests before this one left behind ends
+    began = time.monotonic()
+    trajectory = play(lambda: ToolEnvironment(Tools, tool_timeout=0.1), turns)
+    assert time.monotonic() - began < 0.5, "nobody waited for the thread that hangs"
+    assert [tool for tool, _, _ in seen] == order and {value for _, _, value in seen} == {"none"}
+    threads = [thread for _, thread, _ in seen]
+    assert threads[0] == threads[1] and threads[3] == threads[4] != threads[2]
+    assert trajectory.metrics["tools/left_behind"] == 1
 
 
 def test_a_hanging_sync_tool_is_left_behind_and_counted_and_the_policy_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -25,6 +26,20 @@ def test_the_parser_that_fits_the_template_reads_parallel_calls() -> None:
     assert [(c.name, c.arguments) for c in reply.tool_calls] == [("add", {"a": 1})] * 2
     assert len({c.id for c in reply.tool_calls}) == 2
     assert (reply.content, reply.errors) == ("Let me see", [])
+
+
+def test_the_parser_reads_by_the_tools_of_each_reply() -> None:
+    """Qwen 3 Coder's parser converts what was written by the schema: another one under the same name is heeded."""
+    pytest.importorskip("vllm")
+    parser, tools = chosen(tool_parser="qwen3_coder"), [copy.deepcopy(ADD)]
+    text = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call><|im_end|>"
+    values = []
+    for kind in ("integer", "string", "string", "integer"):
+        tools[0]["function"]["parameters"]["properties"]["a"] = {"type": kind}
+        values += [
+            call.arguments["a"] for call in parser.parse([], spell(QWEN, text), tools, truncated=False).tool_calls
+        ]
+    assert values == [1, "1", "1", 1]
 
 
 @pytest.mark.parametrize(
