@@ -167,8 +167,9 @@ def run_lightrl(case: Case, folder: str, micro_tokens: int, steps: int, ticket: 
         from lightrl.algorithms import GRPOLightningModule
         from lightrl.rollout import RolloutDataModule
     except ImportError:  # `against.py` runs older commits too
-        from lightrl.data import RolloutDataModule
         from lightrl.modules import GRPOLightningModule
+
+        from lightrl.data import RolloutDataModule
 
     class Stop(Callback):
         def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
