@@ -18,7 +18,8 @@ from lightrl.engines.server.teacher import ServerTeacher
 from lightrl.models.loading import load_causal_lm, require_model_folder
 from lightrl.models.policy import Lesson, PolicyModel
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.advantages import AdvantageEstimator, Reinforce, fraction, positive
+from lightrl.objectives.advantages import AdvantageEstimator, Reinforce
+from lightrl.objectives.arguments import fraction, positive
 from lightrl.objectives.divergences import Divergence
 from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.trajectories import TrajectoryLayout
