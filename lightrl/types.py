@@ -191,13 +191,8 @@ class Prompts:
         """The given rows, as another `Prompts`."""
         pick = range(len(self))[rows] if isinstance(rows, slice) else rows
         return Prompts(
-            token_ids=[self.token_ids[i] for i in pick],
-            texts=[self.texts[i] for i in pick],
+            **{name: [values[i] for i in pick] if (values := getattr(self, name)) else [] for name in self._lists()},
             columns={name: [values[i] for i in pick] for name, values in self.columns.items()},
-            indices=[self.indices[i] for i in pick] if self.indices else [],
-            inputs=[self.inputs[i] for i in pick] if self.inputs else [],
-            raw=[self.raw[i] for i in pick] if self.raw else [],
-            media=[self.media[i] for i in pick] if self.media else [],
         )
 
     def request(self, i: int, sampling: SamplingParams, seed: int, num_completions: int) -> GenerationRequest:
@@ -217,14 +212,14 @@ class Prompts:
         """The rows of several, one after another; all have the same columns."""
         names = parts[0].columns if parts else {}
         return Prompts(
-            token_ids=[row for part in parts for row in part.token_ids],
-            texts=[text for part in parts for text in part.texts],
+            **{name: [row for part in parts for row in getattr(part, name)] for name in Prompts._lists()},
             columns={name: [value for part in parts for value in part.columns[name]] for name in names},
-            indices=[index for part in parts for index in part.indices],
-            inputs=[inputs for part in parts for inputs in part.inputs],
-            raw=[raw for part in parts for raw in part.raw],
-            media=[media for part in parts for media in part.media],
         )
+
+    @classmethod
+    def _lists(cls) -> list[str]:
+        """Names of the attributes with an entry per prompt: all but the columns."""
+        return [f.name for f in fields(cls) if f.name != "columns"]
 
 
 @dataclass(eq=False)
@@ -549,6 +544,11 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
+    def failed(self) -> bool:
+        """Whether something failed that the policy did not cause."""
+        return self.stop_reason == "failure"
+
+    @property
     def sampled_ids(self) -> list[int]:
         """What the policy sampled, all turns and rows one after another."""
         return [t for row in self.rows for t, turn in zip(row.token_ids, row.turn_ids, strict=True) if turn >= 0]
@@ -810,6 +810,11 @@ class Rollouts(_Rows):
     def __post_init__(self) -> None:
         if self.trajectory_ids is None:
             self.trajectory_ids = torch.arange(len(self), device=self.token_ids.device)
+
+    @property
+    def failed(self) -> list[bool]:
+        """B times whether the row's trajectory failed for a cause that is not the policy's."""
+        return [reason == "failure" for reason in self.stop_reasons] or [False] * len(self)
 
     def pieces(self) -> Iterator[Piece]:
         """The rollout piece by piece, as its groups finish; an ordinary one is its own only piece, itself."""

@@ -260,7 +260,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         rewards = super()._token_rewards(experience, rollouts, sums)
         if self.learns_rewards:
             return rewards
-        failed = [reason == "failure" for reason in rollouts.stop_reasons] or [False] * len(rollouts)
+        failed = rollouts.failed
         experience.valid = ~torch.tensor(failed, device=rewards.device)
         return torch.zeros_like(rewards)
 

@@ -510,7 +510,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                 index = rollouts.trajectory_ids.unique(return_inverse=True)[1]
                 rows = torch.arange(len(index), device=index.device)
                 scores = scores[rows.clone().scatter_reduce_(0, index, rows, "amax", include_self=False)[index]]
-            failed = [reason == "failure" for reason in rollouts.stop_reasons] or [False] * len(rollouts)
+            failed = rollouts.failed
             if (applies := spec.applies(rollouts.columns)) is not None:
                 failed = [bad or not its for bad, its in zip(failed, applies, strict=True)]
             scores = scores.masked_fill(torch.tensor(failed, device=scores.device), float("nan"))

@@ -76,7 +76,22 @@ class PolicyOutput(NamedTuple):
     divergence: Tensor | None = None
 
 
-class PolicyModel(nn.Module):
+class _StreamModel(nn.Module):
+    """What policy and critic share: a backbone that runs (B, T) rows as a stream of tokens."""
+
+    _backbone: Backbone
+
+    @property
+    def layout(self) -> Layout:
+        """In which sequences go through the model: as it was asked for, or padded if the model can do no other."""
+        return self._backbone.layout
+
+    def spread(self, group: Any) -> None:
+        """From now on the ranks of a process group run their rows as one stream; see `Backbone.spread`."""
+        self._backbone.spread(group)
+
+
+class PolicyModel(_StreamModel):
     """A causal language model that scores tokens.
 
     Args:
@@ -196,11 +211,6 @@ class PolicyModel(nn.Module):
         return {"temperature": temperature, "logit_map": self.logit_map, "support": support}
 
     @property
-    def layout(self) -> Layout:
-        """In which sequences go through the model: as it was asked for, or padded if the model can do no other."""
-        return self._backbone.layout
-
-    @property
     def has_experts(self) -> bool:
         """Whether it is a mixture of experts."""
         return bool(router_modules(self.lm))
@@ -213,16 +223,12 @@ class PolicyModel(nn.Module):
         """The transformer blocks, as FSDP2 shards them."""
         return transformer_blocks(self.lm)
 
-    def spread(self, group: Any) -> None:
-        """From now on the ranks of a process group run their rows as one stream; see `Backbone.spread`."""
-        self._backbone.spread(group)
-
     def as_reference(self) -> AbstractContextManager[None]:
         """Within it the policy is the reference of a LoRA run: its base, or that with the adapter it began with."""
         return as_reference(self.lm)
 
 
-class ValueModel(nn.Module):
+class ValueModel(_StreamModel):
     """A critic with its own backbone.
 
     Args:
@@ -256,18 +262,9 @@ class ValueModel(nn.Module):
         out = self._backbone(token_ids, attention_mask, response_mask, group_ids, inputs, host)
         return out.scatter(read_values(self.value_head, out.hidden))
 
-    @property
-    def layout(self) -> Layout:
-        """In which sequences go through the model: as it was asked for, or padded if the model can do no other."""
-        return self._backbone.layout
-
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks, as FSDP2 shards them."""
         return transformer_blocks(self.backbone)
-
-    def spread(self, group: Any) -> None:
-        """From now on the ranks of a process group run their rows as one stream; see `Backbone.spread`."""
-        self._backbone.spread(group)
 
 
 def new_value_head(model: Any) -> nn.Linear:

@@ -314,9 +314,9 @@ class GroupRelative(SequenceEstimator):
         centered = group_centered(given.scores, stats, given.valid)
         if self.scale == "none":
             return centered
-        if self.scale == "group":
-            return centered / (stats.std + self.eps)
-        std = masked_moments(given.scores, given.valid, all_sum=given.all_sum)[2].sqrt().to(centered.dtype)
+        std = stats.std
+        if self.scale == "batch":
+            std = masked_moments(given.scores, given.valid, all_sum=given.all_sum)[2].sqrt().to(centered.dtype)
         return centered / (std + self.eps)
 
 
