@@ -123,7 +123,7 @@ class Media:
         sampling_rates: per audio, samples per second.
         token_ids: the prompt with one placeholder per medium, for engines that put the features' tokens in themselves;
             `Prompts.token_ids` is the same prompt with them.
-        key: its name in an engine's cache of processed media, which then need not be told apart by their contents.
+        key: its name in an engine's cache of processed media, so that it need not hash their contents.
     """
 
     images: list[Any] = field(default_factory=list)
@@ -251,7 +251,7 @@ class Support:
 
     @staticmethod
     def joined(*parts: tuple[int, Support | None]) -> Support | None:
-        """Of stretches of so many tokens, one after another; None for one without a cut, and where none has any."""
+        """Concatenation of (number of tokens, support); None for a part without a cut, and if no part has any."""
         if all(support is None for _, support in parts):
             return None
         found = [Support.whole(count) if support is None else support for count, support in parts]
@@ -308,7 +308,7 @@ class Routes:
 
     @staticmethod
     def extended(own: Routes | None, longer: Routes | None) -> Routes | None:
-        """`own` and what `longer`, of the same row when more of it was computed, says of the tokens after them."""
+        """`own`, and the later tokens of `longer`, which was recorded when the same row had more tokens."""
         if own is None or longer is None:
             return own or longer
         return Routes(torch.cat([own.experts, longer.experts[len(own) :]]))
@@ -345,7 +345,7 @@ class Routes:
 
 
 class TopTokens(NamedTuple):
-    """A teacher's K likeliest words for each of M tokens.
+    """A teacher's top-K tokens at each of M positions.
 
     Attributes:
         ids: (M, K) int64. logprobs: (M, K) float32.
@@ -853,10 +853,10 @@ class Experience(_Rows):
             rollout, where they equal the current ones and are not computed twice.
         ref_logprobs: log-probs under the reference; None without one.
         teacher_logprobs: log-probs under each row's teacher; None without one.
-        teacher_numbers: (B,) int64, which of the teachers a row has; None where whole distributions are not compared.
+        teacher_numbers: (B,) int64, index of each row's teacher; None where full distributions are not compared.
         engine_logprobs: as in `Rollouts`.
         advantages: 0 off the mask.
-        teacher_top_ids: (B, T, K) int64 on the host, a served teacher's likeliest words at each token, or None.
+        teacher_top_ids: (B, T, K) int64 on the host, a served teacher's top-K tokens at each position, or None.
         teacher_top_logprobs: (B, T, K) on the host, their log-probs.
         teacher_prompts: B lists of token ids that the teacher reads in place of what comes before the first sampled
             token; empty where it reads the same.

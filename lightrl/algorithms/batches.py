@@ -46,7 +46,7 @@ def widest_layout(*models: PolicyModel | ValueModel | None) -> Layout:
 
 
 def policy_forward(model: PolicyModel, rows: Any, **wanted: Any) -> dict[str, Tensor]:
-    """What the policy says about some rows: `logprobs` and what else of a `PolicyOutput` is `wanted`, each (b, t)."""
+    """Runs the policy on some rows: `logprobs` and what else of a `PolicyOutput` is `wanted`, each (b, t)."""
     output = model(
         rows.token_ids,
         rows.attention_mask,

@@ -1,7 +1,7 @@
 """PPO as a LightningModule: one training step, five hooks.
 
 Read it top to bottom: what it owns, how one rollout becomes updates, then the hooks in the order in which they run.
-Everything that is a matter of taste (estimator, loss, aggregation, KL) is an object given to the constructor.
+What differs between algorithms (estimator, loss, aggregation, KL) is an object given to the constructor.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         ptx_coef: weight of the supervised loss on the data module's `ptx` rows, a mean over their completion tokens
             (InstructGPT's PPO-ptx, https://arxiv.org/abs/2203.02155 eq. 2, which sums over tokens); 0 is off.
         off_policy_correction: with the data module's `staleness`, wrap the loss in `OffPolicyCorrection` unless it
-            reads the engine's log-probs already. False leaves the loss as it is.
+            reads the engine's log-probs already. False does not wrap it.
         max_skipped_updates: updates in a row with a non-finite loss or gradient after which the run stops.
         success_reward: a completion counts as solved in `eval/pass@k` from this reward on.
         tokenizer: of a live `actor`, or its processor; None for any other, whose folder has it.
@@ -280,7 +280,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     # ---- set-up ------------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[Any]:
-        """Lightning's first call: refuses what of the trainer does not go with manual optimisation and rollouts."""
+        """Lightning's first call: refuses Trainer options that do not go with manual optimisation and rollouts."""
         trainer: Any = self.trainer
         if is_compiled(self):
             raise ValueError(
@@ -457,7 +457,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
     @torch.no_grad()
     def make_experience(self, rollouts: Rollouts, reduction: Reduction | None = None) -> Experience:
-        """Adds what the frozen models and the policy before the update know, then advantages. Hook 1 of 5.
+        """Adds old and reference log-probs, values and reward models' scores, then advantages. Hook 1 of 5.
 
         Args:
             rollouts: B scored rows: the whole rollout, or groups of a streamed one.
@@ -747,7 +747,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         return {}
 
     def _policy_loss(self, out: dict[str, Tensor], old: Tensor, rows: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        """(B, T) token losses from what the actor says; what looks at whole responses gets a trajectory as one row."""
+        """(B, T) token losses from the actor's output; losses over whole responses get a trajectory as one row."""
         layout = TrajectoryLayout(rows.trajectory_ids, rows.response_mask, rows.on_host("trajectory_ids"))
         loss, metrics = self.loss(
             layout.join(out["logprobs"]),
@@ -839,7 +839,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     # ---- a streamed rollout ------------------------------------------------------------------------------------
 
     def _joined(self, rollouts: Rollouts, pieces: list[tuple[Piece, Experience]], own: PieceReduction) -> Experience:
-        """The experience of the whole rollout with its metrics, which callbacks see and must leave as it is."""
+        """The experience of the whole rollout with its metrics, which callbacks see and must not change."""
         experience = join_pieces(rollouts, pieces)
         rewards = rollouts.rewards.clone()
         self._call_callbacks("on_rollout_scored", rollouts)
@@ -939,7 +939,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
     @property
     def compares_engine_logprobs(self) -> bool:
-        """Whether the loss, as it is or as `setup` will wrap it, reads the engine's log-probs."""
+        """Whether the loss, or the one that `setup` will wrap around it, reads the engine's log-probs."""
         return self.loss.reads_engine_logprobs or self._corrects_off_policy
 
     @property
@@ -1004,7 +1004,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
     @torch.no_grad()
     def evaluate_policy(self, rows: Experience) -> dict[str, Tensor]:
-        """`logprobs` and `entropy` of the policy as it is now, for callbacks. Collective.
+        """`logprobs` and `entropy` of the current policy, for callbacks. Collective.
 
         Args:
             rows: B rows of a rollout.
@@ -1067,7 +1067,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes that over, after a check that the checkpoint is one of this module's.
+        """Restores them, after a check that the checkpoint is one of this module's.
 
         Raises:
             ValueError: it was written by another class or format, or lacks parameters that are trained here.

@@ -141,7 +141,7 @@ def prompt_source(prompts: Any, argument: str) -> PromptSource | PromptMixture:
 
 @dataclass
 class Drawn:
-    """One prompt: its row number in its source, the row, the text, its tokens, what the row itself says, and media."""
+    """One prompt: its row number in its source, the row, the text, its tokens, the raw prompt, and media."""
 
     index: int
     row: dict[str, Any]
@@ -254,7 +254,7 @@ class OpenSource(ABC):
         return False
 
     def drop(self, index: int, error: RowError) -> bool:
-        """Counts a row that is no good, once, and says so; raises where it is not to be dropped."""
+        """Counts a row that cannot be used, once, and warns; raises where it is not to be dropped."""
         if not self.spec.drops(error):
             raise error
         if index not in self.broken:
@@ -267,7 +267,7 @@ class OpenSource(ABC):
         """The prompt of a row that `keeps` let through.
 
         Raises:
-            MediaError: media that are no good, or a placeholder that a cut would go through.
+            MediaError: media that cannot be used, or a placeholder that truncation would cut through.
         """
         encoded = self.encode(index, row)
         text, token_ids, media = encoded.text, encoded.token_ids, encoded.media
@@ -335,7 +335,7 @@ class _MapRows(OpenSource):
         return int(self.kept[number])
 
     def _first_good(self, number: int) -> Drawn:
-        """This prompt, or the next one in the data set's order that is good."""
+        """This prompt, or the next one in the data set's order that can be used."""
         for step in range(len(self.kept)):
             index = self.kept[(number + step) % len(self.kept)]
             if index not in self.broken:
@@ -401,7 +401,7 @@ class _StreamRows(OpenSource):
         return self.peeked.popleft() if self.peeked else next(self.stream)
 
     def _first_good(self, index: int, row: dict[str, Any]) -> Drawn:
-        """This row's prompt, or that of the next good one; rows looked at come again in their turn."""
+        """This row's prompt, or that of the next usable one; rows looked at are read again later."""
         looked = 0
         while True:
             try:

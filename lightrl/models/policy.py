@@ -28,24 +28,24 @@ __all__ = ["Lesson", "PolicyModel", "PolicyOutput", "ValueModel"]
 
 @dataclass
 class Lesson:
-    """What a teacher says about some tokens of a (B, T) batch.
+    """A teacher's distribution at some tokens of a (B, T) batch.
 
     Attributes:
-        targets: (N,) int64, row times T plus place of the tokens it is about; each once.
-        states: of these N tokens, in that order: the teacher's whole distribution, or its likeliest words.
+        targets: (N,) int64, flat indices (row times T plus column) of these tokens; each once.
+        states: for these N tokens, in that order: the full distribution, or the top-k tokens.
     """
 
     targets: Tensor
     states: TeacherStates | TopTokens
 
     def among(self, targets: Tensor, size: int) -> tuple[Tensor, TeacherStates | TopTokens]:
-        """Those of (M,) `targets` that it is about.
+        """The part for those of (M,) `targets` that it covers.
 
         Args:
             targets: (M,) int64, each once. size: B times T.
 
         Returns:
-            (n,) their places among the M, and what is said about them.
+            (n,) their indices among the M, and their distributions.
         """
         place = targets.new_full((size,), -1)
         place[self.targets] = torch.arange(len(self.targets), device=targets.device)
@@ -149,7 +149,7 @@ class PolicyModel(_StreamModel):
                 of the distribution over it. None, or none at all, means the whole vocabulary.
             routes: B times the experts that the row's tokens are to go to, as in `Rollouts`. None, or none at all,
                 leaves the choice to the routers.
-            lessons: what teachers say about response tokens, each of which is in one lesson at most.
+            lessons: teachers' distributions at response tokens, each of which is in one lesson at most.
             divergence: from the lessons, see `chunked_divergence`.
 
         Raises:
@@ -185,13 +185,13 @@ class PolicyModel(_StreamModel):
 
     @torch.no_grad()
     def teach(self, rows: Any, top: int | None = None) -> Lesson:
-        """What the model says about the response tokens of some rows, as their teacher.
+        """The model's distribution at the response tokens of some rows, as their teacher.
 
         The whole distribution is handed out as the head's input and the head itself, so no strategy may shard it.
 
         Args:
             rows: B rows, an `Experience` or `Rollouts`.
-            top: how many of its likeliest words; None takes the whole distribution.
+            top: k of its top-k tokens; None takes the full distribution.
         """
         out = self._backbone(
             rows.token_ids, rows.attention_mask, rows.response_mask, rows.group_ids, rows.inputs, rows.host_rows()

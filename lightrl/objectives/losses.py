@@ -58,14 +58,14 @@ class PolicyLoss(ABC):
     replaces_old_logprobs: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Takes nothing over about a loss that has been changed."""
+        """Resets what a subclass with a `__call__` of its own would inherit about the loss."""
         super().__init_subclass__(**kwargs)
         for name in ("zero_advantage_is_zero_loss", "needs_whole_trajectories"):
             if "__call__" in cls.__dict__ and name not in cls.__dict__:
                 setattr(cls, name, getattr(PolicyLoss, name))
 
     def takes_over_from(self, loss: PolicyLoss) -> None:
-        """For a loss around another: what holds of that one holds of it."""
+        """For a loss that wraps another: copies the other's properties."""
         self.zero_advantage_is_zero_loss = loss.zero_advantage_is_zero_loss
         self.needs_whole_trajectories = loss.needs_whole_trajectories
         self.one_ratio_per_trajectory = loss.one_ratio_per_trajectory

@@ -24,7 +24,7 @@ WORKER = "lightrl.engines.server.worker.ServerWorker"
 
 @dataclass
 class Facts:
-    """What a server says about itself.
+    """What a server reports about itself.
 
     Attributes:
         model: name under which it serves the model.
@@ -41,7 +41,7 @@ class Facts:
 
 @dataclass
 class TokenScores:
-    """What a model says about tokens 1..n-1 of a row of n, at temperature 1.
+    """A model's log-probs of tokens 1..n-1 of a row of n, at temperature 1.
 
     Attributes:
         logprobs: n - 1 floats, of the tokens given those before.
