@@ -52,7 +52,7 @@ from lightrl.objectives.aggregation import Aggregation, TokenMean
 from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.objectives.losses import PolicyLoss, PPOClip
 from lightrl.objectives.off_policy import OffPolicyCorrection
-from lightrl.objectives.trajectories import TrajectoryLayout, first_rows
+from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, last_rows
 from lightrl.ops.entropy import top_entropy_mask
 from lightrl.ops.losses import clipped_value_loss
 from lightrl.rollout.datamodule import RolloutDataModule
@@ -504,12 +504,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         """
         for spec in self.reward_model_specs:
             model: Any = self.reward_models[spec.name]
-            scores = model.score(rollouts, self.micro_batch_tokens)
-            firsts = first_rows(rollouts.trajectory_ids)
-            if len(firsts) < len(rollouts):
-                index = rollouts.trajectory_ids.unique(return_inverse=True)[1]
-                rows = torch.arange(len(index), device=index.device)
-                scores = scores[rows.clone().scatter_reduce_(0, index, rows, "amax", include_self=False)[index]]
+            scores = model.score(rollouts, self.micro_batch_tokens)[last_rows(rollouts.trajectory_ids)]
             failed = rollouts.failed
             if (applies := spec.applies(rollouts.columns)) is not None:
                 failed = [bad or not its for bad, its in zip(failed, applies, strict=True)]
