@@ -5,20 +5,25 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightrl.algorithms import GRPOLightningModule
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import LedgerCanary, RolloutCheckpoint
 from lightrl.data.prompts import PromptSource
 from lightrl.engines import ServerEngine
 from lightrl.engines.base import RequestQueue
+from lightrl.environments.episodes import Episode, Task, one_turn
+from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.rollout.sources import InFlight
-from lightrl.types import CompletionGroup, Rollouts, SamplingParams
-from tests.rollout.test_staleness import Watch, run
+from lightrl.types import CompletionGroup, Rollouts, SamplingParams, Trajectory
+from tests.models.test_routing import saved
+from tests.rollout.test_staleness import Watch, run, sgd
 from tests.toys import KeptEngine, ThreadEngine, quickstart_model, sums_data
 
 FIRST = 4
@@ -72,7 +77,9 @@ def worst(module: Any, watch: Watch, rollouts: Rollouts, version: int, of: int) 
     """Largest difference between recorded log-probs of tokens of one version and those by the weights of another."""
     module.actor.load_state_dict(watch.weights[version])
     with torch.no_grad():
-        out = module.actor(rollouts.token_ids, rollouts.attention_mask, rollouts.response_mask)
+        out = module.actor(
+            rollouts.token_ids, rollouts.attention_mask, rollouts.response_mask, routes=rollouts.routes
+        )
     return float((out.logprobs - rollouts.engine_logprobs)[versions(rollouts) == of].abs().max())
 
 
@@ -155,6 +162,52 @@ def test_an_evaluation_in_between_is_of_the_newest_policy_and_waits_for_nothing(
     # What was under way stayed where it was, and went on with the weights that were evaluated.
     assert sorted(set(versions(watch.rollouts[2]).flatten().tolist())) == [-1, 1, 2]
     assert worst(module, watch, watch.rollouts[2], 2, 2) < 1e-4
+
+
+def test_an_adapter_changes_within_completions(side_model: str) -> None:
+    spec = ModelSpec(side_model, lora=LoraSpec(r=4))
+    module, watch = in_flight(side_model, module=GRPOLightningModule(spec, kl=None, optimizer=sgd))
+    for number, rollouts in enumerate(watch.rollouts[1:], 1):
+        assert watch.metrics[number]["rollout/switched"] > 0.5
+        for version in (number - 1, number):
+            assert worst(module, watch, rollouts, version, version) < 1e-4
+        assert worst(module, watch, rollouts, 0, number) > 1e-2
+
+
+def test_experts_are_replayed_over_a_change_of_weights_and_a_resume(tmp_path: Path) -> None:
+    path = saved("Mixtral", tmp_path / "model")
+
+    def learner() -> Any:
+        return GRPOLightningModule(ModelSpec(path, freeze=["*gate.weight"]), kl=None, optimizer=sgd)
+
+    checkpoint = RolloutCheckpoint(every_n_rollouts=2, dirpath=str(tmp_path), save_top_k=-1)
+    module, whole = in_flight(path, checkpoint, module=learner(), rollouts_per_epoch=4)
+    for number, rollouts in enumerate(whole.rollouts):
+        lengths = rollouts.attention_mask.sum(1)
+        assert [len(routes) for routes in rollouts.routes] == [int(n) - 1 for n in lengths]  # type: ignore[arg-type]
+        for version in {max(number - 1, 0), number}:
+            assert worst(module, whole, rollouts, version, version) < 1e-4
+        free = replace(rollouts, routes=[None] * len(rollouts.routes))
+        assert worst(module, whole, free, number, number) > 1e-2
+    assert whole.metrics[1]["rollout/switched"] > 0.5
+    (middle,) = [file for file in tmp_path.glob("*.ckpt") if torch.load(file, weights_only=True)["global_step"] == 2]
+    resumed = {"engine": Scripted(learnt=2), "ckpt_path": str(middle)}
+    _, rest = in_flight(path, module=learner(), rollouts_per_epoch=4, **resumed)
+    assert same(whole.rollouts[2:], rest.rollouts)
+
+
+class Again(Episode):
+    """Asks with one seed for two prompts, as an attempt that is made again does where its environment differs."""
+
+    async def run(self, task: Task, ask: Any) -> list[Trajectory]:
+        first = task.prompt.request(0, task.sampling, task.seed, len(task.attempts))
+        await ask(first)
+        return one_turn(await ask(replace(first, token_ids=[*first.token_ids, first.token_ids[0]])))
+
+
+def test_what_was_sampled_of_one_prompt_is_not_taken_for_anothers_with_the_same_seed(side_model: str) -> None:
+    module, watch = in_flight(side_model, engine=ThreadEngine(), episode=Again(), rollouts_per_epoch=2)
+    assert worst(module, watch, watch.rollouts[0], 0, 0) < 1e-4
 
 
 @pytest.mark.vllm
