@@ -77,9 +77,7 @@ def worst(module: Any, watch: Watch, rollouts: Rollouts, version: int, of: int) 
     """Largest difference between recorded log-probs of tokens of one version and those by the weights of another."""
     module.actor.load_state_dict(watch.weights[version])
     with torch.no_grad():
-        out = module.actor(
-            rollouts.token_ids, rollouts.attention_mask, rollouts.response_mask, routes=rollouts.routes
-        )
+        out = module.actor(rollouts.token_ids, rollouts.attention_mask, rollouts.response_mask, routes=rollouts.routes)
     return float((out.logprobs - rollouts.engine_logprobs)[versions(rollouts) == of].abs().max())
 
 
@@ -210,16 +208,31 @@ def test_what_was_sampled_of_one_prompt_is_not_taken_for_anothers_with_the_same_
     assert worst(module, watch, watch.rollouts[0], 0, 0) < 1e-4
 
 
+LONG = SamplingParams(max_new_tokens=320, ignore_eos=True)
+"""Which vLLM samples ten times as long as the policy learns."""
+
+
+def with_vllm(folder: Path, lora: LoraSpec | None) -> tuple[KeptEngine, Any]:
+    """An engine, and what runs over it."""
+    shape = {"num_hidden_layers": 1, "intermediate_size": 64, "max_position_embeddings": 512}
+    path, engine = quickstart_model(folder, **shape), KeptEngine(in_process=False)
+    few = {"engine": engine, "sampling": LONG, "prompts_per_rollout": 4, "rollouts_per_epoch": 4}
+
+    def learn(*callbacks: Any, **data: Any) -> tuple[Any, Watch]:
+        module = GRPOLightningModule(ModelSpec(path, lora=lora), kl=None, optimizer=sgd)
+        return in_flight(path, *callbacks, module=module, **few, **data)
+
+    return engine, learn
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", ["recompute", "keep"])
-def test_vllm_changes_weights_within_completions(cache: Any, tmp_path: Path) -> None:
-    shape = {"num_hidden_layers": 1, "intermediate_size": 64, "max_position_embeddings": 512}
-    path, engine = quickstart_model(tmp_path, **shape), KeptEngine(in_process=False)
-    long = SamplingParams(max_new_tokens=320, ignore_eos=True)  # sampling takes ten times as long as learning
+@pytest.mark.parametrize(("cache", "lora"), [("recompute", None), ("keep", None), ("keep", LoraSpec(r=4))])
+def test_vllm_changes_weights_within_completions(cache: Any, lora: LoraSpec | None, tmp_path: Path) -> None:
+    engine, learn = with_vllm(tmp_path, lora)
     try:
-        few = {"prompts_per_rollout": 4, "rollouts_per_epoch": 4}
-        module, watch = in_flight(path, engine=engine, sampling=long, in_flight=InFlight(cache), **few)
+        module, watch = learn(in_flight=InFlight(cache))
+        assert engine.takes_adapter == (lora is not None)
     finally:
         engine.end()
     assert [m["rollout/staleness"] for m in watch.metrics] == [0, 1, 1, 1]
@@ -230,6 +243,36 @@ def test_vllm_changes_weights_within_completions(cache: Any, tmp_path: Path) -> 
         for version in {int(versions(rollouts).max()), first}:
             gap = worst(module, watch, rollouts, version, version)
             assert gap < 1e-4 if version == first or cache == "recompute" else gap > 1e-3
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_run_with_vllm_and_an_adapter_is_resumed_and_repeated(tmp_path: Path) -> None:
+    """Resumed, it goes on from the tokens that were there; repeated, its weights change after the same tokens."""
+    engine, learn = with_vllm(tmp_path / "model", LoraSpec(r=4))
+    record, checkpoint = str(tmp_path / "switches"), RolloutCheckpoint(2, dirpath=str(tmp_path), save_top_k=-1)
+    try:
+        _, whole = learn(checkpoint, in_flight=InFlight(record=record))
+        (middle,) = [
+            file for file in tmp_path.glob("*.ckpt") if torch.load(file, weights_only=True)["global_step"] == 2
+        ]
+        resumed, rest = learn(ckpt_path=str(middle))
+        again, repeated = learn(in_flight=InFlight(replay=record))
+    finally:
+        engine.end()
+    assert whole.metrics[2]["rollout/switched"] > 0.5
+    (flight,) = torch.load(middle, weights_only=True)["RolloutDataModule"]["in_flight"]
+    begun = [part["token_ids"] for parts in flight["sampled"].values() for part in parts if part["token_ids"]]
+    assert begun and all(set(part["policy_versions"]) == {1} for parts in flight["sampled"].values() for part in parts)
+    for rows in (whole.rollouts[2], rest.rollouts[0]):
+        completions = [row[mask].tolist() for row, mask in zip(rows.token_ids, rows.response_mask, strict=True)]
+        assert all(any(done[: len(start)] == start for done in completions) for start in begun)
+    assert sorted(set(versions(rest.rollouts[0]).flatten().tolist())) == [-1, 1, 2]
+    assert worst(resumed, rest, rest.rollouts[0], 2, 2) < 1e-4
+    for one, other in zip(whole.rollouts, repeated.rollouts, strict=True):
+        assert torch.equal(versions(one), versions(other))
+        for version in set(versions(other).flatten().tolist()) - {-1}:
+            assert worst(again, repeated, other, version, version) < 1e-4
 
 
 @pytest.mark.parametrize(
