@@ -25,7 +25,7 @@ DDP = {"trainer": {"devices": 2, "strategy": "ddp"}}
 
 
 def seen(rollouts: list[Rollouts]) -> dict[Any, Any]:
-    """Of each completion, by the numbers of rollout, prompt and attempt: tokens, log-probs, and each token's version."""
+    """Of each completion, by the numbers of rollout, prompt and attempt: tokens, log-probs, and versions."""
     rows: dict[Any, Any] = {}
     for number, batch in enumerate(rollouts):
         for i, prompt in enumerate(batch.prompts):
