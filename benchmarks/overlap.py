@@ -17,9 +17,9 @@ staleness 1 at most 1.15 x max(generate, update); streaming at least 10 % below 
 1.3 times the steps of staleness 1 with tails. CPU, two cores.
 
 With `--learning N` nothing is timed: staleness 1 and in flight learn from the same start with N seeds each, sampled by
-`TransformersEngine` in a thread, and are evaluated with the policy of then after every fifth step. In flight completions
-wait after 24 tokens until the weights change, so that nothing depends on time. Runs of one seed are compared: mean of
-their differences with its 95 % interval (Student's t). Required: it does not lie below 0.
+`TransformersEngine` in a thread, and are evaluated with the policy of then after every fifth step. Completions in
+flight wait after 24 tokens for the next weights, so that nothing depends on time. Runs of one seed are compared: mean
+of their differences with its 95 % interval (Student's t). Required: it does not lie below 0.
 """
 
 from __future__ import annotations

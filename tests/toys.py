@@ -22,7 +22,7 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.rollout.sync import EngineSync
-from lightrl.types import Experience, Rollouts, SamplingParams
+from lightrl.types import Experience, Rollouts, Routes, SamplingParams
 
 QUICKSTART_MODEL = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
 
@@ -35,7 +35,7 @@ def quickstart_model(folder: Path, seed: int = 0, family: str = "Qwen2", **confi
     cfg = Qwen2Config.from_pretrained(QUICKSTART_MODEL, initializer_range=0.1, **config)
     if family != "Qwen2":
         sizes = {name: value for name, value in cfg.to_dict().items() if name not in ("model_type", "architectures")}
-        cfg = getattr(transformers, f"{family}Config")(**sizes)
+        cfg = getattr(transformers, f"{family}Config")(**(sizes | config))
     getattr(transformers, f"{family}ForCausalLM")(cfg).save_pretrained(folder)
     AutoTokenizer.from_pretrained(QUICKSTART_MODEL).save_pretrained(folder)
     return str(folder)
@@ -162,6 +162,18 @@ class ThreadEngine(TransformersEngine):
     @property
     def concurrent(self) -> bool:
         return True
+
+
+class OtherExperts(TransformersEngine):
+    """Says that a token went to two of four experts which depend on its id and place alone, and not where it went."""
+
+    def generate(self, requests: Any) -> Any:
+        for group in super().generate(requests):
+            for sample in group.completions:
+                ids = torch.tensor([*group.request.token_ids, *sample.token_ids[:-1]])
+                first = (ids + torch.arange(len(ids))) % 4
+                sample.routes = Routes(torch.stack([first, (first + 1) % 4], 1)[:, None].to(torch.uint8))
+            yield group
 
 
 class KeptEngine(VLLMEngine):
