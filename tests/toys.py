@@ -41,12 +41,12 @@ def quickstart_model(folder: Path, seed: int = 0, family: str = "Qwen2", **confi
     return str(folder)
 
 
-def near_ties(lm: Any) -> Any:
+def near_ties(lm: Any, by: float = 6e-8) -> Any:
     """A mixture of experts whose experts 2i and 2i + 1 differ, while its routers tell them apart by last bits only."""
     generator = torch.Generator().manual_seed(7)
     for _, router in router_modules(lm):
         pairs = router.weight.data.view(-1, 2, router.weight.shape[1])
-        pairs[:, 1] = pairs[:, 0] * (1 + 6e-8 * torch.randn(pairs[:, 0].shape, generator=generator))
+        pairs[:, 1] = pairs[:, 0] * (1 + by * torch.randn(pairs[:, 0].shape, generator=generator))
     return lm
 
 
