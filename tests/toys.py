@@ -35,7 +35,7 @@ def quickstart_model(folder: Path, seed: int = 0, family: str = "Qwen2", **confi
     cfg = Qwen2Config.from_pretrained(QUICKSTART_MODEL, initializer_range=0.1, **config)
     if family != "Qwen2":
         sizes = {name: value for name, value in cfg.to_dict().items() if name not in ("model_type", "architectures")}
-        cfg = getattr(transformers, f"{family}Config")(**(sizes | config))
+        cfg = getattr(transformers, f"{family}Config")(**sizes)
     getattr(transformers, f"{family}ForCausalLM")(cfg).save_pretrained(folder)
     AutoTokenizer.from_pretrained(QUICKSTART_MODEL).save_pretrained(folder)
     return str(folder)
@@ -165,7 +165,7 @@ class ThreadEngine(TransformersEngine):
 
 
 class OtherExperts(TransformersEngine):
-    """Says that a token went to two of four experts which depend on its id and place alone, and not where it went."""
+    """Says that tokens went to two of the first four experts, by their id and place alone, and not where they went."""
 
     def generate(self, requests: Any) -> Any:
         for group in super().generate(requests):

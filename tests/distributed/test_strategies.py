@@ -42,8 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1}  # vLLM on CPU serves heads of 32 and more
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, **heads}
     quickstart_model(folder / "model", **sizes)
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": None}
-    quickstart_model(folder / "experts", family="Mixtral", **sizes | experts | {"num_hidden_layers": 1})
+    quickstart_model(folder / "experts", family="Mixtral", **sizes | {"num_hidden_layers": 1})
     return folder
 
 
