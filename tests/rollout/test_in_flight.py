@@ -227,7 +227,10 @@ def with_vllm(folder: Path, lora: LoraSpec | None) -> tuple[KeptEngine, Any]:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize(("cache", "lora"), [("recompute", None), ("keep", None), ("keep", LoraSpec(r=4))])
+@pytest.mark.parametrize(
+    ("cache", "lora"),
+    [("recompute", None), ("keep", None), pytest.param("keep", LoraSpec(r=4), marks=pytest.mark.long)],
+)
 def test_vllm_changes_weights_within_completions(cache: Any, lora: LoraSpec | None, tmp_path: Path) -> None:
     engine, learn = with_vllm(tmp_path, lora)
     try:
