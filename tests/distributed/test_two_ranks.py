@@ -20,12 +20,10 @@ from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import EMA, ReferenceSync, WeightSync
 from lightrl.data.sft import SFTSource
 from lightrl.distributed.fsdp2 import FSDP2Strategy
-from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import GroupRelative
 from lightrl.objectives.kl import KLInLoss
-from lightrl.types import Routes
-from tests.toys import digits_reward, quickstart_model, quiet_trainer, some_flat, sums_data
+from tests.toys import OtherExperts, digits_reward, quickstart_model, quiet_trainer, some_flat, sums_data
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIMES = ("time/", "optim/lr")
@@ -64,18 +62,6 @@ class Record(RLCallback):
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05)
-
-
-class OtherExperts(TransformersEngine):
-    """Says that a token went to two of four experts which depend on its id and place alone, and not where it went."""
-
-    def generate(self, requests: Any) -> Any:
-        for group in super().generate(requests):
-            for sample in group.completions:
-                ids = torch.tensor([*group.request.token_ids, *sample.token_ids[:-1]])
-                first = (ids + torch.arange(len(ids))) % 4
-                sample.routes = Routes(torch.stack([first, (first + 1) % 4], 1)[:, None].to(torch.uint8))
-            yield group
 
 
 def run(kind: str, path: str, devices: int, strategy: str = "auto") -> Record:

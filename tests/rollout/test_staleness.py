@@ -74,6 +74,7 @@ def run(path: str, *callbacks: Any, module: Any = None, ckpt_path: str | None = 
         callbacks=[WeightSync(), watch, *callbacks],
         max_epochs=data.pop("max_epochs", 1),
         enable_checkpointing=any(isinstance(callback, RolloutCheckpoint) for callback in callbacks),
+        **data.pop("trainer", {}),
     )
     trainer.fit(module, sums_data(**{"engine": ThreadEngine(), **data}), ckpt_path=ckpt_path)
     return module, watch
