@@ -158,7 +158,7 @@ def test_the_shell_completes(
     script = capsys.readouterr().out
     (tmp_path / "own.yaml").touch()
     ask = f'{script}\nCOMP_LINE="{line}"; COMP_POINT=${{#COMP_LINE}}; _lightrl; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.split() == found
 
 
