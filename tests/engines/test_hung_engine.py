@@ -69,9 +69,11 @@ def test_requests_join_and_leave_while_others_run(engine: VLLMEngine) -> None:
 
 def test_a_wait_for_requests_ends_by_cancel(engine: VLLMEngine) -> None:
     queue = RequestQueue()
-    threading.Timer(0.3, engine.cancel).start()
+    ended = threading.Event()
+    threading.Thread(target=until, args=[lambda: engine.cancel() or ended.is_set()]).start()
     with pytest.raises(GenerationCancelledError):
         next(engine.generate(queue))
+    ended.set()
 
 
 def test_a_cancel_does_not_wait_for_a_stopped_core(engine: VLLMEngine) -> None:
