@@ -57,7 +57,7 @@ def refuse_senseless(parsed: Any) -> None:
             raise ValueError(f"{path}={value:g}: would never clip; null turns clipping off.")
         if name.endswith("coef") and abs(value) > MOST_COEF:
             raise ValueError(
-                f"{path}={value:g}: would leave nothing of the other terms of loss or reward; {MOST_COEF:g} is the most."
+                f"{path}={value:g}: would leave nothing of the other terms; the most is {MOST_COEF:g}."
             )
         if name == "warmup_rollouts" and ".critic." in path:
             total = _rollouts(config)

@@ -37,9 +37,6 @@ from lightrl.storage import redact_text
 
 __all__ = ["LightRLCLI"]
 
-PROCESSES_PER_CORE = 4
-"""Most that a run on the CPU may start; a trial of several ranks on few cores is below."""
-
 for name in lightrl.engines.__all__:  # engines are imported when they are asked for
     getattr(lightrl.engines, name)
 start_from_own_defaults(Engine, AdvantageEstimator, Aggregation, KLPenalty, PolicyLoss)
@@ -162,10 +159,11 @@ class LightRLCLI(YamlCLI):
 def _refuse_crowds(trainer: Trainer) -> None:
     """Raises a ValueError where a CPU would get more processes than it can do anything with, a model in each."""
     cores = os.cpu_count() or 1
-    if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > PROCESSES_PER_CORE * cores:
+    most = max(16, 4 * cores)  # trials of a few ranks pass on any machine
+    if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > most:
         raise ValueError(
             f"trainer.devices={trainer.num_devices} on the CPU: that many processes would share {cores} cores, each "
-            f"with a model of its own. Give 1, or at most {PROCESSES_PER_CORE} for each core."
+            f"with a model of its own. Give 1, or at most {most}."
         )
 
 
