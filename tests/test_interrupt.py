@@ -136,7 +136,7 @@ def test_ctrl_c_on_the_command_with_an_engine_of_its_own(tmp_path: Path) -> None
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with open(tmp_path / "errors", "w") as errors:
         process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=errors, start_new_session=True)
-        status = process.wait(timeout=240)
+        status = process.wait(timeout=550)
     said = (tmp_path / "errors").read_text()
     assert status == 1, said[-3000:]
     assert "Traceback" not in said

@@ -198,7 +198,7 @@ def alive(pid: int) -> bool:
 def test_a_dead_rank_ends_the_run(strategy: str, rank: int, place: Path) -> None:
     """Killed in the middle of an update: the other rank ends within a minute, with an error."""
     begin = time.perf_counter()
-    done = launch(place, strategy, f"kill{rank}", timeout=200)
+    done = launch(place, strategy, f"kill{rank}", timeout=550)
     assert done.returncode != 0
     survivor = int((place / f"pid-{1 - rank}").read_text())
     while alive(survivor) and time.perf_counter() - begin < 250:

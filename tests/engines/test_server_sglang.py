@@ -426,16 +426,24 @@ def test_prompts_are_checked(start: Start, tied_folder: Path) -> None:
 
 
 def test_requests_join_and_leave_a_queue(start: Start, tied_folder: Path) -> None:
-    engine, _ = start(2)
+    engine, servers = start(2)
     push(engine, tied_folder)
     first, dropped, late = (PROMPTS.request(i, SAMPLING, i, 2) for i in range(3))
     expected = {r: [c.token_ids for c in g.completions] for r in (first, late) for g in engine.generate([r])}
     queue = RequestQueue([first, dropped])
     queue.cancel(dropped)
-    threading.Timer(0.3, queue.put, [late]).start()
-    threading.Timer(0.6, queue.close).start()
+    asked = [len(server.requests) for server in servers]
+
+    def join() -> None:
+        until(lambda: [len(server.requests) for server in servers] != asked)  # the first one is under way
+        queue.put(late)
+        queue.close()
+
+    threading.Thread(target=join).start()
     got = {group.request: [c.token_ids for c in group.completions] for group in engine.generate(queue)}
     assert got == expected
-    threading.Timer(0.2, engine.cancel).start()
+    ended = threading.Event()
+    threading.Thread(target=until, args=[lambda: engine.cancel() or ended.is_set()]).start()
     with pytest.raises(GenerationCancelledError):
         next(engine.generate(RequestQueue()))
+    ended.set()

@@ -30,7 +30,7 @@ from tests.toys import quiet_trainer, sums_data
 from tests.waiting import until
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROMPTS = Prompts([[3, 4, 5], [6, 7], [8, 9, 10, 11], [12, 13, 14]], [""] * 4)
 SAMPLING = SamplingParams(max_new_tokens=8, temperature=0.7)

@@ -118,7 +118,7 @@ reward(["1"], answer=["1"])
 print(reward._workers[0]._process.pid, flush=True)
 os._exit(0)
 """
-    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240).stdout)
+    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=550).stdout)
     assert gone(pid), "the worker outlived its parent"
 
 

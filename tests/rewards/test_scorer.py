@@ -493,7 +493,7 @@ handle = scorer.submit(prompts=["p"], completions=["c"], completion_ids=[[1]], c
 started.wait()
 print("end", flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=550)
     assert done.returncode == 0 and done.stdout == "end\n", done.stderr
 
 
@@ -512,7 +512,7 @@ except KeyboardInterrupt:
     scorer.close()
     print("stopped", [t.name for t in threading.enumerate() if t.name == "rewards"], flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=550)
     assert done.stdout == "stopped []\n", done.stderr
 
 
