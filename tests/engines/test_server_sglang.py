@@ -46,7 +46,7 @@ def start(tied_folder: Path, tmp_path: Path) -> Iterator[Start]:
     def make(count: int = 2, **arguments: Any) -> tuple[ServerEngine, list[SGLangServer]]:
         servers.extend(SGLangServer(tied_folder) for _ in range(count))
         urls = [server.start() for server in servers]
-        options: dict[str, Any] = {"kind": "sglang", "shared_folder": str(tmp_path / "weights"), "timeout": 20.0}
+        options: dict[str, Any] = {"kind": "sglang", "shared_folder": str(tmp_path / "weights"), "timeout": 60.0}
         engines.append(ServerEngine(urls, **{**options, **arguments}))
         engines[-1].start(EngineContext(str(tied_folder), max_prompt_tokens=8, max_new_tokens=6))
         return engines[-1], servers
