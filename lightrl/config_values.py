@@ -56,9 +56,7 @@ def refuse_senseless(parsed: Any) -> None:
         if name == "max_grad_norm" and value > 1e6:
             raise ValueError(f"{path}={value:g}: would never clip; null turns clipping off.")
         if name.endswith("coef") and abs(value) > MOST_COEF:
-            raise ValueError(
-                f"{path}={value:g}: would leave nothing of the other terms; the most is {MOST_COEF:g}."
-            )
+            raise ValueError(f"{path}={value:g}: would leave nothing of the other terms; the most is {MOST_COEF:g}.")
         if name == "warmup_rollouts" and ".critic." in path:
             total = _rollouts(config)
             if total is not None and value >= total:
