@@ -132,7 +132,7 @@ class Keep(RLCallback):
 
 def on_ranks(function: Callable[..., Any], *shards: tuple[Any, ...]) -> list[Any]:
     """Calls function(*shard, all_sum=...) for each shard in a thread; all_sum adds up over the threads."""
-    barrier = threading.Barrier(len(shards), timeout=20)
+    barrier = threading.Barrier(len(shards), timeout=120)
     box: list[Any] = [None] * len(shards)
 
     def rank(i: int) -> Any:

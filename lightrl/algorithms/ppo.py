@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrateg
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightrl.algorithms import checkpoints, evaluation
+from lightrl.algorithms import evaluation
 from lightrl.algorithms.batches import (
     batched_forward,
     cut_micro_batches,
@@ -1054,7 +1054,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         if self.critic_spec is not None and not self.critic_spec.shared:
             models["critic"] = self.critic_spec.model or self.actor_spec
         checkpoint["lightrl"] = {
-            **checkpoints.description(type(self).__name__, models),
+            **self._description(models),
             "seed": self.seed,
             "num_skipped_updates": int(self.num_skipped_updates),
             "skipped_in_a_row": int(self.skipped_in_a_row),

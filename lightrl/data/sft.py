@@ -291,7 +291,7 @@ class SFTDataModule(LightningDataModule):
         train: rows to learn from.
         val: rows for the validation loss; without them there is no validation.
         batch_size: rows per batch and rank.
-        tokenizer: folder or hub name; the actor's own where None.
+        tokenizer: folder or hub name, which exports get too; the actor's own where None.
         seed: of the order, 0 or more.
 
     Raises:

@@ -101,7 +101,7 @@ class RolloutDataModule(LightningDataModule):
         eval_group_size: completions per evaluation prompt; above 1 gives pass@k and majority.
         eval_batch_size: evaluation prompts per batch and rank.
         predict_prompts: prompts for `lightrl predict`; `eval_prompts` where None.
-        tokenizer: folder or hub name; the actor's own where None.
+        tokenizer: folder or hub name, which exports get too; the actor's own where None.
         stall_timeout: seconds, above 0, without progress of engine, rewards and environments after which a rollout
             stops the run with what it waits for; None waits for ever.
         seed: of prompt order and sampling; None takes that of `seed_everything`. A run with the same seed repeats.
