@@ -1,6 +1,7 @@
 """Time of a GRPO step when generation and update take turns, and when they overlap in three ways.
 
     python benchmarks/overlap.py [--rounds 3] [--steps 12] [--lengths varied equal tails] [--out overlap.json]
+    python benchmarks/overlap.py --learning 8 [--out overlap_learning.json]
 
 The engine runs in a process of its own on one core, the trainer on another. The ways alternate, round by round, over
 one engine, and begin each with the same weights and seeds, so that serial and streaming learn from the same samples.
@@ -14,16 +15,23 @@ over. Figures are means over steps; the first of each run, before which nothing 
 which nothing is sampled, are left out. `generate` and `update` (experience included) are those of serial. Required:
 staleness 1 at most 1.15 x max(generate, update); streaming at least 10 % below serial where lengths vary; in flight
 1.3 times the steps of staleness 1 with tails. CPU, two cores.
+
+With `--learning N` nothing is timed: staleness 1 and in flight learn from the same start with N seeds each, sampled by
+`TransformersEngine` in a thread, and are evaluated with the policy of then after every fifth step. Completions in
+flight wait after 24 tokens for the next weights, so that nothing depends on time. Runs of one seed are compared: mean
+of their differences with its 95 % interval (Student's t). Required: it does not lie below 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +44,11 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.data import ArithmeticRows, PromptSource
-from lightrl.engines import VLLMEngine
+from lightrl.engines import TransformersEngine, VLLMEngine
+from lightrl.engines.base import RequestQueue
 from lightrl.rollout import RolloutDataModule
 from lightrl.rollout.sources import InFlight
-from lightrl.types import SamplingParams
+from lightrl.types import CompletionGroup, GenerationRequest, SamplingParams
 
 TINY = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
 MODEL = {"initializer_range": 0.1, "max_position_embeddings": 512}
@@ -55,6 +64,8 @@ MODES: dict[str, dict[str, Any]] = {
     "in flight": {"staleness": 1, "in_flight": InFlight()},
 }
 PROMPTS, GROUP = {"varied": 16, "equal": 16, "tails": 4}, 8
+QUANTILES = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262, 12: 2.201, 16: 2.131}
+"""Number of pairs -> 97.5 % quantile of Student's t."""
 
 
 def build(folder: Path) -> str:
@@ -133,6 +144,107 @@ def digits(completions: list[str], **_: Any) -> list[float]:
     return [sum(c in "02468" for c in text) / max(len(text), 1) for text in completions]
 
 
+class ThreadEngine(TransformersEngine):
+    """Samples in a thread beside the trainer, by weights of its own."""
+
+    @property
+    def concurrent(self) -> bool:
+        return True
+
+
+class WaitingEngine(ThreadEngine):
+    """Leaves off after 24 tokens of the completions that begin in a training rollout ahead, until it is suspended."""
+
+    def _groups(self, queue: RequestQueue) -> Iterator[CompletionGroup]:
+        ahead = [r for r in queue.waiting() if r.num_completions == GROUP and not r.begun]
+        if ahead and self.policy_version > 0:
+            take, looks = queue.take, itertools.count()
+
+            def waiting(wait: bool) -> list[GenerationRequest]:
+                while next(looks) >= 24 and not (queue.suspended or queue.stopped):
+                    time.sleep(0.002)
+                return take(wait)
+
+            queue.take = waiting  # type: ignore[method-assign]
+        yield from super()._groups(queue)
+
+
+class Curve(Callback):
+    """The evaluations of a run, and what share of its rows changed weights."""
+
+    def __init__(self) -> None:
+        self.rewards: list[float] = []
+        self.switched: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.switched.append(outputs.get("rollout/switched", 0.0))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.rewards.append(float(trainer.callback_metrics["eval/reward"]))
+
+
+def learn(path: str, seed: int, mode: dict[str, Any]) -> Curve:
+    """One run of six epochs of five steps, with an evaluation after each epoch."""
+    seed_everything(seed, verbose=False)
+    module = GRPOLightningModule(
+        path, kl=None, optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4, weight_decay=0.0)
+    )
+    data = RolloutDataModule(
+        PromptSource(rows=ArithmeticRows(split="train")),
+        rewards=[digits],
+        engine=WaitingEngine() if "in_flight" in mode else ThreadEngine(),
+        sampling=SamplingParams(max_new_tokens=96),
+        group_size=GROUP,
+        prompts_per_rollout=4,
+        rollouts_per_epoch=5,
+        eval_prompts=PromptSource(rows=ArithmeticRows(split="eval", size=64)),
+        **mode,
+    )
+    curve = Curve()
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=6, logger=False, enable_checkpointing=False,
+        num_sanity_val_steps=0, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        callbacks=[curve],
+    )  # fmt: skip
+    trainer.fit(module, data)
+    return curve
+
+
+def difference(pairs: list[tuple[float, float]]) -> dict[str, float]:
+    """Mean of second less first, and half the width of its 95 % interval."""
+    found = [second - first for first, second in pairs]
+    half = QUANTILES[len(found)] * statistics.stdev(found) / len(found) ** 0.5
+    return {"mean": statistics.fmean(found), "half_interval": half}
+
+
+def learning(path: str, seeds: int) -> dict[str, Any]:
+    """Curves of both ways, and how they differ at their end and over their whole length."""
+    ways = ("staleness 1", "in flight")
+    runs: dict[str, list[Curve]] = {way: [] for way in ways}
+    for seed in range(1, seeds + 1):
+        for way in ways:
+            runs[way].append(learn(path, seed, MODES[way]))
+            print(way, seed, [round(reward, 3) for reward in runs[way][-1].rewards], flush=True)
+    rows = [
+        {
+            "mode": way,
+            "curves": [run.rewards for run in runs[way]],
+            "mean": [statistics.fmean(rewards) for rewards in zip(*(run.rewards for run in runs[way]), strict=True)],
+            "switched": statistics.fmean(share for run in runs[way] for share in run.switched),
+        }
+        for way in ways
+    ]
+    pairs = list(zip(*(runs[way] for way in ways), strict=True))
+    return {
+        "seeds": seeds,
+        "rows": rows,
+        "in flight less staleness 1, end": difference([(a.rewards[-1], b.rewards[-1]) for a, b in pairs]),
+        "in flight less staleness 1, mean of the curve": difference(
+            [(statistics.fmean(a.rewards), statistics.fmean(b.rewards)) for a, b in pairs]
+        ),
+    }
+
+
 def measure(path: str, engine: VLLMEngine, lengths: str, rounds: int, steps: int) -> list[dict[str, Any]]:
     """The table's rows for one distribution of lengths."""
     taken: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
@@ -156,9 +268,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS))
+    parser.add_argument("--learning", type=int, choices=QUANTILES, metavar="SEEDS", help="compare curves, not times")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.learning:
+        with tempfile.TemporaryDirectory() as folder:
+            write(learning(build(Path(folder)), arguments.learning), arguments.out)
+        return
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         parser.error("trainer and engine need a core each")
@@ -176,11 +293,14 @@ def main() -> None:
     print(f"\n{'lengths':>8} {'mode':>12} " + " ".join(f"{name:>10}" for name in names) + "   (seconds, means)")
     for row in rows:
         print(f"{row['lengths']:>8} {row['mode']:>12} " + " ".join(f"{row[name]:10.3f}" for name in names))
-    text = json.dumps(
-        {"rounds": arguments.rounds, "sequences": {n: p * GROUP for n, p in PROMPTS.items()}, "rows": rows}, indent=2
-    )
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
+    sequences = {n: p * GROUP for n, p in PROMPTS.items()}
+    write({"rounds": arguments.rounds, "sequences": sequences, "rows": rows}, arguments.out)
+
+
+def write(found: dict[str, Any], out: Path | None) -> None:
+    """The JSON file, if one was asked for."""
+    if out:
+        out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

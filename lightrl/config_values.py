@@ -12,6 +12,8 @@ __all__ = ["from_environment", "plain", "redacted", "refuse_senseless"]
 
 AT_LEAST = {"check_val_every_n_epoch": 1, "log_every_n_steps": 0, "num_sanity_val_steps": -1}
 """What Lightning takes silently: argument of the trainer -> least value."""
+MOST_COEF = 1e6
+"""Largest weight of a term (`kl.coef`, `entropy_coef`, `ptx_coef`, ...), whose others are about 1e-3 to 10."""
 
 
 def refuse_senseless(parsed: Any) -> None:
@@ -53,6 +55,8 @@ def refuse_senseless(parsed: Any) -> None:
             raise ValueError(f"{path}={shown}: must be finite; null is no limit where the argument takes null.")
         if name == "max_grad_norm" and value > 1e6:
             raise ValueError(f"{path}={value:g}: would never clip; null turns clipping off.")
+        if name.endswith("coef") and abs(value) > MOST_COEF:
+            raise ValueError(f"{path}={value:g}: would leave nothing of the other terms; the most is {MOST_COEF:g}.")
         if name == "warmup_rollouts" and ".critic." in path:
             total = _rollouts(config)
             if total is not None and value >= total:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightrl.data.templates import load_tokenizer
 from lightrl.distributed.consolidate import checkpoint_kind, read_checkpoint
 from lightrl.models.loading import load_causal_lm, require_model_folder, save_hf_folder
 from lightrl.models.lora import adapter_config, named_adapter_weights, named_hf_weights
@@ -70,14 +71,24 @@ def _export_model(checkpoint: Mapping[str, Any], folder: Path, what: str, path: 
     role = "reward_model" if "reward_model" in stored else "critic" if what == "critic" else "actor"
     shared = "actor.value_head.weight" in state
     spec = _spec(stored, "actor" if role == "critic" and shared else role, path)
+    tokenizer_path = checkpoint["lightrl"].get("tokenizer") or spec.path
+    if tokenizer_path != spec.path:
+        load_tokenizer(tokenizer_path)  # says what is wrong before a model is built
     if what == "adapter":
         _export_adapter(_policy(spec, state, shared), spec, folder)
     elif role == "critic":
-        _export_critic(spec, state, folder, shared=shared)
+        _export_critic(spec, state, folder, tokenizer_path, shared=shared)
     else:
         built = _filled(RewardModel.for_training(spec), state, "reward_model.", spec) if role != "actor" else None
         built = built or _policy(spec, state, shared)
-        save_hf_folder(built, dict(_cloned(built)), folder, tokenizer_path=spec.path, chat_template=spec.chat_template)
+        save_hf_folder(
+            built,
+            dict(_cloned(built)),
+            folder,
+            tokenizer_path=tokenizer_path,
+            processor_path=spec.path,
+            chat_template=spec.chat_template,
+        )
 
 
 def _spec(stored: Mapping[str, Any], role: str, path: str | None) -> ModelSpec:
@@ -140,7 +151,9 @@ def _export_adapter(policy: PolicyModel, spec: ModelSpec, folder: Path) -> None:
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _export_critic(spec: ModelSpec, state: Mapping[str, Tensor], folder: Path, *, shared: bool) -> None:
+def _export_critic(
+    spec: ModelSpec, state: Mapping[str, Tensor], folder: Path, tokenizer_path: str, *, shared: bool
+) -> None:
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
     if not shared and not any(name.startswith("critic.") for name in state):
@@ -162,4 +175,4 @@ def _export_critic(spec: ModelSpec, state: Mapping[str, Tensor], folder: Path, *
         )
     new.load_state_dict(weights, strict=False)
     new.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(spec.path).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(folder)

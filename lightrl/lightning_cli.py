@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shlex
 import sys
 from importlib.metadata import version
+from tempfile import mkdtemp
 from typing import Any, Literal
 
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.cli import LightningArgumentParser
 
 # All rooms whose classes YAML may name without a path.
@@ -121,6 +122,7 @@ class LightRLCLI(YamlCLI):
         """The trainer, guarded."""
         self.config = self._written  # which the trainer's callback writes to the run's folder
         trainer = super().instantiate_trainer(**kwargs)
+        _refuse_crowds(trainer)
         self.guard = RunGuard()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         config = self._of_command(self.config)
@@ -154,6 +156,17 @@ class LightRLCLI(YamlCLI):
         return {**given, "versions": {"lightrl": lightrl.__version__, **versions}, "command": command}
 
 
+def _refuse_crowds(trainer: Trainer) -> None:
+    """Raises a ValueError where a CPU would get more processes than it can do anything with, a model in each."""
+    cores = os.cpu_count() or 1
+    most = max(16, 4 * cores)  # trials of a few ranks pass on any machine
+    if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > most:
+        raise ValueError(
+            f"trainer.devices={trainer.num_devices} on the CPU: that many processes would share {cores} cores, each "
+            f"with a model of its own. Give 1, or at most {most}."
+        )
+
+
 def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
     """Raises a ValueError where a run could not make its folder; scheme://... is left to its service."""
     if path is None or "://" in str(path):
@@ -163,7 +176,9 @@ def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
     place = os.path.abspath(path)
     while not os.path.exists(place):
         place = os.path.dirname(place)
-    if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
-        return
-    reason = os.strerror(errno.EACCES if os.path.isdir(place) else errno.ENOTDIR)
-    raise ValueError(f"{name}={str(path)!r}: this folder cannot be made ({reason}): give another.")
+    try:
+        os.rmdir(mkdtemp(prefix=".lightrl-", dir=place))  # permissions do not tell of /proc and its like
+    except OSError as error:
+        raise ValueError(
+            f"{name}={str(path)!r}: this folder cannot be made ({error.strerror}): give another."
+        ) from error

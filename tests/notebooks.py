@@ -24,7 +24,7 @@ def execute(path: Path, folder: Path) -> dict[str, Any]:
     root = str(FOLDER.parent.parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}, record_timing=False)
+    client = NotebookClient(notebook, timeout=550, resources={"metadata": {"path": str(folder)}}, record_timing=False)
     done: dict[str, Any] = json.loads(nbformat.writes(client.execute()))
     for cell in done["cells"]:
         if "outputs" in cell:

@@ -122,6 +122,6 @@ def test_the_policy_learns(start: Path, root: Path, tmp_path: Path, monkeypatch:
 
 def test_run_script_explains_itself(root: Path) -> None:
     done: Any = subprocess.run(
-        ["bash", "examples/agent/run.sh", "--fast"], cwd=root, capture_output=True, text=True, timeout=60
+        ["bash", "examples/agent/run.sh", "--fast"], cwd=root, capture_output=True, text=True, timeout=550
     )
     assert done.returncode == 2 and "usage: examples/agent/run.sh [--engine" in done.stderr

@@ -385,6 +385,11 @@ ONE_LINE: dict[str, tuple[dict[str, Any], str]] = {
     "precision": ({"trainer": {"precision": "bf17"}}, "bf17"),
     "dtype": ({"model": {"actor": {"path": "x", "dtype": "float99"}}}, "dtype='float99': give one of float32"),
     "max_grad_norm": ({"model": {"max_grad_norm": 1e30}}, "max_grad_norm=1e+30: would never clip"),
+    "weight of a term": ({"model": {"entropy_coef": 1e30}}, "entropy_coef=1e+30: would leave nothing of the other"),
+    "weight below zero": (
+        {"model": {"kl": {"class_path": "KLInLoss", "init_args": {"coef": -1e7}}}},
+        "kl.init_args.coef=-1e+07: would leave nothing of the other",
+    ),
     "critic's rate": ({"model": {"critic": {"lr": 0.0}}}, "CriticSpec.lr=0.0: must be above 0"),
     "warm-up": ({"model": {"critic": {"warmup_rollouts": 10**9}}}, "never be trained in this run's 1 rollouts"),
     "horizon": (
@@ -399,6 +404,10 @@ STOPPING = [{"class_path": "EarlyStopping", "init_args": {"monitor": "eval/x"}}]
 OF_THE_TRAINER: dict[str, tuple[dict[str, Any], str]] = {
     "strategy": ({"strategy": "foo"}, "Lightning: You selected an invalid strategy name: `strategy='foo'`"),
     "devices": ({"devices": 0}, "Lightning: `Trainer(devices=0)` value is not a valid input"),
+    "processes": (
+        {"devices": 99999},
+        "trainer.devices=99999 on the CPU: that many processes would share",
+    ),
     "max_time": ({"max_time": "abc"}, "Lightning: `Timer(duration='abc')` is not a valid duration"),
     "limit": ({"limit_train_batches": 2.5}, "Lightning: You have passed invalid value 2.5 for limit_train_batches"),
     "callback": (
@@ -410,6 +419,10 @@ OF_THE_TRAINER: dict[str, tuple[dict[str, Any], str]] = {
     "folder": (
         {"default_root_dir": "/dev/null/x"},
         "default_root_dir='/dev/null/x': this folder cannot be made (Not a",
+    ),
+    "no folder for files": (
+        {"default_root_dir": "/proc/x/run"},
+        "default_root_dir='/proc/x/run': this folder cannot be made (",
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,23 @@ def test_exports_sft_and_reward_models(model: str, tmp_path: Path) -> None:
     export(str(tmp_path / "reward.ckpt"), str(tmp_path / "reward"))
     exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
     assert torch.equal(exported.score.weight, module.reward_model.lm.score.weight)
+
+
+def test_exports_hold_the_tokenizer_that_the_policy_is_trained_with(model: str, tmp_path: Path) -> None:
+    own = AutoTokenizer.from_pretrained(model)
+    own.chat_template = "{{ messages[0].content }}"
+    own.save_pretrained(tmp_path / "own")
+    module, trainer = SFTLightningModule(model, optimizer=sgd), quiet_trainer(callbacks=[])
+    rows = [{"prompt": "01+01=", "completion": "2"}]
+    trainer.fit(module, SFTDataModule(SFTSource(rows=rows), batch_size=1, tokenizer=str(tmp_path / "own")))
+    module.save_pretrained(tmp_path / "live")
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    export(str(tmp_path / "run.ckpt"), str(tmp_path / "later"))
+    for folder in ("live", "later"):
+        assert AutoTokenizer.from_pretrained(tmp_path / folder).chat_template == own.chat_template
+    shutil.rmtree(tmp_path / "own")
+    with pytest.raises(ValueError, match="own': there is no such folder"):
+        export(str(tmp_path / "run.ckpt"), str(tmp_path / "late"))
 
 
 def touched(folder: Path, *names: str) -> str:

@@ -127,7 +127,7 @@ def test_the_console_is_quiet_and_v_brings_everything_back(config: Callable[...,
         "import warnings\nwarnings.warn('of my own', FutureWarning)\n"
     )
     env = {**os.environ, "PYTHONWARNINGS": "default"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=env)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=550, env=env)
     assert done.returncode == 0, done.stderr
     _, loud, quiet = done.stderr.split("====")
     noise = ("💡 Tip", "Loading weights", "LightningCLI's args", "deprecated")
@@ -158,7 +158,7 @@ def test_the_shell_completes(
     script = capsys.readouterr().out
     (tmp_path / "own.yaml").touch()
     ask = f'{script}\nCOMP_LINE="{line}"; COMP_POINT=${{#COMP_LINE}}; _lightrl; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True, timeout=550, check=True)
     assert done.stdout.split() == found
 
 

@@ -481,7 +481,7 @@ def imported_by(statement: str, root: Path) -> tuple[set[str], bool]:
         "cuda = 'torch' in sys.modules and sys.modules['torch'].cuda.is_initialized()\n"
         "print(json.dumps([sorted({m.split('.')[0] for m in sys.modules}), bool(cuda)]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     modules, cuda = json.loads(done.stdout.splitlines()[-1])
     return set(modules), cuda

@@ -124,7 +124,7 @@ def killed(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Pa
         command = [sys.executable, "-c", code]
         processes[number] = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     for process in processes.values():
-        _, errors = process.communicate(timeout=240)
+        _, errors = process.communicate(timeout=550)
         assert process.returncode == -signal.SIGKILL, errors[-3000:]
     return folders
 

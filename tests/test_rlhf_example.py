@@ -73,6 +73,6 @@ def test_the_pipeline_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_run_script_explains_itself(root: Path) -> None:
     done = subprocess.run(
-        ["bash", "examples/rlhf/run.sh", "--fast"], cwd=root, capture_output=True, text=True, timeout=60
+        ["bash", "examples/rlhf/run.sh", "--fast"], cwd=root, capture_output=True, text=True, timeout=550
     )
     assert done.returncode == 2 and "usage: examples/rlhf/run.sh [--engine" in done.stderr

@@ -199,7 +199,7 @@ def test_a_folder_with_a_changed_or_missing_file_is_found(tmp_path: Path) -> Non
 
 def test_a_second_run_is_refused_by_name_until_the_first_is_gone(tmp_path: Path) -> None:
     code = "import time; from lightrl.storage import FolderLock as F; held = F('run'); print('held', flush=True); "
-    code += "time.sleep(60)"
+    code += "time.sleep(600)"
     first = in_a_process(code, tmp_path)
     try:
         assert first.stdout is not None and first.stdout.readline() == "held\n"

@@ -114,6 +114,6 @@ def test_the_example_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_run_script_explains_itself(root: Path) -> None:
     done = subprocess.run(
-        ["bash", "examples/vlm/run.sh", "--fast"], cwd=root, capture_output=True, text=True, timeout=60
+        ["bash", "examples/vlm/run.sh", "--fast"], cwd=root, capture_output=True, text=True, timeout=550
     )
     assert done.returncode == 2 and "usage: examples/vlm/run.sh [--engine" in done.stderr

@@ -22,7 +22,7 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.rollout.sync import EngineSync
-from lightrl.types import Experience, Rollouts, SamplingParams
+from lightrl.types import Experience, Rollouts, Routes, SamplingParams
 
 QUICKSTART_MODEL = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
 
@@ -41,12 +41,12 @@ def quickstart_model(folder: Path, seed: int = 0, family: str = "Qwen2", **confi
     return str(folder)
 
 
-def near_ties(lm: Any) -> Any:
+def near_ties(lm: Any, by: float = 6e-8) -> Any:
     """A mixture of experts whose experts 2i and 2i + 1 differ, while its routers tell them apart by last bits only."""
     generator = torch.Generator().manual_seed(7)
     for _, router in router_modules(lm):
         pairs = router.weight.data.view(-1, 2, router.weight.shape[1])
-        pairs[:, 1] = pairs[:, 0] * (1 + 6e-8 * torch.randn(pairs[:, 0].shape, generator=generator))
+        pairs[:, 1] = pairs[:, 0] * (1 + by * torch.randn(pairs[:, 0].shape, generator=generator))
     return lm
 
 
@@ -132,7 +132,7 @@ class Keep(RLCallback):
 
 def on_ranks(function: Callable[..., Any], *shards: tuple[Any, ...]) -> list[Any]:
     """Calls function(*shard, all_sum=...) for each shard in a thread; all_sum adds up over the threads."""
-    barrier = threading.Barrier(len(shards), timeout=20)
+    barrier = threading.Barrier(len(shards), timeout=120)
     box: list[Any] = [None] * len(shards)
 
     def rank(i: int) -> Any:
@@ -162,6 +162,18 @@ class ThreadEngine(TransformersEngine):
     @property
     def concurrent(self) -> bool:
         return True
+
+
+class OtherExperts(TransformersEngine):
+    """Says that tokens went to two of the first four experts, by their id and place alone, and not where they went."""
+
+    def generate(self, requests: Any) -> Any:
+        for group in super().generate(requests):
+            for sample in group.completions:
+                ids = torch.tensor([*group.request.token_ids, *sample.token_ids[:-1]])
+                first = (ids + torch.arange(len(ids))) % 4
+                sample.routes = Routes(torch.stack([first, (first + 1) % 4], 1)[:, None].to(torch.uint8))
+            yield group
 
 
 class KeptEngine(VLLMEngine):

@@ -14,17 +14,18 @@ FORMAT = 2
 """Number of the layout of checkpoints; raised when older ones can no longer be read."""
 
 
-def description(module_class: str, models: dict[str, ModelSpec]) -> dict[str, Any]:
+def description(module_class: str, models: dict[str, ModelSpec], tokenizer: str | None) -> dict[str, Any]:
     """The format, the class that writes the checkpoint, and how its models are built, as plain data.
 
     Args:
-        module_class: name of the class. models: role -> how it is built: all `lightrl export` needs beside the weights.
+        module_class: name of the class. models: role -> how it is built. tokenizer: folder or hub name; None where it
+            is the model's own. They are all that `lightrl export` needs beside the weights.
     """
     specs = {}
     for role, spec in models.items():
         specs[role] = {**asdict(replace(spec)), "path": spec.name}  # without a live model, which `replace` leaves out
         del specs[role]["live"]
-    return {"format": FORMAT, "class": module_class, "models": specs}
+    return {"format": FORMAT, "class": module_class, "models": specs, "tokenizer": tokenizer}
 
 
 def refuse_foreign(stored: dict[str, Any], module_class: str) -> None:

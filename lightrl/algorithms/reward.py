@@ -10,7 +10,6 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy
 
-from lightrl.algorithms import checkpoints
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, with_schedule
 from lightrl.distributed import strategies
@@ -146,4 +145,4 @@ class RewardLightningModule(SavesPretrained):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what `lightrl export` builds the model from."""
-        checkpoint["lightrl"] = checkpoints.description(type(self).__name__, {"reward_model": self.model_spec})
+        checkpoint["lightrl"] = self._description({"reward_model": self.model_spec})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,6 +103,16 @@ class SavesPretrained(LightningModule):
     def trained_model(self) -> tuple[Any, ModelSpec]:
         """The model that is written, and what it was made from."""
 
+    @property
+    def _tokenizer_path(self) -> str | None:
+        """Whose tokens the model is trained on: `data.tokenizer`; None where it is the model's own."""
+        path = getattr(getattr(self.trainer, "datamodule", None), "tokenizer_path", None)
+        return None if path is None else os.path.expanduser(path)
+
+    def _description(self, models: dict[str, ModelSpec]) -> dict[str, Any]:
+        """See `checkpoints.description`."""
+        return checkpoints.description(type(self).__name__, models, self._tokenizer_path)
+
     def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, LoRA merged; collective under sharding strategies."""
         return named_hf_weights(self.trained_model[0], strategies.gather_parameter(self.trainer.strategy))
@@ -109,6 +120,7 @@ class SavesPretrained(LightningModule):
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes weights, configuration and tokenizer as a folder that transformers and vLLM load, LoRA merged.
 
+        The tokenizer is the one that the model is trained with: `data.tokenizer`, or else the model's own.
         Collective: every rank calls it, tensors are gathered one by one, and rank 0 writes. The folder appears whole.
 
         Args:
@@ -124,7 +136,14 @@ class SavesPretrained(LightningModule):
         if zero:
             model, spec = self.trained_model
             with atomic_folder(Path(folder)) as new:
-                save_hf_folder(model, state, new, tokenizer_path=spec.path, chat_template=spec.chat_template)
+                save_hf_folder(
+                    model,
+                    state,
+                    new,
+                    tokenizer_path=self._tokenizer_path or spec.path,
+                    processor_path=spec.path,
+                    chat_template=spec.chat_template,
+                )
         self.trainer.strategy.barrier()
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, revision: str | None = None) -> None:

@@ -9,7 +9,6 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightrl.algorithms import checkpoints
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, with_schedule
 from lightrl.distributed import strategies
@@ -95,7 +94,7 @@ class SFTLightningModule(SavesPretrained):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what `lightrl export` builds the model from."""
-        checkpoint["lightrl"] = checkpoints.description(type(self).__name__, {"actor": self.actor_spec})
+        checkpoint["lightrl"] = self._description({"actor": self.actor_spec})
 
     @property
     def policy_version(self) -> int:

@@ -48,7 +48,7 @@ class Task:
         max_model_len: most tokens of context and completion together that the engine holds.
         retry: how often these attempts failed before.
         name: how messages call it.
-        ended: to be told of an attempt as soon as it is over, where others of the group still run; the run then need
+        ended: called with an attempt as soon as it is over, where others of the group still run; the run then need
             not wait for them before it gives up. What it raises is to end the episode.
     """
 
@@ -117,7 +117,8 @@ class Episode(ABC):
         Args:
             task: the prompt and the attempts.
             ask: has the engine complete a request; any number may be asked for at once. A request must fit into
-                `task.max_model_len`, and its seed should come from `Task.turn_seed`.
+                `task.max_model_len`, and its seed should come from `Task.turn_seed`: two with one seed and
+                prompt get the same completions, and with `in_flight` what has been sampled is kept under both.
 
         Returns:
             a trajectory per attempt, in their order. It may be cancelled at any `await` and must then free what it

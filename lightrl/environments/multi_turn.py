@@ -220,7 +220,7 @@ class MultiTurn(Episode):
             sampling: the distribution; its `max_new_tokens` is the most that one request may bring.
             max_model_len: most tokens that the engine holds.
             name: how messages call the prompt.
-            ended: is told of each attempt as soon as it is over.
+            ended: called with each attempt as soon as it is over.
 
         Returns:
             a trajectory per attempt, in their order.

@@ -257,6 +257,7 @@ def save_hf_folder(
     folder: str | Path,
     *,
     tokenizer_path: str,
+    processor_path: str | None = None,
     chat_template: str | None = None,
 ) -> None:
     """Writes a folder that transformers and vLLM load: weights, configuration, tokenizer, generation settings.
@@ -265,7 +266,8 @@ def save_hf_folder(
         actor: the `PolicyModel` or `RewardModel`; only its configuration and buffers are read, so it may be sharded.
         state: Hugging Face name -> full tensor, LoRA merged, as `named_hf_weights` gives them.
         folder: where to; created if missing.
-        tokenizer_path: folder or hub name whose tokenizer or processor is copied beside the weights.
+        tokenizer_path: folder or hub name whose tokenizer is copied beside the weights.
+        processor_path: the same of a model with media's processor; None takes `tokenizer_path`.
         chat_template: Jinja text in place of the tokenizer's own; None leaves that.
     """
     lm = actor.lm
@@ -276,7 +278,7 @@ def save_hf_folder(
         tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     if placeholder_ids(lm.config):
-        _copy_processor(tokenizer_path, Path(folder))
+        _copy_processor(processor_path or tokenizer_path, Path(folder))
 
 
 def _copy_processor(path: str, folder: Path) -> None:

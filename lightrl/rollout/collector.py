@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import hashlib
 import logging
 import queue
 import sys
@@ -136,9 +137,9 @@ class Collector:
 
         Args:
             tasks: the prompts, at least one.
-            begun: what was sampled before, by the seeds of the requests, which go on from there; None for a collection
+            begun: what was sampled before, by `_key` of the requests, which go on from there; None for a collection
                 that will not be suspended.
-            pause_at: (seed) gives a request's `pause_at`.
+            pause_at: (key) gives a request's `pause_at`.
             recover: push the weights to an engine that restarted and go on, in the thread that waits for groups;
                 False raises, as a thread must that runs while the weights move.
         """
@@ -187,7 +188,7 @@ class Collection:
         groups: number of the task -> its group, as far as they are done.
         retried: attempts that failed and were made again.
         failed: attempts that failed for good.
-        sampled: what was sampled so far, by the seed of the request; empty where it will not be suspended.
+        sampled: what was sampled so far, by `_key` of the request; empty where it will not be suspended.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class Collection:
         self.failed = 0
         self.sampled: dict[int, list[Completion]] = dict(begun or {})
         self._keeps = begun is not None
-        self._pause_at = pause_at or (lambda seed: [])
+        self._pause_at = pause_at or (lambda key: [])
         self._suspended = False
         self._collector = collector
         self._engine = collector.engine
@@ -340,7 +341,8 @@ class Collection:
 
     def _continued(self, request: GenerationRequest) -> GenerationRequest:
         """The same request with what was sampled of it so far."""
-        begun, pause_at = self.sampled.get(request.seed, []), self._pause_at(request.seed)
+        key = _key(request)
+        begun, pause_at = self.sampled.get(key, []), self._pause_at(key)
         return replace(request, begun=begun, pause_at=pause_at) if begun or pause_at else request
 
     def _replace(self, request: GenerationRequest, other: GenerationRequest) -> None:
@@ -397,7 +399,7 @@ class Collection:
 
     def _answer(self, answer: CompletionGroup) -> None:
         if self._keeps:
-            self.sampled[answer.request.seed] = answer.completions
+            self.sampled[_key(answer.request)] = answer.completions
         self._moved()
         if answer.suspended:
             return
@@ -483,7 +485,7 @@ class Collection:
         """The group's trajectories; those that failed are made again within bounds."""
         trajectories = await self._run(task)
         for retry in range(1, self._collector.episode.max_retries + 1):
-            failed = [i for i, t in enumerate(trajectories) if t.stop_reason == "failure"]
+            failed = [i for i, t in enumerate(trajectories) if t.failed]
             if not failed:
                 break
             self.retried += len(failed)
@@ -511,7 +513,7 @@ class Collection:
     def _count(self, task: Task, trajectory: Trajectory) -> None:
         """Ends the rollout when more attempts have failed for good than may."""
         episode = self._collector.episode
-        if trajectory.stop_reason != "failure" or task.retry < episode.max_retries:
+        if not trajectory.failed or task.retry < episode.max_retries:
             return
         self.failed += 1
         wanted = sum(len(each.attempts) for each in self.tasks)
@@ -527,7 +529,7 @@ class Collection:
         scorer = self._collector.scorer
         if scorer is None:
             return None
-        sound = [i for i, t in enumerate(trajectories) if t.stop_reason != "failure"]
+        sound = [i for i, t in enumerate(trajectories) if not t.failed]
         count = len(trajectories)
         if not sound:
             return Scores([], {name: [] for name in scorer.names}).spread([], count)
@@ -587,6 +589,13 @@ def _quick_switches() -> Iterator[None]:
 
 async def _wait_for(tasks: Sequence[asyncio.Task[None]], seconds: float) -> None:
     await asyncio.wait(tasks, timeout=seconds)
+
+
+def _key(request: GenerationRequest) -> int:
+    """What tells a request from others of its rollout: of its seed and prompt, since an attempt that is made again asks
+    with the same seed, but after another answer of its environment."""
+    text = f"{request.seed}/{request.num_completions}/{request.token_ids}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _settle(future: asyncio.Future[CompletionGroup], answer: CompletionGroup) -> None:

@@ -21,7 +21,7 @@ from lightrl.background import in_background
 from lightrl.engines.base import EngineRestartedError
 from lightrl.rollout.collation import ScoredGroup
 from lightrl.rollout.collector import Collection, may_restart
-from lightrl.types import Completion, Piece, Rollouts, Support
+from lightrl.types import Completion, Piece, Rollouts, Routes, Support
 
 __all__ = ["CollectedRollout", "InFlight", "InFlightSource", "StaleSource", "StreamedRollouts"]
 
@@ -307,12 +307,12 @@ class InFlightSource:
         """Begins the first rollouts with what another run had sampled of them."""
         self._saved = list(flights)
 
-    def _pause_at(self, seed: int) -> list[int]:
+    def _pause_at(self, key: int) -> list[int]:
         """After how many tokens the run that is repeated replaced the current weights; empty if none is repeated."""
         if self._replayed is None:
             return []
         now, never = self._version(), sys.maxsize
-        parts = self._replayed.get(seed)
+        parts = self._replayed.get(key)
         if parts is None:
             raise ValueError(
                 "in_flight.replay: the recorded run did not ask for these completions. It must have had the same seed, "
@@ -352,7 +352,7 @@ def _file(folder: str, rank: int) -> Path:
 
 
 def _read_switches(folder: str) -> dict[int, list[list[list[int]]]]:
-    """Request's seed -> per completion, its (version, number of tokens)."""
+    """Key of a request (of its seed and prompt) -> per completion, its (version, number of tokens)."""
     files = sorted(Path(folder).glob("switches-*.jsonl"))
     if not files:
         raise ValueError(f"in_flight.replay={folder}: no switches-0.jsonl there; name what in_flight.record wrote.")
@@ -363,11 +363,17 @@ def _read_switches(folder: str) -> dict[int, list[list[list[int]]]]:
 def _saved(part: Completion) -> dict[str, Any]:
     """A completion as a checkpoint holds it."""
     support = None if part.support is None else [part.support.counts, part.support.ids]
-    return {field.name: getattr(part, field.name) for field in fields(Completion)} | {"support": support}
+    routes = None if part.routes is None else part.routes.experts
+    return {f.name: getattr(part, f.name) for f in fields(Completion)} | {"support": support, "routes": routes}
 
 
 def _loaded(part: dict[str, Any]) -> Completion:
-    return Completion(**part | {"support": None if part["support"] is None else Support(*part["support"])})
+    support, routes = part["support"], part["routes"]
+    records = {
+        "support": None if support is None else Support(*support),
+        "routes": None if routes is None else Routes(routes),
+    }
+    return Completion(**part | records)
 
 
 class StreamedRollouts(Rollouts):

@@ -109,12 +109,16 @@ def test_reward_names_are_those_of_the_metrics(model_path: str) -> None:
 @pytest.mark.parametrize("limit", [1, 3])
 def test_reward_concurrency_bounds_the_calls_of_a_function(limit: int, model_path: str) -> None:
     active, seen, lock = 0, 0, threading.Lock()
+    full = threading.Event()  # as many as may run have met; one more would be counted in the moment that follows
 
     def slow(completions: list[str], **_: Any) -> list[float]:
         nonlocal active, seen
         with lock:
             active += 1
             seen = max(seen, active)
+            if active == limit:
+                full.set()
+        full.wait(60)
         time.sleep(0.05)
         with lock:
             active -= 1

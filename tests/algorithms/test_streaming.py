@@ -36,7 +36,7 @@ class Pieces(ThreadEngine):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         self.learnt = 0
         for number, group in enumerate(reversed(list(super().generate(*args, **kwargs)))):
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while number in (2, 5) and self.learnt < number * len(group.completions):
                 assert time.monotonic() < deadline, "nothing is learnt from finished groups"
                 time.sleep(0.001)

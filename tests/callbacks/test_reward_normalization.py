@@ -86,9 +86,9 @@ def test_two_ranks_have_the_moments_of_both() -> None:
 
         def all_sum(self, tensor: Tensor) -> Tensor:
             slots[self.rank] = tensor
-            barrier.wait(10)
+            barrier.wait(60)
             total = slots[0] + slots[1]
-            barrier.wait(10)
+            barrier.wait(60)
             return total
 
     callbacks, results = [RewardNormalization(), RewardNormalization()], {}

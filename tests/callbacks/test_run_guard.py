@@ -136,7 +136,7 @@ def test_a_second_run_with_the_same_checkpoints_is_refused(model: str, tmp_path:
     code = (
         f"import time; from lightrl.storage import FolderLock as F; held = F({folder!r}); print('held', flush=True); "
     )
-    code += "time.sleep(120)"
+    code += "time.sleep(600)"
     first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         assert first.stdout is not None and first.stdout.readline() == "held\n"

@@ -230,7 +230,7 @@ def test_a_broken_file_ends_a_run_with_status_two_and_one_message(tmp_path: Path
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     command = [sys.executable, "-c", "from lightrl.cli import main; main()", "fit", "--config", "run.yaml"]
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert f"error: {tmp_path / 'rows.jsonl'}, line 2: " in done.stderr

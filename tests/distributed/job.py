@@ -25,7 +25,7 @@ from lightrl.distributed import strategies as adapters
 from lightrl.distributed.fsdp2 import FSDP2Strategy
 from lightrl.engines import TransformersEngine, VLLMEngine
 from lightrl.models.spec import LoraSpec, ModelSpec
-from tests.toys import quiet_trainer, some_flat, sums_data
+from tests.toys import OtherExperts, quiet_trainer, some_flat, sums_data
 
 ROLLOUTS = 4
 
@@ -104,6 +104,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "vllm": {"engine": VLLMEngine(max_model_len=24)},
     "vllm-lora": {"kind": "lora", "engine": VLLMEngine(max_model_len=24)},
     "live": {"kind": "live"},
+    "experts": {"kind": "experts", "engine": OtherExperts()},
     "kill0": {"callbacks": [Die(0)]},
     "kill1": {"callbacks": [Die(1)]},
 }
@@ -118,6 +119,8 @@ def make_module(kind: str, path: str, **model: Any) -> Any:
     if kind == "live":
         actor = ModelSpec.of(AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path), **model)
         return PPOLightningModule(actor, CriticSpec(lr=5e-3), **common)
+    if kind == "experts":
+        return GRPOLightningModule(str(Path(path).with_name("experts")), **common)
     spec = ModelSpec(path, lora=LoraSpec(r=4, alpha=8.0), **model)
     return GRPOLightningModule(spec, **common)
 

@@ -81,7 +81,7 @@ def test_two_machines_train_together_on_shared_servers(tmp_path: Path, root: Pat
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
     agents = [subprocess.Popen(command, **options) for _ in range(2)]
     try:
-        outputs = [agent.communicate(timeout=200)[0] for agent in agents]
+        outputs = [agent.communicate(timeout=550)[0] for agent in agents]
     finally:
         for agent in agents:
             if agent.poll() is None:

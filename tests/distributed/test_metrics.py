@@ -57,7 +57,7 @@ def test_ranks_with_different_names_neither_hang_nor_mix(tmp_path: Path) -> None
     arguments = [sys.executable, "-c", SCRIPT]
     ranks = [subprocess.Popen([*arguments, str(rank), str(tmp_path / "store")]) for rank in range(2)]
     try:
-        assert [process.wait(timeout=60) for process in ranks] == [0, 0]
+        assert [process.wait(timeout=550) for process in ranks] == [0, 0]
     finally:
         for process in ranks:
             process.kill()

@@ -18,17 +18,18 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from lightrl.distributed.fsdp2 import ZeROStrategy
 from lightrl.distributed.strategies import refuse_unsupported
+from lightrl.engines import TransformersEngine
 from lightrl.export import export
 from tests.distributed.job import ROLLOUTS, train
-from tests.toys import quickstart_model
+from tests.toys import OtherExperts, quickstart_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MIDDLE, END = f"rollout={ROLLOUTS // 2:06d}.ckpt", f"rollout={ROLLOUTS:06d}.ckpt"
 STRATEGIES = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 EXTRA = {
-    "ddp": ["live"],
+    "ddp": ["live", "experts"],
     "fsdp2": ["offload", "bf16", "every", "live", f"lora@one/lora/{MIDDLE}"],
-    "zero2": ["every", "every-broken"],
+    "zero2": ["every", "every-broken", "experts"],
     "zero3": ["every", "every-broken", "live"],
 }
 
@@ -39,7 +40,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("strategies")
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1}  # vLLM on CPU serves heads of 32 and more
-    quickstart_model(folder / "model", num_hidden_layers=2, hidden_size=32, intermediate_size=48, **heads)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, **heads}
+    quickstart_model(folder / "model", **sizes)
+    quickstart_model(folder / "experts", family="Mixtral", **sizes | {"num_hidden_layers": 1})
     return folder
 
 
@@ -173,6 +176,19 @@ def test_a_live_model_is_sharded_as_its_folder_is(ranks: Any, one: dict[str, Any
         assert_same_weights(rank["weights"], one["ppo"]["weights"])
 
 
+@pytest.mark.parametrize("ranks", ["ddp", "zero2"], indirect=True)
+def test_experts_are_replayed_on_both_ranks(ranks: Any, place: Path) -> None:
+    model, (_, steps) = str(place / "model"), ranks
+    one, free = (train("experts", model, engine=engine) for engine in (OtherExperts(), TransformersEngine()))
+    for rank in steps["experts"]:
+        assert_same_weights(rank["weights"], one["weights"])
+        assert len(rank["gaps"]) == ROLLOUTS and max(rank["gaps"]) < 1e-5
+    router = "model.layers.0.mlp.gate.weight"
+    assert (one["weights"][router] - free["weights"][router]).abs().max() > 1e-3, (
+        "the toy's experts are not the router's"
+    )
+
+
 @pytest.mark.parametrize("ranks", ["fsdp2", "zero2", "zero3"], indirect=True)
 def test_reduced_every_micro_batch_is_reduced_once(ranks: Any) -> None:
     """Gradients in shards after each backward, and the same updates; also where one is skipped in the middle.
@@ -198,10 +214,10 @@ def alive(pid: int) -> bool:
 def test_a_dead_rank_ends_the_run(strategy: str, rank: int, place: Path) -> None:
     """Killed in the middle of an update: the other rank ends within a minute, with an error."""
     begin = time.perf_counter()
-    done = launch(place, strategy, f"kill{rank}", timeout=100)
+    done = launch(place, strategy, f"kill{rank}", timeout=550)
     assert done.returncode != 0
     survivor = int((place / f"pid-{1 - rank}").read_text())
-    while alive(survivor) and time.perf_counter() - begin < 90:
+    while alive(survivor) and time.perf_counter() - begin < 250:
         time.sleep(0.2)
     assert not alive(survivor), "the other rank hangs"
     assert not (place / f"{strategy}-kill{rank}-{1 - rank}.pt").exists()
@@ -221,7 +237,7 @@ def test_vllm_follows_on_both_ranks(place: Path) -> None:
 
 def test_a_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:
     """Whatever it hangs in: with NCCL that is the collective that the dead rank is missing from."""
-    rank = "import time; from lightrl.cli import end_with_parent as f; f(0.5); print('up', flush=True); time.sleep(60)"
+    rank = "import time; from lightrl.cli import end_with_parent as f; f(0.5); print('up', flush=True); time.sleep(600)"
     start = f"subprocess.Popen([sys.executable, '-c', {rank!r}])"
     launcher = f"import subprocess, sys; child = {start}; print(child.pid, flush=True); child.wait()"
     process = subprocess.Popen([sys.executable, "-c", launcher], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -231,7 +247,7 @@ def test_a_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     begin = time.perf_counter()
-    while alive(pid) and time.perf_counter() - begin < 20:
+    while alive(pid) and time.perf_counter() - begin < 100:
         time.sleep(0.1)
     assert not alive(pid)
 

@@ -20,6 +20,8 @@ from lightrl.types import Prompts, SamplingParams
 torch.set_num_threads(1)
 
 EOS = 1
+SOON = 60.0
+"""Seconds within which a death is told, even on a busy machine; without the means against it, after 300 or never."""
 CHARACTERS = "0123456789+-*= ?abcdefghijklmnopqrstuvwxyz\n"
 
 

@@ -31,7 +31,7 @@ def serve(app: FastAPI) -> tuple[str, Callable[[], None]]:
 
     def stop() -> None:
         server.should_exit = server.force_exit = True
-        thread.join(5)
+        thread.join(30)
 
     return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", stop
 
@@ -44,6 +44,8 @@ class SGLangServer:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.version, self.paused, self.calls = "default", False, Counter[str]()
         self.faults: list[int] = []  # statuses that the next /generate calls answer
+        self.gate = threading.Event()  # nothing is answered by /generate while it is not set
+        self.gate.set()
         self.delay = 0.0
         self.requests: list[dict[str, Any]] = []
         self.hung = False  # takes connections and answers nothing
@@ -109,6 +111,7 @@ class SGLangServer:
     def generate(self, body: dict[str, Any]) -> Any:
         if self.faults:
             raise HTTPException(self.faults.pop(0), "as told")
+        self.gate.wait(60)
         time.sleep(self.delay)
         self.requests.append(body)
         if isinstance(body["input_ids"][0], int):

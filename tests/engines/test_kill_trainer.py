@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.engines.conftest import SOON
+
 pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +57,7 @@ def test_no_engine_outlives_its_trainer(num_processes: int, tied_folder: Path, t
     time.sleep(0.5)  # well into a rollout
     trainer.send_signal(signal.SIGKILL)
     # Not reaped yet: a zombie must count as dead.
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=SOON)
     for process in alive:
         process.kill()
     trainer.wait()

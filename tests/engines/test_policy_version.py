@@ -179,7 +179,7 @@ class ServersMachine(Machine):
         self.servers = [SGLangServer(folder()) for _ in range(2)]
         self.holding: set[int] = set()
         urls = [server.start() for server in self.servers]
-        return ServerEngine(urls, kind="sglang", shared_folder=tempfile.mkdtemp(), timeout=5.0)
+        return ServerEngine(urls, kind="sglang", shared_folder=tempfile.mkdtemp(), timeout=60.0)
 
     @property
     def samples(self) -> bool:

@@ -27,9 +27,10 @@ from lightrl.engines.vllm.setup import free_port
 from lightrl.types import Prompts, SamplingParams
 from tests.engines.conftest import ask, build_model, change, load, reference_logprobs
 from tests.toys import quiet_trainer, sums_data
+from tests.waiting import until
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROMPTS = Prompts([[3, 4, 5], [6, 7], [8, 9, 10, 11], [12, 13, 14]], [""] * 4)
 SAMPLING = SamplingParams(max_new_tokens=8, temperature=0.7)
@@ -73,7 +74,7 @@ class Servers:
     def kill(self, index: int) -> None:
         """SIGKILL for the server and everything that it started."""
         os.killpg(self.processes[index].pid, signal.SIGKILL)
-        self.processes[index].wait(10)
+        self.processes[index].wait(60)
 
     def close(self) -> None:
         for index, process in enumerate(self.processes):
@@ -94,7 +95,7 @@ def servers(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory, root: P
 
 @pytest.fixture()
 def engine(servers: Servers, tied_folder: Path, tmp_path: Path) -> Iterator[ServerEngine]:
-    engine = ServerEngine(servers.urls, shared_folder=str(tmp_path / "weights"), timeout=20)
+    engine = ServerEngine(servers.urls, shared_folder=str(tmp_path / "weights"), timeout=60)
     engine.start(EngineContext(str(tied_folder), max_prompt_tokens=8, max_new_tokens=8))
     yield engine
     engine.close()
@@ -140,7 +141,7 @@ def test_both_servers_get_the_weights_by_transfer(servers: Servers, tied_folder:
 
     monkeypatch.setattr(module, "TransferTransport", StoreTransport)
     monkeypatch.setattr(server_weights, "_BUCKET_BYTES", 100_000)  # several buckets
-    engine = ServerEngine(servers.urls, weights="transfer", timeout=20)
+    engine = ServerEngine(servers.urls, weights="transfer", timeout=60)
     engine.start(EngineContext(str(tied_folder), max_new_tokens=8))
     try:
         model = load(tied_folder)
@@ -176,7 +177,7 @@ def test_seeds_and_settings(engine: ServerEngine, tied_folder: Path) -> None:
 def test_as_teachers_they_name_the_likeliest_words(servers: Servers, engine: ServerEngine, tied_folder: Path) -> None:
     model = change(load(tied_folder), seed=4)
     engine.load_weights(model.named_parameters(), policy_version=0)  # the servers serve other tests' policies as well
-    teacher = ServerTeacher(servers.urls, timeout=20)
+    teacher = ServerTeacher(servers.urls, timeout=60)
     teacher.check(str(tied_folder))
     rows = [[2 + (7 * i + j) % 40 for i in range(9 + j)] for j in range(4)]
     for scores, ids in zip(teacher.scores(rows, 5), rows, strict=True):
@@ -220,14 +221,18 @@ def test_a_run_learns_from_servers_and_survives_the_death_of_one(
     servers: Servers, tied_folder: Path, tmp_path: Path
 ) -> None:
     """PPO: both are canaried after every push; SIGKILL while groups are out; the dead one is used when it is back."""
-    engine = ServerEngine(servers.urls, shared_folder=str(tmp_path / "weights"), timeout=20, max_groups=2)
+    engine = ServerEngine(servers.urls, shared_folder=str(tmp_path / "weights"), timeout=60, max_groups=2)
     data = sums_data(engine=engine, sampling=SamplingParams(max_new_tokens=100, ignore_eos=True), rollouts_per_epoch=4)
     seen = Seen(engine)
     inner = engine.generate
 
+    def kill() -> None:
+        until(lambda: engine._pool.servers[0].outstanding)
+        servers.kill(0)
+
     def generate(*args: Any, **kwargs: Any) -> Any:
         if len(seen.gaps) == 1:  # in the middle of the second rollout: while the first group is out
-            threading.Timer(0.2, lambda: servers.kill(0)).start()
+            threading.Thread(target=kill).start()
         return inner(*args, **kwargs)
 
     engine.generate = generate  # type: ignore[method-assign]
@@ -256,7 +261,7 @@ def test_a_server_that_comes_back_is_used_after_the_next_push(
     servers: Servers, tied_folder: Path, tmp_path: Path
 ) -> None:
     """It follows on the run above, which left one server dead."""
-    engine = ServerEngine(servers.urls, shared_folder=str(tmp_path / "weights"), timeout=20)
+    engine = ServerEngine(servers.urls, shared_folder=str(tmp_path / "weights"), timeout=60)
     if servers.processes[0].poll() is None:
         servers.kill(0)
     here = EngineContext(str(tied_folder), max_new_tokens=8)

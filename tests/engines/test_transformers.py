@@ -39,6 +39,7 @@ from lightrl.kernels.cpu.decoder_model import CPUModel, copy_by_rows
 from lightrl.kernels.cpu.prefix_cache import Past, PrefixCache
 from lightrl.types import CompletionGroup, EngineContext, GenerationRequest, Prompts, SamplingParams
 from tests.engines.conftest import ask
+from tests.waiting import until
 
 CHARS = ["<pad>", "<eos>", "<bos>", *"0123456789+-*= ?abcdefghijklmnopqrstuvwxyz\n()"]
 SIZES: dict[str, Any] = {
@@ -644,9 +645,11 @@ def test_cancel_ends_a_generation_and_a_wait(engines: dict[str, TransformersEngi
     engine.cancel()
     with pytest.raises(GenerationCancelledError):
         list(stream)
-    threading.Timer(0.1, engine.cancel).start()
+    ended = threading.Event()
+    threading.Thread(target=until, args=[lambda: engine.cancel() or ended.is_set()]).start()
     with pytest.raises(GenerationCancelledError):
         next(engine.generate(RequestQueue()))
+    ended.set()
 
 
 def test_queues_by_hand() -> None:

@@ -61,7 +61,7 @@ if __name__ == "__main__":
 """
 
 
-def run_script(text: str, folder: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def run_script(text: str, folder: Path, timeout: float = 550) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(text)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

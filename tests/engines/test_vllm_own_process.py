@@ -20,7 +20,7 @@ from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, EngineDiedError, EngineRestartedError, VLLMEngine
 from lightrl.objectives.advantages import GroupRelative
 from lightrl.types import Prompts, SamplingParams
-from tests.engines.conftest import ask, change, load
+from tests.engines.conftest import SOON, ask, change, load
 from tests.engines.test_vllm_sync import canary_gap, sampled_gap
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
@@ -116,7 +116,7 @@ def test_restart_with_weights_pushed_again(tied: VLLMEngine, tied_folder: Path, 
     assert len(before) == 2
     if victim == "worker":
         tied.restart_engine = False
-        assert kill_mid_rollout(tied, commands(before)["worker"]) < 5
+        assert kill_mid_rollout(tied, commands(before)["worker"]) < SOON
         assert not any(psutil.pid_exists(pid) for pid in before)
         with pytest.raises(EngineDiedError, match="died earlier"):
             list(ask(tied, PROMPTS, LONG, num_completions=1, seeds=range(16)))
@@ -150,7 +150,7 @@ def test_a_kill_during_a_push_is_told_in_time(tied: VLLMEngine, tied_folder: Pat
     began = time.monotonic()
     with pytest.raises(EngineDiedError):
         tied.load_weights(kills(), policy_version=1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON
     assert not tied.started and not any(psutil.pid_exists(pid) for pid in pids)
 
 
@@ -161,7 +161,7 @@ def test_killed_core_is_told_in_time(untied: VLLMEngine, untied_folder: Path) ->
     assert len(pids) == 1
     sockets = Path(untied._running()._sockets)  # other engines of this process have theirs
     assert any(sockets.iterdir())
-    assert kill_mid_rollout(untied, commands(pids)["core"]) < 5
+    assert kill_mid_rollout(untied, commands(pids)["core"]) < SOON
     assert not sockets.exists()
     assert not untied.started and untied.policy_version == -1
     assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -221,7 +221,7 @@ def test_a_rollout_survives_its_engine_and_is_the_same(tmp_path: Path) -> None:
     )
     with pytest.raises(EngineDiedError, match="engine process is gone"):
         quiet_trainer(callbacks=[WeightSync(), checks]).fit(module, data)
-    assert time.monotonic() - kills.killed_at < 5
+    assert time.monotonic() - kills.killed_at < SOON
     assert len(kills.victims) == 2
     tokens, mask, logprobs = checks.pairs
     assert torch.equal(*tokens) and torch.equal(*mask)

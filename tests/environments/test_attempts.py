@@ -45,6 +45,9 @@ def play_asked(
     return trajectory, engine
 
 
+HELD = threading.Event()
+
+
 class Calculator:
     """As TRL's documentation writes environments."""
 
@@ -79,8 +82,8 @@ class Calculator:
         raise ValueError("no such thing")
 
     def hang(self) -> str:
-        """Takes long."""
-        time.sleep(0.6)
+        """Takes as long as it is held."""
+        HELD.wait(60)
         return "late"
 
     def server(self) -> str:
@@ -194,27 +197,36 @@ def test_quick_tools_share_a_thread_and_what_hangs_keeps_its_own() -> None:
 
 def test_a_hanging_sync_tool_is_left_behind_and_counted_and_the_policy_is_told() -> None:
     turns = [said("", ToolCallOf("hang")), said("done")]
-    began = time.monotonic()
-    trajectory = play(lambda: ToolEnvironment(Calculator, tool_timeout=0.1), turns, {"start": 0})
-    assert time.monotonic() - began < 0.5
+    HELD.clear()
+    try:
+        trajectory = play(lambda: ToolEnvironment(Calculator, tool_timeout=0.1), turns, {"start": 0})
+        assert [thread for thread in threading.enumerate() if thread.name == "tool hang"], "it is still held"
+    finally:
+        HELD.set()
     assert trajectory.messages[-2]["content"] == "Error: hang took longer than 0.1 seconds."
     assert trajectory.metrics["tools/left_behind"] == 1
     assert trajectory.stop_reason == "stop"
 
 
 def test_slow_sync_tools_of_several_environments_run_at_once() -> None:
-    attempts = ScriptedAttempts(lambda: ToolEnvironment(Calculator))
+    together = threading.Barrier(6, timeout=60)  # one after another none would ever pass
+
+    class Meets(Calculator):
+        def hang(self) -> str:
+            """Waits for the other five."""
+            together.wait()
+            return "met"
+
+    attempts = ScriptedAttempts(lambda: ToolEnvironment(Meets))
     attempts.turns = [said("", ToolCallOf("hang")), said("done")]
     attempts.setup(TOKENIZER)
 
-    async def several() -> None:
-        await asyncio.gather(
+    async def several() -> list[list[Trajectory]]:
+        return await asyncio.gather(
             *(alone(attempts, ScriptedEngine(attempts.turns), {"start": 0}, SAMPLING) for _ in range(6))
         )
 
-    began = time.monotonic()
-    asyncio.run(several())
-    assert time.monotonic() - began < 1.8  # 3.6 s one after another
+    assert [trajectory.messages[-2]["content"] for (trajectory,) in asyncio.run(several())] == ["met"] * 6
 
 
 def test_infrastructure_failures_are_failures_and_never_reward_zero() -> None:
@@ -246,6 +258,7 @@ def test_infrastructure_failures_are_failures_and_never_reward_zero() -> None:
 def test_calls_of_one_turn_end_with_the_one_that_fails() -> None:
     """A tool server that is down ends the attempt; what its other calls were about to do does not happen behind it."""
     seen: list[str] = []
+    release = threading.Event()
 
     class Tools:
         def reset(self, **row: Any) -> None: ...
@@ -257,7 +270,7 @@ def test_calls_of_one_turn_end_with_the_one_that_fails() -> None:
         async def slow(self) -> str:
             """Takes long, and needs a moment to clean up."""
             try:
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(60)
                 seen.append("slow went on")
             finally:
                 await asyncio.sleep(0.05)
@@ -266,7 +279,7 @@ def test_calls_of_one_turn_end_with_the_one_that_fails() -> None:
 
         def thread(self) -> str:
             """Is left to its end: threads cannot be ended."""
-            time.sleep(0.1)
+            release.wait(60)
             return ""
 
         def later(self) -> str:
@@ -282,6 +295,7 @@ def test_calls_of_one_turn_end_with_the_one_that_fails() -> None:
     async def play_and_look() -> Trajectory:
         (trajectory,) = await alone(attempts, engine, {}, SAMPLING)
         assert seen == ["slow cleaned up"]
+        release.set()
         await asyncio.sleep(0.3)
         return trajectory
 
@@ -313,7 +327,7 @@ def test_states_are_equal_where_pictures_are_whatever_object_holds_them() -> Non
 def test_a_reset_that_hangs_is_a_failure() -> None:
     class Slow(Script):
         async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
-            await asyncio.sleep(5)
+            await asyncio.sleep(3600)
             return []
 
     trajectory = play(lambda: Slow([]), [], environment_timeout=0.05)
@@ -323,12 +337,12 @@ def test_a_reset_that_hangs_is_a_failure() -> None:
 def test_an_environment_that_does_not_close_holds_nothing_up() -> None:
     class Open(Script):
         async def close(self) -> None:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
 
     began = time.monotonic()
     with pytest.warns(UserWarning, match="An environment could not be closed: close took longer"):
         trajectory = play(lambda: Open([said("hello")]), [said("hello")], environment_timeout=0.05)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 100
     assert (trajectory.stop_reason, trajectory.metrics["close_errors"]) == ("stop", 1.0)
 
 
@@ -459,10 +473,12 @@ def test_no_more_environments_than_allowed_live_at_once_and_all_are_closed() -> 
 
 def test_an_environment_is_closed_when_its_attempt_is_cancelled() -> None:
     closed = []
+    stepping = asyncio.Event()
 
     class Stuck(Script):
         async def step(self, reply: Reply) -> Step:
-            await asyncio.sleep(60)
+            stepping.set()
+            await asyncio.sleep(3600)
             return Step(done=True)
 
         async def close(self) -> None:
@@ -474,7 +490,7 @@ def test_an_environment_is_closed_when_its_attempt_is_cancelled() -> None:
 
     async def cancel() -> None:
         run = asyncio.ensure_future(alone(attempts, ScriptedEngine([said("hi")]), {}, SAMPLING))
-        await asyncio.sleep(0.05)
+        await stepping.wait()
         run.cancel()
         with pytest.raises(asyncio.CancelledError):
             await run

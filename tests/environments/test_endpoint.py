@@ -16,6 +16,7 @@ import urllib.error
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import anthropic
 import httpx
@@ -27,6 +28,7 @@ from lightrl.types import Completion, CompletionGroup, GenerationRequest, Sampli
 from tests.environments import plain_program, programs
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import spell
+from tests.waiting import gone, until
 
 TOKENIZER = make_tokenizer(FAMILIES["qwen2.5"])
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
@@ -296,7 +298,7 @@ class Open:
         def main(row: Any, base_url: str, api_key: str) -> float:
             self.url, self.key = base_url, api_key
             self.there.set()
-            self.leave.wait(20)
+            self.leave.wait(60)
             return 1.0
 
         def run() -> None:
@@ -304,12 +306,12 @@ class Open:
 
         self.thread = threading.Thread(target=run)
         self.thread.start()
-        assert self.there.wait(20)
+        assert self.there.wait(60)
         return self
 
     def end(self) -> None:
         self.leave.set()
-        self.thread.join(20)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
     def __exit__(self, *error: Any) -> None:
@@ -318,7 +320,7 @@ class Open:
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         headers = {"authorization": f"Bearer {self.key}"} | headers
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(self.url + path, content=content, headers=headers, timeout=20)
+        return httpx.post(self.url + path, content=content, headers=headers, timeout=60)
 
 
 def test_malformed_requests_are_refused_in_the_shape_of_their_interface_and_fail_nothing() -> None:
@@ -396,7 +398,9 @@ def test_keys_are_one_attempts_own_and_void_after_its_end() -> None:
         while len(keys) < 3:
             time.sleep(0.01)
         if api_key == keys[2]:
-            time.sleep(0.3)  # the others have ended
+            for key in keys[:2]:  # the others end
+                asks = {"url": base_url + "/models", "headers": {"x-api-key": key}}
+                assert until(lambda asks=asks: httpx.get(**asks).status_code == 401)
             for key in keys:
                 answer = httpx.post(base_url + "/chat/completions", json={"messages": ASK}, headers={"x-api-key": key})
                 late.append(answer.status_code)
@@ -449,7 +453,7 @@ def test_limits_that_the_policy_ran_into_are_scored_by_their_names() -> None:
     (trajectory,) = play(endless, Engine("Hi"), max_model_len=200)
     assert trajectory.stop_reason == "tokens" and trajectory.metrics["turns"] > 2
     assert max(len(row.token_ids) for row in trajectory.rows) <= 200
-    (trajectory,) = play(plain_program.once, Engine("Hi"), {"sleep": 3}, max_seconds=0.5)
+    (trajectory,) = play(plain_program.once, Engine("Hi"), {"sleep": 5}, max_seconds=2)
     assert (trajectory.stop_reason, trajectory.turn_rewards) == ("time", [0.0])
 
 
@@ -467,8 +471,8 @@ def test_a_program_may_shorten_a_conversation_that_is_too_long_and_go_on() -> No
 
 def test_waiting_for_the_engine_takes_none_of_the_programs_time() -> None:
     engine = Engine("Hi")
-    engine.wait = lambda request: asyncio.sleep(0.8)
-    (trajectory,) = play(plain_program.once, engine, max_seconds=0.6)
+    engine.wait = lambda request: asyncio.sleep(3.0)
+    (trajectory,) = play(plain_program.once, engine, max_seconds=2.5)
     assert (trajectory.stop_reason, trajectory.turn_rewards) == ("stop", [0.5])
 
 
@@ -476,29 +480,34 @@ def test_an_async_program_that_hangs_is_cancelled() -> None:
     ended = threading.Event()
 
     async def main(row: Any, base_url: str, api_key: str) -> float:
-        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
-        await client.chat.completions.create(model="m", messages=ASK)  # type: ignore[arg-type]
+        plain_program.once({}, base_url, api_key)
         try:
             await asyncio.sleep(60)
         finally:
             ended.set()
         return 1.0
 
-    (trajectory,) = play(main, Engine("Hi"), max_seconds=0.4)
+    (trajectory,) = play(main, Engine("Hi"), max_seconds=2)
     assert trajectory.stop_reason == "time"
     assert ended.is_set()
 
 
 def test_more_requests_at_once_than_an_attempt_may_have_are_refused() -> None:
+    refused = threading.Event()
+
     async def main(row: Any, base_url: str, api_key: str) -> float:
-        async with httpx.AsyncClient(headers={"x-api-key": api_key}, timeout=20) as client:
+        statuses: list[int] = []
+        async with httpx.AsyncClient(headers={"x-api-key": api_key}, timeout=60) as client:
             posts = [client.post(base_url + "/chat/completions", json={"messages": ASK}) for _ in range(6)]
-            statuses = sorted([answer.status_code for answer in await asyncio.gather(*posts)])
-            assert statuses == [200, 200, 429, 429, 429, 429]
+            for answer in asyncio.as_completed(posts):
+                statuses.append((await answer).status_code)
+                if statuses.count(429) == 4:
+                    refused.set()
+        assert statuses == [429, 429, 429, 429, 200, 200]
         return 1.0
 
     engine = Engine("Hi")
-    engine.wait = lambda request: asyncio.sleep(1.0)
+    engine.wait = lambda request: asyncio.to_thread(refused.wait, 60)
     (trajectory,) = play(main, engine, max_requests=2)
     assert trajectory.failure is None
     assert len(trajectory.rows) == 2
@@ -524,8 +533,7 @@ def test_an_engine_that_fails_is_a_failure_and_a_5xx() -> None:
     (trajectory,) = play(main, engine)
     assert trajectory.stop_reason == "failure" and trajectory.turn_rewards == []
     assert trajectory.failure == "RuntimeError: the engine is gone"
-    time.sleep(0.1)
-    assert seen == [503]
+    assert until(lambda: seen == [503])
 
 
 def test_a_program_that_raises_dies_or_asks_for_nothing_is_a_failure() -> None:
@@ -553,22 +561,10 @@ def test_what_is_no_reward_is_refused() -> None:
         play(f"{PLAIN}:once", Engine("Hi"), {"x": object()}, process=True)
 
 
-def gone(pid: int) -> bool:
-    for _ in range(100):
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                if file.read().rsplit(")", 1)[1].split()[0] == "Z":
-                    return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 @pytest.mark.parametrize("how", ["ends", "limit", "cancelled", "dies"])
 def test_no_process_and_no_socket_is_left(how: str, tmp_path: Path) -> None:
     row = {"children": str(tmp_path / "pids"), "sleep": 0 if how in ("ends", "dies") else 60, "die": how == "dies"}
-    program = AgentProgram(f"{PLAIN}:once", process=True, max_seconds=3 if how == "limit" else None)
+    program = AgentProgram(f"{PLAIN}:once", process=True, max_seconds=6 if how == "limit" else None)
     program.setup(TOKENIZER)
     engine = Engine("Hi")
 
@@ -587,7 +583,7 @@ def test_no_process_and_no_socket_is_left(how: str, tmp_path: Path) -> None:
     asyncio.run(run())
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2 and all(gone(pid) for pid in pids)
-    assert listening() == before
+    assert listening() <= before
     assert not [thread for thread in threading.enumerate() if thread.name in ("endpoint", "program's process")]
 
 
@@ -617,9 +613,7 @@ def test_giving_up_while_the_endpoint_starts_or_stops_leaves_none(times: int, af
         return [*names, *(listening() - before)]
 
     asyncio.run(run())
-    until = time.monotonic() + 10
-    while left() and time.monotonic() < until:  # a start that goes on is ended behind
-        time.sleep(0.02)
+    until(lambda: not left())  # a start that goes on is ended behind
     assert left() == []
 
 
@@ -650,7 +644,7 @@ def ends(endpoint: threading.Thread) -> None:
 def test_an_endpoint_that_dies_in_the_middle_of_a_request_is_a_failure_and_the_next_attempt_has_another(
     process: bool,
 ) -> None:
-    program = AgentProgram(f"{PLAIN}:once", process=process, max_seconds=20)
+    program = AgentProgram(f"{PLAIN}:once", process=process, max_seconds=60)
     program.setup(TOKENIZER)
     engine, before = Engine("Hi"), listening()
 
@@ -658,7 +652,7 @@ def test_an_endpoint_that_dies_in_the_middle_of_a_request_is_a_failure_and_the_n
         if len(engine.asked) == 1:
             (thread,) = [thread for thread in threading.enumerate() if thread.name == "endpoint"]
             ends(thread)
-            await asyncio.to_thread(thread.join, 10)
+            await asyncio.to_thread(thread.join, 30)
             assert not thread.is_alive()
 
     engine.wait = wait
@@ -671,9 +665,9 @@ def test_an_endpoint_that_dies_in_the_middle_of_a_request_is_a_failure_and_the_n
     assert failed.stop_reason == "failure" and failed.failure and failed.turn_rewards == []
     assert (again.stop_reason, again.turn_rewards, len(engine.asked)) == ("stop", [0.5], 2)
     gc.collect()  # what a loop held that broke off, and what earlier tests left
-    assert listening() <= before
+    assert until(lambda: listening() <= before)
     names = ("endpoint", "program", "program's process")
-    assert not [thread for thread in threading.enumerate() if thread.name in names]
+    assert until(lambda: not [thread for thread in threading.enumerate() if thread.name in names])
 
 
 def test_a_connection_cut_in_the_middle_of_a_request_gives_the_turn_up_and_asking_again_is_answered() -> None:
@@ -682,16 +676,14 @@ def test_a_connection_cut_in_the_middle_of_a_request_gives_the_turn_up_and_askin
     async def wait(request: GenerationRequest) -> None:
         if len(engine.asked) == 1:
             cut_connections()
-            await asyncio.sleep(10)
+            await asyncio.sleep(60)
 
     engine.wait = wait
 
     def main(row: Any, base_url: str, api_key: str) -> float:
         with pytest.raises((OSError, http.client.HTTPException)):
             plain_program.once({}, base_url, api_key)
-        until = time.monotonic() + 5
-        while not engine.cancelled and time.monotonic() < until:
-            time.sleep(0.02)  # a request that overtakes the end of the connection would be a second turn
+        until(lambda: engine.cancelled)  # a request that overtakes the end of the connection would be a second turn
         return float(plain_program.once({}, base_url, api_key) or 0)
 
     (trajectory,) = play(main, engine)
@@ -730,17 +722,12 @@ def test_a_client_that_goes_away_gives_its_turn_up_and_asking_again_samples_the_
 
     engine.wait = wait
     with Open(engine) as attempt:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(
-                attempt.url + "/chat/completions",
-                json={"messages": ASK, "stream": True},
-                headers={"x-api-key": attempt.key},
-                timeout=0.5,
-            )
-        until = time.monotonic() + 5
-        while not engine.cancelled and time.monotonic() < until:
-            time.sleep(0.02)
-        assert engine.cancelled == 1
+        client = http.client.HTTPConnection(urlsplit(attempt.url).netloc)
+        body = json.dumps({"messages": ASK, "stream": True})
+        client.request("POST", "/v1/chat/completions", body, {"x-api-key": attempt.key})
+        assert until(lambda: engine.asked)
+        client.close()
+        assert until(lambda: engine.cancelled == 1)
         assert attempt.post("/chat/completions", {"messages": ASK}).status_code == 200
     assert [request.seed for request in engine.asked] == [0, 0]
     assert engine.asked[0].token_ids == engine.asked[1].token_ids

@@ -91,7 +91,7 @@ def test_the_tools_of_an_mcp_server_are_called_and_its_errors_told() -> None:
     made: list[MCPEnvironment] = []
 
     def make() -> MCPEnvironment:
-        made.append(MCPEnvironment(COMMAND, tool_timeout=0.5))
+        made.append(MCPEnvironment(COMMAND, tool_timeout=4))
         return made[-1]
 
     trajectory = play(make, turns)
@@ -100,12 +100,12 @@ def test_the_tools_of_an_mcp_server_are_called_and_its_errors_told() -> None:
     assert wrong.startswith("Error: ") and "should be a valid integer" in wrong
     assert fails.startswith("Error: ") and "out of paper" in fails
     assert unknown == "Error: there is no tool 'nothing'; there are: add, fails, sleeps, dies, look."
-    assert late == "Error: sleeps took longer than 0.5 seconds."
+    assert late == "Error: sleeps took longer than 4 seconds."
     assert trajectory.metrics["tools/calls"] == 5 and trajectory.metrics["tools/errors"] == 3
     add = made[0].tools[0]["function"]
     assert (add["name"], add["description"]) == ("add", "Adds to the total.")
     assert add["parameters"]["properties"]["a"]["type"] == "integer"
-    assert children() == before, "the server's process has ended with the attempt"
+    assert children() <= before, "the server's process has ended with the attempt"
 
 
 def test_an_mcp_server_that_dies_in_a_call_is_a_failure_and_leaves_no_process() -> None:
@@ -115,7 +115,7 @@ def test_an_mcp_server_that_dies_in_a_call_is_a_failure_and_leaves_no_process() 
     assert trajectory.stop_reason == "failure" and "MCP server" in str(trajectory.failure)
     absent = play(lambda: MCPEnvironment([sys.executable, "-c", "raise SystemExit(1)"]), [said("done")])
     assert absent.stop_reason == "failure" and "MCP server" in str(absent.failure)
-    assert children() == before
+    assert children() <= before
 
 
 def test_an_mcp_server_over_http_has_own_tools_and_rewards_beside_it_and_may_be_killed() -> None:
@@ -136,7 +136,7 @@ def test_an_mcp_server_over_http_has_own_tools_and_rewards_beside_it_and_may_be_
 
     server = Server("mcp_server.py")
     try:
-        environment = lambda: MCPEnvironment(f"{server.url}/mcp", Scored)  # noqa: E731
+        environment = lambda: MCPEnvironment(f"{server.url}/mcp", Scored, tool_timeout=600)  # noqa: E731
         trajectory = play(environment, [calls("add", "praise"), said("done")])
         assert trajectory.turn_rewards == [0.0, 1.0] and trajectory.messages[0]["content"] == "Go. Count."
         assert "field required" in results(trajectory)[0].lower() and results(trajectory)[1] == "thanks"
@@ -154,7 +154,7 @@ def test_an_mcp_server_over_http_has_own_tools_and_rewards_beside_it_and_may_be_
         began = time.monotonic()
         (killed,) = asyncio.run(alone(attempts, Kills(turns), {"prompt": "Go."}, SAMPLING))
         assert killed.stop_reason == "failure" and "MCP server" in str(killed.failure)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 100
     finally:
         server.kill()
 
@@ -198,7 +198,7 @@ def test_remote_environments_are_given_back_whatever_ends_an_attempt(guess: Serv
     """The server has two places: attempts that fail, run into limits or are cancelled must not keep theirs."""
 
     def make() -> OpenEnvironment:
-        return OpenEnvironment(guess.url, observation_field="text", timeout=20.0)
+        return OpenEnvironment(guess.url, observation_field="text", timeout=60.0)
 
     for _ in range(2):
         failed = play(make, [said("broken dice")])

@@ -21,7 +21,7 @@ def test_a_sample_of_faults_holds_every_invariant() -> None:
     """In a process of its own, which forks the runs."""
     command = [sys.executable, "-m", "tests.faults.campaign", "--cases", "8", "--seed", "3", "--minutes", "0.4"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert re.search(r"^([1-9]\d*) of \1 injected faults held every invariant", done.stdout, re.MULTILINE)
 
@@ -36,10 +36,10 @@ def work(isolated):
         if os.fork() == 0:
             os.setsid()
             die_with_parent() if not strays else os.fork() and os._exit(0)
-            time.sleep(60)
+            time.sleep(600)
     time.sleep(0.2)
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 contained(work)
 """
     command = [sys.executable, "-c", code]
@@ -47,7 +47,7 @@ contained(work)
         assert run.stdout is not None and run.stdout.readline() == b"ready\n"
         start = time.monotonic()
         run.kill()
-        assert run.stdout.read() == b"" and time.monotonic() - start < 10, "someone still holds it open"
+        assert run.stdout.read() == b"" and time.monotonic() - start < 60, "someone still holds it open"
 
 
 def test_the_slow_engines_cases_are_spread_and_the_worst_come_first() -> None:

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from lightning.pytorch import seed_everything
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from lightrl.algorithms import GRPOLightningModule
-from lightrl.callbacks import SaveRollouts
+from lightrl.callbacks import SaveRollouts, WeightSync
 from lightrl.callbacks.save_rollouts import load_rollouts
 from lightrl.engines.base import EngineContext
 from lightrl.engines.transformers.engine import TransformersEngine
@@ -33,7 +34,7 @@ from lightrl.types import GenerationRequest, Rollouts, Routes, SamplingParams
 from tests.algorithms.toys import fit, sgd, weights
 from tests.models.conftest import VOCAB, Batch
 from tests.models.test_support import NewRow
-from tests.toys import QUICKSTART_MODEL, ThreadEngine, near_ties
+from tests.toys import QUICKSTART_MODEL, Keep, ThreadEngine, near_ties, quiet_trainer, sums_data
 
 LAYOUTS = ("padded", "packed", "shared_prefix")
 EXPERTS, K = 4, 3  # of two pairs that tie one is taken whole, and of the other one expert
@@ -58,12 +59,12 @@ def moe(kind: str, **changes: Any) -> Any:
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
-def saved(kind: str, folder: Path) -> str:
+def saved(kind: str, folder: Path, by: float = 6e-8) -> str:
     """A model whose routers nearly tie, with the quickstart's tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART_MODEL)
     tokenizer.save_pretrained(folder)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    near_ties(moe(kind, vocab_size=len(tokenizer), **ends)).save_pretrained(folder)
+    near_ties(moe(kind, vocab_size=len(tokenizer), **ends), by).save_pretrained(folder)
     return str(folder)
 
 
@@ -259,6 +260,23 @@ class Forgetful(TransformersEngine):
         for group in super().generate(requests):
             group.completions = [replace(sample, routes=None) for sample in group.completions]
             yield group
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_bfloat16_runs_learn_from_the_experts_that_sampled(precision: Any, tmp_path: Path) -> None:
+    """Where routers nearly tie by bfloat16's last bits, only replay leaves no more than its rounding."""
+    path = saved("Mixtral", tmp_path, by=4e-3)
+    gaps, ended = [], []
+    for engine in (TransformersEngine(), Forgetful()):
+        seed_everything(0, verbose=False)
+        module, keep = grpo(path, ppo_epochs=2), Keep()
+        trainer = quiet_trainer(callbacks=[WeightSync(), keep], precision=precision)
+        trainer.fit(module, sums_data(engine=engine, rollouts_per_epoch=1))
+        assert engine.dtype == "bfloat16"
+        rows, mask = keep.rollouts[0], keep.rollouts[0].response_mask
+        gaps.append(float((keep.experiences[0].old_logprobs - rows.engine_logprobs)[mask].abs().max()))
+        ended.append(weights(module))
+    assert gaps[0] < 0.15 < 0.4 < gaps[1] and not torch.equal(*ended)
 
 
 def test_without_recorded_experts_the_reason_is_logged_once(near: str, caplog: pytest.LogCaptureFixture) -> None:

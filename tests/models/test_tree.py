@@ -209,3 +209,11 @@ def test_without_groups_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> No
             policy(*batch[:3], group_ids=groups)
     assert seen[0] == make_stream(*batch[:3], share=False).num_tokens
     assert seen[-1] == make_stream(*batch[:3]).num_tokens < seen[0]
+
+
+def test_families_that_lie_backwards_are_gathered() -> None:
+    """A view of them would have a negative stride, which torch refuses."""
+    x = torch.arange(16.0).view(16, 1, 1)
+    backwards = cpu_attention.Spans.of([[(8, 2), (12, 2)], [(0, 2), (4, 2)]], x.device)
+    assert backwards.take(x).flatten().tolist() == [8, 9, 12, 13, 0, 1, 4, 5]
+    assert cpu_attention.Spans.of([[(0, 2), (4, 2)], [(8, 2), (12, 2)]], x.device).index is None

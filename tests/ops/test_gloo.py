@@ -65,7 +65,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     command = [sys.executable, __file__]
     processes = [subprocess.Popen([*command, str(rank), str(tmp_path)]) for rank in range(2)]
     try:
-        assert [p.wait(timeout=240) for p in processes] == [0, 0]
+        assert [p.wait(timeout=550) for p in processes] == [0, 0]
     finally:
         for p in processes:
             p.kill()

@@ -170,16 +170,22 @@ def test_hostile_text_is_shown_and_inert(browser: Browser, tmp_path: Path) -> No
 
 def test_two_thousand_trajectories_are_there_in_three_seconds(browser: Browser, tmp_path: Path) -> None:
     page = view(run_of(tmp_path, 2000, length=60, turns=4))
-    seconds = []
-    while not seconds or (min(seconds) >= 3.0 and len(seconds) < 4):  # other work may share the processors
-        begin = time.perf_counter()
+
+    def opened() -> None:
         browser.open(page)
         assert len(shown(browser)) == 2000
-        seconds.append(time.perf_counter() - begin)
-    assert min(seconds) < 3.0
-    begin = time.perf_counter()
-    pick(browser, "search", "needle")
-    assert shown(browser) == [5] and time.perf_counter() - begin < 1.5
+
+    def found() -> None:
+        pick(browser, "search", "needle")
+        assert shown(browser) == [5]
+
+    for work, limit in ((opened, 3.0), (found, 1.5)):
+        seconds = []
+        while not seconds or (min(seconds) >= limit and len(seconds) < 8):  # other work may share the processors
+            begin = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - begin)
+        assert min(seconds) < limit
     assert browser.console() == []
 
 

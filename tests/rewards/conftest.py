@@ -34,7 +34,7 @@ class Server:
 
     @property
     def health(self) -> dict:
-        return httpx.get(self.url.replace("score", "health"), trust_env=False, timeout=5).json()
+        return httpx.get(self.url.replace("score", "health"), trust_env=False, timeout=60).json()
 
     def start(self) -> Server:
         environment = {key: value for key, value in os.environ.items() if key != "LIGHTRL_REWARD_TOKEN"}
@@ -42,7 +42,7 @@ class Server:
             environment["LIGHTRL_REWARD_TOKEN"] = self.token
         command = [sys.executable, "-c", START, json.dumps({"port": self.port, **self.arguments})]
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        end = time.monotonic() + 60
+        end = time.monotonic() + 200
         while time.monotonic() < end:
             assert self.process.poll() is None, "the server ended at its start"
             try:

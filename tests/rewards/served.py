@@ -16,12 +16,12 @@ def length_or_none(completions, log_metric):
 
 
 def slow(completions):
-    time.sleep(20)
+    time.sleep(60)
     return [0.0] * len(completions)
 
 
 def pause(completions):
-    time.sleep(1.5)
+    time.sleep(3.0)
     return length(completions)
 
 

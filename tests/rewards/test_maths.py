@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 
 pytest.importorskip("math_verify")
 
 from lightrl.rewards import MathVerify, RewardError, RewardScorer, maths
+from tests.waiting import gone
 
 
 @pytest.fixture(scope="module")
 def reward():
-    made = MathVerify(timeout=1.0)
+    made = MathVerify(timeout=3.0)
     yield made
     made.close()
 
@@ -50,7 +50,7 @@ def test_endless_comparisons_are_unscored_and_the_rest_goes_on(reward):
 
 
 def test_timeout_value_is_what_an_endless_comparison_scores():
-    made = MathVerify(timeout=0.5, timeout_value=0.0)
+    made = MathVerify(timeout=2.0, timeout_value=0.0)
     try:
         assert made(["1", "1"], answer=[TOWER, "1"]) == [0.0, 1.0]
     finally:
@@ -59,12 +59,15 @@ def test_timeout_value_is_what_an_endless_comparison_scores():
 
 def test_the_first_answer_of_a_cold_worker_has_the_whole_time():
     # A comparison takes milliseconds, loading math-verify's parsers took over a tenth of a second of its first one.
-    for _ in range(3):
+    # That would cost every one of them its score; other work on the machine costs one of them at most now and then.
+    def scored() -> bool:
         made = MathVerify(timeout=0.1)
         try:
-            assert made([r"\boxed{\frac{2}{4}}"], answer=[r"\frac{1}{2}"]) == [1.0]
+            return made([r"\boxed{\frac{2}{4}}"], answer=[r"\frac{1}{2}"]) == [1.0]
         finally:
             made.close()
+
+    assert any(scored() for _ in range(8))
 
 
 def test_an_unreadable_reference_is_not_applicable(reward):
@@ -99,7 +102,7 @@ def test_in_a_scorer_several_workers_and_no_process_after_close():
     scorer = RewardScorer([reward])
     rows = {"prompts": ["p"], "completions": ["2"], "completion_ids": [[1]], "group_ids": [0]}
     handles = [scorer.submit(columns={"answer": ["2"]}, **rows) for _ in range(6)]
-    assert [handle.result(60).total for handle in handles] == [[1.0]] * 6
+    assert [handle.result(240).total for handle in handles] == [[1.0]] * 6
     processes = [worker._process for worker in reward._workers if worker._process is not None]
     assert processes and all(process.poll() is None for process in processes)
     scorer.close()
@@ -115,17 +118,8 @@ reward(["1"], answer=["1"])
 print(reward._workers[0]._process.pid, flush=True)
 os._exit(0)
 """
-    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout)
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                if file.read().split()[2] == "Z":
-                    return
-        except FileNotFoundError:
-            return
-        time.sleep(0.05)
-    pytest.fail("the worker outlived its parent")
+    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=550).stdout)
+    assert gone(pid), "the worker outlived its parent"
 
 
 def test_bad_arguments():

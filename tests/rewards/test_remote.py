@@ -83,7 +83,7 @@ def ask(reward, completions, group_ids=None, timeout=None, **columns):
     rows = {"prompts": ["p"] * n, "completions": completions, "completion_ids": [[1]] * n}
     try:
         groups = list(range(n)) if group_ids is None else group_ids
-        return scorer.submit(columns=columns, group_ids=groups, **rows).result(30)
+        return scorer.submit(columns=columns, group_ids=groups, **rows).result(60)
     finally:
         scorer.close()
 
@@ -166,11 +166,11 @@ def test_requests_at_a_time_are_bounded(server):
     rows = {"prompts": ["p"] * 4, "completions": ["a"] * 4, "completion_ids": [[1]] * 4, "group_ids": [0, 1, 2, 3]}
     handles = [scorer.submit(columns={}, **rows) for _ in range(3)]  # 12 requests from 3 calls
     with server.lock:
-        assert server.lock.wait_for(lambda: server.running == 3, timeout=20)
+        assert server.lock.wait_for(lambda: server.running == 3, timeout=60)
         assert not server.lock.wait_for(lambda: server.running > 3, timeout=0.2)
     server.gate.set()
     for handle in handles:
-        assert handle.result(20).total == [1.0] * 4
+        assert handle.result(60).total == [1.0] * 4
     assert server.most == 3 and len(server.bodies) == 12
     scorer.close()
 

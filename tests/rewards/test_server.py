@@ -33,7 +33,7 @@ def score(reward, completions, group_ids=None, media=None, **columns):
 
 
 def post(server, **kwargs):
-    return httpx.post(server.url, trust_env=False, timeout=20, **kwargs)
+    return httpx.post(server.url, trust_env=False, timeout=60, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_a_function_out_of_time_on_the_server(serve):
 
 def test_a_slow_server(serve):
     server = serve("slow")
-    fast = {"timeout": 0.2, "retries": 1, "backoff": 0.01}
+    fast = {"timeout": 1.0, "retries": 1, "backoff": 0.01}
     with pytest.raises(RewardError, match="2 attempts.*ReadTimeout"):
         score(RemoteReward(server.url, **fast), ["a"])
     scores = score(RemoteReward(server.url, on_failure="none", **fast), ["a", "b"])
@@ -153,10 +153,10 @@ def test_a_server_killed_in_the_middle_of_a_request(serve):
     reward = {"retries": 2, "backoff": 0.01, "batch_size": 1, "concurrency": 1}
     with pytest.raises(RewardError, match=r"did not score 1 rows in 3 attempts"):
         score(RemoteReward(server.url, **reward), ["a", "kill", "b"])
-    server.process.wait(10)
+    server.process.wait(60)
     server.start()
     scores = score(RemoteReward(server.url, on_failure="none", **reward), ["a", "kill", "b"])
-    server.process.wait(10)
+    server.process.wait(60)
     # The first row was scored before the server died, the others not: nothing of the rollout is lost but these two.
     assert scores.total[0] == 1.0 and all(map(math.isnan, scores.total[1:]))
     assert scores.metrics["reward/remote/unanswered"] == pytest.approx(2 / 3)
@@ -165,17 +165,17 @@ def test_a_server_killed_in_the_middle_of_a_request(serve):
 def test_a_server_that_comes_back_while_it_is_asked(serve):
     server = serve("length")
     server.kill()
-    reward = RemoteReward(server.url, retries=200, backoff=0.05, max_backoff=0.1)
+    reward = RemoteReward(server.url, retries=5000, backoff=0.05, max_backoff=0.1)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         scores = pool.submit(score, reward, ["abc"])
         server.start()
-        assert scores.result(60).total == [3.0]
+        assert scores.result(300).total == [3.0]
 
 
 def test_ctrl_c_ends_the_server_cleanly(serve):
     server = serve("length")
     server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(20) == 0
+    assert server.process.wait(60) == 0
 
 
 def test_what_serve_reward_refuses(monkeypatch):

@@ -230,7 +230,7 @@ def test_the_run_stops_with_the_failure_that_is_one_too_many_and_does_not_wait_f
     raw = replace(PROMPTS, raw=list(PROMPTS.texts))
     with pytest.raises(RuntimeError, match=r"6 of 10 trajectories of a rollout failed, each 1 times.*killed"):
         collector(episode=Slow(max_retries=0)).start([replace(tasks(10)[0], prompt=raw[[0]])]).finish()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60
 
 
 def test_the_end_of_a_run_lets_environments_close(collector: Any) -> None:
@@ -258,8 +258,11 @@ def test_a_time_limit_cancels_the_request(collector: Any) -> None:
     class Limited(Episode):
         async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
             request = task.prompt.request(0, task.sampling, task.seed, len(task.attempts))
+            asked = asyncio.ensure_future(ask(request))
+            while request.token_ids not in [taken.token_ids for taken in engine.asked]:
+                await asyncio.sleep(0.005)
             try:
-                return one_turn(await asyncio.wait_for(ask(request), 0.1))
+                return one_turn(await asyncio.wait_for(asked, 0.1 if request.token_ids == [3] else 60))
             except TimeoutError:
                 return [Trajectory(task.failed("").rows, "", "time") for _ in task.attempts]
 
@@ -311,7 +314,7 @@ def test_an_error_of_a_reward_function_ends_generation_at_once(beside: bool, col
     begin = time.monotonic()
     with pytest.raises(RewardError, match="raises.*oops"):
         collector(engine, rewards=[raises]).start(tasks()).finish()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60
 
 
 def test_what_cancels_itself_ends_the_rollout_and_does_not_hang_it(collector: Any) -> None:
@@ -339,18 +342,18 @@ class Hangs(Episode):
 
 
 def hangs(**_: Any) -> list[float]:
-    time.sleep(20)
+    time.sleep(30)
     return []
 
 
 def test_a_rollout_without_progress_says_what_it_waits_for(collector: Any) -> None:
     begin = time.monotonic()
-    quick = {"stall_timeout": 0.3}
-    with pytest.raises(RolloutStalledError, match=r"0.3 seconds.*episodes Hangs \(2 groups, the first of prompt 0\)"):
+    quick = {"stall_timeout": 2.0}
+    with pytest.raises(RolloutStalledError, match=r"=2 seconds.*episodes Hangs \(2 groups, the first of prompt 0\)"):
         collector(episode=Hangs(), **quick).start(tasks()).finish()
     with pytest.raises(RolloutStalledError, match=r"reward functions hangs \(2 groups"):
         collector(rewards=[hangs], **quick).start(tasks()).finish()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 25  # the reward function takes 30
 
 
 def test_an_engine_that_hangs_in_another_process_ends_the_rollout(collector: Any) -> None:
@@ -372,11 +375,11 @@ def test_slow_progress_is_no_stall(collector: Any) -> None:
     class Slow(Episode):
         async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
             for turn in range(4):
-                await asyncio.sleep(0.15)
+                await asyncio.sleep(0.8)
                 group = await ask(task.prompt.request(0, task.sampling, task.turn_seed(0, turn), len(task.attempts)))
             return one_turn(group)
 
-    assert len(collector(episode=Slow(), stall_timeout=0.4).start(tasks()).finish()) == 2
+    assert len(collector(episode=Slow(), stall_timeout=2.4).start(tasks()).finish()) == 2
 
 
 def test_giving_up_ends_episodes_threads_and_requests(collector: Any) -> None:
@@ -386,7 +389,7 @@ def test_giving_up_ends_episodes_threads_and_requests(collector: Any) -> None:
     collection: Collection = made.start(tasks())
     begin = time.monotonic()
     assert made.close() is False
-    assert episode.closed and not collection.stuck and time.monotonic() - begin < 3
+    assert episode.closed and not collection.stuck and time.monotonic() - begin < 30
 
 
 def test_groups_are_handed_out_as_they_finish(collector: Any) -> None:

@@ -199,7 +199,7 @@ def resumable(way: str, folder: Path, path: str, kill_at: int = 0, ckpt_path: st
 def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(way: str, path: str, tmp_path: Path) -> None:
     whole = resumable(way, tmp_path / "whole", path)
     command = [sys.executable, __file__, "killed", path, str(tmp_path), way]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550)
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     last = tmp_path / "checkpoints" / "last.ckpt"
     resumed = resumable(way, tmp_path / "again", path, ckpt_path=str(last))

@@ -200,22 +200,22 @@ class Straggler(Letters):
     def __init__(self) -> None:
         super().__init__()
         Straggler.made += 1
-        self.delay = 60.0 if Straggler.made == 2 else 0.0
+        self.delay = 3600.0 if Straggler.made == 2 else 0.0
 
 
 def test_one_straggler_is_ended_by_its_time_limit_and_scored(path: str) -> None:
     Straggler.made = 0
     began = time.perf_counter()
-    _, keep = fit(path, environment=Straggler, episode={"max_seconds": 0.5}, rollouts_per_epoch=2)
-    assert time.perf_counter() - began < 30
+    _, keep = fit(path, environment=Straggler, episode={"max_seconds": 4.0}, rollouts_per_epoch=2)
+    assert time.perf_counter() - began < 200
     assert [r.stop_reasons.count("time") for r in keep.rollouts] == [1, 0]
     assert bool(keep.rollouts[0].rewards.isfinite().all())
 
 
 def test_one_straggler_without_a_limit_stops_the_run_with_what_it_waits_for(path: str) -> None:
     Straggler.made = 0
-    with pytest.raises(RolloutStalledError, match=r"stall_timeout=1.*episodes EnvironmentEpisode \(1 groups"):
-        fit(path, environment=Straggler, stall_timeout=1.0)
+    with pytest.raises(RolloutStalledError, match=r"stall_timeout=4.*episodes EnvironmentEpisode \(1 groups"):
+        fit(path, environment=Straggler, stall_timeout=4.0)
 
 
 def test_dynamic_sampling_replaces_groups_of_environments_without_spread(path: str) -> None:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightrl.algorithms import GRPOLightningModule
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import LedgerCanary, RolloutCheckpoint
 from lightrl.data.prompts import PromptSource
 from lightrl.engines import ServerEngine
 from lightrl.engines.base import RequestQueue
+from lightrl.environments.episodes import Episode, Task, one_turn
+from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.rollout.sources import InFlight
-from lightrl.types import CompletionGroup, Rollouts, SamplingParams
-from tests.rollout.test_staleness import Watch, run
+from lightrl.types import CompletionGroup, Rollouts, SamplingParams, Trajectory
+from tests.models.test_routing import saved
+from tests.rollout.test_staleness import Watch, run, sgd
 from tests.toys import KeptEngine, ThreadEngine, quickstart_model, sums_data
 
 FIRST = 4
@@ -72,7 +77,7 @@ def worst(module: Any, watch: Watch, rollouts: Rollouts, version: int, of: int) 
     """Largest difference between recorded log-probs of tokens of one version and those by the weights of another."""
     module.actor.load_state_dict(watch.weights[version])
     with torch.no_grad():
-        out = module.actor(rollouts.token_ids, rollouts.attention_mask, rollouts.response_mask)
+        out = module.actor(rollouts.token_ids, rollouts.attention_mask, rollouts.response_mask, routes=rollouts.routes)
     return float((out.logprobs - rollouts.engine_logprobs)[versions(rollouts) == of].abs().max())
 
 
@@ -157,16 +162,80 @@ def test_an_evaluation_in_between_is_of_the_newest_policy_and_waits_for_nothing(
     assert worst(module, watch, watch.rollouts[2], 2, 2) < 1e-4
 
 
+def test_an_adapter_changes_within_completions(side_model: str) -> None:
+    spec = ModelSpec(side_model, lora=LoraSpec(r=4))
+    module, watch = in_flight(side_model, module=GRPOLightningModule(spec, kl=None, optimizer=sgd))
+    for number, rollouts in enumerate(watch.rollouts[1:], 1):
+        assert watch.metrics[number]["rollout/switched"] > 0.5
+        for version in (number - 1, number):
+            assert worst(module, watch, rollouts, version, version) < 1e-4
+        assert worst(module, watch, rollouts, 0, number) > 1e-2
+
+
+def test_experts_are_replayed_over_a_change_of_weights_and_a_resume(tmp_path: Path) -> None:
+    path = saved("Mixtral", tmp_path / "model")
+
+    def learner() -> Any:
+        return GRPOLightningModule(ModelSpec(path, freeze=["*gate.weight"]), kl=None, optimizer=sgd)
+
+    checkpoint = RolloutCheckpoint(every_n_rollouts=2, dirpath=str(tmp_path), save_top_k=-1)
+    module, whole = in_flight(path, checkpoint, module=learner(), rollouts_per_epoch=4)
+    for number, rollouts in enumerate(whole.rollouts):
+        lengths = rollouts.attention_mask.sum(1)
+        assert [len(routes) for routes in rollouts.routes] == [int(n) - 1 for n in lengths]  # type: ignore[arg-type]
+        for version in {max(number - 1, 0), number}:
+            assert worst(module, whole, rollouts, version, version) < 1e-4
+        free = replace(rollouts, routes=[None] * len(rollouts.routes))
+        assert worst(module, whole, free, number, number) > 1e-2
+    assert whole.metrics[1]["rollout/switched"] > 0.5
+    (middle,) = [file for file in tmp_path.glob("*.ckpt") if torch.load(file, weights_only=True)["global_step"] == 2]
+    resumed = {"engine": Scripted(learnt=2), "ckpt_path": str(middle)}
+    _, rest = in_flight(path, module=learner(), rollouts_per_epoch=4, **resumed)
+    assert same(whole.rollouts[2:], rest.rollouts)
+
+
+class Again(Episode):
+    """Asks with one seed for two prompts, as an attempt that is made again does where its environment differs."""
+
+    async def run(self, task: Task, ask: Any) -> list[Trajectory]:
+        first = task.prompt.request(0, task.sampling, task.seed, len(task.attempts))
+        await ask(first)
+        return one_turn(await ask(replace(first, token_ids=[*first.token_ids, first.token_ids[0]])))
+
+
+def test_what_was_sampled_of_one_prompt_is_not_taken_for_anothers_with_the_same_seed(side_model: str) -> None:
+    module, watch = in_flight(side_model, engine=ThreadEngine(), episode=Again(), rollouts_per_epoch=2)
+    assert worst(module, watch, watch.rollouts[0], 0, 0) < 1e-4
+
+
+LONG = SamplingParams(max_new_tokens=320, ignore_eos=True)
+"""Which vLLM samples ten times as long as the policy learns."""
+
+
+def with_vllm(folder: Path, lora: LoraSpec | None) -> tuple[KeptEngine, Any]:
+    """An engine, and what runs over it."""
+    shape = {"num_hidden_layers": 1, "intermediate_size": 64, "max_position_embeddings": 512}
+    path, engine = quickstart_model(folder, **shape), KeptEngine(in_process=False)
+    few = {"engine": engine, "sampling": LONG, "prompts_per_rollout": 4, "rollouts_per_epoch": 4}
+
+    def learn(*callbacks: Any, **data: Any) -> tuple[Any, Watch]:
+        module = GRPOLightningModule(ModelSpec(path, lora=lora), kl=None, optimizer=sgd)
+        return in_flight(path, *callbacks, module=module, **few, **data)
+
+    return engine, learn
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", ["recompute", "keep"])
-def test_vllm_changes_weights_within_completions(cache: Any, tmp_path: Path) -> None:
-    shape = {"num_hidden_layers": 1, "intermediate_size": 64, "max_position_embeddings": 512}
-    path, engine = quickstart_model(tmp_path, **shape), KeptEngine(in_process=False)
-    long = SamplingParams(max_new_tokens=320, ignore_eos=True)  # sampling takes ten times as long as learning
+@pytest.mark.parametrize(
+    ("cache", "lora"),
+    [("recompute", None), ("keep", None), pytest.param("keep", LoraSpec(r=4), marks=pytest.mark.long)],
+)
+def test_vllm_changes_weights_within_completions(cache: Any, lora: LoraSpec | None, tmp_path: Path) -> None:
+    engine, learn = with_vllm(tmp_path, lora)
     try:
-        few = {"prompts_per_rollout": 4, "rollouts_per_epoch": 4}
-        module, watch = in_flight(path, engine=engine, sampling=long, in_flight=InFlight(cache), **few)
+        module, watch = learn(in_flight=InFlight(cache))
+        assert engine.takes_adapter == (lora is not None)
     finally:
         engine.end()
     assert [m["rollout/staleness"] for m in watch.metrics] == [0, 1, 1, 1]
@@ -177,6 +246,36 @@ def test_vllm_changes_weights_within_completions(cache: Any, tmp_path: Path) -> 
         for version in {int(versions(rollouts).max()), first}:
             gap = worst(module, watch, rollouts, version, version)
             assert gap < 1e-4 if version == first or cache == "recompute" else gap > 1e-3
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_run_with_vllm_and_an_adapter_is_resumed_and_repeated(tmp_path: Path) -> None:
+    """Resumed, it goes on from the tokens that were there; repeated, its weights change after the same tokens."""
+    engine, learn = with_vllm(tmp_path / "model", LoraSpec(r=4))
+    record, checkpoint = str(tmp_path / "switches"), RolloutCheckpoint(2, dirpath=str(tmp_path), save_top_k=-1)
+    try:
+        _, whole = learn(checkpoint, in_flight=InFlight(record=record))
+        (middle,) = [
+            file for file in tmp_path.glob("*.ckpt") if torch.load(file, weights_only=True)["global_step"] == 2
+        ]
+        resumed, rest = learn(ckpt_path=str(middle))
+        again, repeated = learn(in_flight=InFlight(replay=record))
+    finally:
+        engine.end()
+    assert whole.metrics[2]["rollout/switched"] > 0.5
+    (flight,) = torch.load(middle, weights_only=True)["RolloutDataModule"]["in_flight"]
+    begun = [part["token_ids"] for parts in flight["sampled"].values() for part in parts if part["token_ids"]]
+    assert begun and all(set(part["policy_versions"]) == {1} for parts in flight["sampled"].values() for part in parts)
+    for rows in (whole.rollouts[2], rest.rollouts[0]):
+        completions = [row[mask].tolist() for row, mask in zip(rows.token_ids, rows.response_mask, strict=True)]
+        assert all(any(done[: len(start)] == start for done in completions) for start in begun)
+    assert sorted(set(versions(rest.rollouts[0]).flatten().tolist())) == [-1, 1, 2]
+    assert worst(resumed, rest, rest.rollouts[0], 2, 2) < 1e-4
+    for one, other in zip(whole.rollouts, repeated.rollouts, strict=True):
+        assert torch.equal(versions(one), versions(other))
+        for version in set(versions(other).flatten().tolist()) - {-1}:
+            assert worst(again, repeated, other, version, version) < 1e-4
 
 
 @pytest.mark.parametrize(

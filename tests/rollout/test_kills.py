@@ -22,8 +22,9 @@ from lightrl.data.prompts import PromptSource
 from lightrl.engines.base import EngineDiedError, EngineRestartedError
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import AgentProgram, EnvironmentFailedError
-from tests.environments.test_endpoint import ends, gone, listening
+from tests.environments.test_endpoint import ends, listening
 from tests.rollout.tasks import Letters, chat_model, fit, talk
+from tests.waiting import gone, until
 
 HERE = Path(__file__).resolve().parent
 PHASES = ("start", "asking", "between turns", "end")
@@ -39,9 +40,9 @@ def _nothing_is_left() -> Iterator[None]:
     before = listening()
     yield
     gc.collect()  # what a loop held that broke off
-    assert listening() <= before, "a socket is left"
+    assert until(lambda: listening() <= before), "a socket is left"
     left = ("endpoint", "program's process", "lightrl-sampling", "lightrl-episodes")
-    assert not [thread for thread in threading.enumerate() if thread.name in left]
+    assert until(lambda: not [thread for thread in threading.enumerate() if thread.name in left])
     assert Letters.alive == 0
 
 
@@ -150,7 +151,7 @@ def test_an_endpoint_killed_at_each_phase_is_started_again_and_the_seeds_are_the
                     left.remove(phase)
                     (endpoint,) = [thread for thread in threading.enumerate() if thread.name == "endpoint"]
                     ends(endpoint)
-                    endpoint.join(10)
+                    endpoint.join(60)
                     assert not endpoint.is_alive()
 
             at("start")

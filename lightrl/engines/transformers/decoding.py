@@ -47,7 +47,6 @@ class _Job:
         self.live = request.live
         self.unfinished = len(self.live)
         self.cost = 0
-        self.routes: Tensor | None = None  # of the prompt's tokens, (L, layers, K)
         begun = [request.so_far(g).token_ids for g in self.live]
         # What the model reads first: the prompt, once for all rows, or with what was sampled before, row by row.
         self.begun = any(begun)
@@ -283,14 +282,15 @@ class Generation:
         longest = max(len(job.prompt) + job.limit for job in admitted)
         self.decoder.reserve(longest, max(job.limit for job in admitted))
         parts = [(job, prefix) for job in admitted for prefix in job.prefixes]
-        known = [job.request.routes for job, _ in parts]
+        rows = self.rows[first:]
+        known = [row.before.routes or row.job.request.routes for row in rows[::copies]]
         logits = self.decoder.prefill([prefix for _, prefix in parts], copies, admitted[0].request.inputs, known)
         if self.decoder.routes is not None:
-            for (job, prefix), routes in zip(parts, self.decoder.routes.cpu(), strict=True):
-                # What was sampled before was routed by other weights, of which nothing is left.
-                job.routes = None if job.begun else routes[len(routes) - len(prefix) :]
+            for i, ((_, prefix), routes) in enumerate(zip(parts, self.decoder.routes.cpu(), strict=True)):
+                for row in rows[i * copies : (i + 1) * copies]:
+                    row.routes.append(routes[len(routes) - len(prefix) :])
         logits = logits.repeat_interleave(copies, 0)
-        slots = [row.job.start + row.completion * row.job.limit + len(row.tokens) for row in self.rows[first:]]
+        slots = [row.job.start + row.completion * row.job.limit + len(row.tokens) for row in rows]
         self.cursors = torch.cat([self.cursors, torch.tensor(slots, device=self.device)])
         self._note_seen(admitted, first, logits.shape[-1])
         kinds = self._kinds(first)
@@ -444,11 +444,10 @@ class Generation:
         versions = row.versions + [self.now] * (len(row.tokens) - len(row.versions))
         support = Support.of(row.kept) if cuts(row.job.settings.sampling) else None
         support = Support.joined((before, row.before.support), (new, support))
-        prompt = row.job.routes
-        routes = None if prompt is None else Routes(torch.cat([prompt, *row.routes]))
+        routes = Routes(torch.cat(row.routes)) if row.routes else None
         stopped = row.text is not None or row.tokens[-1] in row.job.settings.end_ids
         if not stopped and len(row.tokens) < row.job.limit:
-            return Completion(row.tokens, row.logprobs, "", "suspended", support, None, versions)
+            return Completion(row.tokens, row.logprobs, "", "suspended", support, routes, versions)
         text = row.text if row.text is not None else self._decode(row.tokens)
         reason: Literal["stop", "length"] = "stop" if stopped else "length"
         return Completion(row.tokens, row.logprobs, text, reason, support, routes, versions)

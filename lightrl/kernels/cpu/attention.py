@@ -86,7 +86,7 @@ class Spans:
         flat = [span for family in families for span in family]
         shape = len(families), len(families[0]), max(length for _, length in flat)
         steps = [_step([family[0][0] for family in families]), _step([start for start, _ in families[0]])]
-        if None not in steps and all(
+        if all(step is not None and step >= 0 for step in steps) and all(  # a view cannot go backwards
             (start, length) == (flat[0][0] + f * steps[0] + c * steps[1], shape[2])  # type: ignore[operator]
             for f, family in enumerate(families)
             for c, (start, length) in enumerate(family)
