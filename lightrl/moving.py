@@ -73,15 +73,15 @@ def from_trl(
     Raises:
         ValueError: the file is no mapping, sizes do not fit one another, or `output` is there already.
     """
-    target = Path(output)
-    if target.exists():
-        raise ValueError(f"output={output} is there already and would be overwritten: name another file.")
     try:
         options = yaml.safe_load(Path(script).read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(f"script={script} cannot be read as YAML: {error}") from error
     if not isinstance(options, dict):
         raise ValueError(f"script={script}: expected names and values, found {type(options).__name__}.")
+    target = Path(output)
+    if target.exists():
+        raise ValueError(f"output={output} is there already and would be overwritten: name another file.")
     converted, notes = convert_trl(options, algorithm, devices)
     header = [f"# From {Path(script).name} of TRL's {algorithm}.", *(f"#   {note}" for note in notes)]
     target.write_text("\n".join(header) + "\n" + yaml.safe_dump(converted, sort_keys=False))
