@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.compat.torch import fake_tensors, storage_key
+from lightrl.compat.transformers import experts_of_any_dtype
 from lightrl.data.templates import why_not_there
 from lightrl.models.loading import require_model_folder
 from lightrl.models.policy import transformer_blocks
@@ -137,7 +138,7 @@ def _saved_bytes(config: Any, layers: int, compute: torch.dtype, tokens: int) ->
             saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with fake_tensors():
+    with fake_tensors(), experts_of_any_dtype():
         model: Any = AutoModel.from_config(small, dtype=torch.float32, attn_implementation="sdpa").train()
         own = {storage_key(p) for p in model.parameters()}
         ids = torch.zeros(1, tokens, dtype=torch.int64)
