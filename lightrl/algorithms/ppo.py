@@ -213,10 +213,10 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self.critic_spec = critic
         self.reference_spec = None if reference is None else ModelSpec.given(reference, argument="reference")
         self.reward_model_specs = reward_models or []
-        self.advantage = realized(advantage)
-        self.loss = realized(loss)
-        self.aggregation = realized(aggregation)
-        self.kl = realized(kl)
+        self.advantage = realized(advantage, "advantage")
+        self.loss = realized(loss, "loss")
+        self.aggregation = realized(aggregation, "aggregation")
+        self.kl = realized(kl, "kl")
         self.entropy_coef = entropy_coef
         self.whiten_advantages = whiten_advantages
         self.advantage_clip = advantage_clip
@@ -241,6 +241,10 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self._routes_noted = False
         self._restored_rng: list[Any] | None = None
         self._eval_sums = MetricSums()
+        if not callable(optimizer):
+            raise ValueError(
+                f"optimizer={optimizer!r}: give a function that takes parameters and returns an optimizer."
+            )
         self._refuse_arguments()
 
     def _refuse_arguments(self) -> None:
