@@ -4,7 +4,8 @@
 
 The other commit is checked out into a temporary git worktree, and both sides run the `vs_trl.py` of this checkout, each
 with its own package, on the model and prompts that it describes. A ratio above 1 says that this checkout is faster;
-with the same commit on both sides it shows the noise of the machine. `generate` is the part of a step that samples.
+with the same commit on both sides it shows the noise of the machine. `rollout` is the part of a step that
+samples and scores.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def measure(case: str, other: Path, threads: int, steps: int, variables: dict[st
         theirs, ours = alternate(sides, steps)
     for side in (theirs, ours):
         side.pop("rewards")
-    ratios = {f"ratio_{by}": theirs[f"{by}_s"] / ours[f"{by}_s"] for by in ("wall", "cpu", "generate")}
+    ratios = {f"ratio_{by}": theirs[f"{by}_s"] / ours[f"{by}_s"] for by in ("wall", "cpu", "rollout")}
     return {"case": case, "threads": threads, **ratios, "other": theirs, "this": ours}
 
 
@@ -60,7 +61,7 @@ def main() -> None:
                     print(
                         f"{case}, {threads} thread(s): {row['ratio_wall']:.2f} x wall, {row['ratio_cpu']:.2f} x CPU "
                         f"({row['other']['wall_s']:.3f} -> {row['this']['wall_s']:.3f} s), "
-                        f"{row['ratio_generate']:.2f} x generate",
+                        f"{row['ratio_rollout']:.2f} x rollout",
                         flush=True,
                     )
         finally:

@@ -67,6 +67,14 @@ EXAMPLES = {
         ),
         "outputs/agent/grpo",
     ),
+    "endpoint": Example(
+        (
+            ("-m", "examples.agent.make_model", "outputs/agent/start"),
+            (*FIT, "examples/agent/sft.yaml", SEED),
+            (*FIT, "examples/endpoint/grpo.yaml", SEED, ENGINE),
+        ),
+        "outputs/endpoint/grpo",
+    ),
     "rlhf": Example(
         (
             (*FIT, "examples/rlhf/sft.yaml", SEED),

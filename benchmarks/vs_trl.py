@@ -167,12 +167,13 @@ def run_lightrl(case: Case, folder: str, micro_tokens: int, steps: int, ticket: 
         from lightrl.algorithms import GRPOLightningModule
         from lightrl.rollout import RolloutDataModule
     except ImportError:  # `against.py` runs older commits too
-        from lightrl.data import RolloutDataModule
         from lightrl.modules import GRPOLightningModule
+
+        from lightrl.data import RolloutDataModule
 
     class Stop(Callback):
         def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
-            ticket.step_ended(lambda: {"generate": float(outputs["time/generate"])})
+            ticket.step_ended(lambda: {"rollout": float(outputs["time/generate"] + outputs["time/score"])})
 
     seed_everything(1, verbose=False)
     module = GRPOLightningModule(
@@ -252,7 +253,7 @@ class Side:
             "cpu_s": self.median("cpu"),
             "samples_per_s": PROMPTS * GROUP / self.median("wall"),
             "peak_mb": self.peak,
-            **({"generate_s": self.median("generate")} if "generate" in self.reports[-1] else {}),
+            **({"rollout_s": self.median("rollout")} if "rollout" in self.reports[-1] else {}),
             "reward_first": statistics.mean(r["reward"] for r in self.reports[:3]),
             "reward_last": statistics.mean(r["reward"] for r in self.reports[-3:]),
             "rewards": [round(r["reward"], 4) for r in self.reports],

@@ -28,8 +28,8 @@ class LedgerCanary(TrajectoryCheck):
     Args:
         every_n_rollouts: how often, at least 1.
         num_trajectories: how many per rollout and rank, at least 1; evenly spread over the rollout.
-        tolerance: largest difference in log-prob. 1e-5 suits engines that compute in float32; bfloat16 needs about 0.1,
-            as prefill and decoding round differently.
+        tolerance: largest difference in log-prob. Prefill and decoding round differently: 1e-4 suits engines in float32
+            (a run had 1.2e-5 at a log-prob of -6); bfloat16 needs about 0.1.
 
     Raises:
         ValueError: a count below 1, a tolerance not above 0, or training samples of another temperature than 1 or cut
@@ -37,7 +37,7 @@ class LedgerCanary(TrajectoryCheck):
         LedgerMismatchError: with trajectory, row, turn and both texts.
     """
 
-    def __init__(self, every_n_rollouts: int = 1, num_trajectories: int = 4, tolerance: float = 1e-5) -> None:
+    def __init__(self, every_n_rollouts: int = 1, num_trajectories: int = 4, tolerance: float = 1e-4) -> None:
         for name, count in (("every_n_rollouts", every_n_rollouts), ("num_trajectories", num_trajectories)):
             if count < 1:
                 raise ValueError(f"LedgerCanary.{name}={count}: must be at least 1.")

@@ -233,7 +233,7 @@ def fit(
     Letters.seen, Letters.alive, Numbered.made = [], 0, 0
     keep = Keep(compare)
     module = module or GRPOLightningModule(path, kl=None, optimizer=sgd)
-    proof = [LedgerCanary(num_trajectories=64)] if canary else []
+    proof = [LedgerCanary(num_trajectories=64, tolerance=1e-5)] if canary else []
     fitter = quiet_trainer(callbacks=[WeightSync(), *proof, keep, *callbacks], **(trainer or {}))
     fitter.fit(module, make_data(**data), ckpt_path=ckpt_path)
     return module, keep

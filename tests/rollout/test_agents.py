@@ -61,7 +61,7 @@ def run(path: str, episode: Any) -> Keep:
         rollouts_per_epoch=2,
         seed=0,
     )
-    callbacks = [WeightSync(), LedgerCanary(num_trajectories=64), keep]  # the canary's bar is 1e-5
+    callbacks = [WeightSync(), LedgerCanary(num_trajectories=64, tolerance=1e-5), keep]
     quiet_trainer(callbacks=callbacks).fit(module, data)
     return keep
 
