@@ -62,12 +62,15 @@ def test_exports_by_command(lora: Path, model: str, tmp_path: Path) -> None:
     assert (tmp_path / "critic" / "config.json").is_file()
 
 
-def test_a_checkpoint_is_loaded_without_a_trainer(lora: Path, model: str) -> None:
+def test_a_checkpoint_is_loaded_and_saved_without_a_trainer(lora: Path, model: str, tmp_path: Path) -> None:
     spec = ModelSpec(model, lora=LoraSpec(r=4))
     loaded = PPOLightningModule.load_from_checkpoint(lora, actor=spec, critic=CriticSpec(shared=True))
     stored = torch.load(lora, weights_only=True)["state_dict"]
     assert stored.keys() == loaded.state_dict().keys() and any("lora" in name for name in stored)
     assert all(torch.equal(value, stored[name]) for name, value in loaded.state_dict().items())
+    loaded.save_pretrained(tmp_path / "saved")
+    main(["export", "--checkpoint", str(lora), "--output", str(tmp_path / "exported")])
+    assert torch.equal(logprobs(tmp_path / "saved"), logprobs(tmp_path / "exported"))
     trainer = quiet_trainer(max_steps=1)
     trainer.fit(loaded, sums_data(rollouts_per_epoch=1))  # takes the models that are there
     before = stored["actor.value_head.weight"]

@@ -982,7 +982,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
         Collective under FSDP2 and ZeRO-3: every rank iterates to the end. Tied parameters come once.
         """
-        gather = strategies.gather_parameter(self.trainer.strategy)
+        gather = strategies.gather_parameter(self._strategy())
         return named_hf_weights(self.actor, gather, trained_only=trained_only)
 
     @property
@@ -993,7 +993,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def policy_adapter(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
         """The actor's LoRA adapter in peft's format: (name, full tensor) one at a time, and its configuration."""
         assert self.actor_spec.lora is not None, "only an actor with LoRA has an adapter"
-        gather = strategies.gather_parameter(self.trainer.strategy)
+        gather = strategies.gather_parameter(self._strategy())
         return named_adapter_weights(self.actor, gather), adapter_config(self.actor, self.actor_spec.lora)
 
     @torch.no_grad()

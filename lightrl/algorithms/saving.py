@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from lightrl.algorithms import checkpoints
@@ -104,7 +105,16 @@ class SavesPretrained(LightningModule):
 
     def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, LoRA merged; collective under sharding strategies."""
-        return named_hf_weights(self.trained_model[0], strategies.gather_parameter(self.trainer.strategy))
+        return named_hf_weights(self.trained_model[0], strategies.gather_parameter(self._strategy()))
+
+    def _strategy(self) -> Any:
+        """The trainer's; that of one process for a module that `load_from_checkpoint` built without a trainer."""
+        try:
+            return self.trainer.strategy
+        except RuntimeError:
+            if not self._is_built:
+                raise
+            return SingleDeviceStrategy("cpu")
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes weights, configuration and tokenizer as a folder that transformers and vLLM load, LoRA merged.
@@ -115,9 +125,11 @@ class SavesPretrained(LightningModule):
             folder: where to; what is there is replaced.
 
         Raises:
-            RuntimeError: the module has not been given to a Trainer yet, so there is no model.
+            RuntimeError: the module has neither been given to a Trainer nor loaded from a checkpoint, so there is no
+                model.
         """
-        state, zero = {}, self.trainer.is_global_zero
+        strategy = self._strategy()
+        state, zero = {}, strategy.is_global_zero
         for name, tensor in self.named_policy_weights():
             if zero:
                 state[name] = tensor.cpu().clone()
@@ -125,7 +137,7 @@ class SavesPretrained(LightningModule):
             model, spec = self.trained_model
             with atomic_folder(Path(folder)) as new:
                 save_hf_folder(model, state, new, tokenizer_path=spec.path, chat_template=spec.chat_template)
-        self.trainer.strategy.barrier()
+        strategy.barrier()
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, revision: str | None = None) -> None:
         """Uploads what `save_pretrained` writes to the Hugging Face hub. Collective, as that is.
@@ -138,7 +150,7 @@ class SavesPretrained(LightningModule):
         with TemporaryDirectory() as parent:
             folder = Path(parent) / "model"
             self.save_pretrained(folder)
-            if self.trainer.is_global_zero:
+            if self._strategy().is_global_zero:
                 from huggingface_hub import HfApi
 
                 hub = HfApi()  # the token is that of the environment, or of `hf auth login`
