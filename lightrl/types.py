@@ -123,7 +123,7 @@ class Media:
         sampling_rates: per audio, samples per second.
         token_ids: the prompt with one placeholder per medium, for engines that put the features' tokens in themselves;
             `Prompts.token_ids` is the same prompt with them.
-        key: its name in an engine's cache of processed media, which then need not be told apart by their contents.
+        key: its name in an engine's cache of processed media, so that it need not hash their contents.
     """
 
     images: list[Any] = field(default_factory=list)
@@ -191,13 +191,8 @@ class Prompts:
         """The given rows, as another `Prompts`."""
         pick = range(len(self))[rows] if isinstance(rows, slice) else rows
         return Prompts(
-            token_ids=[self.token_ids[i] for i in pick],
-            texts=[self.texts[i] for i in pick],
+            **{name: [values[i] for i in pick] if (values := getattr(self, name)) else [] for name in self._lists()},
             columns={name: [values[i] for i in pick] for name, values in self.columns.items()},
-            indices=[self.indices[i] for i in pick] if self.indices else [],
-            inputs=[self.inputs[i] for i in pick] if self.inputs else [],
-            raw=[self.raw[i] for i in pick] if self.raw else [],
-            media=[self.media[i] for i in pick] if self.media else [],
         )
 
     def request(self, i: int, sampling: SamplingParams, seed: int, num_completions: int) -> GenerationRequest:
@@ -217,14 +212,14 @@ class Prompts:
         """The rows of several, one after another; all have the same columns."""
         names = parts[0].columns if parts else {}
         return Prompts(
-            token_ids=[row for part in parts for row in part.token_ids],
-            texts=[text for part in parts for text in part.texts],
+            **{name: [row for part in parts for row in getattr(part, name)] for name in Prompts._lists()},
             columns={name: [value for part in parts for value in part.columns[name]] for name in names},
-            indices=[index for part in parts for index in part.indices],
-            inputs=[inputs for part in parts for inputs in part.inputs],
-            raw=[raw for part in parts for raw in part.raw],
-            media=[media for part in parts for media in part.media],
         )
+
+    @classmethod
+    def _lists(cls) -> list[str]:
+        """Names of the attributes with an entry per prompt: all but the columns."""
+        return [f.name for f in fields(cls) if f.name != "columns"]
 
 
 @dataclass(eq=False)
@@ -256,7 +251,7 @@ class Support:
 
     @staticmethod
     def joined(*parts: tuple[int, Support | None]) -> Support | None:
-        """Of stretches of so many tokens, one after another; None for one without a cut, and where none has any."""
+        """Concatenation of (number of tokens, support); None for a part without a cut, and if no part has any."""
         if all(support is None for _, support in parts):
             return None
         found = [Support.whole(count) if support is None else support for count, support in parts]
@@ -313,7 +308,7 @@ class Routes:
 
     @staticmethod
     def extended(own: Routes | None, longer: Routes | None) -> Routes | None:
-        """`own` and what `longer`, of the same row when more of it was computed, says of the tokens after them."""
+        """`own`, and the later tokens of `longer`, which was recorded when the same row had more tokens."""
         if own is None or longer is None:
             return own or longer
         return Routes(torch.cat([own.experts, longer.experts[len(own) :]]))
@@ -350,7 +345,7 @@ class Routes:
 
 
 class TopTokens(NamedTuple):
-    """A teacher's K likeliest words for each of M tokens.
+    """A teacher's top-K tokens at each of M positions.
 
     Attributes:
         ids: (M, K) int64. logprobs: (M, K) float32.
@@ -547,6 +542,11 @@ class Trajectory:
     states: list[str] = field(default_factory=list)
     failure: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        """Whether something failed that the policy did not cause."""
+        return self.stop_reason == "failure"
 
     @property
     def sampled_ids(self) -> list[int]:
@@ -811,6 +811,11 @@ class Rollouts(_Rows):
         if self.trajectory_ids is None:
             self.trajectory_ids = torch.arange(len(self), device=self.token_ids.device)
 
+    @property
+    def failed(self) -> list[bool]:
+        """B times whether the row's trajectory failed for a cause that is not the policy's."""
+        return [reason == "failure" for reason in self.stop_reasons] or [False] * len(self)
+
     def pieces(self) -> Iterator[Piece]:
         """The rollout piece by piece, as its groups finish; an ordinary one is its own only piece, itself."""
         yield Piece(torch.arange(len(self)), self, last=True)
@@ -848,10 +853,10 @@ class Experience(_Rows):
             rollout, where they equal the current ones and are not computed twice.
         ref_logprobs: log-probs under the reference; None without one.
         teacher_logprobs: log-probs under each row's teacher; None without one.
-        teacher_numbers: (B,) int64, which of the teachers a row has; None where whole distributions are not compared.
+        teacher_numbers: (B,) int64, index of each row's teacher; None where full distributions are not compared.
         engine_logprobs: as in `Rollouts`.
         advantages: 0 off the mask.
-        teacher_top_ids: (B, T, K) int64 on the host, a served teacher's likeliest words at each token, or None.
+        teacher_top_ids: (B, T, K) int64 on the host, a served teacher's top-K tokens at each position, or None.
         teacher_top_logprobs: (B, T, K) on the host, their log-probs.
         teacher_prompts: B lists of token ids that the teacher reads in place of what comes before the first sampled
             token; empty where it reads the same.

@@ -46,7 +46,7 @@ def widest_layout(*models: PolicyModel | ValueModel | None) -> Layout:
 
 
 def policy_forward(model: PolicyModel, rows: Any, **wanted: Any) -> dict[str, Tensor]:
-    """What the policy says about some rows: `logprobs` and what else of a `PolicyOutput` is `wanted`, each (b, t)."""
+    """Runs the policy on some rows: `logprobs` and what else of a `PolicyOutput` is `wanted`, each (b, t)."""
     output = model(
         rows.token_ids,
         rows.attention_mask,
@@ -124,17 +124,13 @@ def _micro_batch_rows(
 def start_experience(rollouts: Rollouts) -> Experience:
     """The rows of a rollout as experience, with nothing computed yet."""
     names = (
-        *("token_ids", "attention_mask", "response_mask", "group_ids"),
-        *("engine_logprobs", "temperature", "supports", "routes", "inputs"),
+        *("token_ids", "attention_mask", "response_mask", "group_ids", "trajectory_ids", "turn_ids", "rewards"),
+        *("engine_logprobs", "temperature", "supports", "routes", "inputs", "supervised"),
     )
     return Experience(
         **{name: getattr(rollouts, name) for name in names},
-        trajectory_ids=rollouts.trajectory_ids,
-        turn_ids=rollouts.turn_ids,
         advantages=torch.zeros_like(rollouts.engine_logprobs),
-        rewards=rollouts.rewards,
         valid=rollouts.rewards.isfinite(),
-        supervised=rollouts.supervised,
     ).with_host_of(rollouts)
 
 

@@ -18,7 +18,8 @@ from lightrl.engines.server.teacher import ServerTeacher
 from lightrl.models.loading import load_causal_lm, require_model_folder
 from lightrl.models.policy import Lesson, PolicyModel
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.advantages import AdvantageEstimator, Reinforce, fraction, positive
+from lightrl.objectives.advantages import AdvantageEstimator, Reinforce
+from lightrl.objectives.arguments import fraction, positive
 from lightrl.objectives.divergences import Divergence
 from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.trajectories import TrajectoryLayout
@@ -62,8 +63,8 @@ class DistillLightningModule(CriticFreeLightningModule):
             a conversation) that the teacher reads in the row's place, such as the question with its solution; with the
             policy's own model as teacher that is self-distillation (OPSD). Needs a divergence over all words; None has
             teachers read what the policy read.
-        divergence_top_k: compare only the teacher's so many likeliest words and "any other", at least 1; None compares
-            all words.
+        divergence_top_k: compare only the teacher's top-k tokens and "any other", at least 1; None compares the whole
+            vocabulary.
         kl: further penalty against a reference; None for none.
         kwargs: the other arguments of `PPOLightningModule`, but for `critic`.
 
@@ -208,7 +209,7 @@ class DistillLightningModule(CriticFreeLightningModule):
             experience.teacher_logprobs[rows] = scores[: len(rows)]
 
     def _ask_server(self, name: str, experience: Experience, rows: Tensor) -> None:
-        """Writes what a server says about some rows into the experience: log-probs, and likeliest words."""
+        """Writes a server's log-probs and top-k tokens of some rows into the experience."""
         ids, lengths = experience.on_host("token_ids"), experience.on_host("attention_mask").sum(1).tolist()
         top, shape = self.divergence_top_k or 0, tuple(experience.token_ids.shape)
         if any(experience.inputs):
@@ -259,7 +260,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         rewards = super()._token_rewards(experience, rollouts, sums)
         if self.learns_rewards:
             return rewards
-        failed = [reason == "failure" for reason in rollouts.stop_reasons] or [False] * len(rollouts)
+        failed = rollouts.failed
         experience.valid = ~torch.tensor(failed, device=rewards.device)
         return torch.zeros_like(rewards)
 
@@ -287,7 +288,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         return {"divergence": self.divergence, "lessons": self._lessons(rows)}
 
     def _lessons(self, rows: Experience) -> list[Lesson]:
-        """What each teacher says about its rows of a micro-batch."""
+        """Each teacher's distribution at its rows of a micro-batch."""
         assert rows.teacher_numbers is not None
         device, width, lessons = rows.token_ids.device, rows.token_ids.shape[1], []
         for number, name in enumerate(self.teacher_names):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightrl.objectives.trajectories import first_rows, trajectory_lengths
+from lightrl.ops.advantages import group_stats
 from lightrl.ops.losses import explained_variance
 from lightrl.ops.masking import AllSum
 from lightrl.types import Experience, Rollouts
@@ -28,12 +29,13 @@ def rollout_metrics(rollouts: Rollouts, experience: Experience, raw_rewards: Ten
     rewards = raw_rewards[rows]
     scored = rewards.isfinite()
     rewards = rewards[scored]
+    varied = group_stats(rollouts.rewards, rollouts.group_ids, rollouts.rewards.isfinite()).varied
     before = torch.where(mask.any(1), mask.int().argmax(1), rollouts.attention_mask.sum(1))
     metrics: dict[str, Tensor] = {
         "reward/mean": rewards,
         "reward/second_moment": rewards.square(),
         "reward/scored_fraction": scored.float(),
-        "reward/zero_advantage_fraction": _without_spread(rollouts)[rows].float(),
+        "reward/zero_advantage_fraction": (~varied[rows]).float(),
         "rollout/response_length": lengths,
         "rollout/response_length_max": lengths,
         "rollout/response_length_min": lengths,
@@ -75,16 +77,6 @@ def add_std(metrics: dict[str, float]) -> dict[str, float]:
         mean = metrics["reward/mean" if owner == "reward" else owner]
         metrics[f"{owner}/std"] = max(metrics.pop(name) - mean**2, 0.0) ** 0.5
     return metrics
-
-
-def _without_spread(rollouts: Rollouts) -> Tensor:
-    """(B,) bool: all of the group that have a reward have the same, so group estimators learn nothing from it."""
-    groups, index = rollouts.group_ids.unique(return_inverse=True)
-    scored = rollouts.rewards.isfinite()
-    rewards, owners = rollouts.rewards[scored], index[scored]
-    high = rewards.new_full((len(groups),), -float("inf")).scatter_reduce(0, owners, rewards, "amax")
-    low = rewards.new_full((len(groups),), float("inf")).scatter_reduce(0, owners, rewards, "amin")
-    return (high <= low)[index]
 
 
 def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """PPO as a LightningModule: one training step, five hooks.
 
 Read it top to bottom: what it owns, how one rollout becomes updates, then the hooks in the order in which they run.
-Everything that is a matter of taste (estimator, loss, aggregation, KL) is an object given to the constructor.
+What differs between algorithms (estimator, loss, aggregation, KL) is an object given to the constructor.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from lightrl.objectives.aggregation import Aggregation, TokenMean
 from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.objectives.losses import PolicyLoss, PPOClip
 from lightrl.objectives.off_policy import OffPolicyCorrection
-from lightrl.objectives.trajectories import TrajectoryLayout, first_rows
+from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, last_rows
 from lightrl.ops.entropy import top_entropy_mask
 from lightrl.ops.losses import clipped_value_loss
 from lightrl.rollout.datamodule import RolloutDataModule
@@ -162,7 +162,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         ptx_coef: weight of the supervised loss on the data module's `ptx` rows, a mean over their completion tokens
             (InstructGPT's PPO-ptx, https://arxiv.org/abs/2203.02155 eq. 2, which sums over tokens); 0 is off.
         off_policy_correction: with the data module's `staleness`, wrap the loss in `OffPolicyCorrection` unless it
-            reads the engine's log-probs already. False leaves the loss as it is.
+            reads the engine's log-probs already. False does not wrap it.
         max_skipped_updates: updates in a row with a non-finite loss or gradient after which the run stops.
         success_reward: a completion counts as solved in `eval/pass@k` from this reward on.
         tokenizer: of a live `actor`, or its processor; None for any other, whose folder has it.
@@ -284,7 +284,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     # ---- set-up ------------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[Any]:
-        """Lightning's first call: refuses what of the trainer does not go with manual optimisation and rollouts."""
+        """Lightning's first call: refuses Trainer options that do not go with manual optimisation and rollouts."""
         trainer: Any = self.trainer
         if is_compiled(self):
             raise ValueError(
@@ -461,7 +461,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
     @torch.no_grad()
     def make_experience(self, rollouts: Rollouts, reduction: Reduction | None = None) -> Experience:
-        """Adds what the frozen models and the policy before the update know, then advantages. Hook 1 of 5.
+        """Adds old and reference log-probs, values and reward models' scores, then advantages. Hook 1 of 5.
 
         Args:
             rollouts: B scored rows: the whole rollout, or groups of a streamed one.
@@ -508,13 +508,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         """
         for spec in self.reward_model_specs:
             model: Any = self.reward_models[spec.name]
-            scores = model.score(rollouts, self.micro_batch_tokens)
-            firsts = first_rows(rollouts.trajectory_ids)
-            if len(firsts) < len(rollouts):
-                index = rollouts.trajectory_ids.unique(return_inverse=True)[1]
-                rows = torch.arange(len(index), device=index.device)
-                scores = scores[rows.clone().scatter_reduce_(0, index, rows, "amax", include_self=False)[index]]
-            failed = [reason == "failure" for reason in rollouts.stop_reasons] or [False] * len(rollouts)
+            scores = model.score(rollouts, self.micro_batch_tokens)[last_rows(rollouts.trajectory_ids)]
+            failed = rollouts.failed
             if (applies := spec.applies(rollouts.columns)) is not None:
                 failed = [bad or not its for bad, its in zip(failed, applies, strict=True)]
             scores = scores.masked_fill(torch.tensor(failed, device=scores.device), float("nan"))
@@ -751,7 +746,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         return {}
 
     def _policy_loss(self, out: dict[str, Tensor], old: Tensor, rows: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        """(B, T) token losses from what the actor says; what looks at whole responses gets a trajectory as one row."""
+        """(B, T) token losses from the actor's output; losses over whole responses get a trajectory as one row."""
         layout = TrajectoryLayout(rows.trajectory_ids, rows.response_mask, rows.on_host("trajectory_ids"))
         loss, metrics = self.loss(
             layout.join(out["logprobs"]),
@@ -843,7 +838,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     # ---- a streamed rollout ------------------------------------------------------------------------------------
 
     def _joined(self, rollouts: Rollouts, pieces: list[tuple[Piece, Experience]], own: PieceReduction) -> Experience:
-        """The experience of the whole rollout with its metrics, which callbacks see and must leave as it is."""
+        """The experience of the whole rollout with its metrics, which callbacks see and must not change."""
         experience = join_pieces(rollouts, pieces)
         rewards = rollouts.rewards.clone()
         self._call_callbacks("on_rollout_scored", rollouts)
@@ -943,7 +938,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
     @property
     def compares_engine_logprobs(self) -> bool:
-        """Whether the loss, as it is or as `setup` will wrap it, reads the engine's log-probs."""
+        """Whether the loss, or the one that `setup` will wrap around it, reads the engine's log-probs."""
         return self.loss.reads_engine_logprobs or self._corrects_off_policy
 
     @property
@@ -1008,7 +1003,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
     @torch.no_grad()
     def evaluate_policy(self, rows: Experience) -> dict[str, Tensor]:
-        """`logprobs` and `entropy` of the policy as it is now, for callbacks. Collective.
+        """`logprobs` and `entropy` of the current policy, for callbacks. Collective.
 
         Args:
             rows: B rows of a rollout.
@@ -1071,7 +1066,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes that over, after a check that the checkpoint is one of this module's.
+        """Restores them, after a check that the checkpoint is one of this module's.
 
         Raises:
             ValueError: it was written by another class or format, or lacks parameters that are trained here.

@@ -24,6 +24,14 @@ UNCOUNTED = (
 )
 
 
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+}
+"""Factors of an `LRSchedule` without floor; `progress` goes from 0 to 1."""
+
+
 @dataclass
 class LRSchedule:
     """A factor on the learning rate of update u = 0, 1, ... U - 1, with W updates of warm-up.
@@ -49,7 +57,7 @@ class LRSchedule:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.name not in ("constant", "linear", "cosine"):
+        if self.name not in _SHAPES:
             raise ValueError(f"LRSchedule.name={self.name!r}: must be constant, linear or cosine.")
         if self.warmup < 0 or (self.warmup > 1 and self.warmup != int(self.warmup)):
             raise ValueError(f"LRSchedule.warmup={self.warmup}: a whole number of updates, or a fraction below 1.")
@@ -61,11 +69,8 @@ class LRSchedule:
         warmup = int(self.warmup) if self.warmup >= 1 else math.ceil(self.warmup * total)
         if update < warmup:
             return (update + 1) / warmup
-        if self.name == "constant":
-            return 1.0
         progress = min((update - warmup) / max(total - warmup, 1), 1.0)
-        shape = 1 - progress if self.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
-        return self.floor + (1 - self.floor) * shape
+        return 1 - (1 - self.floor) * (1 - _SHAPES[self.name](progress))
 
     def scheduler(self, optimizer: Optimizer, total: int) -> LambdaLR:
         """The schedule of a run of `total` updates."""

@@ -114,7 +114,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             self._guard.on_load_checkpoint(trainer, pl_module, checkpoint)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Lets go of the folder."""
+        """Releases the folder."""
         super().teardown(trainer, pl_module, stage)
         if self._guard is not None:
             self._guard.teardown(trainer, pl_module, stage)
@@ -168,7 +168,7 @@ class RolloutCheckpoint(SavingCheckpoint):
         return set()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes over Ctrl-C and SIGTERM."""
+        """Installs handlers of Ctrl-C and SIGTERM."""
         super().on_train_start(trainer, pl_module)
         self._trainer, self._cursor = trainer, _prompt_cursor(trainer)
         self._updating = self._stop_requested = self._preempted = False

@@ -68,7 +68,7 @@ class AdaptiveKL(_KLControl):
         return {"coef": self.coef}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes it back; the module gets it when training starts."""
+        """Restores it; the module gets it when training starts."""
         self.coef = state_dict["coef"]
 
 

@@ -71,7 +71,7 @@ class LedgerCanary(TrajectoryCheck):
     def check_trajectories(self, engine: Engine, trajectories: Sequence[Trajectory], tokenizer: Any) -> None:
         """See `TrajectoryCheck.check_trajectories`."""
         self._rollouts += 1
-        sound = [trajectory for trajectory in trajectories if trajectory.stop_reason != "failure"]
+        sound = [trajectory for trajectory in trajectories if not trajectory.failed]
         if (self._rollouts - 1) % self.every_n_rollouts or not sound:
             return
         count = min(self.num_trajectories, len(sound))

@@ -65,7 +65,7 @@ class RunGuard(Callback):
             rank_zero_info(f"Removed what a run that died left half written: {', '.join(map(str, cleaned))}")
 
     def release(self) -> None:
-        """Lets go of all folders."""
+        """Releases all folders."""
         while self._locks:
             self._locks.popitem()[1].release()
 
@@ -154,7 +154,7 @@ class RunGuard(Callback):
             atexit.register(launcher.kill, signal.SIGKILL)  # when others have saved and said what they have to
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Lets go of the folders."""
+        """Releases the folders."""
         self.release()
 
 

@@ -30,7 +30,7 @@ TENSORS = (
     *("advantages", "rewards", "valid", "values", "returns", "entropy"),
 )
 OF_TOKENS = ("advantages", "engine_logprobs", "old_logprobs", "ref_logprobs", "values", "entropy")
-"""What a record says of each token, where the run or the callback computed it."""
+"""Fields that a record has per token, where the run or the callback computed them."""
 
 
 class SaveRollouts(RLCallback):
@@ -120,7 +120,7 @@ class SaveRollouts(RLCallback):
                 file.write(json.dumps(place | record, default=_type_name, ensure_ascii=False) + "\n")
 
     def on_policy_updated(self, trainer: Trainer, pl_module: Any, metrics: dict[str, float]) -> None:
-        """Adds what the policy says of the tokens after the update."""
+        """Adds the policy's log-probs after the update."""
         if self._saved is None:
             return
         (path, experience), self._saved = self._saved, None

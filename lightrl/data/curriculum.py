@@ -162,7 +162,7 @@ class CurriculumSet(PromptSet):
         return self.rows([self._number(k) for k in range(cursor + rank, cursor + count, world_size)])
 
     def observe(self, visits: Sequence[tuple[int, float]], cursor: int) -> dict[str, float]:
-        """Takes in how the attempts of a rollout went.
+        """Records the success rates of a rollout's groups.
 
         Args:
             visits: (data-set row, share of attempts that succeeded) of every group of every rank, in any order.
@@ -207,7 +207,7 @@ class CurriculumSet(PromptSet):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on with what was seen.
+        """Restores what was seen.
 
         Raises:
             ValueError: it is no such state, or of a data set with another number of rows.

@@ -172,7 +172,7 @@ class PreferenceSource(RowSource):
 class PreferenceLoader(SFTLoader):
     """Batches of pairs; order, ranks and resume as in `SFTLoader`.
 
-    Batch: `token_ids` (B, T) int64, right-padded, chosen and rejected by turns; `attention_mask` (B, T) bool;
+    Batch: `token_ids` (B, T) int64, right-padded, chosen and rejected alternating; `attention_mask` (B, T) bool;
     `response_mask` (B, T) bool, True after the tokens with which both of a pair begin; `group_ids` (B,) int64, the
     pair; `margin` (P,) float32; `valid` (P,) bool, False for the pair that a rank without pairs repeats in validation.
     """

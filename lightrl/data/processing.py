@@ -21,7 +21,7 @@ from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
 from lightrl.models.video import video_timing
 from lightrl.types import ImageInputs, Media
 
-__all__ = ["Encoded", "MediaProcessor", "arranged", "encode_prompt", "load_processor", "shown"]
+__all__ = ["ConversationSource", "Encoded", "MediaProcessor", "arranged", "encode_prompt", "load_processor", "shown"]
 
 _PLACE = object()
 _ADDRESSES = ("url", "path", "bytes", "data", "base64")
@@ -230,37 +230,54 @@ class MediaProcessor:
         return wanted
 
 
+@dataclass
+class ConversationSource(MediaSource):
+    """Rows whose prompts are strings or conversations. The arguments of `RowSource` and `MediaSource`, and:
+
+    Args:
+        system_prompt: put in front of every conversation as the system's turn; needs a chat template.
+        chat_template: whether a string becomes the user's turn of the tokenizer's chat template: true, false, or
+            "auto" for true where the tokenizer has one. Conversations always use it.
+        template_kwargs: further variables of the chat template, such as `enable_thinking`.
+    """
+
+    system_prompt: str | None = None
+    chat_template: ChatTemplate = "auto"
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def render(self, tokenizer: PreTrainedTokenizerBase, prompt: Any, system_prompt: str | None) -> tuple[str, bool]:
+        """The text of a prompt and system prompt from `arranged`; see `render_prompt`."""
+        return render_prompt(
+            tokenizer,
+            prompt,
+            system_prompt=system_prompt,
+            chat_template=self.chat_template,
+            template_kwargs=self.template_kwargs,
+        )
+
+
 def encode_prompt(
     prompt: Any,
     row: Mapping[str, Any],
-    source: MediaSource,
+    source: ConversationSource,
     tokenizer: PreTrainedTokenizerBase,
     processor: MediaProcessor | None,
-    *,
-    system_prompt: str | None,
-    chat_template: ChatTemplate,
-    template_kwargs: Mapping[str, Any],
 ) -> tuple[Encoded, bool]:
     """A row's prompt as text, tokens, model inputs and media; and whether a chat template made the text.
 
     Args:
         prompt: a string or a conversation.
         row: the row, for its media columns.
-        source: limits and media columns.
+        source: how it is rendered, limits and media columns.
         tokenizer: renders and tokenises.
         processor: None for models that take text only.
-        system_prompt, chat_template, template_kwargs: see `render_prompt`.
 
     Raises:
         MediaError: media that cannot be read or do not fit their places.
         ValueError: see `render_prompt`.
     """
-    prompt, system_prompt, found = arranged(
-        prompt, row, source, tokenizer, processor, system_prompt=system_prompt, chat_template=chat_template
-    )
-    text, templated = render_prompt(
-        tokenizer, prompt, system_prompt=system_prompt, chat_template=chat_template, template_kwargs=template_kwargs
-    )
+    prompt, system_prompt, found = arranged(prompt, row, source, tokenizer, processor)
+    text, templated = source.render(tokenizer, prompt, system_prompt)
     if found and processor is not None:
         return processor(text, decode(found, source), templated=templated), templated
     token_ids = encode(tokenizer, text, templated=templated)
@@ -274,18 +291,16 @@ def encode_prompt(
 def arranged(
     prompt: Any,
     row: Mapping[str, Any],
-    source: MediaSource,
+    source: ConversationSource,
     tokenizer: PreTrainedTokenizerBase,
     processor: MediaProcessor | None,
-    *,
-    system_prompt: str | None,
-    chat_template: ChatTemplate,
 ) -> tuple[Any, str | None, list[tuple[str, Any]]]:
     """The prompt and the system prompt as `render_prompt` takes them, and (kind, value) of the media they show.
 
     The arguments and errors are those of `encode_prompt`.
     """
     columns: Mapping[str, str] = {}
+    system_prompt = source.system_prompt
     if source.media_columns is not None:
         columns = source.media_columns
     elif processor is not None:
@@ -297,7 +312,7 @@ def arranged(
         if found:
             raise MediaError(f"the prompt shows {len(found)} media, and the model takes text only.")
         prompt = _as_strings(prompt)
-    template = bool(getattr(tokenizer, "chat_template", None)) and chat_template is not False
+    template = bool(getattr(tokenizer, "chat_template", None)) and source.chat_template is not False
     if processor is not None and (template or not isinstance(prompt, str)):
         if processor.wants_blocks or found:
             prompt, system_prompt = _as_blocks(prompt, system_prompt), None

@@ -20,10 +20,10 @@ from datasets import Dataset, IterableDataset
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
-from lightrl.data.media import COLUMNS, MediaError, MediaSource, require_present
-from lightrl.data.processing import Encoded, MediaProcessor, arranged, encode_prompt
+from lightrl.data.media import COLUMNS, MediaError, require_present
+from lightrl.data.processing import ConversationSource, Encoded, MediaProcessor, arranged, encode_prompt
 from lightrl.data.rows import RowError, require_columns, shuffled_order
-from lightrl.data.templates import ChatTemplate, render_prompt, require_text
+from lightrl.data.templates import require_text
 from lightrl.models.media_tokens import TOKEN_INPUT
 from lightrl.types import Media, Prompts
 
@@ -34,16 +34,12 @@ SHUFFLE_BUFFER = 10_000
 
 
 @dataclass
-class PromptSource(MediaSource):
-    """Where prompts come from and how a row becomes one. The arguments of `RowSource` and `MediaSource`, and:
+class PromptSource(ConversationSource):
+    """Where prompts come from and how a row becomes one. The arguments of `ConversationSource`, and:
 
     Args:
         prompt_column: column of the prompt: a string, or a conversation as a list of {"role": ..., "content": ...}.
             Every column, this one included, reaches the reward functions.
-        system_prompt: put in front of every conversation as the system's turn; needs a chat template.
-        chat_template: whether a string becomes the user's turn of the tokenizer's chat template: true, false, or
-            "auto" for true where the tokenizer has one. Conversations always use it.
-        template_kwargs: further variables of the chat template, such as `enable_thinking`.
         max_prompt_tokens: longest prompt in tokens, the template's included; None is no limit.
         overlong: what happens to longer ones. "drop" leaves the row out and "error" stops the run; both tokenise all
             rows once at the start. "truncate_left" keeps the last `max_prompt_tokens` tokens, which cuts a template's
@@ -52,9 +48,6 @@ class PromptSource(MediaSource):
     """
 
     prompt_column: str = "prompt"
-    system_prompt: str | None = None
-    chat_template: ChatTemplate = "auto"
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
     max_prompt_tokens: int | None = None
     overlong: Literal["drop", "truncate_left", "error"] = "drop"
 
@@ -148,7 +141,7 @@ def prompt_source(prompts: Any, argument: str) -> PromptSource | PromptMixture:
 
 @dataclass
 class Drawn:
-    """One prompt: its row number in its source, the row, the text, its tokens, what the row itself says, and media."""
+    """One prompt: its row number in its source, the row, the text, its tokens, the raw prompt, and media."""
 
     index: int
     row: dict[str, Any]
@@ -216,14 +209,12 @@ class OpenSource(ABC):
                 if not prompt:
                     raise ValueError("the prompt is an empty string.")
                 return require_text(prompt)
-            options: Any = {"system_prompt": spec.system_prompt, "chat_template": spec.chat_template}
-            arranged_prompt, system, found = arranged(prompt, row, spec, self.tokenizer, self.processor, **options)
+            arranged_prompt, system, found = arranged(prompt, row, spec, self.tokenizer, self.processor)
             require_present(found, spec)
             if not isinstance(arranged_prompt, str):
                 order = tuple((m["role"], type(m["content"])) for m in arranged_prompt)
                 if order not in self.rendered:
-                    options["system_prompt"] = system
-                    render_prompt(self.tokenizer, arranged_prompt, template_kwargs=spec.template_kwargs, **options)
+                    spec.render(self.tokenizer, arranged_prompt, system)
                     self.rendered.add(order)
         except MediaError as error:
             raise MediaError(f": {error}") from error
@@ -234,16 +225,7 @@ class OpenSource(ABC):
         """Text, token ids and media of a row, however long."""
         spec = self.spec
         try:
-            encoded, _ = encode_prompt(
-                row.get(spec.prompt_column),
-                row,
-                spec,
-                self.tokenizer,
-                self.processor,
-                system_prompt=spec.system_prompt,
-                chat_template=spec.chat_template,
-                template_kwargs=spec.template_kwargs,
-            )
+            encoded, _ = encode_prompt(row.get(spec.prompt_column), row, spec, self.tokenizer, self.processor)
         except MediaError as error:
             raise MediaError(f"{spec.where(index)}: {error}") from error
         except ValueError as error:
@@ -272,7 +254,7 @@ class OpenSource(ABC):
         return False
 
     def drop(self, index: int, error: RowError) -> bool:
-        """Counts a row that is no good, once, and says so; raises where it is not to be dropped."""
+        """Counts a row that cannot be used, once, and warns; raises where it is not to be dropped."""
         if not self.spec.drops(error):
             raise error
         if index not in self.broken:
@@ -285,7 +267,7 @@ class OpenSource(ABC):
         """The prompt of a row that `keeps` let through.
 
         Raises:
-            MediaError: media that are no good, or a placeholder that a cut would go through.
+            MediaError: media that cannot be used, or a placeholder that truncation would cut through.
         """
         encoded = self.encode(index, row)
         text, token_ids, media = encoded.text, encoded.token_ids, encoded.media
@@ -353,7 +335,7 @@ class _MapRows(OpenSource):
         return int(self.kept[number])
 
     def _first_good(self, number: int) -> Drawn:
-        """This prompt, or the next one in the data set's order that is good."""
+        """This prompt, or the next one in the data set's order that can be used."""
         for step in range(len(self.kept)):
             index = self.kept[(number + step) % len(self.kept)]
             if index not in self.broken:
@@ -419,7 +401,7 @@ class _StreamRows(OpenSource):
         return self.peeked.popleft() if self.peeked else next(self.stream)
 
     def _first_good(self, index: int, row: dict[str, Any]) -> Drawn:
-        """This row's prompt, or that of the next good one; rows looked at come again in their turn."""
+        """This row's prompt, or that of the next usable one; rows looked at are read again later."""
         looked = 0
         while True:
             try:

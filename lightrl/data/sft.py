@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -15,10 +15,10 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.data.files import PROGRESS_SECONDS
-from lightrl.data.media import MediaError, MediaSource
-from lightrl.data.processing import MediaProcessor, arranged, encode_prompt, load_processor
+from lightrl.data.media import MediaError
+from lightrl.data.processing import ConversationSource, MediaProcessor, arranged, encode_prompt, load_processor
 from lightrl.data.rows import RowError, require_columns, shuffled_order
-from lightrl.data.templates import ChatTemplate, apply_template, as_messages, load_tokenizer, require_text
+from lightrl.data.templates import apply_template, as_messages, load_tokenizer, require_text
 from lightrl.ops.padding import pad_rows
 
 __all__ = ["SFTDataModule", "SFTLoader", "SFTRows", "SFTSource"]
@@ -36,17 +36,16 @@ class SFTRows(list[tuple[list[int], list[int]]]):
 
 
 @dataclass
-class SFTSource(MediaSource):
-    """Where supervised rows come from. The arguments of `RowSource` and `MediaSource`, and:
+class SFTSource(ConversationSource):
+    """Where supervised rows come from, rendered token for token as in reinforcement learning.
+
+    The arguments of `ConversationSource`, and:
 
     Args:
         prompt_column: column of the prompt: a string, or a conversation.
         completion_column: column of the completion: a string, or a list with one assistant message.
         messages_column: column of whole conversations that end with an assistant turn; it then stands for the two
             above: the last turn is the completion, everything before it the prompt.
-        system_prompt: put in front of every conversation; needs a chat template.
-        chat_template: as in `PromptSource`. The same rendering as in reinforcement learning, token for token.
-        template_kwargs: further variables of the chat template.
         max_tokens: longest row in tokens, prompt and completion together; None is no limit.
         overlong: what happens to longer rows: "drop" leaves them out (and says how many), "truncate" cuts the
             completion's end off, "error" stops the run.
@@ -55,9 +54,6 @@ class SFTSource(MediaSource):
     prompt_column: str = "prompt"
     completion_column: str = "completion"
     messages_column: str | None = None
-    system_prompt: str | None = None
-    chat_template: ChatTemplate = "auto"
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     overlong: Literal["drop", "truncate", "error"] = "drop"
 
@@ -158,14 +154,11 @@ class SFTSource(MediaSource):
         processor: MediaProcessor | None = None,
     ) -> tuple[list[int], list[int], dict[str, Any]]:
         """Prompt and completion are tokenised apart, as they are when the completion is sampled; and model inputs."""
-        options: Any = {"system_prompt": self.system_prompt, "chat_template": self.chat_template}
         try:
             prompt, answer = self.prompt_and_answer(row)
-            encoded, templated = encode_prompt(
-                prompt, row, self, tokenizer, processor, template_kwargs=self.template_kwargs, **options
-            )
+            encoded, templated = encode_prompt(prompt, row, self, tokenizer, processor)
             if templated:
-                prompt, system, _ = arranged(prompt, row, self, tokenizer, processor, **options)
+                prompt, system, _ = arranged(prompt, row, self, tokenizer, processor)
                 answer = self._templated_answer(tokenizer, prompt, system, answer, encoded.text)
         except MediaError as error:
             raise MediaError(f"{self.where(i)}: {error}") from error

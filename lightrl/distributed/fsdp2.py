@@ -40,7 +40,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         reduce_every_micro_batch: sum gradients over ranks after each micro-batch, so that a rank holds its shards of
             them alone, and not once per update, when every rank holds them whole (4 bytes per parameter). The sums
             differ in their order only. None: where a model has more than 3 billion parameters.
-        context_parallel_size: so many ranks run their micro-batches as one stream of tokens, which they share out
+        context_parallel_size: this many ranks run their micro-batches as one stream of tokens, which they split
             equally, heads in attention: rows may be longer than `micro_batch_tokens` of one rank allow for. It divides
             the number of ranks and of attention heads; it takes packed layouts of text, and results are the same.
         save_distributed_checkpoint: every rank writes its shards to a folder; False gathers a single file on rank 0.

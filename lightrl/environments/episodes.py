@@ -48,7 +48,7 @@ class Task:
         max_model_len: most tokens of context and completion together that the engine holds.
         retry: how often these attempts failed before.
         name: how messages call it.
-        ended: to be told of an attempt as soon as it is over, where others of the group still run; the run then need
+        ended: called with an attempt as soon as it is over, where others of the group still run; the run then need
             not wait for them before it gives up. What it raises is to end the episode.
     """
 

@@ -16,7 +16,7 @@ __all__ = ["Ledger"]
 
 
 class Ledger:
-    """Records one conversation of a trajectory. `begin`, then by turns `sampled` and `answer`.
+    """Records one conversation of a trajectory: `begin`, then `sampled` and `answer` alternating.
 
     Sampled tokens, log-probs and versions are kept as the engine gave them; no text of theirs is tokenised again to
     train on. The next request extends the last one where the bridge proves that the chat template does; otherwise a new

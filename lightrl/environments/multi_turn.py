@@ -220,7 +220,7 @@ class MultiTurn(Episode):
             turn_seed: from the numbers of attempt and turn to the seed of the request.
             sampling: the distribution; its `max_new_tokens` is the most that one request may bring.
             max_model_len: most tokens that the engine holds.
-            ended: is told of each attempt as soon as it is over.
+            ended: called with each attempt as soon as it is over.
 
         Returns:
             a trajectory per attempt, in their order.

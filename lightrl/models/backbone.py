@@ -323,7 +323,7 @@ class Backbone:
         return BackboneOutput(hidden, targets, shape, empty, self._aux_loss(out, mask))
 
     def _aux_loss(self, out: Any, mask: Tensor | None) -> Tensor | None:
-        """Load-balancing loss as the model's own file defines it, if its configuration puts out router logits."""
+        """Load-balancing loss as the model's own file defines it, if its configuration returns router logits."""
         config = self.body.config.get_text_config()
         if not getattr(config, "output_router_logits", False) or getattr(out, "router_logits", None) is None:
             return None

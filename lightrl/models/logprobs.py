@@ -364,7 +364,7 @@ def _logit_gradient(
 
 
 class TeacherStates(NamedTuple):
-    """What a teacher says about M tokens, before its head: all of its distribution, in little memory.
+    """A teacher's full distribution at M tokens, kept as the input of its head to save memory.
 
     Attributes:
         hidden: (M, D'), what its head reads.

@@ -39,7 +39,7 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
 
 @torch.no_grad()
 def keep_reference(model: nn.Module, spec: LoraSpec) -> None:
-    """Freezes a copy of the adapter as it is now, with which `as_reference` then runs the model."""
+    """Freezes a copy of the current adapter, with which `as_reference` then runs the model."""
     trained, layers = {p for p in model.parameters() if p.requires_grad}, adapter_layers(model)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a second adapter is meant

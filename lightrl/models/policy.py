@@ -28,24 +28,24 @@ __all__ = ["Lesson", "PolicyModel", "PolicyOutput", "ValueModel"]
 
 @dataclass
 class Lesson:
-    """What a teacher says about some tokens of a (B, T) batch.
+    """A teacher's distribution at some tokens of a (B, T) batch.
 
     Attributes:
-        targets: (N,) int64, row times T plus place of the tokens it is about; each once.
-        states: of these N tokens, in that order: the teacher's whole distribution, or its likeliest words.
+        targets: (N,) int64, flat indices (row times T plus column) of these tokens; each once.
+        states: for these N tokens, in that order: the full distribution, or the top-k tokens.
     """
 
     targets: Tensor
     states: TeacherStates | TopTokens
 
     def among(self, targets: Tensor, size: int) -> tuple[Tensor, TeacherStates | TopTokens]:
-        """Those of (M,) `targets` that it is about.
+        """The part for those of (M,) `targets` that it covers.
 
         Args:
             targets: (M,) int64, each once. size: B times T.
 
         Returns:
-            (n,) their places among the M, and what is said about them.
+            (n,) their indices among the M, and their distributions.
         """
         place = targets.new_full((size,), -1)
         place[self.targets] = torch.arange(len(self.targets), device=targets.device)
@@ -76,7 +76,22 @@ class PolicyOutput(NamedTuple):
     divergence: Tensor | None = None
 
 
-class PolicyModel(nn.Module):
+class _StreamModel(nn.Module):
+    """What policy and critic share: a backbone that runs (B, T) rows as a stream of tokens."""
+
+    _backbone: Backbone
+
+    @property
+    def layout(self) -> Layout:
+        """In which sequences go through the model: as it was asked for, or padded if the model can do no other."""
+        return self._backbone.layout
+
+    def spread(self, group: Any) -> None:
+        """From now on the ranks of a process group run their rows as one stream; see `Backbone.spread`."""
+        self._backbone.spread(group)
+
+
+class PolicyModel(_StreamModel):
     """A causal language model that scores tokens.
 
     Args:
@@ -134,7 +149,7 @@ class PolicyModel(nn.Module):
                 of the distribution over it. None, or none at all, means the whole vocabulary.
             routes: B times the experts that the row's tokens are to go to, as in `Rollouts`. None, or none at all,
                 leaves the choice to the routers.
-            lessons: what teachers say about response tokens, each of which is in one lesson at most.
+            lessons: teachers' distributions at response tokens, each of which is in one lesson at most.
             divergence: from the lessons, see `chunked_divergence`.
 
         Raises:
@@ -170,13 +185,13 @@ class PolicyModel(nn.Module):
 
     @torch.no_grad()
     def teach(self, rows: Any, top: int | None = None) -> Lesson:
-        """What the model says about the response tokens of some rows, as their teacher.
+        """The model's distribution at the response tokens of some rows, as their teacher.
 
         The whole distribution is handed out as the head's input and the head itself, so no strategy may shard it.
 
         Args:
             rows: B rows, an `Experience` or `Rollouts`.
-            top: how many of its likeliest words; None takes the whole distribution.
+            top: k of its top-k tokens; None takes the full distribution.
         """
         out = self._backbone(
             rows.token_ids, rows.attention_mask, rows.response_mask, rows.group_ids, rows.inputs, rows.host_rows()
@@ -196,11 +211,6 @@ class PolicyModel(nn.Module):
         return {"temperature": temperature, "logit_map": self.logit_map, "support": support}
 
     @property
-    def layout(self) -> Layout:
-        """In which sequences go through the model: as it was asked for, or padded if the model can do no other."""
-        return self._backbone.layout
-
-    @property
     def has_experts(self) -> bool:
         """Whether it is a mixture of experts."""
         return bool(router_modules(self.lm))
@@ -213,16 +223,12 @@ class PolicyModel(nn.Module):
         """The transformer blocks, as FSDP2 shards them."""
         return transformer_blocks(self.lm)
 
-    def spread(self, group: Any) -> None:
-        """From now on the ranks of a process group run their rows as one stream; see `Backbone.spread`."""
-        self._backbone.spread(group)
-
     def as_reference(self) -> AbstractContextManager[None]:
         """Within it the policy is the reference of a LoRA run: its base, or that with the adapter it began with."""
         return as_reference(self.lm)
 
 
-class ValueModel(nn.Module):
+class ValueModel(_StreamModel):
     """A critic with its own backbone.
 
     Args:
@@ -256,18 +262,9 @@ class ValueModel(nn.Module):
         out = self._backbone(token_ids, attention_mask, response_mask, group_ids, inputs, host)
         return out.scatter(read_values(self.value_head, out.hidden))
 
-    @property
-    def layout(self) -> Layout:
-        """In which sequences go through the model: as it was asked for, or padded if the model can do no other."""
-        return self._backbone.layout
-
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks, as FSDP2 shards them."""
         return transformer_blocks(self.backbone)
-
-    def spread(self, group: Any) -> None:
-        """From now on the ranks of a process group run their rows as one stream; see `Backbone.spread`."""
-        self._backbone.spread(group)
 
 
 def new_value_head(model: Any) -> nn.Linear:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lightrl.objectives.arguments import at_least, fraction, one_of, positive
 from lightrl.objectives.kl import KLInReward, KLPenalty
 from lightrl.ops.advantages import (
     gae,
@@ -37,8 +38,6 @@ __all__ = [
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
     "SequenceEstimator",
-    "fraction",
-    "positive",
     "unscored_at_values",
 ]
 
@@ -206,20 +205,6 @@ def unscored_at_values(returns: Tensor, given: EstimatorInput, values: Tensor) -
     return torch.where(given.trained, returns, on_mask)
 
 
-def fraction(owner: str, name: str, value: float) -> float:
-    """The value of `owner`'s argument `name` if it is in [0, 1]; a ValueError otherwise."""
-    if not 0 <= value <= 1:
-        raise ValueError(f"{owner}({name}={value}): must be in [0, 1].")
-    return value
-
-
-def positive(owner: str, name: str, value: float) -> float:
-    """The value of `owner`'s argument `name` if it is above 0; a ValueError otherwise."""
-    if not value > 0:
-        raise ValueError(f"{owner}({name}={value}): must be above 0.")
-    return value
-
-
 class GAE(AdvantageEstimator):
     """Generalised advantage estimation: `A_t = sum_l (gamma * lam)**l * delta_{t+l}`; returns are `A + V`.
 
@@ -318,9 +303,7 @@ class GroupRelative(SequenceEstimator):
     needs_groups = True
 
     def __init__(self, scale: Literal["group", "batch", "none"] = "group", eps: float = 1e-4) -> None:
-        if scale not in ("group", "batch", "none"):
-            raise ValueError(f"GroupRelative(scale={scale!r}): must be 'group', 'batch' or 'none'.")
-        self.scale = scale
+        self.scale = one_of("GroupRelative", "scale", scale, "group", "batch", "none")
         self.eps = positive("GroupRelative", "eps", eps)
         self.scope = "batch" if scale == "batch" else "group"
         self.normalizes = scale == "batch"
@@ -331,9 +314,9 @@ class GroupRelative(SequenceEstimator):
         centered = group_centered(given.scores, stats, given.valid)
         if self.scale == "none":
             return centered
-        if self.scale == "group":
-            return centered / (stats.std + self.eps)
-        std = masked_moments(given.scores, given.valid, all_sum=given.all_sum)[2].sqrt().to(centered.dtype)
+        std = stats.std
+        if self.scale == "batch":
+            std = masked_moments(given.scores, given.valid, all_sum=given.all_sum)[2].sqrt().to(centered.dtype)
         return centered / (std + self.eps)
 
 
@@ -423,9 +406,7 @@ class PassAtK(SequenceEstimator):
     needs_binary_scores = True
 
     def __init__(self, k: int = 4, threshold: float = 0.5) -> None:
-        if k < 1:
-            raise ValueError(f"PassAtK(k={k}): must be at least 1.")
-        self.k = k
+        self.k = at_least("PassAtK", "k", k, 1)
         self.threshold = threshold
 
     def sequence_advantages(self, given: EstimatorInput) -> Tensor:

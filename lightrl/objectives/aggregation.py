@@ -19,6 +19,8 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from lightrl.objectives.arguments import positive
+
 __all__ = ["Aggregation", "ConstantLength", "SequenceMean", "SequenceSum", "TokenMean"]
 
 
@@ -82,9 +84,7 @@ class ConstantLength(_PerSequence):
     """
 
     def __init__(self, length: float) -> None:
-        if not length > 0:
-            raise ValueError(f"ConstantLength(length={length}): must be above 0, for example max_new_tokens.")
-        self.length = length
+        self.length = positive("ConstantLength", "length", length, ", for example max_new_tokens")
 
     def weights(self, mask: Tensor) -> Tensor:
         """1 / length on the mask."""

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrl.objectives.arguments import at_least, fraction, positive
 from lightrl.ops.kl import MAX_LOG_RATIO
 from lightrl.ops.losses import ClippedLoss, clipped_policy_loss
 
@@ -57,14 +58,14 @@ class PolicyLoss(ABC):
     replaces_old_logprobs: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Takes nothing over about a loss that has been changed."""
+        """Resets what a subclass with a `__call__` of its own would inherit about the loss."""
         super().__init_subclass__(**kwargs)
         for name in ("zero_advantage_is_zero_loss", "needs_whole_trajectories"):
             if "__call__" in cls.__dict__ and name not in cls.__dict__:
                 setattr(cls, name, getattr(PolicyLoss, name))
 
     def takes_over_from(self, loss: PolicyLoss) -> None:
-        """For a loss around another: what holds of that one holds of it."""
+        """For a loss that wraps another: copies the other's properties."""
         self.zero_advantage_is_zero_loss = loss.zero_advantage_is_zero_loss
         self.needs_whole_trajectories = loss.needs_whole_trajectories
         self.one_ratio_per_trajectory = loss.one_ratio_per_trajectory
@@ -240,11 +241,8 @@ class GMPO(PolicyLoss):
     one_ratio_per_trajectory = True
 
     def __init__(self, eps_low: float = 0.4, eps_high: float = 0.4) -> None:
-        for name, value in (("eps_low", eps_low), ("eps_high", eps_high)):
-            if not value > 0:
-                raise ValueError(f"GMPO({name}={value}): must be above 0; it bounds the log-ratio.")
-        self.eps_low = eps_low
-        self.eps_high = eps_high
+        self.eps_low = positive("GMPO", "eps_low", eps_low, "; it bounds the log-ratio")
+        self.eps_high = positive("GMPO", "eps_high", eps_high, "; it bounds the log-ratio")
 
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
@@ -281,14 +279,8 @@ class CISPO(PolicyLoss):
     needs_whole_trajectories = False
 
     def __init__(self, ratio_max: float = 5.0, ratio_min: float = 0.0) -> None:
-        if not ratio_max >= 1:
-            raise ValueError(
-                f"CISPO(ratio_max={ratio_max}): must be at least 1; it bounds pi / pi_old, not its excess."
-            )
-        if not 0 <= ratio_min <= 1:
-            raise ValueError(f"CISPO(ratio_min={ratio_min}): must be in [0, 1]; 0 turns it off.")
-        self.ratio_max = ratio_max
-        self.ratio_min = ratio_min
+        self.ratio_max = at_least("CISPO", "ratio_max", ratio_max, 1, "; it bounds pi / pi_old, not its excess")
+        self.ratio_min = fraction("CISPO", "ratio_min", ratio_min, "; 0 turns it off")
 
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
@@ -323,11 +315,8 @@ class SAPO(PolicyLoss):
     needs_whole_trajectories = False
 
     def __init__(self, tau_pos: float = 1.0, tau_neg: float = 1.05) -> None:
-        for name, value in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
-            if not value > 0:
-                raise ValueError(f"SAPO({name}={value}): must be above 0.")
-        self.tau_pos = tau_pos
-        self.tau_neg = tau_neg
+        self.tau_pos = positive("SAPO", "tau_pos", tau_pos)
+        self.tau_neg = positive("SAPO", "tau_neg", tau_neg)
 
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
@@ -380,12 +369,10 @@ class CPG(PolicyLoss):
             raise ValueError("CPG(eps_low=1): must be below 1; the lower bound of the log-ratio is log(1 - eps_low).")
         if not drift_coef >= 0:
             raise ValueError(f"CPG(drift_coef={drift_coef}): must be 0 or more.")
-        if not drift_clip > 0:
-            raise ValueError(f"CPG(drift_clip={drift_clip}): must be above 0.")
         if weight_max is not None and not weight_max >= 1:
             raise ValueError(f"CPG(weight_max={weight_max}): must be at least 1, or None (null) for none.")
         self.drift_coef = drift_coef
-        self.drift_clip = drift_clip
+        self.drift_clip = positive("CPG", "drift_clip", drift_clip)
         self.weight_max = weight_max
         self.zero_advantage_is_zero_loss = drift_coef == 0
 
@@ -442,13 +429,11 @@ class DPPO(PolicyLoss):
         for name, value in (("delta_low", delta_low), ("delta_high", delta_high)):
             if not 0 < value <= 1:
                 raise ValueError(f"DPPO({name}={value}): must be in (0, 1]; it bounds a difference of probabilities.")
-        if not ratio_max >= 1:
-            raise ValueError(f"DPPO(ratio_max={ratio_max}): must be at least 1; it bounds pi / pi_old.")
         if not penalty_coef >= 0:
             raise ValueError(f"DPPO(penalty_coef={penalty_coef}): must be 0 or more.")
         self.delta_low = delta_low
         self.delta_high = delta_high
-        self.ratio_max = ratio_max
+        self.ratio_max = at_least("DPPO", "ratio_max", ratio_max, 1, "; it bounds pi / pi_old")
         self.penalty_coef = penalty_coef
         self.zero_advantage_is_zero_loss = penalty_coef == 0
 
@@ -487,9 +472,7 @@ class DRO(PolicyLoss):
     needs_whole_trajectories = False
 
     def __init__(self, beta: float = 0.1) -> None:
-        if not beta > 0:
-            raise ValueError(f"DRO(beta={beta}): must be above 0.")
-        self.beta = beta
+        self.beta = positive("DRO", "beta", beta)
 
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
@@ -532,8 +515,7 @@ def _clip_metrics(clipped: ClippedLoss, mask: Tensor) -> Metrics:
 
 
 def _bounds(owner: str, eps_low: float, eps_high: float) -> tuple[float, float]:
-    if not 0 <= eps_low <= 1:
-        raise ValueError(f"{owner}(eps_low={eps_low}): must be in [0, 1]; the lower bound of the ratio is 1 - eps_low.")
+    fraction(owner, "eps_low", eps_low, "; the lower bound of the ratio is 1 - eps_low")
     if not eps_high >= 0:
         raise ValueError(f"{owner}(eps_high={eps_high}): must be 0 or more; the upper bound of the ratio is 1 + it.")
     return eps_low, eps_high

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightrl.objectives.arguments import at_least, fraction, one_of, positive
 from lightrl.objectives.losses import Metrics, PolicyLoss, ratio_metrics, sequence_mean
 from lightrl.ops.kl import MAX_LOG_RATIO
 
@@ -97,19 +98,11 @@ class OffPolicyCorrection(WeightedLoss):
         high: float = 2.0,
         low: float = 0.0,
     ) -> None:
-        if level not in ("token", "sequence"):
-            raise ValueError(f"OffPolicyCorrection(level={level!r}): must be 'token' or 'sequence'.")
-        if mode not in ("truncate", "mask"):
-            raise ValueError(f"OffPolicyCorrection(mode={mode!r}): must be 'truncate' or 'mask'.")
-        if not high >= 1:
-            raise ValueError(f"OffPolicyCorrection(high={high}): must be at least 1, the weight of an exact engine.")
-        if not 0 <= low <= 1:
-            raise ValueError(f"OffPolicyCorrection(low={low}): must be in [0, 1]; 0 turns it off.")
         super().__init__(loss)
-        self.level = level
-        self.mode = mode
-        self.high = high
-        self.low = low
+        self.level = one_of("OffPolicyCorrection", "level", level, "token", "sequence")
+        self.mode = one_of("OffPolicyCorrection", "mode", mode, "truncate", "mask")
+        self.high = at_least("OffPolicyCorrection", "high", high, 1, ", the weight of an exact engine")
+        self.low = fraction("OffPolicyCorrection", "low", low, "; 0 turns it off")
         self.needs_whole_trajectories |= level == "sequence"
 
     @torch.no_grad()
@@ -193,10 +186,8 @@ class OffPolicySequenceMask(WeightedLoss):
     """
 
     def __init__(self, loss: PolicyLoss, threshold: float = 0.5) -> None:
-        if not threshold > 0:
-            raise ValueError(f"OffPolicySequenceMask(threshold={threshold}): must be above 0.")
         super().__init__(loss)
-        self.threshold = threshold
+        self.threshold = positive("OffPolicySequenceMask", "threshold", threshold)
         self.needs_whole_trajectories = True
 
     @torch.no_grad()
@@ -232,11 +223,9 @@ class GeometricEngineMask(WeightedLoss):
     def __init__(self, loss: PolicyLoss, low: float = 0.999, high: float = 1.001) -> None:
         if not 0 < low <= 1:
             raise ValueError(f"GeometricEngineMask(low={low}): must be in (0, 1].")
-        if not high >= 1:
-            raise ValueError(f"GeometricEngineMask(high={high}): must be at least 1, the ratio of an exact engine.")
         super().__init__(loss)
         self.low = low
-        self.high = high
+        self.high = at_least("GeometricEngineMask", "high", high, 1, ", the ratio of an exact engine")
         self.needs_whole_trajectories = True
 
     @torch.no_grad()
@@ -278,13 +267,10 @@ class VESPO(PolicyLoss):
     zero_advantage_is_zero_loss = True
 
     def __init__(self, k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0) -> None:
-        for name, value in (("k_pos", k_pos), ("lam_pos", lam_pos), ("k_neg", k_neg), ("lam_neg", lam_neg)):
-            if not value > 0:
-                raise ValueError(f"VESPO({name}={value}): must be above 0.")
-        self.k_pos = k_pos
-        self.lam_pos = lam_pos
-        self.k_neg = k_neg
-        self.lam_neg = lam_neg
+        self.k_pos = positive("VESPO", "k_pos", k_pos)
+        self.lam_pos = positive("VESPO", "lam_pos", lam_pos)
+        self.k_neg = positive("VESPO", "k_neg", k_neg)
+        self.lam_neg = positive("VESPO", "lam_neg", lam_neg)
 
     def __call__(
         self,

@@ -9,12 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["TrajectoryLayout", "first_rows", "trajectory_lengths"]
+__all__ = ["TrajectoryLayout", "first_rows", "last_rows", "trajectory_lengths"]
 
 
 def first_rows(trajectory_ids: Tensor) -> Tensor:
     """Numbers of the rows with which the trajectories of (B,) `trajectory_ids` begin, ascending."""
     return _firsts(trajectory_ids.unique(return_inverse=True)[1]).sort().values
+
+
+def last_rows(trajectory_ids: Tensor) -> Tensor:
+    """(B,) number of the last row of each row's trajectory."""
+    index = trajectory_ids.unique(return_inverse=True)[1]
+    rows = torch.arange(len(index), device=index.device)
+    return rows.clone().scatter_reduce_(0, index, rows, "amax", include_self=False)[index]
 
 
 def trajectory_lengths(mask: Tensor, trajectory_ids: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightrl.objectives.advantages import AdvantageEstimator, EstimatorInput, fraction, positive, unscored_at_values
+from lightrl.objectives.advantages import AdvantageEstimator, EstimatorInput, unscored_at_values
+from lightrl.objectives.arguments import at_least, fraction, one_of, positive
 from lightrl.ops.advantages import gae, group_stats, leave_one_out, returns_to_go
 
 __all__ = ["GiGPO", "TurnGAE", "TurnReturns", "Turns"]
@@ -117,13 +118,9 @@ class GiGPO(AdvantageEstimator):
         scale: Literal["group", "none"] = "group",
         eps: float = 1e-4,
     ) -> None:
-        if scale not in ("group", "none"):
-            raise ValueError(f"GiGPO(scale={scale!r}): must be 'group' or 'none'.")
-        if not step_weight >= 0:
-            raise ValueError(f"GiGPO(step_weight={step_weight}): must be at least 0.")
         self.gamma = fraction("GiGPO", "gamma", gamma)
-        self.step_weight = step_weight
-        self.scale = scale
+        self.step_weight = at_least("GiGPO", "step_weight", step_weight, 0)
+        self.scale = one_of("GiGPO", "scale", scale, "group", "none")
         self.eps = positive("GiGPO", "eps", eps)
 
     def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:

@@ -98,7 +98,7 @@ class Played:
     @property
     def reward(self) -> float:
         """Of all turns; NaN for one that failed."""
-        failed = self.trajectory.stop_reason == "failure"
+        failed = self.trajectory.failed
         return math.nan if failed else math.fsum(self.trajectory.turn_rewards)
 
 
@@ -119,13 +119,13 @@ class EnvironmentCheck:
     def problems(self) -> list[str]:
         """What is wrong, each with what to do; empty where nothing is."""
         found = []
-        failures = {p.trajectory.failure for p in self.played if p.trajectory.stop_reason == "failure"}
+        failures = {p.trajectory.failure for p in self.played if p.trajectory.failed}
         for cause in sorted(map(str, failures)):
             found.append(
                 f"failed: {cause}. Such attempts are never trained on. Mend it, or answer the policy in words where "
                 "its reply is the cause."
             )
-        lost = [p for p in self.played if p.trajectory.stop_reason != "failure" and not _kept(p)]
+        lost = [p for p in self.played if not p.trajectory.failed and not _kept(p)]
         if lost:
             found.append(
                 f"{lost[0].script} at row {lost[0].row}: the trained tokens are not the sampled ones. This is a "
@@ -141,7 +141,7 @@ class EnvironmentCheck:
                     "between environments; otherwise luck is trained on."
                 )
                 break
-        bad = [p for p in self.played if p.trajectory.stop_reason != "failure" and not math.isfinite(p.reward)]
+        bad = [p for p in self.played if not p.trajectory.failed and not math.isfinite(p.reward)]
         if bad:
             found.append(f"{bad[0].script} at row {bad[0].row}: the reward is {bad[0].reward}. Rewards must be finite.")
         rewards = {p.reward for p in self.played if math.isfinite(p.reward)}
@@ -191,7 +191,7 @@ def _kept(played: Played) -> bool:
 
 
 def _same(one: Played, other: Played) -> bool:
-    failed = "failure" in (one.trajectory.stop_reason, other.trajectory.stop_reason)
+    failed = one.trajectory.failed or other.trajectory.failed
     rewards = one.trajectory.turn_rewards, other.trajectory.turn_rewards
     return failed or (rewards[0] == rewards[1] and one.trajectory.messages == other.trajectory.messages)
 

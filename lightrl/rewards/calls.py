@@ -121,6 +121,13 @@ class RewardFunction:
             raise CallFailed(said + lines) from value
         return check_values(self.name, value, num_rows), log
 
+    async def close(self) -> None:
+        """Calls the function's own `close`, where it has one."""
+        close = getattr(self.function, "close", None)
+        closing = close() if callable(close) else None
+        if inspect.isawaitable(closing):
+            await closing
+
     def _arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
         if complaint := self.complaint(offered):
             raise RewardError(complaint)

@@ -91,6 +91,4 @@ class CombinedReward(Reward):
     async def close(self) -> None:  # type: ignore[override]
         """Closes the functions."""
         for part in self.parts:
-            closing = getattr(part.function, "close", lambda: None)()
-            if inspect.isawaitable(closing):
-                await closing
+            await part.close()

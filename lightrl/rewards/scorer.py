@@ -1,4 +1,4 @@
-"""Runs the reward functions of a run, all at once and beside generation, and adds up what they say.
+"""Runs the reward functions of a run concurrently, beside generation, and sums their rewards.
 
 total[i] = sum over functions f that scored row i of weight_f * r_f[i]      NaN where none did
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import inspect
 import logging
 import math
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
@@ -177,10 +176,7 @@ class RewardScorer:
         errors = []
         for function in self._functions:
             try:
-                close = getattr(function.function, "close", None)
-                closing = close() if callable(close) else None
-                if inspect.isawaitable(closing):
-                    await closing
+                await function.close()
             except Exception as error:
                 errors.append(error)
         if errors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, get_args
@@ -48,7 +48,7 @@ class ScoredGroup:
 
 
 def _reward(trajectory: Trajectory, scored: float) -> float:
-    if trajectory.stop_reason == "failure":
+    if trajectory.failed:
         return math.nan
     if not trajectory.turn_rewards:
         return scored
@@ -117,8 +117,8 @@ def collate(
             **{name: [prompts[p].columns[name][0] for p in of_group] for name in prompts[0].columns},
             **{name: [values[i] for i in of_trajectory] for name, values in scores.extra.items()},
         },
-        inputs=_inputs(prompts, of_group, rows),
-        media=_media(prompts, of_group, rows),
+        inputs=_shown("inputs", dict, prompts, of_group, rows),
+        media=_shown("media", Media, prompts, of_group, rows),
         metrics=dict(scores.metrics),
     )
 
@@ -144,18 +144,15 @@ def _turn_rewards(
     return {ENVIRONMENT: rewards}
 
 
-def _inputs(prompts: Sequence[Prompts], of_group: Sequence[int], rows: Sequence[TrajectoryRow]) -> list[dict[str, Any]]:
-    if not prompts[0].inputs and all(row.inputs is None for row in rows):
+def _shown(
+    name: str, empty: Callable[[], Any], prompts: Sequence[Prompts], of_group: Sequence[int], rows: Sequence[Any]
+) -> list[Any]:
+    """Each row's own `inputs` or `media`, or those of its prompt; nothing where there are none at all."""
+    if not getattr(prompts[0], name) and all(getattr(row, name) is None for row in rows):
         return []
-    prompt_inputs = [prompt.inputs[0] if prompt.inputs else {} for prompt in prompts]
-    return [prompt_inputs[p] if row.inputs is None else row.inputs for p, row in zip(of_group, rows, strict=True)]
-
-
-def _media(prompts: Sequence[Prompts], of_group: Sequence[int], rows: Sequence[TrajectoryRow]) -> list[Media]:
-    if not prompts[0].media and all(row.media is None for row in rows):
-        return []
-    prompt_media = [prompt.media[0] if prompt.media else Media() for prompt in prompts]
-    return [prompt_media[p] if row.media is None else row.media for p, row in zip(of_group, rows, strict=True)]
+    of_prompts = [found[0] if (found := getattr(prompt, name)) else empty() for prompt in prompts]
+    own = [getattr(row, name) for row in rows]
+    return [of_prompts[p] if shown is None else shown for p, shown in zip(of_group, own, strict=True)]
 
 
 def trajectory_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

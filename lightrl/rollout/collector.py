@@ -483,7 +483,7 @@ class Collection:
         """The group's trajectories; those that failed are made again within bounds."""
         trajectories = await self._run(task)
         for retry in range(1, self._collector.episode.max_retries + 1):
-            failed = [i for i, t in enumerate(trajectories) if t.stop_reason == "failure"]
+            failed = [i for i, t in enumerate(trajectories) if t.failed]
             if not failed:
                 break
             self.retried += len(failed)
@@ -511,7 +511,7 @@ class Collection:
     def _count(self, task: Task, trajectory: Trajectory) -> None:
         """Ends the rollout when more attempts have failed for good than may."""
         episode = self._collector.episode
-        if trajectory.stop_reason != "failure" or task.retry < episode.max_retries:
+        if not trajectory.failed or task.retry < episode.max_retries:
             return
         self.failed += 1
         wanted = sum(len(each.attempts) for each in self.tasks)
@@ -527,7 +527,7 @@ class Collection:
         scorer = self._collector.scorer
         if scorer is None:
             return None
-        sound = [i for i, t in enumerate(trajectories) if t.stop_reason != "failure"]
+        sound = [i for i, t in enumerate(trajectories) if not t.failed]
         count = len(trajectories)
         if not sound:
             return Scores([], {name: [] for name in scorer.names}).spread([], count)

@@ -76,12 +76,12 @@ class RolloutDataModule(LightningDataModule):
             completed with dropped groups, so that it keeps its size. Spread is that of the summed reward functions.
             0 keeps every group.
         staleness: how many rollouts the engine may sample ahead of the update, while the policy learns from earlier
-            ones: a rollout is sampled by weights that lack the updates of at most so many rollouts. 0 is strictly
+            ones: a rollout is sampled by weights that lack the updates of at most this many rollouts. 0 is strictly
             on-policy, 1 hides the shorter of generation and update behind the longer. Needs an engine in processes of
             its own.
         in_flight: with `staleness`, change the weights within completions instead of between rollouts: each is begun
             by a policy that lacks the updates of at most `staleness` rollouts and goes on with newer ones. What it
-            records and replays; {} for neither. Needs an engine that goes on with what it has begun (`VLLMEngine`).
+            records and replays; {} for neither. Needs an engine that resumes suspended requests (`VLLMEngine`).
         streaming: strictly on-policy overlap: the module accumulates gradients of finished groups while others still
             generate; the update is the same. Needs an engine in processes of its own, and a module whose rollout
             makes one update from groups that do not depend on one another, which is checked.

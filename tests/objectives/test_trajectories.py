@@ -7,7 +7,7 @@ import torch
 from lightrl.objectives.advantages import GroupRelative
 from lightrl.objectives.aggregation import SequenceMean
 from lightrl.objectives.losses import GSPO
-from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, trajectory_lengths
+from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, last_rows, trajectory_lengths
 
 # trajectory 5: tokens 1 2 in its first row and 3 in its second; trajectory 2: token 4
 IDS = torch.tensor([5, 5, 2])
@@ -39,8 +39,10 @@ def test_a_trajectory_without_a_sampled_token_stays_a_row() -> None:
     assert layout.mask.tolist() == [[False, False], [True, True]]
 
 
-def test_first_rows_and_lengths() -> None:
+def test_first_and_last_rows_and_lengths() -> None:
     assert first_rows(IDS).tolist() == [0, 2]
+    assert last_rows(IDS).tolist() == [1, 1, 2]
+    assert last_rows(torch.tensor([4, 7, 4, 4])).tolist() == [3, 1, 3, 3]
     assert trajectory_lengths(MASK, IDS).tolist() == [3, 3, 1]
 
 

@@ -195,7 +195,7 @@ class ServerEngine(Engine):
         return min((length for length in lengths if length), default=1 << 30)
 
     def close(self) -> None:
-        """Lets go of the servers, which go on running, and deletes the weights in the shared folder."""
+        """Disconnects from the servers, which go on running, and deletes the weights in the shared folder."""
         loop, self._loop = self._loop, None
         transport, self._transport = self._transport, None
         self.policy_version, self.dtype = -1, None

@@ -24,7 +24,7 @@ WORKER = "lightrl.engines.server.worker.ServerWorker"
 
 @dataclass
 class Facts:
-    """What a server says about itself.
+    """What a server reports about itself.
 
     Attributes:
         model: name under which it serves the model.
@@ -41,7 +41,7 @@ class Facts:
 
 @dataclass
 class TokenScores:
-    """What a model says about tokens 1..n-1 of a row of n, at temperature 1.
+    """A model's log-probs of tokens 1..n-1 of a row of n, at temperature 1.
 
     Attributes:
         logprobs: n - 1 floats, of the tokens given those before.
@@ -311,19 +311,10 @@ class SGLangProtocol(ServerProtocol):
 
 
 def _sglang_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    params: dict[str, Any] = {
-        "max_new_tokens": sampling.max_new_tokens,
-        "min_new_tokens": sampling.min_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "stop": sampling.stop or [],
-        "stop_token_ids": sampling.stop_token_ids or [],
-        "ignore_eos": sampling.ignore_eos,
-        "no_stop_trim": True,
-    }
+    renamed = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+    renamed |= {"include_stop_str_in_output": "no_stop_trim"}
+    params = {renamed.get(name, name): value for name, value in plain_sampling(sampling).items()}
+    params["top_k"] = sampling.top_k or -1
     if sampling.regex is not None:
         params["regex"] = sampling.regex
     elif sampling.json_schema is not None:

@@ -109,10 +109,10 @@ class ServerTeacher:
             raise ValueError(f"{error}. Is it a server of ServerTeacher.kind={self.kind!r}?") from error
 
     def scores(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[TokenScores]:
-        """What the model says about tokens 1..n-1 of each row, given those before.
+        """The model's log-probs of tokens 1..n-1 of each row, given those before.
 
         Args:
-            rows: token ids. top: how many likeliest words to name at each token; 0 names none.
+            rows: token ids. top: how many top-k tokens to return at each position; 0 returns none.
 
         Raises:
             ValueError: a server refuses a row, such as one longer than it can hold.
@@ -155,7 +155,7 @@ class ServerTeacher:
                 server.outstanding -= 1
 
     def close(self) -> None:
-        """Lets go of the servers, which go on running."""
+        """Disconnects from the servers, which go on running."""
         loop, self._loop = self._loop, None
         if loop is not None:
             for server in self.servers:

@@ -48,7 +48,7 @@ def micro_batches(
         token_ids: (B, T) int64; rows whose ids are not alike share nothing.
         attention_mask: (B, T) bool. response_mask: (B, T) bool.
         budget: most tokens of a micro-batch, at least 1; a row (or unit) that is longer gets one of its own.
-        num_bins: exactly so many micro-batches, some possibly empty; None takes as few as the budget allows.
+        num_bins: exact number of micro-batches, some possibly empty; None takes as few as the budget allows.
         layout: in which the rows will be run.
         units: (B,) int64; rows of one unit, such as those of a trajectory, stay in one micro-batch, which exceeds the
             budget where a unit does. None lets every row go by itself.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import inspect
 import ipaddress
 import math
 import os
@@ -124,9 +123,7 @@ async def _serve(server: Any, function: RewardFunction) -> None:
     try:
         await server.serve()
     finally:
-        closing = getattr(function.function, "close", lambda: None)()
-        if inspect.isawaitable(closing):
-            await closing
+        await function.close()
 
 
 def _function(reward: RewardSpec | None, model: str | None) -> tuple[str, RewardFn]:
