@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,15 @@ def _located(name: str, folder: Path, asked_by: str) -> Path:
     if name.startswith(PREFIX):
         path = SHIPPED / f"{name.removeprefix(PREFIX).removesuffix('.yaml')}.yaml"
         if SHIPPED.resolve() not in path.resolve().parents or not path.is_file():
+            known = [PREFIX + each for each in shipped_configs()]
+            # A name may lack its folder: compared with the last part, too.
+            tails = {each.rpartition("/")[2]: each for each in known}
+            close = difflib.get_close_matches(name, known, 1) or [
+                tails[each] for each in difflib.get_close_matches(name.removeprefix(PREFIX), tails, 1)
+            ]
+            hint = f" Did you mean {close[0]}?" if close else ""
             raise ValueError(
-                f"{asked_by}={name}: no such configuration comes with LightRL; `lightrl recipes` lists them."
+                f"{asked_by}={name}: no such configuration comes with LightRL; `lightrl recipes` lists them.{hint}"
             )
         return path
     path = folder / Path(name).expanduser()
@@ -91,9 +99,12 @@ def _chain(path: Path, above: tuple[Path, ...]) -> list[Path]:
         raise ValueError(f"{path}: base: the file builds on itself, by way of {' -> '.join(map(str, above))}.")
     try:
         content: Any = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError):
-        return [path]  # the parser says what is wrong with it, with the line
-    bases = content.get("base") if isinstance(content, dict) else None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(content, dict):
+        found = "nothing" if content is None else f"a {type(content).__name__}"
+        raise ValueError(f"{path}: expected settings by name (trainer, model, data), found {found}.")
+    bases = content.get("base")
     if bases is None:
         return [path]
     names = [bases] if isinstance(bases, str) else bases

@@ -27,7 +27,7 @@ def doctor(config_file: str | None = None) -> None:
 
     Of the installation: versions against the ranges that LightRL was run with, devices, vLLM. Of a run: whether it can
     be built, its tokenizer, the lengths of its prompts, its reward functions on three rows, its memory by `lightrl
-    plan`. Exit status 1 where something would stop or spoil a run.
+    plan`; of supervised runs the rows. Exit status 1 where something would stop or spoil a run.
 
     Args:
         config_file: as for `lightrl fit`; `--config FILE` is the same.
@@ -54,6 +54,7 @@ def diagnose(config_file: str | None = None) -> Iterator[Finding]:
         return
     from lightrl.algorithms import PPOLightningModule
     from lightrl.cli import run, users_error
+    from lightrl.data import SFTDataModule
     from lightrl.rollout import RolloutDataModule
 
     try:
@@ -63,10 +64,13 @@ def diagnose(config_file: str | None = None) -> Iterator[Finding]:
         return
     module, data = built.model, built.datamodule
     yield "ok", f"{config_file}: {type(module).__name__} with {type(data).__name__}"
-    if not isinstance(module, PPOLightningModule) or not isinstance(data, RolloutDataModule):
-        yield "note", "what follows is for reinforcement learning; the first batch of this run checks its rows"
-        return
     try:
+        if isinstance(data, SFTDataModule):
+            yield from _supervised(built)
+            return
+        if not isinstance(module, PPOLightningModule) or not isinstance(data, RolloutDataModule):
+            yield "note", "what follows is for LightRL's own data modules; the first batch of this run checks its rows"
+            return
         prompts, tokenizer = yield from _prompts(built)
         longest = max(map(len, prompts.token_ids)) + data.sampling.max_new_tokens
         yield from _rewards(built, prompts, tokenizer)
@@ -148,6 +152,19 @@ def _host_memory() -> float:
 
 
 # ---- a run -------------------------------------------------------------------------------------------------------
+
+
+def _supervised(built: Any) -> Iterator[Finding]:
+    """Reads all rows as supervised runs and those of reward models do."""
+    trainer, data = built.trainer, built.datamodule
+    trainer.strategy.connect(built.model)
+    data.trainer = trainer
+    data.setup("fit")
+    loader = data.train_dataloader()
+    yield (
+        "ok",
+        f"{len(loader.rows):,} rows to learn from are read: {len(loader):,} batches of {data.batch_size} an epoch",
+    )
 
 
 def _prompts(built: Any) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import shlex
 import sys
+import warnings
 from importlib.metadata import version
+from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Literal
 
@@ -13,6 +16,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import CSVLogger
 
 # All rooms whose classes YAML may name without a path.
 import lightrl.algorithms
@@ -39,6 +43,7 @@ __all__ = ["LightRLCLI"]
 
 for name in lightrl.engines.__all__:  # engines are imported when they are asked for
     getattr(lightrl.engines, name)
+EVALUATIONS = ("validate", "test", "predict")
 start_from_own_defaults(Engine, AdvantageEstimator, Aggregation, KLPenalty, PolicyLoss)
 
 
@@ -65,7 +70,8 @@ class LightRLCLI(YamlCLI):
             type=str | None,
             default=None,
             help="folder of all that the run writes: trainer.default_root_dir; logs there for `lightrl report` "
-            "beside any loggers given, and for TensorBoard where none is.",
+            "beside any loggers given, and for TensorBoard where none is. What validate, test and predict write goes "
+            "to folders of these names below it.",
         )
         parser.add_argument(
             "--without",
@@ -90,20 +96,25 @@ class LightRLCLI(YamlCLI):
         _require_folder(config.trainer.default_root_dir, name)
         if config.run_dir is None:
             return
-        csv, tensorboard = (
+        folder = config.run_dir
+        if self.subcommand in EVALUATIONS:  # below the run, whose table, samples and configuration stay as they are
+            folder = os.path.join(folder, self.subcommand)
+            warnings.filterwarnings("ignore", message="The dirpath has changed from")
+        table, tensorboard = (
             Namespace(
                 class_path=f"lightning.pytorch.loggers.{logger}",
-                init_args=Namespace(save_dir=config.run_dir, name="", version=folder),
+                # Not as the version, of which Lightning's progress bar shows the end.
+                init_args=Namespace(save_dir=os.path.join(folder, below), name="", version=""),
             )
-            for logger, folder in (("CSVLogger", ""), ("TensorBoardLogger", "tensorboard"))
+            for logger, below in (("CSVLogger", ""), ("TensorBoardLogger", "tensorboard"))
         )
         given = config.trainer.logger
         if given in (None, True):
-            config.trainer.logger = [csv, tensorboard]
+            config.trainer.logger = [table, tensorboard]
         elif given is not False:
             several = given if isinstance(given, list) else [given]
             has_csv = any(logger.class_path.endswith("CSVLogger") for logger in several)
-            config.trainer.logger = several if has_csv else [csv, *several]
+            config.trainer.logger = several if has_csv else [table, *several]
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses, and refuses values that would do nothing silently."""
@@ -140,8 +151,21 @@ class LightRLCLI(YamlCLI):
             folder = getattr(logger, "log_dir", None)
             if isinstance(folder, str) and "://" not in folder:
                 self.guard.hold(folder)
+            if isinstance(logger, CSVLogger):
+                self._begin_table(logger)
         for logger in self.trainer.loggers:
             logger.log_hyperparams(self._record())
+
+    def _begin_table(self, logger: CSVLogger) -> None:
+        """Has a resumed run go on in its `metrics.csv`, which Lightning would delete."""
+        table = Path(logger.log_dir, "metrics.csv")
+        before = table.read_text().rpartition("\n") if table.is_file() else ("", "", "")  # without a line cut short
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Experiment logs directory")  # the lock and the configuration
+            writer = logger.experiment
+        if before[0] and self._of_command(self.config).ckpt_path is not None:
+            table.write_text(before[0] + before[1])
+            writer.metrics_keys = next(csv.reader(before[0].splitlines()))
 
     def _of_command(self, config: Any) -> Any:
         """The part of a configuration that the command reads; all of it with `run=False`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,15 +74,15 @@ def from_trl(
     Raises:
         ValueError: the file is no mapping, sizes do not fit one another, or `output` is there already.
     """
-    target = Path(output)
-    if target.exists():
-        raise ValueError(f"output={output} is there already and would be overwritten: name another file.")
     try:
         options = yaml.safe_load(Path(script).read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(f"script={script} cannot be read as YAML: {error}") from error
     if not isinstance(options, dict):
         raise ValueError(f"script={script}: expected names and values, found {type(options).__name__}.")
+    target = Path(output)
+    if target.exists():
+        raise ValueError(f"output={output} is there already and would be overwritten: name another file.")
     converted, notes = convert_trl(options, algorithm, devices)
     header = [f"# From {Path(script).name} of TRL's {algorithm}.", *(f"#   {note}" for note in notes)]
     target.write_text("\n".join(header) + "\n" + yaml.safe_dump(converted, sort_keys=False))
@@ -89,14 +90,25 @@ def from_trl(
     print(f"  lightrl fit --config {output}")
 
 
+def _number(value: Any) -> Any:
+    """YAML takes 1e-5 for text, and TRL's parser for a number."""
+    try:
+        return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", value) else value
+    except ValueError:
+        return value
+
+
 class _Options:
     """The options of a script, of which each must be taken or named."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self._left = dict(options)
+        self._left = {name: _number(value) for name, value in options.items()}
 
     def take(self, name: str, default: Any = None) -> Any:
         return self._left.pop(name, default)
+
+    def put(self, name: str, value: Any) -> None:
+        self._left.setdefault(name, value)
 
     def rest(self) -> list[str]:
         return [
@@ -140,6 +152,11 @@ def convert_trl(
     return config, notes + given.rest()
 
 
+def _several(value: Any) -> Any:
+    """A list, also where one name stands alone; "all-linear" is no name."""
+    return [value] if isinstance(value, str) and value != "all-linear" else value
+
+
 def _part(name: str, **arguments: Any) -> dict[str, Any]:
     return {"class_path": name, "init_args": arguments}
 
@@ -148,6 +165,8 @@ def _sizes(given: _Options, devices: int) -> dict[str, Any]:
     accumulation, group = given.take("gradient_accumulation_steps", 1), given.take("num_generations", 8)
     device_batch = given.take("per_device_train_batch_size", 8) * devices
     steps, batch = given.take("steps_per_generation"), given.take("generation_batch_size")
+    if min(accumulation, group, device_batch) < 1:
+        raise ValueError("num_generations, per_device_train_batch_size, gradient_accumulation_steps: at least 1 each.")
     if batch is None:
         batch = device_batch * (accumulation if steps is None else steps)
     minibatch = device_batch * accumulation
@@ -172,18 +191,23 @@ def _model(given: _Options, algorithm: str, sizes: dict[str, Any], notes: list[s
     if path is None:
         raise ValueError("model_name_or_path is missing: there is nothing to train.")
     actor: dict[str, Any] = {"path": path, "gradient_checkpointing": given.take("gradient_checkpointing", True)}
-    dtype = given.take("dtype")
+    init = dict(given.take("model_init_kwargs") or {})
+    for name in ("attn_implementation", "dtype", "torch_dtype"):
+        if name in init:
+            given.put(name, init.pop(name))
+    old_dtype = given.take("torch_dtype")
+    dtype = given.take("dtype", old_dtype)
     if dtype not in (None, "auto", "float32"):
         actor["dtype"] = dtype
     kwargs = {name: given.take(old) for name, old in (("revision", "model_revision"), ("trust_remote_code",) * 2)}
     kwargs = {name: value for name, value in kwargs.items() if value not in (None, False)}
-    if kwargs:
-        actor["kwargs"] = kwargs
-    lora = {
+    if init or kwargs:
+        actor["kwargs"] = {**init, **kwargs}
+    lora: dict[str, Any] = {
         "r": given.take("lora_r", 16),
         "alpha": given.take("lora_alpha", 32),
         "dropout": given.take("lora_dropout", 0.05),
-        "target_modules": given.take("lora_target_modules") or "all-linear",
+        "target_modules": _several(given.take("lora_target_modules")) or "all-linear",
         "quantize_4bit": given.take("load_in_4bit", False),
     }
     if given.take("use_peft", False):
@@ -289,12 +313,19 @@ def _trainer(
     if given.take("log_completions", False):
         callbacks.append(_part("SampleLog", every_n_rollouts=given.take("logging_steps", 10)))
     given.take("logging_steps")
-    saves = given.take("save_strategy", "steps") != "no", given.take("save_steps", 500)
+    if given.take("eval_on_start", False):
+        callbacks.append(_part("EvaluateFirst"))
+    strategy, saved = given.take("save_strategy", "steps"), given.take("save_steps", 500)
     keep = given.take("save_total_limit")
-    if saves[0]:
-        every = max(int(saves[1]) // sizes["updates"], 1) if saves[1] >= 1 else 500
-        callbacks.append(_part("RolloutCheckpoint", every_n_rollouts=every, save_top_k=keep or 1))
-        notes.append(f"save_steps: {saves[1]} updates are {every} rollouts.")
+    if strategy != "no":
+        counted = strategy == "steps" and saved >= 1
+        every = max(int(saved) // sizes["updates"], 1) if counted else 500
+        callbacks.append(_part("RolloutCheckpoint", every_n_rollouts=every, save_top_k=int(keep or 1)))
+        notes.append(
+            f"save_steps: {saved} updates are {every} rollouts."
+            if counted
+            else f"save_strategy: {strategy}, save_steps: {saved}: became every {every} rollouts; change it."
+        )
     callbacks.append(_part("HFExport"))
     alpha, sync_steps = given.take("ref_model_mixup_alpha", 0.6), given.take("ref_model_sync_steps", 512)
     if given.take("sync_ref_model", False):
@@ -330,10 +361,12 @@ def _data(given: _Options, model: dict[str, Any], sizes: dict[str, Any], notes: 
     sampling = {"max_new_tokens": sizes["length"], "temperature": given.take("temperature", 1.0)}
     for option, default in (("top_p", 1.0), ("top_k", 0), ("min_p", None), ("repetition_penalty", 1.0)):
         value = given.take(option, default)
-        if value != default:
+        if value not in (None, default):
             sampling[option] = value
     regex = given.take("vllm_structured_outputs_regex")
     sampling |= {"regex": regex} if regex else {}
+    extra = given.take("generation_kwargs")
+    sampling |= {"extra": extra} if extra else {}
     data: dict[str, Any] = {
         "prompts": {**source, "split": train},
         "shuffle": given.take("shuffle_dataset", True),
@@ -354,7 +387,7 @@ def _data(given: _Options, model: dict[str, Any], sizes: dict[str, Any], notes: 
 
 
 def _rewards(given: _Options, notes: list[str]) -> list[Any]:
-    names = given.take("reward_funcs") or []
+    names = _several(given.take("reward_funcs")) or []
     if given.take("reward_model_name_or_path"):
         notes.append("reward_model_name_or_path: goes under model.init_args.reward_models: [{name: ..., path: ...}].")
     if not names:
@@ -380,7 +413,8 @@ def _engine(given: _Options, model: dict[str, Any], notes: list[str]) -> dict[st
     }
     corrected = given.take("vllm_importance_sampling_correction", True)
     level, _, kind = str(given.take("vllm_importance_sampling_mode", "sequence_mask")).partition("_")
-    high, low = given.take("vllm_importance_sampling_clip_max", 3.0), given.take("vllm_importance_sampling_clip_min")
+    cap = given.take("vllm_importance_sampling_cap", 3.0)  # its name before TRL 1
+    high, low = given.take("vllm_importance_sampling_clip_max", cap), given.take("vllm_importance_sampling_clip_min")
     if not used:
         return _part("TransformersEngine")
     if corrected:

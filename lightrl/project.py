@@ -54,8 +54,11 @@ def init(
             text = text.replace("{{" + name + "}}", value)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
-    print(f"Wrote {', '.join(sorted(target.name for target in targets.values()))} to {folder}. Next:\n")
-    print(f"  cd {folder}")
+    here = folder.resolve() == Path.cwd()
+    where = "this folder" if here else str(folder)
+    print(f"Wrote {', '.join(sorted(target.name for target in targets.values()))} to {where}. Next:\n")
+    if not here:
+        print(f"  cd {folder}")
     for line in (folder / "README.md").read_text().splitlines():
         if line.startswith("    lightrl "):
             print(f"  {line.strip()}")

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks.progress.progress_bar import get_standard_metrics
 
 import lightrl.algorithms
 import lightrl.callbacks
@@ -28,6 +30,7 @@ import lightrl.rollout
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.cli import main, run
 from lightrl.engines import EngineContext, EngineDiedError, StaleWeightsError
+from lightrl.report.read import read_run
 from lightrl.rollout.collector import RolloutStalledError
 from lightrl.storage import remember_secret
 from tests.toys import quickstart_model
@@ -183,6 +186,28 @@ def test_every_logger_gets_the_whole_configuration_versions_and_command(
         assert said["command"].startswith("lightrl fit") and "geheim" not in said["command"]
 
 
+def test_a_resumed_run_goes_on_in_its_table_and_an_evaluation_leaves_the_run_as_it_is(
+    write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = {"class_path": "SampleLog", "init_args": {"every_n_rollouts": 1, "terminal": False}}
+    callbacks = [{"class_path": name} for name in ("EvaluateFirst", "RolloutCheckpoint")]
+    trainer = {"logger": True, "callbacks": [*callbacks, samples], "enable_checkpointing": True}
+    config = write(trainer=trainer, data={"eval_prompts": {"rows": ARITHMETIC, "limit": 4}}, run_dir="run")
+    monkeypatch.setattr("lightrl.cli.quiet", lambda: None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*log files in this directory will be deleted")
+        cli = run(["fit", "--config", config])
+        assert "v_num" not in get_standard_metrics(cli.trainer)
+        run(["fit", "--config", config, "--ckpt_path=last", "--trainer.max_epochs=2"])
+        metrics = read_run(tmp_path / "run", "run_dir").metrics
+        assert list(metrics["reward/mean"]) == [0, 1] and list(metrics["eval/reward"]) == [-1, 0, 1]
+        left = ("config.yaml", "metrics.csv", "samples.jsonl")
+        before = [(tmp_path / "run" / name).read_bytes() for name in left]
+        run(["validate", "--config", config, "--ckpt_path=last"])
+    assert [(tmp_path / "run" / name).read_bytes() for name in left] == before
+    assert all((tmp_path / "run" / "validate" / name).is_file() for name in left)
+
+
 def test_a_class_named_anew_starts_from_its_own_defaults(write: Callable[..., str], tmp_path: Path) -> None:
     """Not from those arguments of the class before that happen to have the same names; what is given stays."""
     config = write(model={"loss": {"class_path": "PPOClip", "init_args": {"eps_low": 0.1, "eps_high": 0.3}}})
@@ -311,6 +336,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "seed": ({"data": {"seed": -1}}, "seed=-1: must be from 0 to 2**63 - 1"),
     "stop": ({"data": {"sampling": {"stop": [""]}}}, "SamplingParams.stop=['']: must be texts that are not empty"),
     "weights": ({"data": {"reward_weights": [0.0]}}, "weights=[0.0]: every reward would be 0"),
+    "reward class": ({"data": {"rewards": ["ExactAnwser"]}}, "file.py:name. Did you mean 'ExactAnswer'?"),
     "reward file": ({"data": {"rewards": ["nosuch.py:f"]}}, "reward function 'nosuch.py:f': there is no file"),
 }
 
@@ -379,6 +405,15 @@ ONE_LINE: dict[str, tuple[dict[str, Any], str]] = {
     "unknown in a record": ({"data": {"sampling": {"temprature": 1}}}, "Did you mean 'temperature'?"),
     "unknown of the trainer": ({"trainer": {"max_epoch": 1}}, "Did you mean 'trainer.max_epochs'?"),
     "unknown of the command": ({"run_diir": "x"}, "Did you mean 'run_dir'?"),
+    "unknown and like nothing": (
+        {"model": {"actor": {"path": "x", "lora": {"rank": 3}}}},
+        "'rank' is not accepted by LoraSpec. There are: r, alpha, dropout",
+    ),
+    "unknown of the optimizer": (
+        {"model": {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"learning_rate": 1}}}},
+        "model.optimizer: Option 'learning_rate' is not accepted by AdamW. There are: params, lr,",
+    ),
+    "schedule": ({"model": {"lr_scheduler": {"name": "cosinus"}}}, "model.lr_scheduler.name='cosinus': expected"),
     "unknown class": ({"data": {"engine": "VLMEngine"}}, "Did you mean 'VLLMEngine'?"),
     "accelerator": ({"trainer": {"accelerator": "gpuu"}}, "`accelerator='gpuu'`"),
     "strategy": ({"trainer": {"strategy": "dpp"}}, "`strategy='dpp'`"),
@@ -441,6 +476,8 @@ def test_a_misspelt_option_and_a_hub_that_is_not_there_are_told(
 ) -> None:
     config = write()
     assert "Did you mean 'trainer.max_epochs'?" in refused(capsys, "--config", config, "--trainer.max_epochz=3")
+    message = refused(capsys, "--config", config, "--data.init_args.sampling.max_tokens=4")
+    assert "'max_tokens' is not accepted by sampling. Did you mean 'max_new_tokens'?" in message
     message = refused(capsys, "--config", config, "--model.init_args.actor.path=nobody/nothing")
     assert "model path 'nobody/nothing': it is no folder here" in message and "hub is switched off" in message
 

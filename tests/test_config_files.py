@@ -47,6 +47,19 @@ def test_a_base_that_cannot_be_is_refused(text: str, message: str, tmp_path: Pat
         expand_configs(["--config", str(tmp_path / "mine.yaml")])
 
 
+@pytest.mark.parametrize("name", ["overlays/lorra", "lorra", "overlay/lora"])
+def test_a_misspelt_shipped_file_is_guessed(name: str) -> None:
+    with pytest.raises(ValueError, match="Did you mean lightrl:overlays/lora"):
+        expand_configs(["--config", f"lightrl:{name}"])
+
+
+@pytest.mark.parametrize(("text", "message"), [("a: {", "cannot be read as YAML"), ("- a", "a list"), ("", "nothing")])
+def test_a_file_that_is_no_configuration_is_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ValueError, match=rf"mine\.yaml.*{message}"):
+        expand_configs(["--config", str(tmp_path / "mine.yaml")])
+
+
 def test_a_missing_file_is_said_with_the_folder_looked_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"--config=nosuch.yaml does not exist .looked in {tmp_path}"):

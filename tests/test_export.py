@@ -63,12 +63,15 @@ def test_exports_by_command(lora: Path, model: str, tmp_path: Path) -> None:
     assert (tmp_path / "critic" / "config.json").is_file()
 
 
-def test_a_checkpoint_is_loaded_without_a_trainer(lora: Path, model: str) -> None:
+def test_a_checkpoint_is_loaded_and_saved_without_a_trainer(lora: Path, model: str, tmp_path: Path) -> None:
     spec = ModelSpec(model, lora=LoraSpec(r=4))
     loaded = PPOLightningModule.load_from_checkpoint(lora, actor=spec, critic=CriticSpec(shared=True))
     stored = torch.load(lora, weights_only=True)["state_dict"]
     assert stored.keys() == loaded.state_dict().keys() and any("lora" in name for name in stored)
     assert all(torch.equal(value, stored[name]) for name, value in loaded.state_dict().items())
+    loaded.save_pretrained(tmp_path / "saved")
+    main(["export", "--checkpoint", str(lora), "--output", str(tmp_path / "exported")])
+    assert torch.equal(logprobs(tmp_path / "saved"), logprobs(tmp_path / "exported"))
     trainer = quiet_trainer(max_steps=1)
     trainer.fit(loaded, sums_data(rollouts_per_epoch=1))  # takes the models that are there
     before = stored["actor.value_head.weight"]
@@ -118,7 +121,9 @@ def test_exports_hold_the_tokenizer_that_the_policy_is_trained_with(model: str, 
     module.save_pretrained(tmp_path / "live")
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     export(str(tmp_path / "run.ckpt"), str(tmp_path / "later"))
-    for folder in ("live", "later"):
+    loaded = SFTLightningModule.load_from_checkpoint(tmp_path / "run.ckpt", actor=model, optimizer=sgd)
+    loaded.save_pretrained(tmp_path / "loaded")
+    for folder in ("live", "later", "loaded"):
         assert AutoTokenizer.from_pretrained(tmp_path / folder).chat_template == own.chat_template
     shutil.rmtree(tmp_path / "own")
     with pytest.raises(ValueError, match="own': there is no such folder"):

@@ -100,6 +100,24 @@ def test_doctor_names_what_cannot_be_built(config: Callable[..., str]) -> None:
     assert "nowhere.jsonl" in said(config(prompts={"path": "nowhere.jsonl"}), "problem")
 
 
+def test_doctor_reads_the_rows_of_supervised_runs(config: Callable[..., str], model: str, tmp_path: Path) -> None:
+    config()
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "sum": "2"}\n' * 5)
+    for name, kind, text in (
+        ("rows.jsonl", "problem", "the completion must be a string"),
+        ("nowhere.jsonl", "problem", "there is no such file"),
+        ("pairs.jsonl", "ok", "5 rows to learn from are read: 2 batches of 2"),
+    ):
+        data = {"train": {"path": name, "completion_column": "sum"}, "batch_size": 2}
+        content = {
+            "trainer": {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False},
+            "model": {"class_path": "SFTLightningModule", "init_args": {"actor": {"path": model}}},
+            "data": {"class_path": "SFTDataModule", "init_args": data},
+        }
+        (tmp_path / "sft.yaml").write_text(yaml.safe_dump(content))
+        assert text in said(str(tmp_path / "sft.yaml"), kind)
+
+
 def test_doctor_compares_the_plan_with_the_memory(config: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     file = config()
     assert "memory" not in said(file, "problem")

@@ -72,6 +72,23 @@ def test_rloo_has_its_estimator_and_its_kl_in_the_reward() -> None:
     assert model["kl"] == {"class_path": "KLInReward", "init_args": {"estimator": "k1", "coef": 0.05}}
 
 
+def test_what_a_script_says_in_other_forms_means_the_same() -> None:
+    script = {"model_name_or_path": "m", "dataset_name": "d", "beta": "1e-3", "num_train_epochs": "2", "top_p": None}
+    script |= {"reward_funcs": "accuracy_reward", "use_peft": True, "lora_target_modules": "q_proj", "save_steps": 0.1}
+    script |= {"model_init_kwargs": {"dtype": "bfloat16", "use_cache": False}, "generation_kwargs": {"seed": 1}}
+    config, notes = convert_trl({**script, "eval_on_start": True})
+    model, data, trainer = config["model"]["init_args"], config["data"]["init_args"], config["trainer"]
+    assert model["kl"]["init_args"]["coef"] == 0.001 and trainer["max_epochs"] == 2
+    assert [reward["class_path"] for reward in data["rewards"]] == ["MathVerify"]
+    assert model["actor"]["lora"]["target_modules"] == ["q_proj"] and model["actor"]["dtype"] == "bfloat16"
+    assert model["actor"]["kwargs"] == {"use_cache": False}
+    assert data["sampling"] == {"max_new_tokens": 512, "temperature": 1.0, "extra": {"seed": 1}}
+    assert "EvaluateFirst" in [callback["class_path"] for callback in trainer["callbacks"]]
+    assert not any("0.1 updates" in note for note in notes)
+    with pytest.raises(ValueError, match="num_generations.* at least 1"):
+        convert_trl({**script, "num_generations": 0})
+
+
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="generation_batch_size=8 .* multiple of num_generations=3"):
         convert_trl({"model_name_or_path": "m", "dataset_name": "d", "num_generations": 3})

@@ -105,11 +105,19 @@ def saved_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
         yield saved
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_about_those_of_a_forward(precision: Any, checkpointing: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "checkpointing", "family"),
+    [
+        *[(p, c, "Qwen2") for p in ("32-true", "bf16-mixed") for c in (False, True)],
+        *[(p, False, "Olmoe") for p in ("32-true", "bf16-mixed")],
+    ],
+)
+def test_activations_are_about_those_of_a_forward(
+    precision: Any, checkpointing: bool, family: str, tmp_path: Path
+) -> None:
     """Within a quarter: the layouts keep some index tensors, and checkpointing a block's arguments."""
-    path = quickstart_model(tmp_path)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2} if family == "Olmoe" else {}
+    path = quickstart_model(tmp_path, family=family, **experts)
     mixed = precision == "bf16-mixed"
     model = PolicyModel(
         load_causal_lm(ModelSpec(path, gradient_checkpointing=checkpointing), trainable=True), layout="packed"

@@ -213,10 +213,10 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self.critic_spec = critic
         self.reference_spec = None if reference is None else ModelSpec.given(reference, argument="reference")
         self.reward_model_specs = reward_models or []
-        self.advantage = realized(advantage)
-        self.loss = realized(loss)
-        self.aggregation = realized(aggregation)
-        self.kl = realized(kl)
+        self.advantage = realized(advantage, "advantage")
+        self.loss = realized(loss, "loss")
+        self.aggregation = realized(aggregation, "aggregation")
+        self.kl = realized(kl, "kl")
         self.entropy_coef = entropy_coef
         self.whiten_advantages = whiten_advantages
         self.advantage_clip = advantage_clip
@@ -241,6 +241,10 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self._routes_noted = False
         self._restored_rng: list[Any] | None = None
         self._eval_sums = MetricSums()
+        if not callable(optimizer):
+            raise ValueError(
+                f"optimizer={optimizer!r}: give a function that takes parameters and returns an optimizer."
+            )
         self._refuse_arguments()
 
     def _refuse_arguments(self) -> None:
@@ -973,7 +977,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
         Collective under FSDP2 and ZeRO-3: every rank iterates to the end. Tied parameters come once.
         """
-        gather = strategies.gather_parameter(self.trainer.strategy)
+        gather = strategies.gather_parameter(self._strategy())
         return named_hf_weights(self.actor, gather, trained_only=trained_only)
 
     @property
@@ -984,7 +988,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def policy_adapter(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
         """The actor's LoRA adapter in peft's format: (name, full tensor) one at a time, and its configuration."""
         assert self.actor_spec.lora is not None, "only an actor with LoRA has an adapter"
-        gather = strategies.gather_parameter(self.trainer.strategy)
+        gather = strategies.gather_parameter(self._strategy())
         return named_adapter_weights(self.actor, gather), adapter_config(self.actor, self.actor_spec.lora)
 
     @torch.no_grad()

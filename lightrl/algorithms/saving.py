@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from lightrl.algorithms import checkpoints
@@ -32,6 +33,7 @@ class SavesPretrained(LightningModule):
 
     _is_built = False
     _is_sharded = False
+    _loaded_tokenizer: str | None = None  # of the run whose checkpoint was loaded
 
     @abstractmethod
     def _build_models(self, in_shards: bool = False) -> None:
@@ -84,6 +86,7 @@ class SavesPretrained(LightningModule):
         checkpoints.refuse_foreign(checkpoint.get("lightrl", {}), type(self).__name__)
         self._build_models()
         self._is_built = True
+        self._loaded_tokenizer = checkpoint.get("lightrl", {}).get("tokenizer")
         self._require_weights(checkpoint["state_dict"])
         self.load_state_dict(checkpoint["state_dict"], strict=False)
 
@@ -106,7 +109,11 @@ class SavesPretrained(LightningModule):
     @property
     def _tokenizer_path(self) -> str | None:
         """Whose tokens the model is trained on: `data.tokenizer`; None where it is the model's own."""
-        path = getattr(getattr(self.trainer, "datamodule", None), "tokenizer_path", None)
+        try:
+            trainer = self.trainer
+        except RuntimeError:  # built by `load_from_checkpoint`
+            return self._loaded_tokenizer
+        path = getattr(getattr(trainer, "datamodule", None), "tokenizer_path", None)
         return None if path is None else os.path.expanduser(path)
 
     def _description(self, models: dict[str, ModelSpec]) -> dict[str, Any]:
@@ -115,7 +122,16 @@ class SavesPretrained(LightningModule):
 
     def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, LoRA merged; collective under sharding strategies."""
-        return named_hf_weights(self.trained_model[0], strategies.gather_parameter(self.trainer.strategy))
+        return named_hf_weights(self.trained_model[0], strategies.gather_parameter(self._strategy()))
+
+    def _strategy(self) -> Any:
+        """The trainer's; that of one process for a module that `load_from_checkpoint` built without a trainer."""
+        try:
+            return self.trainer.strategy
+        except RuntimeError:
+            if not self._is_built:
+                raise
+            return SingleDeviceStrategy("cpu")
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes weights, configuration and tokenizer as a folder that transformers and vLLM load, LoRA merged.
@@ -127,9 +143,11 @@ class SavesPretrained(LightningModule):
             folder: where to; what is there is replaced.
 
         Raises:
-            RuntimeError: the module has not been given to a Trainer yet, so there is no model.
+            RuntimeError: the module has neither been given to a Trainer nor loaded from a checkpoint, so there is no
+                model.
         """
-        state, zero = {}, self.trainer.is_global_zero
+        strategy = self._strategy()
+        state, zero = {}, strategy.is_global_zero
         for name, tensor in self.named_policy_weights():
             if zero:
                 state[name] = tensor.cpu().clone()
@@ -144,7 +162,7 @@ class SavesPretrained(LightningModule):
                     processor_path=spec.path,
                     chat_template=spec.chat_template,
                 )
-        self.trainer.strategy.barrier()
+        strategy.barrier()
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, revision: str | None = None) -> None:
         """Uploads what `save_pretrained` writes to the Hugging Face hub. Collective, as that is.
@@ -157,7 +175,7 @@ class SavesPretrained(LightningModule):
         with TemporaryDirectory() as parent:
             folder = Path(parent) / "model"
             self.save_pretrained(folder)
-            if self.trainer.is_global_zero:
+            if self._strategy().is_global_zero:
                 from huggingface_hub import HfApi
 
                 hub = HfApi()  # the token is that of the environment, or of `hf auth login`

@@ -130,6 +130,8 @@ class RolloutCheckpoint(SavingCheckpoint):
             ValueError: there are checkpoints, and none is whole, or all are of runs with other settings.
         """
         found = {Path(path) for path in super().last_checkpoints(trainer)}
+        if not found and trainer.state.fn != "fit":  # `lightrl validate` has a folder of its own below the run's
+            found = set(Path(trainer.default_root_dir, "checkpoints").glob(f"{self.CHECKPOINT_NAME_LAST}.ckpt"))
         if self.dirpath is not None:
             found |= set(Path(self.dirpath).glob("*.ckpt"))
         elif not found and trainer.loggers:

@@ -15,10 +15,9 @@ class EvaluateFirst(Callback):
     `lightrl report` draws the evaluation at 0 rollouts.
     """
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Asks for a sanity check over everything."""
-        if stage == "fit":
-            trainer.num_sanity_val_steps = float("inf")
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Asks for a sanity check over everything, or, now that a checkpoint is known, for none."""
+        trainer.num_sanity_val_steps = float("inf") if trainer.ckpt_path is None else 0
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hands the numbers to the loggers."""

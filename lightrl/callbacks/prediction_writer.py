@@ -29,7 +29,7 @@ class PredictionWriter(BasePredictionWriter):
 
     Args:
         path: file to write, `.jsonl` (one object per line) or `.parquet`; an existing one is replaced.
-            `predictions.jsonl` in the run's folder where None.
+            `predictions.jsonl` in the run's folder (under `predict/` with `run_dir`) where None.
 
     Raises:
         ValueError: the suffix is another.

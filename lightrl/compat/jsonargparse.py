@@ -28,8 +28,16 @@ def deferred(cls: type[T], **arguments: Any) -> T:
     return type(f"Deferred{cls.__name__}", (_Deferred, cls), {})(cls, arguments)  # type: ignore[no-any-return]
 
 
-def realized(value: T) -> T:
-    """The object that a `deferred` default of a constructor (or a `lazy_instance`) stands for; any other as it is."""
+def realized(value: T, argument: str = "argument") -> T:
+    """The object that a `deferred` default of a constructor (or a `lazy_instance`) stands for; any other as it is.
+
+    Raises:
+        ValueError: plain data or a class stands where YAML would build an object.
+    """
+    if isinstance(value, str | int | float | list | dict | type):
+        shown = value.__name__ if isinstance(value, type) else repr(value)[:60]
+        made = f", such as {shown}()" if isinstance(value, type) else ""
+        raise ValueError(f"{argument}={shown} ({type(value).__name__}): in Python give an object{made}.")
     if not isinstance(value, _LazyInitBaseClass):
         return value
     return value._lazy_class_type(**value._lazy_kwargs)  # type: ignore[return-value]

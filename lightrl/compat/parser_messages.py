@@ -22,10 +22,15 @@ BOILERPLATE = re.compile(
 )
 WHERE = re.compile(r'^Parser key "([^"]+)":?')
 NO_SUBCLASS = re.compile(r"^Import path (?:(\S+) )?does not correspond to a subclass of (\w+)")
+CALLABLE = re.compile(r"^Type typing\.Callable.* expects a function or a callable class: ")
+OF_CALLABLE = re.compile(r"^Option '([^']+)' is not accepted\. Got value: Namespace\(class_path='([^']+)'")
+UNKNOWN = re.compile(r"^unrecognized arguments: --([^\s=]+)")
 SUBCLASS = re.compile(r"^Not a valid subclass of (\w+)(?:\. Got value: (.*))?")
 CLASS = re.compile(r"^Problem with given class_path '([^']+)'")
 LINES = 10
 """A text of more is cut to its first findings."""
+FEW = 12
+"""So many names are listed where none is like the misspelt one."""
 TYPE = re.compile(r"^Expected an? (.+?)\.?(?: Got value: (.*))?$")
 
 
@@ -47,6 +52,9 @@ def short_message(text: str, known: Iterable[str] = ()) -> str:
             if not findings:
                 where.append(found[1])
             line = line[found.end() :].strip()
+        line = CALLABLE.sub("", line)
+        if (found := OF_CALLABLE.match(line)) and found[2].startswith("typing."):
+            continue  # what the callable returns, taken for a class: an alternative that nobody meant
         if found := CLASS.match(line):
             if not findings:
                 classes.append(found[1])
@@ -63,9 +71,8 @@ def short_message(text: str, known: Iterable[str] = ()) -> str:
         else:
             findings.append(line)
     place = f"{'.'.join(where)}: " if where else ""
-    if found := re.match(r"unrecognized arguments: --([^\s=]+)", text.strip()):
-        name = found[1]
-        return f"{text.strip()}.{_suggestion(name, known)}"
+    if found := UNKNOWN.match(text.strip()):
+        return f"{text.strip()}.{_suggestion(found[1], known)}"
     if not findings:
         if where and base and not types:
             return f"{'.'.join(where)}={_cut(given)}: expected class_path, the name of a {base}, and its init_args."
@@ -77,6 +84,14 @@ def short_message(text: str, known: Iterable[str] = ()) -> str:
             return f"{place}'{name}' is no known class and no import path.{_suggestion(name, known)}"
         return f"{'.'.join(where)}={given!r}: expected {' or '.join(dict.fromkeys(names))}."
     first = findings[0]
+    if found := OF_CALLABLE.match(first):
+        first, classes = f"Option '{found[1]}' is not accepted", [found[2]]
+    if (found := UNKNOWN.match(first)) and classes:  # on the command line, below a class
+        group, _, name = found[1].rpartition(".")
+        inner = parameters(classes[-1:], group) if group else []
+        first = f"Option '{name if inner else found[1].split('.')[0]}' is not accepted"
+        if inner:
+            return f"{place}{first} by {group}.{_suggestion(name, inner)}"
     if found := re.match(r"Option '([^']+)' is not accepted", first):
         names = parameters(classes[-1:]) or list(known)
         return f"{place}{first.rstrip('.')} by {_short(classes)}.{_suggestion(found[1], names)}"
@@ -100,7 +115,10 @@ def _short(classes: list[str]) -> str:
 
 
 def _suggestion(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, [each for each in names if each != name], n=1, cutoff=0.6)
+    others = [each for each in names if each != name]
+    close = difflib.get_close_matches(name, others, n=1, cutoff=0.6)
+    if not close and 0 < len(others) <= FEW:
+        return f" There are: {', '.join(others)}."
     return f" Did you mean '{close[0]}'?" if close else ""
 
 

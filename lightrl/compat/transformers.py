@@ -7,6 +7,7 @@ may lack.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, rename_source_key
+from transformers.integrations import moe
 from transformers.utils import cached_file
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "attention_implementation",
     "block_class_names",
     "cached_path",
+    "experts_of_any_dtype",
     "has_recurrent_state",
     "model_class",
     "router_modules",
@@ -116,6 +119,20 @@ def with_from_config(name: str, bases: tuple[type, ...]) -> Any:
     """A model class with a public `from_config`, as auto classes have, so that it can take the place of one."""
     own = {"from_config": classmethod(lambda cls, config, **kwargs: cls._from_config(config, **kwargs))}
     return type(name, bases, own)
+
+
+@contextmanager
+def experts_of_any_dtype() -> Iterator[None]:
+    """Within it experts compute by an operation that fake tensors know for every dtype, not for bfloat16 only.
+
+    It keeps for the backward pass what the usual one keeps: its input and the weights.
+    """
+    usual = moe._can_use_grouped_mm
+    moe._can_use_grouped_mm = lambda *tensors: False
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = usual
 
 
 def cached_path(path: str, name: str) -> str | None:

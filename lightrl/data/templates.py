@@ -15,7 +15,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lightrl.data.files import one_line
 from lightrl.models.spec import read_chat_template
 
-__all__ = ["ChatTemplate", "apply_template", "as_messages", "encode", "load_tokenizer", "render_prompt", "require_text"]
+__all__ = [
+    "ChatTemplate",
+    "apply_template",
+    "as_messages",
+    "encode",
+    "load_tokenizer",
+    "render_prompt",
+    "require_text",
+    "why_not_there",
+]
 
 ChatTemplate = bool | Literal["auto"]
 """True: always; False: never; "auto": where the tokenizer has a template."""
@@ -48,7 +57,7 @@ def load_tokenizer(path: str, *, chat_template: str | None = None, **kwargs: Any
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(local) if local.is_dir() else path, **kwargs)
     except OSError as error:
-        raise ValueError(f"model path {path!r}: {_why_no_tokenizer(error)}") from error
+        raise ValueError(f"model path {path!r}: {why_not_there(error)}") from error
     except ValueError as error:
         raise ValueError(f"model path {path!r} holds no tokenizer that can be read: {one_line(error)}") from error
     if template is not None:
@@ -63,8 +72,8 @@ def load_tokenizer(path: str, *, chat_template: str | None = None, **kwargs: Any
     return tokenizer
 
 
-def _why_no_tokenizer(error: BaseException) -> str:
-    """What is wrong, by the errors behind that of transformers."""
+def why_not_there(error: BaseException) -> str:
+    """Why transformers found nothing in a folder or on the hub, by the errors behind the one that it raised."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:
@@ -78,7 +87,7 @@ def _why_no_tokenizer(error: BaseException) -> str:
             f"it is no folder here (looked from {Path.cwd()}), it is not in the cache of the Hugging Face hub, and the "
             f"hub {why}. Give a folder, or download it first: `hf download NAME`."
         )
-    return "no tokenizer there, neither in a folder nor on the hub."
+    return "not there, neither in a folder nor on the hub."
 
 
 def render_prompt(

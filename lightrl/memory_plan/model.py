@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.compat.torch import fake_tensors, storage_key
+from lightrl.compat.transformers import experts_of_any_dtype
+from lightrl.data.templates import why_not_there
 from lightrl.models.loading import require_model_folder
 from lightrl.models.policy import transformer_blocks
 
@@ -69,13 +71,16 @@ def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
         compute: what matrix products run in: float32, or bfloat16 under autocast or with bfloat16 weights.
 
     Raises:
-        ValueError: there is no such folder.
+        ValueError: there is no such folder, and none on the hub.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     path = path.removesuffix("config.json") or "."
     require_model_folder(path)
-    config: Any = AutoConfig.from_pretrained(path)
+    try:
+        config: Any = AutoConfig.from_pretrained(path)
+    except OSError as error:
+        raise ValueError(f"model path {path!r}: {why_not_there(error)}") from error
     text: Any = config.get_text_config()
     family: Any = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
     with torch.device("meta"):
@@ -133,7 +138,7 @@ def _saved_bytes(config: Any, layers: int, compute: torch.dtype, tokens: int) ->
             saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with fake_tensors():
+    with fake_tensors(), experts_of_any_dtype():
         model: Any = AutoModel.from_config(small, dtype=torch.float32, attn_implementation="sdpa").train()
         own = {storage_key(p) for p in model.parameters()}
         ids = torch.zeros(1, tokens, dtype=torch.int64)

@@ -113,8 +113,12 @@ def metric_folders(folder: Path, argument: str) -> list[Path]:
 
 
 def read_metrics(path: Path) -> dict[str, Series]:
-    """The table as name -> series. A line cut short by a crash is left out; numbers that are not finite are NaN."""
+    """The table as name -> series. A line cut short by a crash is left out; numbers that are not finite are NaN.
+
+    Where steps go back, a resumed run repeats what came after its checkpoint, and what was there before goes.
+    """
     metrics: dict[str, Series] = {}
+    latest = -1
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         try:
             rows = list(csv.DictReader(line.replace("\0", "") for line in file))
@@ -123,9 +127,13 @@ def read_metrics(path: Path) -> dict[str, Series]:
     for row in rows:
         if None in row or None in row.values() or not re.fullmatch(r"-?\d+", row.get("step", "")):
             continue
+        step = int(row["step"])
+        if step < latest:
+            metrics = {name: {at: x for at, x in series.items() if at < step} for name, series in metrics.items()}
+        latest = step
         for name, text in row.items():
             if name not in ("step", "epoch") and text:
-                metrics.setdefault(name, {})[int(row["step"])] = _number(text, path)
+                metrics.setdefault(name, {})[step] = _number(text, path)
     return metrics
 
 

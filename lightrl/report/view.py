@@ -60,6 +60,8 @@ def view(
 def _newest(folder: Path, most: int) -> tuple[list[dict[str, Any]], int]:
     """Records of the newest rollouts, the oldest of them first, and the number of rollouts left out."""
     found = sorted(folder.glob("**/rollout=*/rank*.jsonl")) or sorted(folder.glob("rank*.jsonl"))
+    if not folder.is_dir():
+        raise ValueError(f"run_dir={str(folder)!r}: there is no such folder.")
     if not found:
         raise ValueError(
             f"run_dir={str(folder)!r}: no saved trajectories (rollouts/rollout=*/rank*.jsonl) in it. Train with the "

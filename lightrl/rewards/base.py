@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import sys
@@ -98,8 +99,10 @@ def load_reward(path: RewardSpec) -> RewardFn:
     if not colon:
         place, _, name = path.rpartition(".")
     if not place or not name or name == "py":
+        close = difflib.get_close_matches(path, [cls.__name__ for cls in Reward.__subclasses__()], 1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(
-            f"reward function {path!r}: give package.module:name, package.module.name or path/to/file.py:name."
+            f"reward function {path!r}: give package.module:name, package.module.name or path/to/file.py:name.{hint}"
         )
     module = _load_file(path, Path(place)) if place.endswith(".py") else _load_module(path, place)
     if not hasattr(module, name):

@@ -149,6 +149,8 @@ class RolloutDataModule(LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(rewards, str) or callable(rewards):
+            raise ValueError(f"rewards={rewards!r}: give a list of reward functions, also of one.")
         self.prompts = prompts if isinstance(prompts, PromptCurriculum) else prompt_source(prompts, "prompts")
         named = eval_prompts if isinstance(eval_prompts, dict) else {"": eval_prompts}
         self.eval_prompts = {
@@ -157,9 +159,9 @@ class RolloutDataModule(LightningDataModule):
             if source is not None
         }
         self.predict_prompts = None if predict_prompts is None else prompt_source(predict_prompts, "predict_prompts")
-        self.engine = realized(engine)
-        self.episode = realized(episode)
-        self.sampling = sampling
+        self.engine = realized(engine, "engine")
+        self.episode = realized(episode, "episode")
+        self.sampling = realized(sampling, "sampling")
         self.eval_sampling = eval_sampling or replace(sampling, fire_temperature=None)
         self.eval_group_size = eval_group_size
         self.eval_batch_size = eval_batch_size
@@ -716,6 +718,8 @@ class RolloutDataModule(LightningDataModule):
             "ptx_batch_size": self.ptx_batch_size,
         }
         for name, value in counts.items():
+            if not isinstance(value, int):
+                raise ValueError(f"{name}={value!r}: must be a whole number.")
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1.")
         if not 0 <= self.seed < 2**63:

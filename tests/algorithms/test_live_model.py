@@ -14,6 +14,7 @@ from lightrl.algorithms import DistillLightningModule, GRPOLightningModule, PPOL
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.export import export
 from lightrl.models.spec import LoraSpec, ModelSpec
+from lightrl.objectives import GSPO
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32}
@@ -135,3 +136,20 @@ def test_a_live_model_needs_its_tokenizer_and_a_folder_none(path: str) -> None:
         empty = AutoModelForCausalLM.from_config(model.config)
     with pytest.raises(ValueError, match="is on the meta device"):
         ModelSpec.of(empty, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: GRPOLightningModule("m", kl=0.1), r"kl=0\.1 \(float\): in Python give an object"),
+        (lambda: GRPOLightningModule("m", loss=GSPO), r"loss=GSPO \(ABCMeta\): .* such as GSPO\(\)"),
+        (lambda: GRPOLightningModule("m", optimizer=1e-3), "optimizer=0.001: give a function"),
+        (lambda: sums_data(engine="VLLMEngine"), "engine='VLLMEngine'"),
+        (lambda: sums_data(sampling={"max_new_tokens": 4}), "sampling={'max_new_tokens': 4}"),
+        (lambda: sums_data(rewards=len), "rewards=.*: give a list of reward functions"),
+        (lambda: sums_data(group_size="4"), "group_size='4': must be a whole number"),
+    ],
+)
+def test_what_is_no_part_of_a_run_is_refused_at_construction(build: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -167,6 +167,6 @@ def test_ctrl_c_ends_a_run_whose_engine_hangs(tmp_path: Path, staleness: int) ->
         line = trainer.stdout.readline()
     took = time.monotonic() - began  # the interpreter's own end takes seconds more on a busy machine
     watch.cancel()
-    assert line and took < SOON
+    assert line and took < 25  # shutting down is bounded at 10 s; the rest is for a busy machine
     assert not psutil.pid_exists(core)
     assert trainer.wait(timeout=100) == 1
