@@ -341,6 +341,8 @@ class Collection:
 
     def _continued(self, request: GenerationRequest) -> GenerationRequest:
         """The same request with what was sampled of it so far."""
+        if not self._keeps:
+            return request
         key = _key(request)
         begun, pause_at = self.sampled.get(key, []), self._pause_at(key)
         return replace(request, begun=begun, pause_at=pause_at) if begun or pause_at else request
