@@ -19,6 +19,7 @@ from lightrl.environments import Environment, EnvironmentEpisode, EnvironmentFai
 from lightrl.types import CompletionGroup, GenerationRequest, SamplingParams, Trajectory
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import Script, ScriptedAttempts, ScriptedEngine, Turn, alone, call, spell
+from tests.waiting import until
 
 TOKENIZER = make_tokenizer(FAMILIES["qwen2.5"])
 SAMPLING = SamplingParams(max_new_tokens=200)
@@ -166,6 +167,7 @@ def test_wrong_calls_are_told_to_the_policy_and_counted() -> None:
 def test_quick_tools_share_a_thread_and_what_hangs_keeps_its_own() -> None:
     name = contextvars.ContextVar("name", default="none")
     seen: list[tuple[str, int, str]] = []
+    held = threading.Event()
 
     class Tools:
         def reset(self, **row: Any) -> None: ...
@@ -179,16 +181,15 @@ def test_quick_tools_share_a_thread_and_what_hangs_keeps_its_own() -> None:
         def hang(self) -> str:
             """Takes long."""
             seen.append(("hang", threading.get_ident(), name.get()))
-            time.sleep(0.5)
+            held.wait(60)
             return ""
 
     order = ["quick", "quick", "hang", "quick", "quick"]
     turns = [*(said("", ToolCallOf(tool)) for tool in order), said("done")]
-    while any(thread.name.startswith("tool ") for thread in threading.enumerate()):
-        time.sleep(0.01)  # what tests before this one left behind ends
-    began = time.monotonic()
-    trajectory = play(lambda: ToolEnvironment(Tools, tool_timeout=0.1), turns)
-    assert time.monotonic() - began < 0.5, "nobody waited for the thread that hangs"
+    # What tests before this one left behind ends.
+    assert until(lambda: not any(thread.name.startswith("tool ") for thread in threading.enumerate()))
+    trajectory = play(lambda: ToolEnvironment(Tools, tool_timeout=2), turns)
+    held.set()  # only now: nobody waited for the thread that hangs
     assert [tool for tool, _, _ in seen] == order and {value for _, _, value in seen} == {"none"}
     threads = [thread for _, thread, _ in seen]
     assert threads[0] == threads[1] and threads[3] == threads[4] != threads[2]
