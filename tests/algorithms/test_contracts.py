@@ -53,7 +53,7 @@ def test_data_modules_are_told_what_the_module_needs() -> None:
 
 
 def test_checkpoints_of_other_classes_and_formats_are_refused() -> None:
-    stored = description("PPOLightningModule", {})
+    stored = description("PPOLightningModule", {}, None)
     refuse_foreign(stored, "PPOLightningModule")
     with pytest.raises(ValueError, match="written by PPOLightningModule, not by GRPOLightningModule"):
         refuse_foreign(stored, "GRPOLightningModule")
