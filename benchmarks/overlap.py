@@ -271,6 +271,8 @@ def main() -> None:
     parser.add_argument("--learning", type=int, choices=QUANTILES, metavar="SEEDS", help="compare curves, not times")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.steps < 3:
+        parser.error(f"--steps {arguments.steps}: the last two steps are left out, so give at least 3")
     torch.set_num_threads(1)
     if arguments.learning:
         with tempfile.TemporaryDirectory() as folder:

@@ -102,7 +102,8 @@ class _Options:
     """The options of a script, of which each must be taken or named."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self._left = {name: _number(value) for name, value in options.items()}
+        names = ("model_revision", "model_name_or_path", "dataset_name", "dataset_config")  # may look like numbers
+        self._left = {name: value if name in names else _number(value) for name, value in options.items()}
 
     def take(self, name: str, default: Any = None) -> Any:
         return self._left.pop(name, default)

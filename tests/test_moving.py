@@ -82,6 +82,8 @@ def test_what_a_script_says_in_other_forms_means_the_same() -> None:
     assert [reward["class_path"] for reward in data["rewards"]] == ["MathVerify"]
     assert model["actor"]["lora"]["target_modules"] == ["q_proj"] and model["actor"]["dtype"] == "bfloat16"
     assert model["actor"]["kwargs"] == {"use_cache": False}
+    revised = convert_trl({**script, "model_revision": "2024"})[0]["model"]["init_args"]["actor"]
+    assert revised["kwargs"]["revision"] == "2024"
     assert data["sampling"] == {"max_new_tokens": 512, "temperature": 1.0, "extra": {"seed": 1}}
     assert "EvaluateFirst" in [callback["class_path"] for callback in trainer["callbacks"]]
     assert not any("0.1 updates" in note for note in notes)
