@@ -22,6 +22,7 @@ from lightrl.objectives.aggregation import SequenceMean
 from lightrl.objectives.kl import KLInLoss, KLInReward
 from lightrl.types import Experience, Rollouts, SamplingParams
 from tests.toys import Keep, ThreadEngine, digits_reward, quiet_trainer, sums_data
+from tests.waiting import until
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -29,18 +30,36 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 class Pieces(ThreadEngine):
-    """Hands groups out in another order than the prompts', and twice waits until all that are out are learnt from."""
+    """Hands groups out in an order of its own, and at some of them waits until all that are out are learnt from.
 
-    learnt = 0
+    Args:
+        order: of a rollout's groups.
+        waits: at which groups; every one where None.
+    """
+
+    def __init__(self, order: Callable[[list[Any]], Any] = reversed, waits: tuple[int, ...] | None = (2, 5)) -> None:
+        super().__init__()
+        self.order, self.waits, self.learnt = order, waits, 0
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         self.learnt = 0
-        for number, group in enumerate(reversed(list(super().generate(*args, **kwargs)))):
-            deadline = time.monotonic() + 120
-            while number in (2, 5) and self.learnt < number * len(group.completions):
-                assert time.monotonic() < deadline, "nothing is learnt from finished groups"
-                time.sleep(0.001)
+        for number, group in enumerate(self.order(list(super().generate(*args, **kwargs)))):
+            if self.waits is None or number in self.waits:
+                until(lambda: self.learnt >= number * len(group.completions))  # noqa: B023
             yield group
+
+    def counts(self, module: PPOLightningModule) -> list[int]:
+        """The rows of each piece that the module learns from, as they come."""
+        pieces, original = [], module.make_experience
+
+        def make_experience(rollouts: Any, reduction: Any) -> Any:
+            pieces.append(len(rollouts))
+            experience = original(rollouts, reduction)
+            self.learnt += len(rollouts)
+            return experience
+
+        module.make_experience = make_experience  # type: ignore[method-assign]
+        return pieces
 
 
 def fit(module: PPOLightningModule, *callbacks: Any, rollouts: int = 2, **data: Any) -> Keep:
@@ -93,16 +112,8 @@ def compare(serial: Keep, streamed: Keep) -> None:
 
 @pytest.mark.parametrize("name", MAKE)
 def test_the_update_is_that_of_the_serial_path(name: str, side_model: str) -> None:
-    modules, engine, pieces = [MAKE[name](side_model), MAKE[name](side_model)], Pieces(), []
-    original = modules[1].make_experience
-
-    def make_experience(rollouts: Any, reduction: Any) -> Any:
-        pieces.append(len(rollouts))
-        experience = original(rollouts, reduction)
-        engine.learnt += len(rollouts)
-        return experience
-
-    modules[1].make_experience = make_experience  # type: ignore[method-assign]
+    modules, engine = [MAKE[name](side_model), MAKE[name](side_model)], Pieces()
+    pieces = engine.counts(modules[1])
     watches = [fit(modules[0]), fit(modules[1], engine=engine, streaming=True)]
     compare(*watches)
     assert sum(pieces) == 64 and len(pieces) >= 6, "two rollouts of at least three pieces each"
@@ -140,14 +151,26 @@ def test_with_vllm_the_update_begins_before_the_last_group_is_sampled(side_engin
     assert len(scored) == 32 and begun[0] < scored[15], "the whole of the first rollout came before its first gradient"
 
 
-def test_rows_without_advantage_are_not_run(side_model: str) -> None:
+def with_spread_last(groups: list[Any]) -> list[Any]:
+    """The groups that `only_first_sum` tells apart after all others: the last digit is that which all begin with."""
+    return sorted(groups, key=lambda group: group.request.token_ids[-2] == group.request.token_ids[0])
+
+
+def with_spread_first(groups: list[Any]) -> list[Any]:
+    return with_spread_last(groups)[::-1]
+
+
+@pytest.mark.parametrize("order", [with_spread_first, with_spread_last])
+def test_rows_without_advantage_are_not_run(order: Callable[[list[Any]], Any], side_model: str) -> None:
     rows: list[int] = []
     modules = [GRPOLightningModule(side_model, kl=None, optimizer=sgd) for _ in range(2)]
     original = modules[1].compute_loss
-    modules[1].compute_loss = lambda m: (rows.append(len(m)), original(m))[1]  # type: ignore[method-assign]
+    modules[1].compute_loss = lambda m: (rows.append(int(m.response_mask.any(1).sum())), original(m))[1]  # type: ignore[method-assign]
+    engine = Pieces(order, waits=None)
+    pieces = engine.counts(modules[1])
     common: dict[str, Any] = {"rollouts": 1, "rewards": [only_first_sum], "prompts_per_rollout": 16}
-    compare(fit(modules[0], **common), fit(modules[1], streaming=True, **common))
-    assert 4 <= sum(rows) < 16
+    compare(fit(modules[0], **common), fit(modules[1], engine=engine, streaming=True, **common))
+    assert pieces == [4] * 16 and 4 <= sum(rows) < 16
 
 
 class Changes(RLCallback):
