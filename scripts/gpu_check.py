@@ -219,7 +219,7 @@ def sharded(args: argparse.Namespace) -> dict[str, Any]:
     found["ddp"] = metrics["optim/grad_norm"]
     alone, _ = fit(args, "GRPO", {}, {"precision": "32-true"})
     for name, norm in found.items():
-        allowed = 0.05 if "param_dtype" in name else 1e-3
+        allowed = 0.1 if "param_dtype" in name else 1e-3  # bfloat16 also samples other tokens
         assert abs(norm / alone["optim/grad_norm"] - 1) <= allowed, f"{name}: {norm}, alone {alone['optim/grad_norm']}"
     return found
 

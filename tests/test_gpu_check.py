@@ -84,7 +84,15 @@ def test_every_step_runs_on_a_cpu_and_a_failure_stops_none(root: Path, tmp_path:
     assert all(row.get("ok", True) for row in steps["attention"]["result"])
 
 
-VLLM = ["vllm_in_process", "vllm_own_process", "vllm_host_memory", "vllm_sleep_2", "vllm_fire", "vllm_lora", "vllm_seeds"]
+VLLM = [
+    "vllm_in_process",
+    "vllm_own_process",
+    "vllm_host_memory",
+    "vllm_sleep_2",
+    "vllm_fire",
+    "vllm_lora",
+    "vllm_seeds",
+]
 
 
 @pytest.mark.long

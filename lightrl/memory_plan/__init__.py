@@ -232,9 +232,7 @@ def _print(case: Plan, chosen: tuple[str, ...], gpu_memory: float) -> None:
     console.print(advice(case, [name for name in chosen if totals[name] <= limit], limit))
 
 
-def _print_times(
-    case: Plan, job: Job, rates: Rates, staleness: int, chosen: tuple[str, ...], limit: float
-) -> None:
+def _print_times(case: Plan, job: Job, rates: Rates, staleness: int, chosen: tuple[str, ...], limit: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
