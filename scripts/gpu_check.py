@@ -205,7 +205,7 @@ def training(args: argparse.Namespace) -> dict[str, Any]:
 
 @step(STEPS)
 def sharded(args: argparse.Namespace) -> dict[str, Any]:
-    """FSDP2 on one rank (NCCL, or gloo on a CPU), with its options, and DDP: gradients as long as without a strategy."""
+    """FSDP2 on one rank (NCCL, or gloo on a CPU), with its options, and DDP: gradients of the length without them."""
     from lightning.pytorch.strategies import DDPStrategy
 
     from lightrl.distributed import FSDP2Strategy

@@ -13,7 +13,7 @@ __all__ = ["OffloadOptimizer", "on_host"]
 
 
 def on_host(value: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory; of CUDA in page-locked memory while the system has some, which halves the time either way."""
+    """A copy in host memory; of CUDA in page-locked memory while there is some, which halves the time of either way."""
     if not value.is_cuda:
         return value.to("cpu")
     try:

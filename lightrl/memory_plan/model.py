@@ -82,7 +82,8 @@ def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
     except Exception as error:  # whatever transformers and torch raise of numbers that make no model
         why = next(iter(str(error).strip().splitlines()), "")
         raise ValueError(
-            f"model path {path!r}: its config.json describes no model that can be planned ({type(error).__name__}: {why})"
+            f"model path {path!r}: its config.json describes no model that can be planned "
+            f"({type(error).__name__}: {why})"
         ) from error
 
 

@@ -2,7 +2,8 @@
 
 In one process the workers copy straight from the trainer's tensors. Into other processes they go through two buckets
 of shared memory, of the GPU where both sit on the same one and else of the host, page-locked: the trainer fills one by
-one, and the workers copy out what is complete. Memory beyond the model: two buckets, each of 32 MiB or of the largest tensor.
+one, and the workers copy out what is complete. Memory beyond the model: two buckets, each of 32 MiB or of the largest
+tensor.
 """
 
 from __future__ import annotations
