@@ -75,7 +75,7 @@ def test_row_wise_attention_agrees_with_the_public_function() -> None:
 
 
 class Runtime:
-    """CUDA's runtime as `page_lock` sees it, which notes its calls and, at the end, whether the pages were still there."""
+    """CUDA's runtime as `page_lock` sees it: notes its calls, and whether pages that are unlocked are still there."""
 
     def __init__(self, error: int = 0) -> None:
         self.error = error
