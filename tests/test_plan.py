@@ -324,6 +324,7 @@ def test_recipes_fit_the_gpus_that_their_headers_name(recipe: Path, tmp_path: Pa
         parts = memory(case, "ddp" if count == "one" else "fsdp2")
         listed = {name: round(value / 1e9, 1) for name, value in parts.items() if value}
         assert total(parts) <= USABLE * memory_of_gpu, listed
+        assert module["optimizer"]["init_args"]["fused"], "a step's temporaries would be as large as the parameters"
         least = 2 * size.parameters + 64 * 1024 * 2 * size.kv_width  # its weights, and 64 sequences of 1,024 tokens
         assert engine["gpu_memory_utilization"] * memory_of_gpu >= least
 
