@@ -85,7 +85,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     of_curriculum = {**rl["data"]["init_args"], "prompts": curriculum}
     (folder / "curriculum.yaml").write_text(yaml.safe_dump({**rl, "data": {"init_args": of_curriculum}}))
     for family in EXPERTS.values():
-        config = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": None}
+        config = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
         mixture = quickstart_model(folder / family, family=family, **config)
         shutil.copy(folder / "model" / "tokenizer_config.json", mixture)
         own = {"model": {"init_args": {"actor": {"path": mixture}}}}
