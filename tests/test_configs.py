@@ -182,6 +182,9 @@ def test_runs_with_a_tiny_model(
         assert ("kl/ref" in metrics) == (cli.model.kl is not None)
         assert metrics.get("kl/ref", 0.0) == pytest.approx(0.0, abs=1e-4)  # the first rollout is the reference's own
         assert cli.trainer.global_step == cli.model.ppo_epochs
+        if config.stem in ("grpo_top_p", "rloo_min_p"):  # engine and trainer normalise over what was left
+            sampling = cli.datamodule.sampling
+            assert (sampling.top_p, sampling.top_k) in [(0.95, 0), (1.0, 8)] and metrics["kl/engine_gap"] < 1e-5
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,7 +1,7 @@
 """What rows begin with alike: their trie, as an order of the rows and how much neighbours in it share.
 
 A common prefix is cut at whole multiples of `GRID` tokens, so that rows which agree by chance for a few tokens stay in
-one piece; besides where equal prompts end, and where one row is the beginning of another, which costs nothing. In the
+one piece; besides where a prompt ends that both begin with, and where one row is the beginning of another, which costs nothing. In the
 order given here, rows that share more stand closer together: what any two share is the least that is shared between
 neighbours from the one to the other, so both lists together are the whole trie.
 
@@ -69,7 +69,8 @@ def _cut(ids: np.ndarray, lengths: Tensor, prompts: Tensor, spans: Tensor | None
     common = torch.from_numpy(np.where(differ.any(1), differ.argmax(1), ids.shape[1]))
     shorter = torch.minimum(lengths[:-1], lengths[1:])
     common = torch.minimum(common, shorter)
-    prompt = torch.where((prompts[:-1] == prompts[1:]) & (prompts[1:] <= common), prompts[1:], 0)
+    ends = torch.stack([prompts[:-1], prompts[1:]])  # of a row that begins with sampled turns: those are its prompt
+    prompt = torch.where(ends <= common, ends, 0).amax(0)
     cut = prompt + (common - prompt) // GRID * GRID
     cut = torch.where(common == shorter, common, cut)
     if spans is not None:
