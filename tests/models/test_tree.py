@@ -111,6 +111,8 @@ def test_attempts_that_fork_share_their_short_prompt_and_their_first_turn() -> N
     response[::2, 20:30] = True
     stream = make_stream(ids, torch.ones_like(response), response)
     assert stream.lengths == [20, 15, 5, 5, 15, 5, 5] and stream.parents == [-1, 0, 1, 1, 0, 4, 4]
+    ids[:, 35] = torch.tensor([3, 4, 4, 3])  # the forks lie between the others
+    assert make_stream(ids, torch.ones_like(response), response).lengths == stream.lengths
 
 
 def test_rows_that_others_begin_with_cost_nothing() -> None:

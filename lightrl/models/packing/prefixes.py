@@ -69,8 +69,7 @@ def _cut(ids: np.ndarray, lengths: Tensor, prompts: Tensor, spans: Tensor | None
     common = torch.from_numpy(np.where(differ.any(1), differ.argmax(1), ids.shape[1]))
     shorter = torch.minimum(lengths[:-1], lengths[1:])
     common = torch.minimum(common, shorter)
-    ends = torch.stack([prompts[:-1], prompts[1:]])  # of a row that begins with sampled turns: those are its prompt
-    prompt = torch.where(ends <= common, ends, 0).amax(0)
+    prompt = torch.tensor(_prompt_ends(prompts.tolist(), common.tolist()))
     cut = prompt + (common - prompt) // GRID * GRID
     cut = torch.where(common == shorter, common, cut)
     if spans is not None:
@@ -79,6 +78,23 @@ def _cut(ids: np.ndarray, lengths: Tensor, prompts: Tensor, spans: Tensor | None
         cut = torch.where(inside, torch.where(common > last, last + 1, first // GRID * GRID), cut)
     result: list[int] = cut.tolist()
     return result
+
+
+def _prompt_ends(prompts: list[int], common: list[int]) -> list[int]:
+    """Of each row and the next one, the longest prompt of any row with which both begin. 0 for none.
+
+    Theirs alone would not do: of a row that forks off another, what comes before the first sampled token is longer.
+    """
+
+    def reached(own: list[int], shared: list[int]) -> list[set[int]]:
+        live, found = set[int](), []
+        for prompt, length in zip(own, shared, strict=False):
+            live = {end for end in (*live, prompt) if end <= length}
+            found.append(live)
+        return found
+
+    before, after = reached(prompts, common), reached(prompts[::-1], common[::-1])[::-1]
+    return [max(one | other, default=0) for one, other in zip(before, after, strict=True)]
 
 
 def _in_own_order(rows: list[int], cut: list[int]) -> Prefixes:
