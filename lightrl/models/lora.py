@@ -22,7 +22,7 @@ __all__ = ["adapter_config", "add_lora", "as_reference", "keep_reference", "name
 Gather = Callable[[Tensor], AbstractContextManager[Tensor]]
 
 
-def add_lora(model: nn.Module, spec: LoraSpec) -> None:
+def add_lora(model: Any, spec: LoraSpec) -> None:
     """Puts adapters into `model` in place; afterwards only they require gradients.
 
     peft's injection is used rather than its wrapper class, so the model keeps its type and its parameter names.

@@ -228,7 +228,7 @@ def test_what_cannot_be_distilled_is_refused(tmp_path: Path) -> None:
         DistillLightningModule(student, {"a": student}, divergence_top_k=3)
     without_rewards = [
         ({"reward_clip": 1.0}, "reward_clip=1.0 with advantage=None: "),
-        ({"divergence": ReverseKL(), "advantage_clip": 2.0}, "advantage_clip=2.0 with advantage=None and divergence=Rev"),
+        ({"divergence": ReverseKL(), "advantage_clip": 2.0}, "advantage_clip=2.0 with advantage=None and div"),
         ({"divergence": ReverseKL(), "top_entropy_fraction": 0.2}, "top_entropy_fraction=0.2 with advantage=None and"),
         ({"divergence": ReverseKL(), "whiten_advantages": True}, "whiten_advantages=True with advantage=None and"),
     ]

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from lightrl.callbacks import RolloutCheckpoint
-from lightrl.engines import VLLMEngine
 from lightrl.rollout.sources import InFlight
 from lightrl.types import Rollouts
-from tests.rollout.test_in_flight import LONG, Scripted, in_flight, versions, worst
+from tests.rollout.test_in_flight import Scripted, in_flight, versions, worst
 from tests.toys import ThreadEngine, quickstart_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -95,28 +94,8 @@ def test_two_ranks_change_weights_where_one_does_and_repeat_and_resume(tmp_path:
     assert is_the_same(back, one, MIDDLE, atol=1e-5)
 
 
-@pytest.mark.distributed
-@pytest.mark.vllm
-@pytest.mark.long
-def test_two_ranks_change_the_weights_of_their_own_vllm_engines(tmp_path: Path) -> None:
-    """Two trainers and two engines; most of the time is the engines' start."""
-    sizes = {"num_hidden_layers": 1, "intermediate_size": 64, "max_position_embeddings": 512}
-    command = [sys.executable, __file__, quickstart_model(tmp_path / "model", **sizes), str(tmp_path), "vllm"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
-    assert not ranks[0]["rows"].keys() & ranks[1]["rows"].keys() and max(rank["gap"] for rank in ranks) < 1e-4
-    assert ranks[0]["switched"] == ranks[1]["switched"] and max(ranks[0]["switched"]) > 0.5
-    assert all(torch.equal(value, ranks[1]["weights"][key]) for key, value in ranks[0]["weights"].items())
-
-
-def main(path: str, folder: Path, engine: str = "own") -> None:
+def main(path: str, folder: Path) -> None:
     torch.set_num_threads(1)
-    if engine == "vllm":
-        few = {"sampling": LONG, "prompts_per_rollout": 4, "rollouts_per_epoch": 4}
-        done = learn(path, engine=VLLMEngine(in_process=False), **few, **DDP)
-        torch.save(done, folder / f"{torch.distributed.get_rank()}.pt")
-        return
     record, two = str(folder / "switches"), folder / "two"
     runs = {
         "whole": learn(path, checkpoints(two), in_flight=InFlight(record=record), **DDP),
@@ -130,4 +109,4 @@ def main(path: str, folder: Path, engine: str = "own") -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -110,8 +110,8 @@ class Session:
 
     A request that continues one of the attempt's conversations word for word extends its tokens where the bridge proves
     that the chat template does. Any other begins a new row: sub-agents, compactions, edited histories, a second request
-    for the same turn. Where it leaves a conversation after one of its turns, the row begins with that one's tokens. A sampled token is trained in the row that it was
-    sampled in.
+    for the same turn. Where it leaves a conversation after one of its turns, the row begins with the tokens that were
+    sampled until then, as context. A sampled token is trained in the row that it was sampled in.
 
     Turns are numbered as their requests come, and a turn's seed follows from its number: a program that asks for one
     thing at a time gets the same tokens for the same seeds. The number of a request that was given up is used again.

@@ -1,9 +1,9 @@
 """What rows begin with alike: their trie, as an order of the rows and how much neighbours in it share.
 
 A common prefix is cut at whole multiples of `GRID` tokens, so that rows which agree by chance for a few tokens stay in
-one piece; besides where a prompt ends that both begin with, and where one row is the beginning of another, which costs nothing. In the
-order given here, rows that share more stand closer together: what any two share is the least that is shared between
-neighbours from the one to the other, so both lists together are the whole trie.
+one piece; besides where a prompt ends that both begin with, and where one row is the beginning of another, which costs
+nothing. In the order given here, rows that share more stand closer together: what any two share is the least that is
+shared between neighbours from the one to the other, so both lists together are the whole trie.
 
 Source: Wang et al. 2025 (tree training), https://arxiv.org/abs/2511.00413, who restore the gradients of prefixes that
 are run once. Here nothing needs restoring: a prefix has one place in the stream, and autograd adds up what its
