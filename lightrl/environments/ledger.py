@@ -63,10 +63,15 @@ class Ledger:
         routes = None if row.routes is None else row.routes.upto(end)
         kept = _Row(row.token_ids[:end], [-1] * end, [0.0] * end, [-1] * end, None, routes)
         kept.contexts, kept.short = contexts, short
-        other.messages = self.conversation[:place]
-        other._rows.append(kept)
-        other._turn = (row.token_ids[:start], row.token_ids[start:end], reply)
+        other.follow(self.conversation[:place], kept, start, reply)
         return other
+
+    def follow(self, messages: Sequence[Message], row: _Row, start: int, reply: Message) -> None:
+        """Begins with a row of another ledger, whose last turn began at token `start` and was `reply`."""
+        assert not self._rows, "a ledger records one conversation"
+        self.messages = list(messages)
+        self._rows.append(row)
+        self._turn = (row.token_ids[:start], row.token_ids[start:], reply)
 
     @property
     def request_ids(self) -> list[int]:
