@@ -318,7 +318,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                         f"callback {type(callback).__name__}: {base.__name__} does not go with manual optimisation: "
                         f"{REFUSED_CALLBACKS[base.__name__]}"
                     )
-        return []
+        return super().configure_callbacks()
 
     def setup(self, stage: str) -> None:
         """Refuses what cannot work, before any model is loaded, and collects what the callbacks declare."""
