@@ -95,9 +95,7 @@ def quickstart(rollouts: int | None = None) -> None:
         print(f"== {title}", flush=True)
         status = _run_step([sys.executable, "-m", "lightrl", *arguments])
         if status:
-            print(
-                f"== Stopped in step {title}; what there is stays in {outputs}. A quickstart begins anew.", flush=True
-            )
+            print(f"== Stopped in step {title}. What there is stays in {outputs}; a quickstart begins anew.")
             sys.exit(status)
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from lightrl.algorithms import checkpoints
-from lightrl.compat.lightning import begin_table
+from lightrl.compat.lightning import begin_table, empty_table
 from lightrl.data.templates import why_not_pushed
 from lightrl.distributed import strategies
 from lightrl.distributed.consolidate import read_checkpoint
@@ -47,14 +47,22 @@ class SavesPretrained(LightningModule):
         """The models, each with its `blocks()`."""
 
     def configure_callbacks(self) -> list[Any]:
-        """Lightning's first call, before its loggers begin: a resumed run goes on in its `metrics.csv`."""
-        trainer: Any = self.trainer
-        print("DBG", trainer.state.fn, trainer.ckpt_path, trainer.is_global_zero, trainer.loggers, trainer.loggers[0]._experiment)
-        if trainer.state.fn == "fit" and trainer.ckpt_path is not None and trainer.is_global_zero:
-            for logger in trainer.loggers:
-                if isinstance(logger, CSVLogger):
-                    begin_table(logger, resumed=True)
+        """Lightning's first call: keeps the `metrics.csv` of the loggers, which are about to begin, until it is known
+        whether the run is a resumed one.
+        """
+        for logger in self._table_loggers():
+            begin_table(logger, resumed=True)
         return []
+
+    def on_fit_start(self) -> None:
+        """A run that is not a resumed one begins its `metrics.csv` anew, as Lightning has it."""
+        for logger in self._table_loggers() if self.trainer.ckpt_path is None else ():
+            empty_table(logger)
+
+    def _table_loggers(self) -> list[CSVLogger]:
+        trainer: Any = self.trainer
+        fits = trainer.state.fn == "fit" and trainer.is_global_zero
+        return [logger for logger in trainer.loggers if isinstance(logger, CSVLogger) and fits]
 
     def configure_model(self) -> None:
         """Builds and shards the models; every rank together, once."""

@@ -19,6 +19,7 @@ __all__ = [
     "SavingCheckpoint",
     "YamlCLI",
     "begin_table",
+    "empty_table",
     "flush_step_metrics",
     "is_compiled",
     "load_distributed_checkpoint",
@@ -64,6 +65,12 @@ def begin_table(logger: CSVLogger, *, resumed: bool) -> None:
     if before[0] and resumed:
         table.write_text(before[0] + before[1])
         writer.metrics_keys = next(csv.reader(before[0].splitlines()))
+
+
+def empty_table(logger: CSVLogger) -> None:
+    """Removes what stands in a logger's `metrics.csv`; for one that has not logged yet."""
+    Path(logger.log_dir, "metrics.csv").unlink(missing_ok=True)
+    logger.experiment.metrics_keys = []
 
 
 def is_compiled(module: Any) -> bool:
