@@ -6,6 +6,7 @@ seconds.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import replace
 from typing import Any, Literal
@@ -107,24 +108,41 @@ def plan(
         bandwidth: of its memory in 10^12 bytes per second (H100: 3.35, A100: 2.0, H20: 4.0).
 
     Raises:
-        ValueError: there is no such model or strategy, or a count is below 1.
+        ValueError: there is no such model or strategy, a number is out of range, or an argument would change nothing.
     """
-    if model is None:
+    if not model:
         raise ValueError("plan: give --model, a folder with a config.json or a hub name.")
     strategy = strategy.removeprefix("deepspeed_")
     chosen = STRATEGIES if strategy == "all" else (strategy,)
     if strategy != "all" and strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: must be all or one of {', '.join(STRATEGIES)}.")
-    counts = {"gpus": gpus, "gpu_memory": gpu_memory, "micro_batch_tokens": micro_batch_tokens}
-    for name, value in {**counts, "sequences": sequences, "length": length}.items():
-        if value < 1:
-            raise ValueError(f"{name}={value}: must be at least 1.")
-    if lora < 0:
-        raise ValueError(f"lora={lora}: must be 0 (train the weights) or a rank.")
     if not 0 <= engine_share < 1:
         raise ValueError(f"engine_share={engine_share}: must be in [0, 1).")
-    if not 0 <= shared < length:
-        raise ValueError(f"shared={shared}: must be at least 0 and below length={length}.")
+    if engine_share and engine != "colocated":
+        raise ValueError(f"engine_share={engine_share}: an engine that is {engine} takes no part; leave it out.")
+    least: dict[str, float] = {"gpus": 1, "gpu_memory": 1, "length": 1, "micro_batch_tokens": 1, "sequences": 1}
+    least |= {"trajectories": 0, "spread": 0, "turns": 1, "tool_seconds": 0, "shared": 0, "staleness": 0, "lora": 0}
+    least |= {"response": 1, "tflops": 1, "bandwidth": 0.01}
+    given = locals()
+    for name, bound in least.items():
+        if not bound <= given[name] < float("inf"):
+            raise ValueError(f"{name}={given[name]}: must be at least {bound:g}.")
+    if micro_batch_tokens < length:
+        raise ValueError(
+            f"micro_batch_tokens={micro_batch_tokens}: a micro-batch has at least one whole row, of up to "
+            f"length={length} tokens. Plan with micro_batch_tokens={length}, or a smaller length."
+        )
+    if trajectories:
+        for name, value in {"response": response, "shared": shared}.items():
+            if not value < length:
+                raise ValueError(f"{name}={value}: must be below length={length}, which has the prompt in it.")
+        if turns > response:
+            raise ValueError(f"turns={turns}: a completion of response={response} tokens has fewer turns.")
+    else:
+        defaults = {name: parameter.default for name, parameter in inspect.signature(plan).parameters.items()}
+        timed = ("response", "spread", "turns", "tool_seconds", "shared", "staleness", "tflops", "bandwidth")
+        if without := [name for name in timed if given[name] != defaults[name]]:
+            raise ValueError(f"{', '.join(without)}: for the estimate of times, which needs --trajectories.")
     import torch
 
     compute = torch.float32 if precision == "32-true" else torch.bfloat16
@@ -146,6 +164,8 @@ def plan(
         sequences=sequences,
         length=length,
     )
+    if freeze_vision and not case.actor.vision:
+        raise ValueError(f"freeze_vision={freeze_vision}: {model} has no vision tower.")
     _print(case, chosen, gpu_memory)
     if trajectories:
         job = Job(
@@ -165,7 +185,7 @@ def plan(
             recompute=gradient_checkpointing,
             slots=sequences,
         )
-        _print_times(case, job, Rates.of(tflops, bandwidth), staleness, USABLE * gpu_memory * GIB)
+        _print_times(case, job, Rates.of(tflops, bandwidth), staleness, chosen, USABLE * gpu_memory * GIB)
 
 
 def needed_memory(model: str, strategy: str, limit: float, **case: Any) -> tuple[float, str]:
@@ -212,7 +232,7 @@ def _print(case: Plan, chosen: tuple[str, ...], gpu_memory: float) -> None:
     console.print(advice(case, [name for name in chosen if totals[name] <= limit], limit))
 
 
-def _print_times(case: Plan, job: Job, rates: Rates, staleness: int, limit: float) -> None:
+def _print_times(case: Plan, job: Job, rates: Rates, staleness: int, chosen: tuple[str, ...], limit: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -222,7 +242,7 @@ def _print_times(case: Plan, job: Job, rates: Rates, staleness: int, limit: floa
         table.add_column(name, justify="right")
     for gpus, engines, trainers, times in curve(job, rates, staleness):
         here = replace(case, gpus=trainers or engines, engine=case.engine and not trainers)
-        fitting = (name for name in _PREFERRED if total(memory(here, name)) <= limit)
+        fitting = (name for name in _PREFERRED if name in chosen and total(memory(here, name)) <= limit)
         seconds = (times.generation, times.training, times.sync, times.step)
         shared = "the same" if not trainers else str(trainers)
         counts = (str(gpus), str(engines), shared, *(f"{x:.1f}" for x in seconds))
@@ -248,11 +268,13 @@ def advice(case: Plan, fitting: list[str], limit: float) -> str:
             return f"Take {name}: {_WHY[name]}{room}"
     ways = ["--engine asleep, --engine elsewhere" if case.engine else "", "--lora 32" if not case.lora else ""]
     tokens = largest_micro_batch(case, "fsdp2", limit)
+    ways += ["--gradient_checkpointing true" if not case.checkpointing else ""]
     ways += [f"--micro_batch_tokens {tokens} with fsdp2" if tokens is not None else ""]
     needed = smallest_fit(case, "fsdp2", limit)
     if needed is not None:
         ways.insert(0, f"fsdp2 on {needed} GPUs")
-    return f"Nothing fits. Try {', '.join(way for way in ways if way)}."
+    ways = [way for way in ways if way] or ["GPUs with more memory", "a smaller model", "shorter rows (--length)"]
+    return f"Nothing fits. Try {', '.join(ways)}."
 
 
 _WHY = {
