@@ -105,6 +105,9 @@ def users_error(error: BaseException) -> str | None:
     a reward function, and what Lightning says of the trainer's arguments. A `ValueError` that comes out of another
     library or of the user's own code is none of it, nor is one that Lightning raises when the user's code calls it.
     """
+    if isinstance(error, ValueError) and _raised_in(error, "lightrl"):
+        return str(error)  # at once, without loading what the rest asks about
+
     from jsonargparse import ArgumentError
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -247,6 +250,13 @@ def _main(args: Sequence[str] | None) -> None:
         hint = f"; did you mean `lightrl {close[0]}`?" if close else "."
         print(f"error: lightrl has no command {arguments[0]!r}{hint} `lightrl --help` lists them.", file=sys.stderr)
         sys.exit(2)
+    if arguments[0] in RUNS:  # before anything heavy loads
+        if len(arguments) == 1:
+            raise ValueError(
+                f"lightrl {arguments[0]} needs --config FILE.yaml: `lightrl init DIR` writes one for a task of your "
+                "own, `lightrl recipes` lists those that come with LightRL (--config lightrl:NAME)."
+            )
+        expand_configs(arguments)
     if arguments == given and arguments[0] in (*RUNS, *SPEAKING):
         quiet()
     if arguments[0] in COMMANDS:

@@ -16,6 +16,7 @@ LOGGERS = {
 """Logger -> beginnings of what it says to everybody."""
 MESSAGES = (
     r"LightningCLI's args parameter is intended",  # `lightrl` hands over its own arguments, with files looked up
+    r"Total length of `list` across ranks is zero",  # a run without evaluation prompts
     r"It is recommended to use `self.log\('eval/",  # those are means over all ranks already
 )
 

@@ -173,11 +173,11 @@ def _prompts(built: Any) -> Any:
 
     from lightrl.data.processing import load_processor
     from lightrl.data.templates import load_tokenizer
-    from lightrl.models.loading import require_model_folder
+    from lightrl.models.loading import require_model
 
     module, data = built.model, built.datamodule
     path = module.actor_spec.path
-    require_model_folder(path)
+    require_model(module.actor_spec)
     tokenizer = load_tokenizer(data.tokenizer_path or path, chat_template=module.actor_spec.chat_template)
     template = "with" if tokenizer.chat_template else "without"
     yield "ok", f"tokenizer: {len(tokenizer)} tokens, ends with {tokenizer.eos_token!r}, {template} a chat template"

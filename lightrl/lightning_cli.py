@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import shlex
 import sys
 import warnings
 from importlib.metadata import version
-from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Literal
 
@@ -30,7 +28,7 @@ import lightrl.rollout
 from lightrl.callbacks import Throughput
 from lightrl.callbacks.run_guard import RunGuard
 from lightrl.compat.jsonargparse import start_from_own_defaults
-from lightrl.compat.lightning import YamlCLI
+from lightrl.compat.lightning import YamlCLI, begin_table
 from lightrl.config_values import from_environment, plain, redacted, refuse_senseless
 from lightrl.engines import Engine
 from lightrl.objectives.advantages import AdvantageEstimator
@@ -152,20 +150,9 @@ class LightRLCLI(YamlCLI):
             if isinstance(folder, str) and "://" not in folder:
                 self.guard.hold(folder)
             if isinstance(logger, CSVLogger):
-                self._begin_table(logger)
+                begin_table(logger, resumed=self._of_command(self.config).ckpt_path is not None)
         for logger in self.trainer.loggers:
             logger.log_hyperparams(self._record())
-
-    def _begin_table(self, logger: CSVLogger) -> None:
-        """Has a resumed run go on in its `metrics.csv`, which Lightning would delete."""
-        table = Path(logger.log_dir, "metrics.csv")
-        before = table.read_text().rpartition("\n") if table.is_file() else ("", "", "")  # without a line cut short
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Experiment logs directory")  # the lock and the configuration
-            writer = logger.experiment
-        if before[0] and self._of_command(self.config).ckpt_path is not None:
-            table.write_text(before[0] + before[1])
-            writer.metrics_keys = next(csv.reader(before[0].splitlines()))
 
     def _of_command(self, config: Any) -> Any:
         """The part of a configuration that the command reads; all of it with `run=False`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -92,9 +93,19 @@ def quickstart(rollouts: int | None = None) -> None:
     }
     for title, arguments in steps.items():
         print(f"== {title}", flush=True)
-        done = subprocess.run([sys.executable, "-m", "lightrl", *arguments])
-        if done.returncode:
-            sys.exit(done.returncode)
+        status = _run_step([sys.executable, "-m", "lightrl", *arguments])
+        if status:
+            print(f"== Stopped in step {title}. What there is stays in {outputs}; a quickstart begins anew.")
+            sys.exit(status)
+
+
+def _run_step(command: list[str]) -> int:
+    """The exit status of a command that is waited for also after Ctrl-C, which it gets, too: it saves and ends."""
+    previous = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        return subprocess.run(command).returncode
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _engine() -> str:

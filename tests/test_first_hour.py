@@ -148,7 +148,7 @@ def test_the_console_is_quiet_and_v_brings_everything_back(config: Callable[...,
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=550, env=env)
     assert done.returncode == 0, done.stderr
     _, loud, quiet = done.stderr.split("====")
-    noise = ("💡 Tip", "Loading weights", "LightningCLI's args", "deprecated")
+    noise = ("💡 Tip", "Loading weights", "LightningCLI's args", "deprecated", "Total length of `list`")
     assert [text for text in noise if text not in loud] == []
     assert [text for text in noise if text in quiet] == []
     assert "of my own" in quiet and "`Trainer.fit` stopped" in quiet

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from examples.vlm.make_model import main as make_vlm
 from lightrl.cli import main
 from lightrl.project import TASKS
 from tests.toys import quickstart_model
+from tests.waiting import until
 
 SMALL = [
     *("--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"),
@@ -107,3 +112,24 @@ def test_what_is_there_is_not_overwritten(model: str, tmp_path: Path, capsys: py
     assert "would be overwritten" in capsys.readouterr().err
     assert (tmp_path / "mine" / "rewards.py").read_text() == "# mine"
     assert not (tmp_path / "mine" / "config.yaml").exists()
+
+
+def test_an_interrupted_quickstart_waits_for_its_step_and_says_where_it_stopped(tmp_path: Path) -> None:
+    """The step gets Ctrl-C, too, and takes its time to save: here a second of it, longer than `subprocess` grants."""
+    step = (
+        "import signal, sys, time, pathlib\n"
+        "def save(*_):\n    time.sleep(1)\n    pathlib.Path('saved').touch()\n    sys.exit(1)\n"
+        "signal.signal(signal.SIGINT, save)\npathlib.Path('begun').touch()\ntime.sleep(500)\n"
+    )
+    code = (
+        "from lightrl import project\nrun = project._run_step\n"
+        f"project._run_step = lambda command: run([command[0], '-c', {step!r}])\nproject.quickstart()"
+    )
+    quickstart = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert until((tmp_path / "begun").exists)
+    os.killpg(quickstart.pid, signal.SIGINT)
+    said, _ = quickstart.communicate(timeout=550)
+    assert quickstart.returncode == 1 and (tmp_path / "saved").exists()
+    assert "Stopped in step 1/3 supervised warm start" in said

@@ -176,3 +176,22 @@ def test_another_class_is_refused(model: str, whole: tuple[Any, Path]) -> None:
     last = str(whole[1] / "checkpoints" / "last.ckpt")
     with pytest.raises(ValueError, match="written by PPOLightningModule, not by RLOOLightningModule"):
         quiet_trainer().fit(RLOOLightningModule(model), sums_data(), ckpt_path=last)
+
+
+def test_a_table_of_ones_own_goes_on_in_a_resumed_run(model: str, tmp_path: Path) -> None:
+    """In Python, too: a `CSVLogger` with a fixed folder, whose table Lightning would delete."""
+
+    def fit(epochs: int, checkpoint: str | None) -> list[str]:
+        trainer = quiet_trainer(
+            max_epochs=epochs,
+            callbacks=[WeightSync(), RolloutCheckpoint(dirpath=str(tmp_path / "checkpoints"))],
+            enable_checkpointing=True,
+            logger=CSVLogger(tmp_path, name="", version="mine"),
+            log_every_n_steps=1,
+        )
+        trainer.fit(PPOLightningModule(model), sums_data(rollouts_per_epoch=1), ckpt_path=checkpoint)
+        return [row["step"] for row in rows(tmp_path, "mine")]
+
+    assert fit(1, None) == ["0"]
+    assert fit(2, "last") == ["0", "1"]
+    assert fit(1, None) == ["0"]  # another run, which begins anew

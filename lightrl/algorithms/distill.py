@@ -15,7 +15,7 @@ from lightrl.distributed import strategies
 from lightrl.distributed.metrics import MetricSums
 from lightrl.distributed.reduction import Reduction
 from lightrl.engines.server.teacher import ServerTeacher
-from lightrl.models.loading import load_causal_lm, require_model_folder
+from lightrl.models.loading import load_causal_lm, require_model
 from lightrl.models.policy import Lesson, PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import AdvantageEstimator, Reinforce
@@ -181,7 +181,7 @@ class DistillLightningModule(CriticFreeLightningModule):
             server.check(self.actor_spec.path)
         own = AutoTokenizer.from_pretrained(self.actor_spec.path).get_vocab()
         for name, spec in self.teacher_specs.items():
-            require_model_folder(spec.path)
+            require_model(spec)
             _refuse_other_vocabulary(name, spec.path, own)
             if self.divergence is not None:
                 self._refuse_more_words(name, spec.path, own)

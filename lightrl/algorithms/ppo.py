@@ -42,7 +42,7 @@ from lightrl.compat.lightning import is_compiled, run_seed
 from lightrl.distributed import random_states, strategies
 from lightrl.distributed.metrics import MetricSums
 from lightrl.distributed.reduction import PieceReduction, Reduction
-from lightrl.models.loading import load_causal_lm, require_model_folder, return_router_logits
+from lightrl.models.loading import load_causal_lm, require_model, require_model_folder, return_router_logits
 from lightrl.models.lora import adapter_config, keep_reference, named_adapter_weights, named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModel, RewardModelSpec
@@ -318,7 +318,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                         f"callback {type(callback).__name__}: {base.__name__} does not go with manual optimisation: "
                         f"{REFUSED_CALLBACKS[base.__name__]}"
                     )
-        return []
+        return super().configure_callbacks()
 
     def setup(self, stage: str) -> None:
         """Refuses what cannot work, before any model is loaded, and collects what the callbacks declare."""
@@ -329,9 +329,11 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                 "of the tokens only. Set either to its default."
             )
         strategies.set_gradient_clipping(self.trainer.strategy, self.max_grad_norm)
-        for spec in (self.actor_spec, self.reference_spec, *self.reward_model_specs):
-            if spec is not None:
-                require_model_folder(spec.path)
+        require_model(self.actor_spec)
+        if self.reference_spec is not None:
+            require_model(self.reference_spec)
+        for spec in self.reward_model_specs:
+            require_model_folder(spec.path)
         if stage == "fit" and self.kl is None and self.reference_spec is not None:
             rank_zero_warn(
                 f"reference={self.reference_spec.path!r} with kl=None: nothing compares with a reference, so it is not "

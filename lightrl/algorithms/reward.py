@@ -13,7 +13,7 @@ from torchmetrics.classification import BinaryAccuracy
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, with_schedule
 from lightrl.distributed import strategies
-from lightrl.models.loading import require_model_folder
+from lightrl.models.loading import require_model
 from lightrl.models.reward import RewardModel
 from lightrl.models.spec import ModelSpec
 from lightrl.ops.preference import bradley_terry_loss
@@ -71,7 +71,7 @@ class RewardLightningModule(SavesPretrained):
     def setup(self, stage: str) -> None:
         """Refuses what cannot work, before the model is loaded."""
         strategies.refuse_unsupported(self.trainer.strategy)
-        require_model_folder(self.model_spec.path)
+        require_model(self.model_spec)
 
     def _build_models(self, in_shards: bool = False) -> None:
         self.reward_model = RewardModel.for_training(self.model_spec)

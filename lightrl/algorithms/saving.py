@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from lightrl.algorithms import checkpoints
+from lightrl.compat.lightning import begin_table, empty_table
+from lightrl.data.templates import why_not_pushed
 from lightrl.distributed import strategies
 from lightrl.distributed.consolidate import read_checkpoint
 from lightrl.models.loading import save_hf_folder
@@ -42,6 +45,24 @@ class SavesPretrained(LightningModule):
     @abstractmethod
     def _models(self) -> list[Any]:
         """The models, each with its `blocks()`."""
+
+    def configure_callbacks(self) -> list[Any]:
+        """Lightning's first call: keeps the `metrics.csv` of the loggers, which are about to begin, until it is known
+        whether the run is a resumed one.
+        """
+        for logger in self._table_loggers():
+            begin_table(logger, resumed=True)
+        return []
+
+    def on_fit_start(self) -> None:
+        """A run that is not a resumed one begins its `metrics.csv` anew, as Lightning has it."""
+        for logger in self._table_loggers() if self.trainer.ckpt_path is None else ():
+            empty_table(logger)
+
+    def _table_loggers(self) -> list[CSVLogger]:
+        trainer: Any = self.trainer
+        fits = trainer.state.fn == "fit" and trainer.is_global_zero
+        return [logger for logger in trainer.loggers if isinstance(logger, CSVLogger) and fits]
 
     def configure_model(self) -> None:
         """Builds and shards the models; every rank together, once."""
@@ -128,9 +149,12 @@ class SavesPretrained(LightningModule):
         """The trainer's; that of one process for a module that `load_from_checkpoint` built without a trainer."""
         try:
             return self.trainer.strategy
-        except RuntimeError:
+        except RuntimeError as error:
             if not self._is_built:
-                raise
+                raise RuntimeError(
+                    f"{type(self).__name__} has no model yet: a Trainer builds it (`trainer.fit`), or "
+                    f"`{type(self).__name__}.load_from_checkpoint`."
+                ) from error
             return SingleDeviceStrategy("cpu")
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -164,20 +188,64 @@ class SavesPretrained(LightningModule):
                 )
         strategy.barrier()
 
-    def push_to_hub(self, repo_id: str, *, private: bool | None = None, revision: str | None = None) -> None:
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+        commit_message: str = "Upload model",
+        token: str | None = None,
+    ) -> str | None:
         """Uploads what `save_pretrained` writes to the Hugging Face hub. Collective, as that is.
 
+        The repository is made before anything is written, so that a hub that cannot be reached, or refuses, costs
+        nothing. What is written lies in the system's folder for temporary files (TMPDIR) until it is uploaded.
+
         Args:
-            repo_id: organisation/name; made where it does not exist.
+            repo_id: organisation/name, or a name below the token's account; made where it does not exist.
             private: whether a new repository is; None is the account's default.
-            revision: branch to push to; the main one where None.
+            revision: branch to push to, made where it does not exist; the main one where None.
+            commit_message: of the upload.
+            token: of an account that may write there; that of the environment (HF_TOKEN) or of `hf auth login` where
+                None.
+
+        Returns:
+            the address of the commit on rank 0, None on the others.
+
+        Raises:
+            ValueError: the hub cannot be reached, or refuses; on every rank.
+            RuntimeError: as `save_pretrained`.
         """
+        from huggingface_hub import HfApi
+
+        strategy, hub = self._strategy(), HfApi(token=token)
+
+        def on_rank_zero(step: Callable[[], Any]) -> Any:
+            done, problem = None, None
+            if strategy.is_global_zero:
+                try:
+                    done = step()
+                except Exception as error:
+                    problem = f"push_to_hub: repo_id={repo_id!r}: {why_not_pushed(error)}"
+            problem = strategy.broadcast(problem)
+            if problem is not None:
+                raise ValueError(problem)
+            return done
+
+        def make() -> str:
+            name: str = hub.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with the account's name
+            if revision is not None and not revision.startswith("refs/pr"):
+                hub.create_branch(name, branch=revision, exist_ok=True)
+            return name
+
+        name = on_rank_zero(make)
         with TemporaryDirectory() as parent:
             folder = Path(parent) / "model"
             self.save_pretrained(folder)
-            if self._strategy().is_global_zero:
-                from huggingface_hub import HfApi
-
-                hub = HfApi()  # the token is that of the environment, or of `hf auth login`
-                hub.create_repo(repo_id, private=private, exist_ok=True)
-                hub.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision)
+            commit = on_rank_zero(
+                lambda: hub.upload_folder(
+                    repo_id=name, folder_path=folder, revision=revision, commit_message=commit_message
+                )
+            )
+        return None if commit is None else str(commit.commit_url)

@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, with_schedule
 from lightrl.distributed import strategies
-from lightrl.models.loading import load_causal_lm, require_model_folder
+from lightrl.models.loading import load_causal_lm, require_model
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 
@@ -52,7 +52,7 @@ class SFTLightningModule(SavesPretrained):
     def setup(self, stage: str) -> None:
         """Refuses what cannot work, before the model is loaded."""
         strategies.refuse_unsupported(self.trainer.strategy)
-        require_model_folder(self.actor_spec.path)
+        require_model(self.actor_spec)
 
     def _build_models(self, in_shards: bool = False) -> None:
         spec = self.actor_spec

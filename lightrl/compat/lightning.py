@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,14 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 __all__ = [
     "SavingCheckpoint",
     "YamlCLI",
+    "begin_table",
+    "empty_table",
     "flush_step_metrics",
     "is_compiled",
     "load_distributed_checkpoint",
@@ -41,6 +46,31 @@ class YamlCLI(LightningCLI):
     def record_hyperparameters(self) -> None:
         """Takes `config` as what checkpoints and loggers call hyperparameters."""
         self._dump_config()
+
+
+def begin_table(logger: CSVLogger, *, resumed: bool) -> None:
+    """Opens a logger's `metrics.csv`; a resumed run goes on in the one that is there, which Lightning would delete.
+
+    Args:
+        logger: of rank 0; one that has begun is left alone.
+        resumed: whether the run goes on from a checkpoint.
+    """
+    if logger._experiment is not None:
+        return
+    table = Path(logger.log_dir, "metrics.csv")
+    before = table.read_text().rpartition("\n") if table.is_file() else ("", "", "")  # without a line cut short
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Experiment logs directory")  # the lock and the configuration
+        writer = logger.experiment
+    if before[0] and resumed:
+        table.write_text(before[0] + before[1])
+        writer.metrics_keys = next(csv.reader(before[0].splitlines()))
+
+
+def empty_table(logger: CSVLogger) -> None:
+    """Removes what stands in a logger's `metrics.csv`; for one that has not logged yet."""
+    Path(logger.log_dir, "metrics.csv").unlink(missing_ok=True)
+    logger.experiment.metrics_keys = []
 
 
 def is_compiled(module: Any) -> bool:

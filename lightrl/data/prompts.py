@@ -131,6 +131,8 @@ def prompt_source(prompts: Any, argument: str) -> PromptSource | PromptMixture:
     if isinstance(prompts, str | os.PathLike):
         return PromptSource(path=os.fspath(prompts))
     rows = isinstance(prompts, list) and all(isinstance(row, dict) for row in prompts)
+    if (rows or isinstance(prompts, Dataset)) and len(prompts) == 0:
+        raise ValueError(f"{argument}=[] has no rows: give one or more.")
     if rows or isinstance(prompts, Dataset | IterableDataset):
         return PromptSource(rows=prompts)
     raise ValueError(

@@ -65,6 +65,8 @@ class RowSource:
         if (self.path is None) == (self.rows is None):
             given = "neither" if self.path is None else f"path={self.path!r} and rows"
             raise ValueError(f"{type(self).__name__}: give exactly one of path and rows, not {given}.")
+        if isinstance(self.rows, list | Dataset) and len(self.rows) == 0:
+            raise ValueError(f"{type(self).__name__}: rows=[] has no rows: give one or more.")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"{type(self).__name__}.limit={self.limit}: must be at least 1, or None for all rows.")
         if self.on_bad_row not in ("error", "drop"):

@@ -37,6 +37,7 @@ __all__ = [
     "load_causal_lm",
     "load_model",
     "load_scalar",
+    "require_model",
     "require_model_folder",
     "return_router_logits",
     "save_hf_folder",
@@ -47,6 +48,23 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_p
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 CONFIG_KEYS = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder", "code_revision")
+WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth"}
+
+
+def require_model(spec: ModelSpec) -> None:
+    """As `require_model_folder`, and that a folder whose weights will be read has some.
+
+    Raises:
+        ValueError: there is no model, or a configuration alone.
+    """
+    require_model_folder(spec.path)
+    folder = Path(spec.path).expanduser()
+    read = not spec.random_init and spec.live is None and folder.is_dir()
+    if read and not any(file.suffix in WEIGHTS for file in folder.rglob("*")):
+        raise ValueError(
+            f"Model folder {spec.path!r} has a config.json and no weights (such as model.safetensors): give a folder "
+            "that `save_pretrained` wrote, or set random_init: true to begin with random ones."
+        )
 
 
 def require_model_folder(path: str) -> None:
@@ -125,7 +143,7 @@ def load_model(
     spec: ModelSpec, auto_class: Any, *, trainable: bool, in_shards: bool = False, **overrides: Any
 ) -> PreTrainedModel:
     """Loads a model of any auto class; `overrides` are set on the configuration. Otherwise as `load_causal_lm`."""
-    require_model_folder(spec.path)
+    require_model(spec)
     config = _config(spec)
     for name, value in overrides.items():
         setattr(config, name, value)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
+from lightrl.data.prompts import prompt_source
 from lightrl.data.rows import RowSource, require_columns, shuffled_order
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(5)]
@@ -97,6 +98,14 @@ def test_an_unknown_kind_of_file_lists_the_known_ones(tmp_path: Path) -> None:
 def test_an_empty_data_set_is_refused(rows: Any) -> None:
     with pytest.raises(ValueError, match="has no rows"):
         RowSource(rows=rows).read()
+
+
+@pytest.mark.parametrize("rows", [[], Dataset.from_list([])])
+def test_no_rows_are_refused_before_anything_is_read(rows: Any) -> None:
+    with pytest.raises(ValueError, match=r"RowSource: rows=\[\] has no rows"):
+        RowSource(rows=rows)
+    with pytest.raises(ValueError, match=r"eval_prompts.easy=\[\] has no rows"):
+        prompt_source(rows, "eval_prompts.easy")
 
 
 def test_bad_arguments() -> None:

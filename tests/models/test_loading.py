@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrl.models.loading import load_backbone, load_causal_lm, require_model_folder, save_hf_folder
+from lightrl.models.loading import load_backbone, load_causal_lm, require_model, require_model_folder, save_hf_folder
 from lightrl.models.lora import named_hf_weights
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
@@ -29,6 +29,10 @@ def test_missing_folders_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file"):
         load_causal_lm(ModelSpec(f"{tmp_path}/file"), trainable=True)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(ValueError, match="has a config.json and no weights .*random_init: true"):
+        require_model(ModelSpec(str(tmp_path)))
+    require_model(ModelSpec(str(tmp_path), random_init=True))
     require_model_folder("organisation/a-model-1.5B")
 
 
