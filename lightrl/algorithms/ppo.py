@@ -37,6 +37,7 @@ from lightrl.algorithms.batches import (
 from lightrl.algorithms.hooks import RLCallback, rl_callbacks
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import UNCOUNTED, LRSchedule, make_optimizer, make_scheduler
+from lightrl.arguments import above, at_least, fraction
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import is_compiled, run_seed
 from lightrl.distributed import random_states, strategies
@@ -91,13 +92,10 @@ class CriticSpec:
     def __post_init__(self) -> None:
         if self.shared and self.model is not None:
             raise ValueError("CriticSpec(shared=True, model=...): a shared critic has no model of its own; drop one.")
-        for name in ("loss_coef", "warmup_rollouts"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"CriticSpec.{name}={getattr(self, name)!r}: must be at least 0.")
-        if self.lr is not None and self.lr <= 0:
-            raise ValueError(f"CriticSpec.lr={self.lr!r}: must be above 0, or None (null) for the optimizer's.")
-        if self.clip is not None and self.clip <= 0:
-            raise ValueError(f"CriticSpec.clip={self.clip!r}: must be above 0, or None (null) to turn it off.")
+        at_least("CriticSpec.loss_coef", self.loss_coef, 0)
+        at_least("CriticSpec.warmup_rollouts", self.warmup_rollouts, 0)
+        above("CriticSpec.lr", self.lr, or_none="(null) for the optimizer's")
+        above("CriticSpec.clip", self.clip, or_none="(null) to turn it off")
 
 
 AT_LEAST = {"ptx_coef": 0, "aux_loss_coef": 0, "ppo_epochs": 1, "micro_batch_tokens": 1, "max_skipped_updates": 1}
@@ -264,18 +262,13 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         if self.reward_clip is not None:
             self.advantage.refuse_shaped_rewards(f"reward_clip={self.reward_clip}")
         for name, low in AT_LEAST.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be at least {low}.")
+            at_least(name, getattr(self, name), low)
         for name in ABOVE_ZERO_OR_NONE:
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value!r}: must be above 0, or None (null in YAML) to turn it off.")
-        fraction = self.top_entropy_fraction
-        if not 0 < fraction <= 1:
-            raise ValueError(f"top_entropy_fraction={fraction}: must be in (0, 1]; 1 trains every token.")
-        if fraction < 1 and self.loss.one_ratio_per_trajectory:
+            above(name, getattr(self, name), or_none="(null in YAML) to turn it off")
+        kept = fraction("top_entropy_fraction", self.top_entropy_fraction, "(0, 1]", "; 1 trains every token")
+        if kept < 1 and self.loss.one_ratio_per_trajectory:
             raise ValueError(
-                f"top_entropy_fraction={fraction} with loss={type(self.loss).__name__}: its one ratio per trajectory "
+                f"top_entropy_fraction={kept} with loss={type(self.loss).__name__}: its one ratio per trajectory "
                 "has every token trained, whichever are picked. Take 1, or a loss with a ratio per token (PPOClip)."
             )
         if self.kl is not None and self.actor_spec.random_init and self.reference_spec is None:

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
+from lightrl.arguments import at_least, one_of
 from lightrl.data.files import PROGRESS_SECONDS
 from lightrl.data.media import MediaError
 from lightrl.data.processing import ConversationSource, MediaProcessor, arranged, encode_prompt, load_processor
@@ -59,10 +60,8 @@ class SFTSource(ConversationSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_tokens is not None and self.max_tokens < 2:
-            raise ValueError(f"SFTSource.max_tokens={self.max_tokens}: must be at least 2, or None.")
-        if self.overlong not in ("drop", "truncate", "error"):
-            raise ValueError(f'SFTSource.overlong={self.overlong!r}: must be "drop", "truncate" or "error".')
+        at_least("SFTSource.max_tokens", self.max_tokens, 2, or_none="for no limit")
+        one_of("SFTSource.overlong", self.overlong, "drop", "truncate", "error")
         if self.streaming:
             raise ValueError(
                 "SFTSource.streaming=True: supervised training shuffles whole passes; use `limit` instead."
@@ -309,12 +308,10 @@ class SFTDataModule(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: must be at least 1.")
         self.tokenizer_path = tokenizer
         self.train = train
         self.val = val
-        self.batch_size = batch_size
+        self.batch_size = at_least("batch_size", batch_size, 1)
         self.seed = seed
         self._loaders: dict[str, SFTLoader] = {}
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from lightrl.arguments import above
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step
 from lightrl.environments.tools import ToolEnvironment, first_messages
 
@@ -182,8 +183,7 @@ class OpenEnvironment(Environment):
             from openenv.core import GenericEnvClient
         except ImportError as error:
             raise ValueError("OpenEnvironment needs the package `openenv-core`: install lightrl[openenv].") from error
-        if timeout <= 0:
-            raise ValueError(f"timeout must be more than 0 seconds, got {timeout}.")
+        above("timeout", timeout, note=" seconds")
         self.action_field = action_field
         self.observation_field = observation_field
         self._client = GenericEnvClient(

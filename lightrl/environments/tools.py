@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from lightrl.arguments import above, one_of
 from lightrl.background import in_thread
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step, ToolCall
 
@@ -54,14 +55,10 @@ class ToolEnvironment(Environment):
         error_message: str = "Error: {error}",
         result_role: Literal["tool", "user"] = "tool",
     ) -> None:
-        if tool_timeout is not None and tool_timeout <= 0:
-            raise ValueError(f"tool_timeout must be more than 0 seconds, got {tool_timeout}; None is no limit.")
-        if result_role not in ("tool", "user"):
-            raise ValueError(f'result_role must be "tool" or "user", got {result_role!r}.')
-        self.tool_timeout = tool_timeout
+        self.tool_timeout = above("tool_timeout", tool_timeout, note=" seconds", or_none="for no limit")
         self.timeout_message = timeout_message
         self.error_message = error_message
-        self.result_role = result_role
+        self.result_role = one_of("result_role", result_role, "tool", "user")
         self._object = (_imported(factory) if isinstance(factory, str) else factory)()
         if not callable(getattr(self._object, "reset", None)):
             raise ValueError(f"factory: {type(self._object).__name__} has no method `reset`.")

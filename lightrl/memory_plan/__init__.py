@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from typing import Any, Literal
 
+from lightrl.arguments import at_least, fraction
 from lightrl.memory_plan.memory import (
     PARTS,
     STRATEGIES,
@@ -117,12 +118,9 @@ def plan(
         raise ValueError(f"strategy={strategy!r}: must be all or one of {', '.join(STRATEGIES)}.")
     counts = {"gpus": gpus, "gpu_memory": gpu_memory, "micro_batch_tokens": micro_batch_tokens}
     for name, value in {**counts, "sequences": sequences, "length": length}.items():
-        if value < 1:
-            raise ValueError(f"{name}={value}: must be at least 1.")
-    if lora < 0:
-        raise ValueError(f"lora={lora}: must be 0 (train the weights) or a rank.")
-    if not 0 <= engine_share < 1:
-        raise ValueError(f"engine_share={engine_share}: must be in [0, 1).")
+        at_least(name, value, 1)
+    at_least("lora", lora, 0, " (which trains the weights)")
+    fraction("engine_share", engine_share, "[0, 1)")
     if not 0 <= shared < length:
         raise ValueError(f"shared={shared}: must be at least 0 and below length={length}.")
     import torch

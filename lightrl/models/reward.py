@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
+from lightrl.arguments import one_of
 from lightrl.models.backbone import Backbone
 from lightrl.models.loading import load_scalar
 from lightrl.models.multimodal import told_apart
@@ -63,8 +64,7 @@ class RewardModelSpec:
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"reward_models.name={self.name!r}: must consist of letters, digits and underscores.")
-        if self.tokenizer not in ("own", "policy"):
-            raise ValueError(f"reward_models.tokenizer={self.tokenizer!r}: must be 'own' or 'policy'.")
+        one_of("reward_models.tokenizer", self.tokenizer, "own", "policy")
         if self.chat_template not in (None, "default"):
             self.chat_template = read_chat_template(str(self.chat_template), f"reward_models.{self.name}.chat_template")
         if self.tokenizer == "policy" and self.chat_template is not None:

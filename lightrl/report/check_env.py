@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightrl.arguments import at_least
 from lightrl.background import BackgroundLoop
 from lightrl.cli import run
 from lightrl.data.processing import load_processor
@@ -38,8 +39,7 @@ def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None,
     Raises:
         ValueError: the configuration has no `EnvironmentEpisode`.
     """
-    if rows < 1:
-        raise ValueError(f"rows={rows}: must be at least 1.")
+    at_least("rows", rows, 1)
     built = run(["--config", config_file], run=False)
     module, data = built.model, built.datamodule
     episode = getattr(data, "episode", None)

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightrl.arguments import above, at_least
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import run_seed
 from lightrl.data.curriculum import CurriculumSet, PromptCurriculum
@@ -720,15 +721,12 @@ class RolloutDataModule(LightningDataModule):
         for name, value in counts.items():
             if not isinstance(value, int):
                 raise ValueError(f"{name}={value!r}: must be a whole number.")
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1.")
+            at_least(name, value, 1)
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed}: must be from 0 to 2**63 - 1.")
-        for name, value in (("max_refills", self.max_refills), ("staleness", self.staleness)):
-            if value < 0:
-                raise ValueError(f"{name}={value}: must be 0 (off) or more.")
-        if self.stall_timeout is not None and self.stall_timeout <= 0:
-            raise ValueError(f"stall_timeout={self.stall_timeout}: must be above 0 seconds, or null to wait for ever.")
+        at_least("max_refills", self.max_refills, 0)
+        at_least("staleness", self.staleness, 0)
+        above("stall_timeout", self.stall_timeout, note=" seconds", or_none="(null) to wait for ever")
         if self.max_refills and not (rewards or self.episode.multi_turn):
             raise ValueError(
                 f"max_refills={self.max_refills} drops groups without reward spread: it needs reward functions in "

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lightrl.arguments import at_least
 from lightrl.background import in_thread
 from lightrl.environments.endpoint.running import InProcess, InSubprocess, ProgramError, Runner, load
 from lightrl.environments.endpoint.session import Session
@@ -80,7 +81,6 @@ class AgentProgram(MultiTurn):
         **limits: Any,
     ) -> None:
         super().__init__(max_turns=max_turns, max_seconds=max_seconds, **limits)
-        self.refuse_below_one(max_requests=max_requests, max_body_bytes=max_body_bytes)
         if limit_reward is not None and not math.isfinite(limit_reward):
             raise ValueError(f"limit_reward must be a finite number or None, got {limit_reward}.")
         missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
@@ -95,8 +95,8 @@ class AgentProgram(MultiTurn):
         else:
             self.runner = InProcess(load(run) if isinstance(run, str) else run)
         self.limit_reward = limit_reward
-        self.max_requests = max_requests
-        self.max_body_bytes = max_body_bytes
+        self.max_requests = at_least("max_requests", max_requests, 1)
+        self.max_body_bytes = at_least("max_body_bytes", max_body_bytes, 1)
         self._endpoint: Endpoint | None = None
 
     @contextlib.asynccontextmanager

@@ -11,6 +11,7 @@ import os
 import resource
 from typing import Any, Optional
 
+from lightrl.arguments import above, at_least
 from lightrl.rewards.base import RewardFn, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
 
@@ -77,10 +78,8 @@ def serve_reward(
         "max_connections": max_connections,
     }
     for name, limit in limits.items():
-        if limit < 1:
-            raise ValueError(f"serve_reward: {name}={limit}: must be at least 1.")
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"serve_reward: timeout={timeout}: must be above 0, or None for no limit.")
+        at_least(f"serve_reward: {name}", limit, 1)
+    above("serve_reward: timeout", timeout, or_none="for no limit")
     if not 0 < read_timeout < math.inf:
         raise ValueError(f"serve_reward: read_timeout={read_timeout}: must be above 0 seconds.")
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
