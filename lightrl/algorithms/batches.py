@@ -260,7 +260,7 @@ def cut_micro_batches(
     if isinstance(minibatch, Experience):
         if skip_zero:
             rows = _rows_with_advantage(minibatch)
-            minibatch = minibatch.select(rows) if len(rows) else _without_response(minibatch)
+            minibatch = minibatch.select(rows) if len(rows) else _without_response(minibatch)  # type: ignore[assignment]
         trajectory_ids = minibatch.on_host("trajectory_ids")
         if whole_trajectories and len(trajectory_ids.unique()) < len(minibatch):
             units = trajectory_ids

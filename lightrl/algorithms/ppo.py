@@ -859,32 +859,30 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         name, strategy = type(self).__name__, self.trainer.strategy
         callbacks = rl_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]
         changing = [type(callback).__name__ for callback in callbacks if callback.changes_rewards]
-        reasons = []
-        if self.ppo_epochs > 1:
-            reasons.append(f"ppo_epochs={self.ppo_epochs}: every epoch but the last ends with all groups")
-        if self.minibatch_size:
-            reasons.append(f"minibatch_size={self.minibatch_size}: mini-batches are drawn from all groups")
-        if self.advantage.scope != "group":
-            reasons.append(f"advantage={type(self.advantage).__name__}: it normalises over the batch")
-        if self.whiten_advantages:
-            reasons.append("whiten_advantages=True: whitening needs all groups")
-        if self.top_entropy_fraction < 1:
-            reasons.append(f"top_entropy_fraction={self.top_entropy_fraction}: the threshold is that of all groups")
-        if self.ptx_coef:
-            reasons.append(f"ptx_coef={self.ptx_coef}: supervised rows are normalised on their own")
-        if (self.critic_spec is not None or self.aux_loss_coef) and type(self.aggregation) is not TokenMean:
-            aggregation = type(self.aggregation).__name__
-            reasons.append(
-                f"aggregation={aggregation}: critic and routers are normalised by tokens, as only TokenMean does"
-            )
-        if isinstance(strategy, (DeepSpeedStrategy, ModelParallelStrategy)):
-            reasons.append(f"strategy={type(strategy).__name__}: ranks must run sharded models in step")
-        if self.reward_model_specs and self.trainer.world_size > 1:
-            reasons.append("reward_models on several ranks: ranks must score equally often")
-        if type(self).minibatches is not PPOLightningModule.minibatches:
-            reasons.append(f"{name} overrides minibatches, which pieces do not go through")
-        if changing:
-            reasons.append(f"callback {', '.join(changing)} changes rewards once all are there")
+        by_tokens = self.critic_spec is not None or self.aux_loss_coef
+        found = {
+            f"ppo_epochs={self.ppo_epochs}: every epoch but the last ends with all groups": self.ppo_epochs > 1,
+            f"minibatch_size={self.minibatch_size}: mini-batches are drawn from all groups": self.minibatch_size,
+            f"advantage={type(self.advantage).__name__}: it normalises over the batch": self.advantage.scope != "group",
+            "whiten_advantages=True: whitening needs all groups": self.whiten_advantages,
+            f"top_entropy_fraction={self.top_entropy_fraction}: the threshold is that of all groups": (
+                self.top_entropy_fraction < 1
+            ),
+            f"ptx_coef={self.ptx_coef}: supervised rows are normalised on their own": self.ptx_coef,
+            f"aggregation={type(self.aggregation).__name__}: critic and routers are normalised by tokens, as only "
+            "TokenMean does": by_tokens and type(self.aggregation) is not TokenMean,
+            f"strategy={type(strategy).__name__}: ranks must run sharded models in step": (
+                isinstance(strategy, (DeepSpeedStrategy, ModelParallelStrategy))
+            ),
+            "reward_models on several ranks: ranks must score equally often": (
+                self.reward_model_specs and self.trainer.world_size > 1
+            ),
+            f"{name} overrides minibatches, which pieces do not go through": (
+                type(self).minibatches is not PPOLightningModule.minibatches
+            ),
+            f"callback {', '.join(changing)} changes rewards once all are there": changing,
+        }
+        reasons = [reason for reason, holds in found.items() if holds]
         if reasons:
             raise ValueError(
                 f"streaming=True would not give the update of {name} exactly. {'; '.join(reasons)}. Change that, or "

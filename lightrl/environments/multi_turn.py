@@ -136,6 +136,14 @@ class MultiTurn(Episode):
             )
         return self._parsers[bool(tools)]
 
+    def check_template(self) -> None:
+        """Refuses one beside a renderer of a model family."""
+        if self.renderer not in (None, "template"):
+            raise ValueError(
+                f"actor.chat_template with episode.renderer={self.renderer!r}: a renderer writes its family's own "
+                "template. Leave the renderer out (and name the tool_parser), or the template."
+            )
+
     def check_prompts(self, prompts: PromptSource | PromptMixture) -> None:
         """See `Episode.check_prompts`."""
         for source in prompts.sources if isinstance(prompts, PromptMixture) else [prompts]:

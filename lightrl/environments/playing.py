@@ -229,19 +229,8 @@ class _Played(Attempt):
         )
         group = await self.ask(self.ledger.shown(request))
         completion = group.completions[0]
-        truncated = completion.finish_reason == "length"
-        reply: Reply = parser.parse(prompt_ids, completion.token_ids, environment.tools, truncated=truncated)
-        if len(reply.tool_calls) > 1 and not self.bridge.takes_parallel_calls(environment.tools):
-            reply.errors.append("this model's chat template takes one tool call at a time.")
-        if reply.errors:
-            self.parse_errors += 1
-            # As it was written: a call that cannot be read is no tool call of the conversation.
-            reply = replace(
-                reply,
-                content=str(parser.tokenizer.decode(completion.token_ids, skip_special_tokens=True)),
-                reasoning=None,
-                tool_calls=[],
-            )
+        reply = parser.read(prompt_ids, completion, environment.tools, self.bridge)
+        self.parse_errors += bool(reply.errors)
         self.ledger.sampled(
             completion.token_ids,
             completion.logprobs,

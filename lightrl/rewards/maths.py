@@ -7,7 +7,6 @@ own time limits only work in a main thread. So the work is done by child process
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import queue
 import select
@@ -18,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrl.arguments import above, at_least
+from lightrl.arguments import above, at_least, require_packages
 from lightrl.rewards.base import Reward, RewardError
 
 __all__ = ["MathVerify"]
@@ -54,8 +53,7 @@ class MathVerify(Reward):
         num_workers: int = 1,
         timeout_value: float | None = None,
     ) -> None:
-        if importlib.util.find_spec("math_verify") is None:
-            raise ValueError("MathVerify needs the package math-verify: pip install 'lightrl[math]'.")
+        require_packages("MathVerify", "math", "math_verify")
         self.column = column
         self.timeout = above("MathVerify.timeout", timeout, note=" seconds")
         self.timeout_value = timeout_value

@@ -318,8 +318,8 @@ class Session:
             if stream is not None:
                 stream.busy = False
         completion = group.completions[0]
-        truncated = completion.finish_reason == "length"
-        reply = self._parsed(prompt_ids, completion.token_ids, asked.tools, truncated)
+        reply = self.parser(asked.tools).read(prompt_ids, completion, asked.tools, self.bridge)
+        self.counts["parse_errors"] += bool(reply.errors)
         stream.ledger.sampled(
             completion.token_ids,
             completion.logprobs,
@@ -333,7 +333,7 @@ class Session:
         self._latest = stream
         self._completion = reply.content
         self._limit = None
-        self._last = "stop" if not truncated else "tokens" if left < wanted else "length"
+        self._last = "stop" if not reply.truncated else "tokens" if left < wanted else "length"
         self.counts["tool_calls"] += len(reply.tool_calls)
         for_program = replace(reply, tool_calls=[])
         for i, call in enumerate(reply.tool_calls):
@@ -359,19 +359,6 @@ class Session:
             raise RefusedError(400, str(error), "messages") from error
         stream.busy = True
         return stream, ids
-
-    def _parsed(
-        self, prompt_ids: list[int], token_ids: list[int], tools: list[dict[str, Any]], truncated: bool
-    ) -> Reply:
-        parser = self.parser(tools)
-        reply: Reply = parser.parse(prompt_ids, token_ids, tools, truncated=truncated)
-        if len(reply.tool_calls) > 1 and not self.bridge.takes_parallel_calls(tools):
-            reply.errors.append("this model's chat template takes one tool call at a time.")
-        if reply.errors:  # the program sees what was written, as text
-            self.counts["parse_errors"] += 1
-            content = str(parser.tokenizer.decode(token_ids, skip_special_tokens=True))
-            reply = replace(reply, content=content, reasoning=None, tool_calls=[])
-        return reply
 
     def _as_policy(self, messages: Sequence[Message]) -> list[Message]:
         """The conversation with the policy's own ids of tool calls, and the names of tools that answered."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import ipaddress
 import math
 import os
 import resource
 from typing import Any, Optional
 
-from lightrl.arguments import above, at_least
+from lightrl.arguments import above, at_least, require_packages
 from lightrl.rewards.base import RewardFn, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
 
@@ -88,9 +87,7 @@ def serve_reward(
             f"serve_reward: max_connections={max_connections}: this process may have {open_files} files open, of which "
             f"it keeps {_OWN_FILES} for itself. Lower it, or raise the limit (`ulimit -n`)."
         )
-    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"serve_reward needs {' and '.join(missing)}: pip install 'lightrl[server]'.")
+    require_packages("serve_reward", "server", "fastapi", "uvicorn")
     function = RewardFunction(*_function(reward, model))
     import uvicorn
 
