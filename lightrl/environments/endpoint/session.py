@@ -18,6 +18,8 @@ from lightrl.types import GenerationRequest, SamplingParams, StopReason, Traject
 
 __all__ = ["Answered", "Asked", "RefusedError", "Session"]
 
+_COUNTS = ("tool_calls", "parse_errors", "refused_requests", "ignored_parameters")
+
 
 class RefusedError(Exception):
     """A request that is not answered.
@@ -105,6 +107,7 @@ def _same(mine: Message, theirs: Message) -> bool:
     return mine == theirs
 
 
+@dataclass(eq=False, kw_only=True)
 class Session:
     """Answers the requests of one attempt, on the event loop that it was made on.
 
@@ -128,47 +131,35 @@ class Session:
         name: how messages call the attempt.
     """
 
-    def __init__(
-        self,
-        *,
-        bridge: Bridge,
-        parser: Callable[[Sequence[dict[str, Any]]], ReplyParser],
-        ask: Ask,
-        turn_seed: Callable[[int], int],
-        sampling: SamplingParams,
-        max_turns: int,
-        max_tokens: int | None,
-        max_requests: int,
-        name: str,
-    ) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.bridge = bridge
-        self.parser = parser
-        self.ask = ask
-        self.turn_seed = turn_seed
-        self.sampling = sampling
-        self.max_turns = max_turns
-        self.max_tokens = max_tokens
-        self.max_requests = max_requests
-        self.name = name
-        self.broken = asyncio.Event()
-        self.failure: str | None = None
-        self.refusal: str | None = None
-        self.ended = False
-        self.counts = dict.fromkeys(("tool_calls", "parse_errors", "refused_requests", "ignored_parameters"), 0.0)
-        self._limit: StopReason | None = None
-        self._last: StopReason = "stop"
-        self._completion = ""
-        self._streams: list[_Stream] = []
-        self._latest: _Stream | None = None
-        self._free: list[int] = []
-        self._numbers = 0
-        self._turns: set[int] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._call_ids: dict[str, tuple[str, str]] = {}  # the program's id of a call -> the policy's, and its name
-        self._waited = 0.0
-        self._waiting_since = 0.0
-        self._responses: dict[str, list[Message]] = {}
+    bridge: Bridge
+    parser: Callable[[Sequence[dict[str, Any]]], ReplyParser]
+    ask: Ask
+    turn_seed: Callable[[int], int]
+    sampling: SamplingParams
+    max_turns: int
+    max_tokens: int | None
+    max_requests: int
+    name: str
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop, init=False)
+    broken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    failure: str | None = field(default=None, init=False)
+    refusal: str | None = field(default=None, init=False)
+    ended: bool = field(default=False, init=False)
+    counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0.0), init=False)
+    _limit: StopReason | None = field(default=None, init=False)
+    _last: StopReason = field(default="stop", init=False)
+    _completion: str = field(default="", init=False)
+    _streams: list[_Stream] = field(default_factory=list, init=False)
+    _latest: _Stream | None = field(default=None, init=False)
+    _free: list[int] = field(default_factory=list, init=False)
+    _numbers: int = field(default=0, init=False)
+    _turns: set[int] = field(default_factory=set, init=False)
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
+    # the program's id of a call -> the policy's, and its name
+    _call_ids: dict[str, tuple[str, str]] = field(default_factory=dict, init=False)
+    _waited: float = field(default=0.0, init=False)
+    _waiting_since: float = field(default=0.0, init=False)
+    _responses: dict[str, list[Message]] = field(default_factory=dict, init=False)
 
     # ---- what the attempt has come to ---------------------------------------------------------------------------
 
