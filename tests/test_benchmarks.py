@@ -74,3 +74,24 @@ def test_an_example_is_run_in_an_empty_folder_and_its_curve_is_read(
     script.write_text("raise SystemExit(3)")
     with pytest.raises(SystemExit, match=r"ended with 3; its output is in .*step0\.log"):
         examples.train(example, tmp_path / "work", seed=7, threads=2, engine="")
+
+
+def test_learning_curves_are_put_together_over_their_seeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    curves: Any = importlib.import_module("algorithms")
+
+    def run(seed: int, final: float, seconds: float, goal: float | None = None) -> dict[str, Any]:
+        points = [{"accuracy": 0.5, "cpu": 0.0}, {"accuracy": final, "cpu": seconds}]
+        kept = {"start": 0.5, "final": final, "rollouts": 10 * seed, "seconds_to_goal": goal, "points": points}
+        return {"algorithm": "grpo", "seed": seed, **kept}
+
+    runs = [run(1, 0.9, 10.0, 8.0), run(2, 0.8, 20.0)]
+    # Standard deviation 0.1 / sqrt(2), so that half the interval is 12.706 x 0.05.
+    assert curves.table(runs).splitlines()[-1] == (
+        "| GRPO | 2 | 0.500 | 0.850 ± 0.635 | 0.800 | 0.900 | 15 | 1 reached it |"
+    )
+    assert curves.table(runs[:1]).splitlines()[-1] == "| GRPO | 1 | 0.500 | 0.900 | 0.900 | 0.900 | 10 | 8 |"
+    grid, accuracies = curves.on_grid(runs, "cpu")
+    assert grid[-1] == 10 and accuracies[:, -1].tolist() == pytest.approx([0.9, 0.65])
+    curves.draw(runs, "cpu", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 1000

@@ -20,7 +20,7 @@ from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModu
 from lightrl.callbacks import WeightSync
 from lightrl.cli import main
 from lightrl.config_files import expand_configs
-from lightrl.memory_plan import USABLE
+from lightrl.memory_plan import USABLE, plan
 from lightrl.memory_plan.memory import (
     Plan,
     activations,
@@ -324,6 +324,7 @@ def test_recipes_fit_the_gpus_that_their_headers_name(recipe: Path, tmp_path: Pa
         parts = memory(case, "ddp" if count == "one" else "fsdp2")
         listed = {name: round(value / 1e9, 1) for name, value in parts.items() if value}
         assert total(parts) <= USABLE * memory_of_gpu, listed
+        assert module["optimizer"]["init_args"]["fused"], "a step's temporaries would be as large as the parameters"
         least = 2 * size.parameters + 64 * 1024 * 2 * size.kv_width  # its weights, and 64 sequences of 1,024 tokens
         assert engine["gpu_memory_utilization"] * memory_of_gpu >= least
 
@@ -390,6 +391,9 @@ def test_command_prints_a_table_and_a_recommendation(big: str, capsys: pytest.Ca
     assert "Nothing fits. Try" in out and "--lora 32" in out and "zero3" not in out
 
 
+TIMES = ["--trajectories", "64"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -397,7 +401,23 @@ def test_command_prints_a_table_and_a_recommendation(big: str, capsys: pytest.Ca
         (["--model", "no/such/folder/here"], "does not exist"),
         (["--strategy", "fsdp1"], "strategy='fsdp1': must be all or one of ddp, fsdp2"),
         (["--gpus", "0"], "gpus=0: must be at least 1"),
-        (["--lora", "-1"], "lora=-1"),
+        (["--lora", "-1"], "lora=-1: must be at least 0"),
+        (["--model", ""], "give --model"),
+        (
+            ["--micro_batch_tokens", "1024"],
+            "micro_batch_tokens=1024: a micro-batch has at least one whole row, of up to l",
+        ),
+        (["--engine_share", "0.5", "--engine", "asleep"], "engine_share=0.5: an engine that is asleep takes no part"),
+        (["--freeze_vision", "true"], "has no vision tower"),
+        (["--turns", "3", "--tflops", "312"], "turns, tflops: for the estimate of times, which needs --trajectories"),
+        ([*TIMES, "--turns", "0"], "turns=0: must be at least 1"),
+        ([*TIMES, "--turns", "2000"], "turns=2000: a completion of response=1024.0 tokens has fewer turns"),
+        ([*TIMES, "--tool_seconds", "-1"], "tool_seconds=-1.0: must be at least 0"),
+        ([*TIMES, "--response", "0"], "response=0.0: must be at least 1"),
+        ([*TIMES, "--response", "2048"], "response=2048.0: must be below length=2048"),
+        ([*TIMES, "--spread", "-1"], "spread=-1.0: must be at least 0"),
+        ([*TIMES, "--bandwidth", "0"], "bandwidth=0.0: must be at least 0.01"),
+        ([*TIMES, "--staleness", "-1"], "staleness=-1: must be at least 0"),
     ],
 )
 def test_command_refuses(big: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -405,3 +425,34 @@ def test_command_refuses(big: str, arguments: list[str], message: str, capsys: p
     with pytest.raises(SystemExit) as stop:
         main(["plan", *given])
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "is not a valid JSON file"),
+        ([1], "describes no model that can be planned (ValueError: Unrecognized model"),
+        ({"model_type": "none-such"}, "describes no model that can be planned (ValueError:"),
+        ({"model_type": "none-such", "auto_map": {"AutoConfig": "a.B"}}, "contains custom code"),  # and asks nobody
+        (QWEN_1_5B | {"num_hidden_layers": 0}, "describes no model that can be planned (IndexError"),
+        (QWEN_1_5B | {"num_attention_heads": 7}, "describes no model that can be planned (RuntimeError"),
+        ({"model_type": "t5"}, "describes no model that can be planned (ValueError: Unrecognized configuration class"),
+    ],
+)
+def test_a_configuration_that_makes_no_policy_is_refused(config: Any, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan(str(tmp_path))
+
+
+def test_a_plan_that_nothing_makes_fit_says_so(big: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(big, gpu_memory=1, lora=32, engine="elsewhere", length=16384)
+    assert "Nothing fits. Try GPUs with more memory, a smaller model, shorter rows" in capsys.readouterr().out
+    plan(big, gpu_memory=1, lora=32, engine="elsewhere", length=16384, gradient_checkpointing=False)
+    assert "Nothing fits. Try --gradient_checkpointing true." in capsys.readouterr().out
+
+
+def test_times_are_those_of_the_strategy_that_was_asked_for(big: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(big, trajectories=64, strategy="zero3")
+    times = capsys.readouterr().out.split("seconds per step")[1]
+    assert times.count("zero3") == 13 and "ddp" not in times

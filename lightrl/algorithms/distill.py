@@ -249,7 +249,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         if unknown:
             raise ValueError(
                 f"teacher_column={self.teacher_column!r} names {unknown[0]!r}, but teachers are "
-                f"{sorted(self.teacher_names)}: add it, or mend the rows."
+                f"{sorted(self.teacher_names)}: add it, or correct the rows."
             )
         return {
             name: torch.tensor([row for row, value in enumerate(named) if value == name], dtype=torch.long)
@@ -348,7 +348,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         return self.divergence is None and super()._zero_rows_are_free
 
     def teardown(self, stage: str) -> None:
-        """Lets go of the teachers' servers."""
+        """Closes the teachers' servers."""
         super().teardown(stage)
         for server in self.teacher_servers.values():
             server.close()

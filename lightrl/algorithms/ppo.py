@@ -489,8 +489,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         if self.actor.has_experts:
             log.warning(
                 "Routing replay is off: the policy is a mixture of experts, but its samples came without the experts "
-                "that the engine chose for them, so the trainer's choose anew. TransformersEngine records them, "
-                "VLLMEngine on GPUs with engine_args.enable_return_routed_experts=true; servers do not."
+                "that the engine chose for them, so the trainer's routers choose for themselves. TransformersEngine "
+                "records them, VLLMEngine on GPUs with engine_args.enable_return_routed_experts=true; servers do not."
             )
 
     def score(self, rollouts: Rollouts) -> None:

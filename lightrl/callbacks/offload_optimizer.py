@@ -7,16 +7,21 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 
 __all__ = ["OffloadOptimizer", "on_host"]
 
 
 def on_host(value: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory; of CUDA in pages that stay, which halves the time of either way."""
+    """A copy in host memory; of CUDA in page-locked memory while there is some, which halves the time of either way."""
     if not value.is_cuda:
         return value.to("cpu")
-    pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    return pinned.copy_(value)
+    try:
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    except RuntimeError as error:
+        rank_zero_warn(f"No page-locked memory for what leaves the GPU: copies are slower. CUDA says: {error}")
+        return value.to("cpu")
+    return host.copy_(value)
 
 
 class OffloadOptimizer(Callback):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager
+import logging
+import weakref
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from typing import Any
 
@@ -19,6 +21,7 @@ __all__ = [
     "flex_attention",
     "flex_block_mask",
     "has_triton",
+    "page_lock",
     "persistent_buffers",
     "softmax_backward",
     "storage_key",
@@ -26,6 +29,7 @@ __all__ = [
 ]
 
 FLEX_BLOCK = 128  # tokens of FlexAttention's blocks
+_PORTABLE = 1  # cudaHostRegisterPortable: for every GPU of this process
 MOST_GRAPHS = 64  # of FlexAttention: by dtype, heads, head size, gradient, autocast
 
 
@@ -140,3 +144,34 @@ def persistent_buffers(module: nn.Module) -> set[str]:
         kept = set(part._buffers) - part._non_persistent_buffers_set
         names |= {f"{prefix}.{name}" if prefix else name for name in kept}
     return names
+
+
+def page_lock(memory: Tensor) -> weakref.finalize[..., Tensor] | None:
+    """Keeps host memory that torch did not allocate where it is, so that GPUs copy from and to it without a detour.
+
+    Where this process uses no CUDA nothing happens. Where CUDA refuses (a limit of the system, say) a warning says so,
+    and copies take the detour.
+
+    Args:
+        memory: contiguous, on the host.
+
+    Returns:
+        Undoes it when called, and by itself when `memory` goes, before its pages are unmapped: CUDA would refuse
+        whatever comes to lie there later. None where nothing was done.
+    """
+    if not (torch.cuda.is_initialized() and memory.nbytes):
+        return None
+    runtime: Any = torch.cuda.cudart()
+    error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
+    if error:
+        with suppress(RuntimeError):  # the runtime remembers the error, and the next kernel to start would raise it
+            torch.zeros(1, device="cuda")
+        logging.getLogger(__name__).warning(
+            "CUDA did not page-lock %d MiB of host memory (error %d): copies between it and GPUs are slower.",
+            memory.nbytes >> 20,
+            error,
+        )
+        return None
+    undo = weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+    undo.atexit = False  # a process that ends gives everything back, and CUDA may have ended before
+    return undo

@@ -29,6 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightrl.compat.torch import page_lock
+
 __all__ = [
     "POLL_SECONDS",
     "PRIVATE",
@@ -91,8 +93,10 @@ def shared_path(descriptor: int) -> str:
 
 
 def map_shared(descriptor: int, nbytes: int) -> Tensor:
-    """The file's memory as bytes."""
-    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+    """The file's memory as bytes, page-locked in a process that uses CUDA for as long as the tensor is there."""
+    memory = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+    page_lock(memory)
+    return memory
 
 
 def transfer_group(host: str, port: int, size: int) -> Any:

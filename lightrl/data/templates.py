@@ -87,6 +87,8 @@ def why_not_there(error: BaseException) -> str:
             f"it is no folder here (looked from {Path.cwd()}), it is not in the cache of the Hugging Face hub, and the "
             f"hub {why}. Give a folder, or download it first: `hf download NAME`."
         )
+    if "valid JSON" in str(error):
+        return str(error)
     return "not there, neither in a folder nor on the hub."
 
 

@@ -33,8 +33,8 @@ class FSDP2Strategy(ModelParallelStrategy):
     Args:
         param_dtype: "bfloat16" gathers and computes with weights rounded to it, and keeps float32 ones for the
             optimizer: half the traffic and half the memory of what is gathered, with the Trainer's precision left at
-            32-true. Give the engine `dtype: bfloat16` then, too. None leaves precision to the Trainer (bf16-mixed
-            computes in bfloat16 and gathers float32).
+            32-true. It is the engine's dtype, too, where that has none of its own. None leaves precision to the Trainer
+            (bf16-mixed computes in bfloat16 and gathers float32).
         reduce_dtype: in which gradients are summed over ranks where `param_dtype` is given.
         cpu_offload: keep weights, gradients and optimizer states in the host's memory and bring a block to the device
             when it is computed. Needs gloo beside NCCL, which is set up.

@@ -6,11 +6,13 @@ seconds.
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from lightrl.arguments import at_least, fraction
+from lightrl.arguments import fraction
 from lightrl.memory_plan.memory import (
     PARTS,
     STRATEGIES,
@@ -31,6 +33,12 @@ GIB = float(1 << 30)
 USABLE = 0.9
 """Share of a GPU's memory that a plan may fill: CUDA's context, NCCL's buffers and fragmentation take the rest."""
 
+_LEAST = {"gpus": 1, "gpu_memory": 1, "length": 1, "micro_batch_tokens": 1, "sequences": 1, "lora": 0}
+_LEAST |= {"trajectories": 0, "spread": 0, "turns": 1, "tool_seconds": 0, "shared": 0, "staleness": 0}
+_LEAST |= {"response": 1, "tflops": 1, "bandwidth": 0.01}
+"""Smallest values of the arguments of `plan`."""
+_TIMED = ("response", "spread", "turns", "tool_seconds", "shared", "staleness", "tflops", "bandwidth")
+"""Arguments of the estimate of times."""
 _PREFERRED = ("ddp", "fsdp2", "zero2", "zero1", "zero3", "zero2_offload", "zero3_offload")
 
 
@@ -108,21 +116,15 @@ def plan(
         bandwidth: of its memory in 10^12 bytes per second (H100: 3.35, A100: 2.0, H20: 4.0).
 
     Raises:
-        ValueError: there is no such model or strategy, or a count is below 1.
+        ValueError: there is no such model or strategy, a number is out of range, or an argument would change nothing.
     """
-    if model is None:
+    if not model:
         raise ValueError("plan: give --model, a folder with a config.json or a hub name.")
     strategy = strategy.removeprefix("deepspeed_")
     chosen = STRATEGIES if strategy == "all" else (strategy,)
     if strategy != "all" and strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: must be all or one of {', '.join(STRATEGIES)}.")
-    counts = {"gpus": gpus, "gpu_memory": gpu_memory, "micro_batch_tokens": micro_batch_tokens}
-    for name, value in {**counts, "sequences": sequences, "length": length}.items():
-        at_least(name, value, 1)
-    at_least("lora", lora, 0, " (which trains the weights)")
-    fraction("engine_share", engine_share, "[0, 1)")
-    if not 0 <= shared < length:
-        raise ValueError(f"shared={shared}: must be at least 0 and below length={length}.")
+    _refuse_arguments(locals())
     import torch
 
     compute = torch.float32 if precision == "32-true" else torch.bfloat16
@@ -144,6 +146,8 @@ def plan(
         sequences=sequences,
         length=length,
     )
+    if freeze_vision and not case.actor.vision:
+        raise ValueError(f"freeze_vision={freeze_vision}: {model} has no vision tower.")
     _print(case, chosen, gpu_memory)
     if trajectories:
         job = Job(
@@ -163,7 +167,35 @@ def plan(
             recompute=gradient_checkpointing,
             slots=sequences,
         )
-        _print_times(case, job, Rates.of(tflops, bandwidth), staleness, USABLE * gpu_memory * GIB)
+        _print_times(case, job, Rates.of(tflops, bandwidth), staleness, chosen, USABLE * gpu_memory * GIB)
+
+
+def _refuse_arguments(given: Mapping[str, Any]) -> None:
+    """Raises a ValueError for arguments of `plan` that are out of range, or that do not go together."""
+    share, length, rows = given["engine_share"], given["length"], given["micro_batch_tokens"]
+    fraction("engine_share", share, "[0, 1)")
+    if share and given["engine"] != "colocated":
+        raise ValueError(f"engine_share={share}: an engine that is {given['engine']} takes no part; leave it out.")
+    for name, bound in _LEAST.items():
+        if not bound <= given[name] < float("inf"):
+            raise ValueError(f"{name}={given[name]}: must be at least {bound:g}.")
+    if rows < length:
+        raise ValueError(
+            f"micro_batch_tokens={rows}: a micro-batch has at least one whole row, of up to length={length} tokens. "
+            f"Plan with micro_batch_tokens={length}, or a smaller length."
+        )
+    if given["trajectories"]:
+        for name in ("response", "shared"):
+            if not given[name] < length:
+                raise ValueError(f"{name}={given[name]}: must be below length={length}, which has the prompt in it.")
+        if given["turns"] > given["response"]:
+            raise ValueError(
+                f"turns={given['turns']}: a completion of response={given['response']} tokens has fewer turns."
+            )
+    else:
+        defaults = {name: parameter.default for name, parameter in inspect.signature(plan).parameters.items()}
+        if without := [name for name in _TIMED if given[name] != defaults[name]]:
+            raise ValueError(f"{', '.join(without)}: for the estimate of times, which needs --trajectories.")
 
 
 def needed_memory(model: str, strategy: str, limit: float, **case: Any) -> tuple[float, str]:
@@ -210,7 +242,7 @@ def _print(case: Plan, chosen: tuple[str, ...], gpu_memory: float) -> None:
     console.print(advice(case, [name for name in chosen if totals[name] <= limit], limit))
 
 
-def _print_times(case: Plan, job: Job, rates: Rates, staleness: int, limit: float) -> None:
+def _print_times(case: Plan, job: Job, rates: Rates, staleness: int, chosen: tuple[str, ...], limit: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -220,7 +252,7 @@ def _print_times(case: Plan, job: Job, rates: Rates, staleness: int, limit: floa
         table.add_column(name, justify="right")
     for gpus, engines, trainers, times in curve(job, rates, staleness):
         here = replace(case, gpus=trainers or engines, engine=case.engine and not trainers)
-        fitting = (name for name in _PREFERRED if total(memory(here, name)) <= limit)
+        fitting = (name for name in _PREFERRED if name in chosen and total(memory(here, name)) <= limit)
         seconds = (times.generation, times.training, times.sync, times.step)
         shared = "the same" if not trainers else str(trainers)
         counts = (str(gpus), str(engines), shared, *(f"{x:.1f}" for x in seconds))
@@ -246,11 +278,13 @@ def advice(case: Plan, fitting: list[str], limit: float) -> str:
             return f"Take {name}: {_WHY[name]}{room}"
     ways = ["--engine asleep, --engine elsewhere" if case.engine else "", "--lora 32" if not case.lora else ""]
     tokens = largest_micro_batch(case, "fsdp2", limit)
+    ways += ["--gradient_checkpointing true" if not case.checkpointing else ""]
     ways += [f"--micro_batch_tokens {tokens} with fsdp2" if tokens is not None else ""]
     needed = smallest_fit(case, "fsdp2", limit)
     if needed is not None:
         ways.insert(0, f"fsdp2 on {needed} GPUs")
-    return f"Nothing fits. Try {', '.join(way for way in ways if way)}."
+    ways = [way for way in ways if way] or ["GPUs with more memory", "a smaller model", "shorter rows (--length)"]
+    return f"Nothing fits. Try {', '.join(ways)}."
 
 
 _WHY = {

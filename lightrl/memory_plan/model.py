@@ -71,16 +71,26 @@ def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
         compute: what matrix products run in: float32, or bfloat16 under autocast or with bfloat16 weights.
 
     Raises:
-        ValueError: there is no such folder, and none on the hub.
+        ValueError: there is no such folder, and none on the hub; or its configuration is that of no policy.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
     path = path.removesuffix("config.json") or "."
     require_model_folder(path)
     try:
-        config: Any = AutoConfig.from_pretrained(path)
+        return _measure(path, compute)
     except OSError as error:
         raise ValueError(f"model path {path!r}: {why_not_there(error)}") from error
+    except Exception as error:  # whatever transformers and torch raise of numbers that make no model
+        why = next(iter(str(error).strip().splitlines()), "")
+        raise ValueError(
+            f"model path {path!r}: its config.json describes no model that can be planned "
+            f"({type(error).__name__}: {why})"
+        ) from error
+
+
+def _measure(path: str, compute: torch.dtype) -> ModelSize:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
     text: Any = config.get_text_config()
     family: Any = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
     with torch.device("meta"):

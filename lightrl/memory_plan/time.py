@@ -219,8 +219,8 @@ def best_split(job: Job, rates: Rates, gpus: int, staleness: int = 1) -> tuple[i
     """(engines, trainers, times) of the fastest way to use the GPUs; trainers 0 means colocated."""
     ways = [(gpus, 0, step_time(job, rates, gpus, 0, 0))]
     for eighths in range(1, 8):
-        engines = gpus * eighths // 8
-        if staleness and 0 < engines < gpus and engines <= job.trajectories:
+        engines = min(gpus * eighths // 8, job.trajectories)  # more would have nothing to sample
+        if staleness and 0 < engines < gpus:
             ways.append((engines, gpus - engines, step_time(job, rates, engines, gpus - engines, staleness)))
     return min(ways, key=lambda way: way[2].step)
 

@@ -82,7 +82,7 @@ def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None,
 
 @dataclass
 class Played:
-    """What came of one script at one row.
+    """One script played at one row.
 
     Attributes:
         row: number of the row. script: its name. repeat: whether the same script was played there before.
@@ -122,7 +122,7 @@ class EnvironmentCheck:
         failures = {p.trajectory.failure for p in self.played if p.trajectory.failed}
         for cause in sorted(map(str, failures)):
             found.append(
-                f"failed: {cause}. Such attempts are never trained on. Mend it, or answer the policy in words where "
+                f"failed: {cause}. Such attempts are never trained on. Correct it, or answer the policy in words where "
                 "its reply is the cause."
             )
         lost = [p for p in self.played if not p.trajectory.failed and not _kept(p)]

@@ -23,6 +23,7 @@ from lightrl.data.processing import load_processor
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source
 from lightrl.data.sft import SFTLoader, SFTSource
 from lightrl.data.templates import load_tokenizer
+from lightrl.distributed.fsdp2 import FSDP2Strategy
 from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.base import Engine, StaleWeightsError
 from lightrl.engines.vllm.engine import VLLMEngine
@@ -689,9 +690,10 @@ class RolloutDataModule(LightningDataModule):
         if self.episode.multi_turn:  # a prompt is only the beginning of what is asked
             longest = self.episode.max_tokens
             lengths = [] if longest is None else [max(longest - new_tokens, 1)]
+        computed = trainer.strategy.param_dtype if isinstance(trainer.strategy, FSDP2Strategy) else None
         return EngineContext(
             model_path=spec.path,
-            dtype=PRECISION_TO_DTYPE[str(trainer.precision).split("-")[0]],
+            dtype=computed or PRECISION_TO_DTYPE[str(trainer.precision).split("-")[0]],
             seed=self.seed,
             rank=self.rank,
             local_rank=int(trainer.local_rank),

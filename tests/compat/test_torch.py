@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -67,3 +72,69 @@ def test_row_wise_attention_agrees_with_the_public_function() -> None:
     q, k, v = (torch.randn(1, 2, 7, 8) for _ in range(3))
     out, _ = compat.flash_attention(q, k, v, causal=True, scale=8**-0.5)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+class Runtime:
+    """CUDA's runtime as `page_lock` sees it: notes its calls, and whether pages that are unlocked are still there."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.calls: list[tuple[Any, ...]] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.calls.append(("register", address, nbytes, flags))
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        with open("/proc/self/maps") as lines:
+            spans = [[int(x, 16) for x in line.split(maxsplit=1)[0].split("-")] for line in lines]
+        self.calls.append(("unregister", address, any(first <= address < last for first, last in spans)))
+        return 0
+
+
+def test_shared_memory_is_page_locked_until_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    assert compat.page_lock(torch.zeros(8)) is None and runtime.calls == []  # this process uses no CUDA
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert compat.page_lock(torch.zeros(0)) is None and runtime.calls == []  # CUDA refuses nothing at all
+    memory = torch.frombuffer(mmap.mmap(-1, 8192), dtype=torch.uint8)
+    address = memory.data_ptr()
+    assert compat.page_lock(memory) is not None
+    assert runtime.calls == [("register", address, 8192, 1)]
+    del memory
+    assert runtime.calls[1:] == [("unregister", address, True)]
+    released = compat.page_lock(kept := torch.zeros(8))
+    assert released is not None
+    released()
+    released()
+    del kept
+    assert [call[0] for call in runtime.calls] == ["register", "unregister"] * 2
+
+
+def test_memory_that_cuda_does_not_page_lock_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """CUDA's runtime keeps the error and the next kernel raises it, so that one is started for it."""
+    runtime, started = Runtime(error=2), []
+
+    def zeros(*args: Any, **kwargs: Any) -> None:
+        started.append(kwargs["device"])
+        raise RuntimeError("CUDA error: out of memory")
+
+    memory = torch.zeros(1 << 20)
+    monkeypatch.setattr(compat, "torch", SimpleNamespace(cuda=torch.cuda, zeros=zeros))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert compat.page_lock(memory) is None
+    assert "did not page-lock 4 MiB of host memory (error 2)" in caplog.text and started == ["cuda"]
+    del memory
+    assert len(runtime.calls) == 1
+
+
+def test_cudas_runtime_has_the_calls_that_lock_and_unlock_pages() -> None:
+    """In the source of torch itself: a build for CPUs has no runtime to ask."""
+    from inspect import getsource
+
+    from torch.cuda import _pin_memory_utils as its
+
+    assert "cudart.cudaHostRegister(data_ptr,size,1," in "".join(getsource(its.pin_memory).split())
+    assert "cudaHostUnregister(data_ptr)" in getsource(its.unpin_memory)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightrl.engines.vllm.weights import WeightSender, _Bucket
 from lightrl.types import Prompts, SamplingParams
 from tests.engines.conftest import ask, change, load, reference_logprobs
 
@@ -131,3 +135,61 @@ def test_sleep_level_2_asks_for_a_push(engine, tied_folder: Path) -> None:
         assert canary_gap(engine, model) <= 5e-5
     finally:
         engine.sleep_level = 0
+
+
+class Listener:
+    """The channel's end of a bucket: notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def send(self, kind: str, *_: object) -> int:
+        self.told.append(kind)
+        return 0
+
+    def wait(self, number: int) -> None: ...
+
+
+def test_buckets_are_page_locked_on_both_sides_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightrl.compat.vllm_worker import WorkerExtension
+
+    locked: dict[int, int] = {}
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, nbytes, _: locked.update({address: nbytes}) or 0,
+        cudaHostUnregister=lambda address: locked.pop(address),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    adapter: Any = SimpleNamespace(rpc=lambda name: ["cpu"] if name == "lightrl_device" else [False])
+    sender, channel, worker = WeightSender(adapter), Listener(), WorkerExtension()
+    monkeypatch.setattr(channel, "send", lambda kind, slot, path, nbytes: worker._lightrl_attach(slot, path, nbytes))
+    for bucket in sender.buckets:
+        bucket.allocate(channel, 4096, None)  # type: ignore[arg-type]
+    memories = [bucket.memory for bucket in sender.buckets] + [*worker._lightrl_slots().values()]
+    assert locked == {memory.data_ptr(): 4096 for memory in memories} and len(locked) == 4
+    del memories, bucket
+    sender.buckets[0].allocate(channel, 8192, None)  # type: ignore[arg-type]
+    assert sorted(locked.values()) == [4096, 4096, 8192, 8192]
+    del sender
+    assert sorted(locked.values()) == [4096, 8192]  # the worker's
+    worker._lightrl_slots().clear()
+    assert not locked
+
+
+def test_workers_are_told_of_a_bucket_when_its_copies_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tensors that know their device but hold nothing."""
+    channel, order = Listener(), []
+    channel.told = order
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: order.append(str(device)))
+    )
+    with FakeTensorMode():
+        bucket = _Bucket(0)
+        bucket.memory = torch.empty(4096, dtype=torch.uint8)
+        for name, device in (("a", "cuda:0"), ("b", "cuda:0"), ("c", "cpu")):
+            bucket.put(name, torch.empty(4, 4, device=device), torch.bfloat16, 32)
+        bucket.send(channel)  # type: ignore[arg-type]
+        assert order == ["cuda:0", "load"]
+        bucket.put("d", torch.empty(4, 4), torch.bfloat16, 32)
+        bucket.send(channel)  # type: ignore[arg-type]
+        assert order == ["cuda:0", "load", "load"]

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassificat
 
 from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
 from lightrl.callbacks import OffloadModels, OffloadOptimizer, WeightSync
+from lightrl.callbacks.offload_optimizer import on_host
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
@@ -114,6 +115,19 @@ def test_the_optimizer_leaves_the_device_and_comes_back() -> None:
             assert state["exp_avg"].device.type == state["step"].device.type == "cpu"
             callback.on_before_optimizer_step(trainer, module, optimizer)  # type: ignore[arg-type]
             assert state["exp_avg"].device.type == "cuda" and state["step"].device.type == "cpu"
+
+
+def test_what_leaves_the_device_needs_no_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def refused(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", refused)
+    with FakeTensorMode(), pytest.warns(UserWarning, match="No page-locked memory .* out of memory"):
+        assert on_host(torch.zeros(4, device="cuda")).device.type == "cpu"
 
 
 def test_offloading_changes_no_run(path: str) -> None:

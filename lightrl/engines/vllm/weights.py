@@ -1,8 +1,9 @@
 """How weights get from the trainer into vLLM's workers.
 
 In one process the workers copy straight from the trainer's tensors. Into other processes they go through two buckets
-of shared memory, of the GPU where both sit on the same one and else of the host: the trainer fills one by one, and the
-workers copy out what is complete. Memory beyond the model: two buckets, each of 32 MiB or of the largest tensor.
+of shared memory, of the GPU where both sit on the same one and else of the host, page-locked: the trainer fills one by
+one, and the workers copy out what is complete. Memory beyond the model: two buckets, each of 32 MiB or of the largest
+tensor.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class _Bucket:
         """Forgets what lies in it."""
         self.layout: list[tuple[str, str, list[int], int, int]] = []
         self.used = self.sent = self.last = 0
+        self.filled_by: set[torch.device] = set()
 
     def allocate(self, channel: Channel, nbytes: int, device: torch.device | None) -> None:
         """Gets `nbytes` of shared memory, of `device` where given, and maps it into every worker."""
@@ -58,15 +60,19 @@ class _Bucket:
     def put(self, name: str, tensor: Tensor, dtype: torch.dtype, nbytes: int) -> None:
         """Copies a tensor behind the others."""
         view = self.memory[self.used : self.used + nbytes].view(dtype).view(tensor.shape)
-        view.copy_(tensor)
+        # From a GPU it only starts here, and `send` waits: copies queue, and the GPU casts rather than the host.
+        view.copy_(tensor, non_blocking=tensor.is_cuda)
+        self.filled_by |= {tensor.device, self.memory.device}
         self.layout.append((name, str(dtype).removeprefix("torch."), list(tensor.shape), self.used, nbytes))
         self.used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def send(self, channel: Channel) -> None:
         """Lets the workers copy what was put since the last time."""
         if self.layout:
-            if self.memory.is_cuda:
-                torch.cuda.current_stream(self.memory.device).synchronize()
+            for device in self.filled_by:
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
+            self.filled_by.clear()
             self.last = channel.send("load", self.slot, self.layout)
             self.layout, self.sent = [], self.used
 

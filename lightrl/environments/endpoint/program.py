@@ -169,7 +169,7 @@ class AgentProgram(MultiTurn):
                 self._endpoint = None
 
     async def _play(self, session: Session, endpoint: Endpoint, row: Mapping[str, Any]) -> Trajectory:
-        """Runs the program and makes a trajectory of what came of it."""
+        """Runs the program and makes a trajectory of its outcome."""
         began = time.monotonic()
         stop: StopReason | None = None
         reward: float | None = None
