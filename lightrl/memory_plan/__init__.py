@@ -33,9 +33,12 @@ GIB = float(1 << 30)
 USABLE = 0.9
 """Share of a GPU's memory that a plan may fill: CUDA's context, NCCL's buffers and fragmentation take the rest."""
 
-_LEAST = {"gpus": 1, "gpu_memory": 1, "length": 1, "micro_batch_tokens": 1, "sequences": 1, "lora": 0}
-_LEAST |= {"trajectories": 0, "spread": 0, "turns": 1, "tool_seconds": 0, "shared": 0, "staleness": 0}
-_LEAST |= {"response": 1, "tflops": 1, "bandwidth": 0.01}
+_LEAST: dict[str, float] = {
+    **dict.fromkeys(("gpus", "gpu_memory", "length", "micro_batch_tokens", "sequences"), 1),
+    **dict.fromkeys(("lora", "trajectories", "spread", "tool_seconds", "shared", "staleness"), 0),
+    **dict.fromkeys(("turns", "response", "tflops"), 1),
+    "bandwidth": 0.01,
+}
 """Smallest values of the arguments of `plan`."""
 _TIMED = ("response", "spread", "turns", "tool_seconds", "shared", "staleness", "tflops", "bandwidth")
 """Arguments of the estimate of times."""
