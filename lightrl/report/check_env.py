@@ -169,10 +169,12 @@ class EnvironmentCheck:
         forks = int(sum(p.trajectory.metrics.get("forks", 0.0) for p in self.played))
         if rewards:
             out.append(f"rewards: {min(rewards):g} to {max(rewards):g}")
-        proof = "every turn extends the last one's tokens" if not forks else (
-            f"{forks} of {turns} turns began a new row, because the chat template rewrites what came before (correct, "
-            "and costs tokens)"
-        )  # fmt: skip
+        proof = "every turn extends the last one's tokens"
+        if forks:
+            proof = (
+                f"{forks} of {turns} turns began a new row, because the chat template rewrites what came before "
+                "(correct, and costs tokens)"
+            )
         out.append(f"template: {proof}")
         slow = max((_seconds(p.trajectory) for p in self.played), default=0.0)
         if slow > SLOW:
