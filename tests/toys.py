@@ -35,7 +35,7 @@ def quickstart_model(folder: Path, seed: int = 0, family: str = "Qwen2", **confi
     cfg = Qwen2Config.from_pretrained(QUICKSTART_MODEL, initializer_range=0.1, **config)
     if family != "Qwen2":
         sizes = {name: value for name, value in cfg.to_dict().items() if name not in ("model_type", "architectures")}
-        cfg = getattr(transformers, f"{family}Config")(**sizes)
+        cfg = getattr(transformers, f"{family}Config")(**sizes | config)  # what a Qwen2 has not, too
     getattr(transformers, f"{family}ForCausalLM")(cfg).save_pretrained(folder)
     AutoTokenizer.from_pretrained(QUICKSTART_MODEL).save_pretrained(folder)
     return str(folder)

@@ -27,16 +27,15 @@ TOOLS = [
 ]
 
 
-def solve(question: str, base_url: str | None, api_key: str) -> str:
-    """The model's last word, after at most `MAX_CALLS` rounds with the calculator."""
-    messages = [{"role": "user", "content": question}]
+def solve(messages: list, base_url: str | None, api_key: str) -> str:
+    """The model's last word, after at most `MAX_CALLS` rounds with the calculator; all is added to the messages."""
     with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
         for _ in range(MAX_CALLS + 1):
             answer = client.chat.completions.create(model="gpt-5-mini", messages=messages, tools=TOOLS)
             message = answer.choices[0].message
+            messages.append(message)
             if not message.tool_calls:
                 return message.content or ""
-            messages.append(message)
             for call in message.tool_calls:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": calculate(call.function)})
     return ""
@@ -54,8 +53,21 @@ def calculate(function) -> str:
 
 def main(row: dict, base_url: str, api_key: str) -> float:
     """One attempt, and its reward: whether the answer is right."""
-    return float(solve(row["prompt"], base_url, api_key).strip() == str(row["answer"]))
+    return float(solve(asked(row["prompt"]), base_url, api_key).strip() == str(row["answer"]))
+
+
+def revise(row: dict, base_url: str, api_key: str) -> float:
+    """One attempt that forks: two revisions of one answer, which know nothing of each other; how many are right."""
+    messages = asked(row["prompt"])
+    solve(messages, base_url, api_key)
+    branches = [[*messages, {"role": "user", "content": "Again."}] for _ in range(2)]
+    return sum(solve(branch, base_url, api_key).strip() == str(row["answer"]) for branch in branches) / 2
+
+
+def asked(question: str) -> list:
+    """A conversation that begins with a question."""
+    return [{"role": "user", "content": question}]
 
 
 if __name__ == "__main__":
-    print(solve(sys.argv[1], os.environ.get("OPENAI_BASE_URL"), os.environ["OPENAI_API_KEY"]))
+    print(solve(asked(sys.argv[1]), os.environ.get("OPENAI_BASE_URL"), os.environ["OPENAI_API_KEY"]))

@@ -69,8 +69,9 @@ class DistillLightningModule(CriticFreeLightningModule):
         kwargs: the other arguments of `PPOLightningModule`, but for `critic`.
 
     Raises:
-        ValueError: an argument is out of range; before models are loaded, a teacher with another vocabulary, or a
-            divergence under a strategy that shards models; on a rollout, a row that names no teacher.
+        ValueError: an argument is out of range or without effect; before models are loaded, a teacher with another
+            vocabulary, or a divergence under a strategy that shards models; on a rollout, a row that names no teacher,
+            and privileged prompts for a trajectory of several rows.
 
     Source: https://arxiv.org/abs/2306.13649 (on-policy distillation), https://arxiv.org/abs/2306.08543 (reverse KL by
         policy gradient), https://thinkingmachines.ai/blog/on-policy-distillation (per-token advantage, gamma 0),
@@ -134,10 +135,28 @@ class DistillLightningModule(CriticFreeLightningModule):
             )
         self.teacher_column = teacher_column
         self.privileged_column = privileged_column
+        self._refuse_settings_without_effect(divergence)
         self.distill_coef = above("DistillLightningModule.coef", coef)
         self.distill_gamma = fraction("DistillLightningModule.gamma", gamma)
         self.divergence = divergence
         self.divergence_top_k = divergence_top_k
+
+    def _refuse_settings_without_effect(self, divergence: Divergence | None) -> None:
+        """Raises a ValueError for settings of advantages or rewards where there are none."""
+        if self.learns_rewards:
+            return
+        idle = {"reward_clip": self.reward_clip is not None}
+        if divergence is not None:
+            idle["whiten_advantages"] = self.whiten_advantages
+            idle["advantage_clip"] = self.advantage_clip is not None
+            idle["top_entropy_fraction"] = self.top_entropy_fraction < 1
+        for name, found in idle.items():
+            if found:
+                beside = "" if divergence is None else f" and divergence={type(divergence).__name__}"
+                raise ValueError(
+                    f"{name}={getattr(self, name)} with advantage=None{beside}: there is nothing that it could act on. "
+                    "Leave it at its default, or give an advantage estimator for rewards."
+                )
 
     def setup(self, stage: str) -> None:
         """See `PPOLightningModule.setup`; refuses teachers that read other tokens."""
@@ -205,7 +224,7 @@ class DistillLightningModule(CriticFreeLightningModule):
             part = experience.select(rows if len(rows) else torch.zeros(1, dtype=torch.long, device=rows.device))
             if not len(rows):  # sharded teachers run on all ranks or on none
                 part.response_mask = torch.zeros_like(part.response_mask)
-            scores = self._scores(self.teachers[name], part, reduction)
+            scores = self._scores(self.teachers[name], part, reduction, routes=())  # its routers choose themselves
             experience.teacher_logprobs[rows] = scores[: len(rows)]
 
     def _ask_server(self, name: str, experience: Experience, rows: Tensor) -> None:
@@ -229,9 +248,9 @@ class DistillLightningModule(CriticFreeLightningModule):
                 experience.teacher_top_ids[row, 1 : lengths[row]] = words[..., 0].long()
                 experience.teacher_top_logprobs[row, 1 : lengths[row]] = words[..., 1].float()
 
-    def _scores(self, model: Any, rows: Experience, reduction: Reduction) -> Tensor:
+    def _scores(self, model: Any, rows: Experience, reduction: Reduction, **settings: Any) -> Tensor:
         forward = batched_forward(
-            lambda x: {"logprobs": policy_forward(model, x, routes=())["logprobs"]},
+            lambda x: {"logprobs": policy_forward(model, x, **settings)["logprobs"]},
             rows, self.micro_batch_tokens, reduction.max, model.layout,
         )  # fmt: skip
         return forward["logprobs"]
@@ -320,7 +339,16 @@ class DistillLightningModule(CriticFreeLightningModule):
             raise ValueError(f"privileged_column={column!r}: the data has the columns {sorted(rollouts.columns)}.")
         if any(rollouts.inputs):
             raise ValueError(f"privileged_column={column!r}: prompts with images cannot be exchanged; leave it out.")
-        tokenizer = load_tokenizer(self.actor_spec.path, chat_template=self.actor_spec.chat_template)
+        if len(rollouts.trajectory_ids.unique()) < len(rollouts):
+            raise ValueError(
+                f"privileged_column={column!r}: a trajectory has several rows, whose later ones begin with a history "
+                "that was rewritten, and not with the prompt. Take a template that keeps it, or leave the column out."
+            )
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(data, RolloutDataModule):
+            tokenizer = data.tokenizer
+        else:
+            tokenizer = load_tokenizer(self.actor_spec.path, chat_template=self.actor_spec.chat_template)
         rendered = (render_prompt(tokenizer, prompt) for prompt in rollouts.columns[column])
         return [encode(tokenizer, text, templated=templated) for text, templated in rendered]
 

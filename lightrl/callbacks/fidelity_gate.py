@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.arguments import above, at_least, one_of
+from lightrl.objectives.losses import PolicyLoss
 from lightrl.types import Experience, Rollouts
 
 __all__ = ["FidelityGate"]
@@ -40,7 +41,8 @@ class FidelityGate(RLCallback):
         min_tokens: cells of fewer tokens are measured but not bounded, at least 1.
 
     Raises:
-        ValueError: an argument is out of range; in `setup`, the loss takes the engine's log-probs for the trainer's.
+        ValueError: an argument is out of range; in `setup`, the module has no rollouts, or its loss takes the engine's
+            log-probs for the trainer's.
         RuntimeError: with "stop", on all ranks alike, a cell is above the bound.
     """
 
@@ -56,11 +58,17 @@ class FidelityGate(RLCallback):
         self._measured: dict[str, float] = {}
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Refuses a loss under which the trainer has no log-probs of its own to compare."""
-        if stage == "fit" and pl_module.loss.replaces_old_logprobs:
+        """Refuses a module without rollouts, and a loss under which the trainer has no log-probs of its own."""
+        loss = getattr(pl_module, "loss", None)
+        if not isinstance(loss, PolicyLoss):
             raise ValueError(
-                f"FidelityGate with loss={type(pl_module.loss).__name__}: the engine's log-probs stand for the "
-                "trainer's there, so there is no gap to measure. Drop one of them."
+                f"FidelityGate with {type(pl_module).__name__}: it learns from no rollouts, so there is no engine to "
+                "compare with. Remove the callback."
+            )
+        if stage == "fit" and loss.replaces_old_logprobs:
+            raise ValueError(
+                f"FidelityGate with loss={type(loss).__name__}: the engine's log-probs stand for the trainer's there, "
+                "so there is no gap to measure. Drop one of them."
             )
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: Any, rollouts: Rollouts) -> None:

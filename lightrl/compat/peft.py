@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-__all__ = ["ADAPTER", "REFERENCE", "LoraParts", "adapter_layers", "dequantized", "lora_parts"]
+__all__ = ["ADAPTER", "REFERENCE", "LoraParts", "adapter_layers", "dequantized", "is_linear", "lora_parts"]
 
 ADAPTER = "default"
 """Name of the adapter that is trained."""
@@ -45,6 +45,11 @@ def lora_parts(layer: Any, name: str = ADAPTER) -> LoraParts | None:
         return None
     transposed = bool(getattr(layer, "fan_in_fan_out", False))
     return LoraParts(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], transposed)
+
+
+def is_linear(layer: Any) -> bool:
+    """Whether a layer with an adapter has two matrices for one of its own; a wrapped parameter, as of experts, not."""
+    return lora_parts(layer) is not None and not hasattr(layer, "parameter_name")
 
 
 def dequantized(layer: Any, weight: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +36,42 @@ class Ledger:
         self.turns = 0
         self._rows: list[_Row] = []
         self._turn: tuple[list[int], list[int], Message] | None = None
+        self._sampled: list[tuple[int, int, int, Message]] = []  # of each turn: row, tokens before and with it, reply
+
+    def branch(self, messages: Sequence[Message], same: Callable[[Message, Message], bool]) -> Ledger | None:
+        """Another ledger that goes on from the latest turn of this one after which `messages` go another way.
+
+        Its first row begins with the tokens that were sampled until then, as context. None where there is no such turn.
+
+        Args:
+            messages: a whole conversation.
+            same: whether a message of this ledger (first) is meant by one of the conversation.
+        """
+        said = self.conversation
+        common = next((i for i, pair in enumerate(zip(said, messages, strict=False)) if not same(*pair)), len(said))
+        replies = [i for i, message in enumerate(said) if message["role"] == "assistant"]
+        for turn, place in reversed(list(enumerate(replies[-len(self._sampled) :] if self._sampled else []))):
+            if place < min(common, len(messages) - 1):
+                return self._branched(turn, place)
+        return None
+
+    def _branched(self, turn: int, place: int) -> Ledger:
+        number, start, end, reply = self._sampled[turn]
+        row, other = self._rows[number], Ledger(self.bridge, self.tools)
+        contexts = [(begin, tokens) for begin, tokens in row.contexts if begin < end]
+        short = row.short[: end + sum(len(tokens.short) - len(tokens) for _, tokens in contexts)]
+        routes = None if row.routes is None else row.routes.upto(end)
+        kept = _Row(row.token_ids[:end], [-1] * end, [0.0] * end, [-1] * end, None, routes)
+        kept.contexts, kept.short = contexts, short
+        other.follow(self.conversation[:place], kept, start, reply)
+        return other
+
+    def follow(self, messages: Sequence[Message], row: _Row, start: int, reply: Message) -> None:
+        """Begins with a row of another ledger, whose last turn began at token `start` and was `reply`."""
+        assert not self._rows, "a ledger records one conversation"
+        self.messages = list(messages)
+        self._rows.append(row)
+        self._turn = (row.token_ids[:start], row.token_ids[start:], reply)
 
     @property
     def request_ids(self) -> list[int]:
@@ -107,6 +143,8 @@ class Ledger:
             raise ValueError(f"{len(token_ids)} sampled tokens came with {len(logprobs)} log-probs.")
         row = self._rows[-1]
         self._turn = (list(row.token_ids), list(token_ids), reply)
+        start = len(row.token_ids)
+        self._sampled.append((len(self._rows) - 1, start, start + len(token_ids), reply))
         row.short += token_ids
         row.support = Support.joined((len(row.token_ids), row.support), (len(token_ids), support if trained else None))
         row.routes = Routes.extended(row.routes, routes)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.compat.deepspeed import whole_parameters
-from lightrl.compat.peft import ADAPTER, REFERENCE, adapter_layers, dequantized, lora_parts
+from lightrl.compat.peft import ADAPTER, REFERENCE, adapter_layers, dequantized, is_linear, lora_parts
+from lightrl.compat.transformers import router_modules
 from lightrl.models.spec import LoraSpec
 
 __all__ = ["adapter_config", "add_lora", "as_reference", "keep_reference", "named_adapter_weights", "named_hf_weights"]
@@ -21,7 +22,7 @@ __all__ = ["adapter_config", "add_lora", "as_reference", "keep_reference", "name
 Gather = Callable[[Tensor], AbstractContextManager[Tensor]]
 
 
-def add_lora(model: nn.Module, spec: LoraSpec) -> None:
+def add_lora(model: Any, spec: LoraSpec) -> None:
     """Puts adapters into `model` in place; afterwards only they require gradients.
 
     peft's injection is used rather than its wrapper class, so the model keeps its type and its parameter names.
@@ -29,10 +30,19 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
     Raises:
         ValueError: peft is not installed, no layer matches `target_modules`, or `adapter` has other tensors.
     """
-    _inject(model, spec, ADAPTER)
+    targets = spec.target_modules
+    routed = {name.split(".")[-2] for name, _ in router_modules(model)}  # what their blocks call it, such as "mlp"
+    if targets == "all-linear" and routed:  # peft would take the parameters of experts and routers
+        linear = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        targets = [name for name, part in linear if part is not head and not routed.intersection(name.split("."))]
+    _inject(model, replace(spec, adapter=None, target_modules=targets), ADAPTER)
     for name, layer in adapter_layers(model).items():
-        if lora_parts(layer) is None:
-            raise ValueError(f"lora.target_modules={spec.target_modules!r}: {name} is not a linear layer.")
+        if not is_linear(layer):
+            raise ValueError(
+                f"lora.target_modules={spec.target_modules!r}: {name.removesuffix('.base_layer')} is not a linear "
+                "layer. Name those that are; of a mixture of experts they are those of its attention, as a rule."
+            )
     if spec.adapter is not None:
         _read_adapter(model, spec.adapter)
 

@@ -37,7 +37,8 @@ class LoraSpec:
         r: rank of the update, at least 1.
         alpha: scale of the update, above 0, which is multiplied by alpha / r.
         dropout: on the adapter's input, in [0, 1). Above 0 log-probs are noisy, and with them the policy ratio.
-        target_modules: names of linear layers that get an adapter; "all-linear" is all but the output head.
+        target_modules: names of linear layers that get an adapter; "all-linear" is all but the output head and, of a
+            mixture of experts, the parts with the experts, which are no linear layers.
         quantize_4bit: keep W in 4-bit NF4 (QLoRA, https://arxiv.org/abs/2305.14314); needs CUDA and bitsandbytes.
         adapter: folder of a peft LoRA adapter to begin with: r, alpha and target_modules are then its own, and its
             dropout is not taken over. The base is the spec's `path`, whatever the folder names. null begins at B = 0.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,19 +157,23 @@ def test_the_gradient_of_a_divergence_is_the_dense_one(divergence: Divergence, t
 
 def test_the_model_teaches_itself_what_it_knows_with_a_privileged_prompt(tmp_path: Path) -> None:
     """The loss is the divergence between the policy after the prompt and the teacher after the privileged one."""
-    path = quickstart_model(tmp_path / "model")
+    path, other = quickstart_model(tmp_path / "model"), str(tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = "{% for m in messages %}({{ m.content }}){% endfor %}"
+    tokenizer.save_pretrained(other)
     rows = [{"prompt": f"{i}+{i}=", "hint": "(8)" * (i % 3 + 1) + f"{i}+{i}="} for i in range(8)]
     module = Keep(
         path, {"self": path}, divergence=ForwardKL(), privileged_column="hint", micro_batch_tokens=60,
     )  # fmt: skip
-    quiet_trainer().fit(module, sums_data(prompts=PromptSource(rows=rows), group_size=2, rollouts_per_epoch=1))
+    data = sums_data(prompts=PromptSource(rows=rows), group_size=2, rollouts_per_epoch=1, tokenizer=other)
+    quiet_trainer().fit(module, data)
     kept, total, count = module.kept, torch.zeros(()), 0
-    lm, tokenizer = copy.deepcopy(module.actor.lm), AutoTokenizer.from_pretrained(path)
+    lm = copy.deepcopy(module.actor.lm)
     for row, hint in enumerate(module.rollouts.columns["hint"]):
         ids = kept.token_ids[row][kept.attention_mask[row]]
         sampled = kept.response_mask[row, : len(ids)]
         first = int(sampled.int().argmax())
-        privileged = torch.cat([torch.tensor(tokenizer(hint)["input_ids"]), ids[first:]])
+        privileged = torch.cat([torch.tensor(tokenizer(f"({hint})")["input_ids"]), ids[first:]])
         n = len(ids) - first
         own, theirs = (lm(x[None]).logits[0, -n - 1 : -1].log_softmax(-1) for x in (ids, privileged))
         total, count = total + ForwardKL()(own, theirs.detach()).sum(), count + n
@@ -178,6 +183,9 @@ def test_the_model_teaches_itself_what_it_knows_with_a_privileged_prompt(tmp_pat
     assert float(total.detach()) > 1e-3
     with pytest.raises(ValueError, match="privileged_column='hint' needs a divergence over all words"):
         DistillLightningModule(path, {"self": path}, privileged_column="hint")
+    cut = replace(module.rollouts, trajectory_ids=torch.arange(len(module.rollouts)) // 2)
+    with pytest.raises(ValueError, match="privileged_column='hint': a trajectory has several rows"):
+        module._privileged_prompts("hint", cut)
 
 
 def test_each_row_is_scored_by_the_teacher_that_its_column_names(tmp_path: Path) -> None:
@@ -218,6 +226,15 @@ def test_what_cannot_be_distilled_is_refused(tmp_path: Path) -> None:
         DistillLightningModule(student, {"a": student}, gamma=1.0, divergence=ReverseKL())
     with pytest.raises(ValueError, match="divergence_top_k=3 with divergence=None"):
         DistillLightningModule(student, {"a": student}, divergence_top_k=3)
+    without_rewards = [
+        ({"reward_clip": 1.0}, "reward_clip=1.0 with advantage=None: "),
+        ({"divergence": ReverseKL(), "advantage_clip": 2.0}, "advantage_clip=2.0 with advantage=None and div"),
+        ({"divergence": ReverseKL(), "top_entropy_fraction": 0.2}, "top_entropy_fraction=0.2 with advantage=None and"),
+        ({"divergence": ReverseKL(), "whiten_advantages": True}, "whiten_advantages=True with advantage=None and"),
+    ]
+    for arguments, message in without_rewards:
+        with pytest.raises(ValueError, match=message):
+            DistillLightningModule(student, {"a": student}, **arguments)  # type: ignore[arg-type]
     sharded = DistillLightningModule(student, {"a": student}, divergence=ReverseKL())
     strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
     sharded._trainer = SimpleNamespace(strategy=strategy, precision="32-true", callbacks=[], datamodule=None)  # type: ignore[assignment]

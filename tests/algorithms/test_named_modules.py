@@ -22,7 +22,8 @@ from lightrl.objectives.losses import CPG, GSPO, PPOClip
 from tests.toys import quiet_trainer, sums_data
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "algorithms"
-VARIATIONS = {"cispo", "grpo_curriculum", "grpo_in_flight", "rloo_in_flight"}  # of a module, by what the YAML names
+# Of a module, by what the YAML names.
+VARIATIONS = {"cispo", "grpo_curriculum", "grpo_in_flight", "grpo_top_p", "rloo_in_flight", "rloo_min_p"}
 NAMED = sorted(file for file in CONFIGS.glob("*.yaml") if file.stem not in VARIATIONS)
 
 # name: estimator, loss, aggregation, KL, ppo_epochs, each with the settings that its paper gives.

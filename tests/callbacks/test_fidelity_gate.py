@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.algorithms import GRPOLightningModule
+from lightrl.algorithms import GRPOLightningModule, SFTLightningModule
 from lightrl.callbacks import FidelityGate, WeightSync
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.objectives.losses import PPOClip
@@ -99,6 +99,8 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Any) -> None:
     module = GRPOLightningModule(quickstart_model(tmp_path), kl=None, loss=EngineRatio(PPOClip()))
     with pytest.raises(ValueError, match="FidelityGate with loss=EngineRatio"):
         quiet_trainer(callbacks=[WeightSync(), FidelityGate()]).fit(module, sums_data(rollouts_per_epoch=1))
+    with pytest.raises(ValueError, match="FidelityGate with SFTLightningModule: it learns from no rollouts"):
+        quiet_trainer(callbacks=[FidelityGate()]).fit(SFTLightningModule(str(tmp_path)))
     for arguments, name in (({"bound": 0}, "bound=0"), ({"action": "x"}, "action='x'"), ({"min_tokens": 0}, "min_tok")):
         with pytest.raises(ValueError, match=name):
             FidelityGate(**arguments)  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ def run(kind: str, path: str, devices: int, strategy: str = "auto") -> Record:
 def test_two_ranks_equal_one(kind: str, strategy: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
     if kind == "experts":
-        sizes |= {"family": "Mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": None}
+        sizes |= {"family": "Mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     path = quickstart_model(tmp_path / "model", **sizes)
     one = run(kind, path, devices=1)
     if kind == "experts":

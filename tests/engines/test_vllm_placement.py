@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from lightrl.background import FairLock
 from lightrl.engines import EngineContext, VLLMEngine
 
 
@@ -84,3 +87,20 @@ def test_what_pushes_would_miss_is_refused_before_a_model_loads(
 )
 def test_the_memory_share_leaves_room_for_a_trainer_on_the_same_gpu(engine: VLLMEngine, share: float) -> None:
     assert engine.arguments(context(0), cuda=True)["gpu_memory_utilization"] == share
+
+
+@pytest.mark.parametrize(("level", "tags"), [(1, None), (2, ["weights"])])
+def test_the_trainers_unused_memory_is_given_back_before_an_engine_wakes(
+    level: Any, tags: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("empty_cache"))
+    engine = VLLMEngine(in_process=False, sleep_level=level)
+    engine._context, engine._lock = context(0), FairLock()
+    stand_in: Any = SimpleNamespace(sleep=told.append, wake=told.append)
+    engine._adapter, engine._sender = stand_in, SimpleNamespace(forget=lambda: None)  # type: ignore[assignment]
+    engine.sleep()
+    engine.wake()
+    engine._wake_cache()  # as a push does, after the weights
+    assert told == [level, "empty_cache", tags, *(["empty_cache", ["kv_cache"]] if level == 2 else [])]

@@ -15,6 +15,7 @@ from lightrl.models.lora import add_lora, named_hf_weights
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec
 from tests.models.conftest import Batch, build
+from tests.models.test_routing import moe
 
 pytest.importorskip("peft")
 
@@ -27,6 +28,18 @@ def adapted(tied: bool = True, **changes: Any) -> PolicyModel:
         if "lora_B" in name:  # peft starts at 0, where nothing would show
             torch.nn.init.normal_(parameter, std=0.3)
     return PolicyModel(lm)
+
+
+def test_of_a_mixture_of_experts_all_linear_leaves_experts_and_routers_out() -> None:
+    for kind in ("Qwen3Moe", "GraniteMoe"):
+        lm = moe(kind, **({"num_local_experts": 4} if kind == "GraniteMoe" else {}))
+        names = {name for name, _ in lm.named_parameters()}
+        add_lora(lm, LoraSpec(r=3))
+        trained = {name.split(".lora_")[0].rpartition(".")[2] for name, p in lm.named_parameters() if p.requires_grad}
+        assert trained >= {"q_proj", "v_proj"} and not trained & {"experts", "gate", "layer", "base_layer", "lm_head"}
+        assert {name for name, _ in named_hf_weights(PolicyModel(lm))} == names
+    with pytest.raises(ValueError, match=r"lora.target_modules=.*experts is not a linear layer"):
+        add_lora(moe("Qwen3Moe"), LoraSpec(target_modules=["gate_proj", "up_proj", "down_proj"]))
 
 
 @pytest.mark.parametrize("tied", [True, False])

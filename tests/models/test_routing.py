@@ -17,7 +17,7 @@ from lightning.pytorch import seed_everything
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from lightrl.algorithms import GRPOLightningModule
+from lightrl.algorithms import DistillLightningModule, GRPOLightningModule
 from lightrl.callbacks import SaveRollouts, WeightSync
 from lightrl.callbacks.save_rollouts import load_rollouts
 from lightrl.engines.base import EngineContext
@@ -297,6 +297,16 @@ def test_the_reference_chooses_experts_itself(near: str) -> None:
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_distillation_compares_the_teacher_with_the_policy_on_the_experts_that_sampled(near: str) -> None:
+    keep = fit(DistillLightningModule(near, {"itself": near}, optimizer=sgd), prompts_per_rollout=2)
+    experience, mask = keep.experiences[0], keep.experiences[0].response_mask
+    assert experience.old_logprobs is not None and experience.teacher_logprobs is not None
+    torch.testing.assert_close(experience.old_logprobs[mask], experience.engine_logprobs[mask], atol=1e-5, rtol=1e-5)
+    gap = (experience.teacher_logprobs - experience.old_logprobs)[mask]  # its routers choose themselves
+    torch.testing.assert_close(experience.advantages[mask], gap, atol=1e-5, rtol=1e-4)
+    assert gap.abs().max() > 0.01
+
+
 def test_routes_follow_their_rows_and_tokens() -> None:
     def routes(*numbers: int) -> Routes:
         return Routes(torch.tensor(numbers, dtype=torch.uint8).view(-1, 1, 1))
@@ -372,6 +382,8 @@ def test_what_vllm_returns_is_replayed_and_on_a_cpu_refused(batch: Batch) -> Non
     context = EngineContext("a model", device="cpu")
     with pytest.raises(ValueError, match=r"enable_return_routed_experts on a CPU: .*TransformersEngine"):
         VLLMEngine(engine_args={"enable_return_routed_experts": True}).check(context)
+    with pytest.raises(ValueError, match=r"return_sampling_mask: what vLLM returns there is not read"):
+        VLLMEngine(engine_args={"return_sampling_mask": True}).check(EngineContext("a model", device="cuda:0"))
     # It numbers all layers, the one without experts too, and leaves the last token out.
     recorded = some_routes(batch)[2]
     assert recorded is not None

@@ -101,6 +101,20 @@ def test_a_few_equal_tokens_are_no_node_and_a_short_prompt_of_a_group_is() -> No
     assert make_stream(*batch[:3]).lengths == [5, 32, 7, 7, 39]
 
 
+def test_attempts_that_fork_share_their_short_prompt_and_their_first_turn() -> None:
+    """A prompt of 20 tokens; two attempts, each a turn of 10, an answer of 5 and, twice from there, a turn of 6."""
+    ids, prompt = torch.randint(3, 90, (4, 41), generator=torch.Generator().manual_seed(0)), torch.arange(20) + 3
+    ids[:, 20], ids[:, 35] = torch.tensor([3, 3, 4, 4]), torch.arange(4) + 3  # where attempts, and branches, part
+    ids[:, :20], ids[1, 20:35], ids[3, 20:35] = prompt, ids[0, 20:35], ids[2, 20:35]
+    response = torch.zeros_like(ids, dtype=torch.bool)
+    response[:, 35:] = True
+    response[::2, 20:30] = True
+    stream = make_stream(ids, torch.ones_like(response), response)
+    assert stream.lengths == [20, 15, 5, 5, 15, 5, 5] and stream.parents == [-1, 0, 1, 1, 0, 4, 4]
+    ids[:, 35] = torch.tensor([3, 4, 4, 3])  # the forks lie between the others
+    assert make_stream(ids, torch.ones_like(response), response).lengths == stream.lengths
+
+
 def test_rows_that_others_begin_with_cost_nothing() -> None:
     """Equal rows once; a row whose last wanted token lies inside another has no segment of its own."""
     batch = make_batch([(9, [30, 30, 30])], pad=0)

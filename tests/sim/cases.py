@@ -252,6 +252,16 @@ def _(folder: Path) -> None:
     assert list(folder.rglob("samples.jsonl")) and list(folder.rglob("rollouts"))
 
 
+@case("an environment of several turns")
+def _(folder: Path) -> None:
+    from tests.rollout.tasks import Letters, chat_model, make_data
+
+    more = [callbacks.LedgerCanary(num_trajectories=2), callbacks.FidelityGate()]
+    data = make_data(Letters, rollouts_per_epoch=1, prompts_per_rollout=2)
+    module = grpo(chat_model(folder), advantage=objectives.TurnReturns(), kl=None)
+    fit(module, data, more)
+
+
 @case("models leave the device while the engine samples")
 def _(folder: Path) -> None:
     seen: dict[str, set[str]] = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightrl import algorithms, objectives
+from lightrl import algorithms, callbacks, objectives
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -28,7 +28,7 @@ CASES = [
     "layout padded", "layout packed", "layout tree", "lora", "gradient checkpointing", "shared critic",
     "critic and reference of their own", "frozen reference in bfloat16", "bf16-mixed", "bf16-true",
     "masks, clips and an entropy bonus", "vision", "callbacks that take part",
-    "models leave the device while the engine samples", "adaptive KL", "linear KL",
+    "an environment of several turns", "models leave the device while the engine samples", "adaptive KL", "linear KL",
     "checkpoint and resume", "the same update as on the CPU", "a planted mix-up",
 ]  # fmt: skip
 PER_MICRO_BATCH = {"ppo": 0.0, "grpo": 0.0}
@@ -82,6 +82,13 @@ def test_every_exported_loss_and_estimator_has_a_case() -> None:
         kind = getattr(objectives, name)
         if isinstance(kind, type) and issubclass(kind, (objectives.PolicyLoss, objectives.AdvantageEstimator)):
             assert name in known or getattr(kind, "__abstractmethods__", None), name
+
+
+def test_every_callback_that_takes_part_has_a_case() -> None:
+    """The others watch the run's processes and folders, or write what `predict` returns."""
+    cases = (ROOT / "tests" / "sim" / "cases.py").read_text()
+    elsewhere = {"RunGuard", "PredictionWriter"}
+    assert {name for name in callbacks.__all__ if f".{name}(" not in cases} == elsewhere
 
 
 def test_the_device_is_imported_by_no_other_test() -> None:

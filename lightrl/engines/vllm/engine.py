@@ -189,13 +189,19 @@ class VLLMEngine(Engine):
     # -- life ------------------------------------------------------------------------------------------------------
 
     def check(self, context: EngineContext) -> None:
-        """See `Engine.check`: quantised weights and latent attention, which pushes do not reach; experts on a CPU."""
+        """See `Engine.check`: what pushes do not reach (quantised weights, latent attention), and what is not read."""
         cpu = not context.device.startswith("cuda") and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1"
         if cpu and self.engine_args.get("enable_return_routed_experts"):
             raise ValueError(
                 "VLLMEngine.engine_args.enable_return_routed_experts on a CPU: vLLM returns the experts of tokens from "
                 "its second model runner alone, which it takes on GPUs. Leave it out, or take TransformersEngine, "
                 "which records them anywhere."
+            )
+        if self.engine_args.get("return_sampling_mask"):
+            raise ValueError(
+                "VLLMEngine.engine_args.return_sampling_mask: what vLLM returns there is not read, and with it vLLM "
+                "answers neither greedy requests nor the canary's. Leave it out; TransformersEngine records what "
+                "top_p, top_k and min_p leave."
             )
         if self._adapter_rank(context) == 0:
             refuse_what_pushes_miss(self.model or context.model_path, self.engine_args)

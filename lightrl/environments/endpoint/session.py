@@ -112,9 +112,9 @@ class Session:
     """Answers the requests of one attempt, on the event loop that it was made on.
 
     A request that continues one of the attempt's conversations word for word extends its tokens where the bridge proves
-    that the chat template does. Any other begins a new row, with what was sampled before as context: sub-agents,
-    compactions, edited histories, a second request for the same turn. A sampled token is trained in the row that it was
-    sampled in.
+    that the chat template does. Any other begins a new row: sub-agents, compactions, edited histories, a second request
+    for the same turn. Where it leaves a conversation after one of its turns, the row begins with the tokens that were
+    sampled until then, as context. A sampled token is trained in the row that it was sampled in.
 
     Turns are numbered as their requests come, and a turn's seed follows from its number: a program that asks for one
     thing at a time gets the same tokens for the same seeds. The number of a request that was given up is used again.
@@ -341,8 +341,7 @@ class Session:
                 stream, rest = max(found, key=lambda pair: len(pair[0].ledger.messages))
                 ids = stream.ledger.answer(rest) if rest else stream.ledger.request_ids
             else:
-                stream = _Stream(Ledger(self.bridge, tools))
-                ids = stream.ledger.begin(messages)
+                stream, ids = self._forked(messages, tools)
                 self._streams.append(stream)
         except ValueError as error:
             if found:
@@ -350,6 +349,20 @@ class Session:
             raise RefusedError(400, str(error), "messages") from error
         stream.busy = True
         return stream, ids
+
+    def _forked(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[_Stream, list[int]]:
+        """A conversation that leaves another one after a turn of its, or begins anew."""
+        same_tools = [stream.ledger for stream in self._streams if stream.ledger.tools == list(tools)]
+        branches = [branch for ledger in same_tools if (branch := ledger.branch(messages, _same)) is not None]
+        if branches:
+            ledger = max(branches, key=lambda branch: len(branch.messages))
+            rest = messages[len(ledger.conversation) :]
+            if all(message["role"] != "assistant" for message in rest):
+                ids = ledger.answer(rest)
+                if not ledger.forks:  # else the template does not extend what was sampled
+                    return _Stream(ledger), ids
+        ledger = Ledger(self.bridge, tools)
+        return _Stream(ledger), ledger.begin(messages)
 
     def _as_policy(self, messages: Sequence[Message]) -> list[Message]:
         """The conversation with the policy's own ids of tool calls, and the names of tools that answered."""

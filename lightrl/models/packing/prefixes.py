@@ -1,9 +1,9 @@
 """What rows begin with alike: their trie, as an order of the rows and how much neighbours in it share.
 
 A common prefix is cut at whole multiples of `GRID` tokens, so that rows which agree by chance for a few tokens stay in
-one piece; besides where equal prompts end, and where one row is the beginning of another, which costs nothing. In the
-order given here, rows that share more stand closer together: what any two share is the least that is shared between
-neighbours from the one to the other, so both lists together are the whole trie.
+one piece; besides where a prompt ends that both begin with, and where one row is the beginning of another, which costs
+nothing. In the order given here, rows that share more stand closer together: what any two share is the least that is
+shared between neighbours from the one to the other, so both lists together are the whole trie.
 
 Source: Wang et al. 2025 (tree training), https://arxiv.org/abs/2511.00413, who restore the gradients of prefixes that
 are run once. Here nothing needs restoring: a prefix has one place in the stream, and autograd adds up what its
@@ -69,7 +69,7 @@ def _cut(ids: np.ndarray, lengths: Tensor, prompts: Tensor, spans: Tensor | None
     common = torch.from_numpy(np.where(differ.any(1), differ.argmax(1), ids.shape[1]))
     shorter = torch.minimum(lengths[:-1], lengths[1:])
     common = torch.minimum(common, shorter)
-    prompt = torch.where((prompts[:-1] == prompts[1:]) & (prompts[1:] <= common), prompts[1:], 0)
+    prompt = torch.tensor(_prompt_ends(prompts.tolist(), common.tolist()))
     cut = prompt + (common - prompt) // GRID * GRID
     cut = torch.where(common == shorter, common, cut)
     if spans is not None:
@@ -78,6 +78,23 @@ def _cut(ids: np.ndarray, lengths: Tensor, prompts: Tensor, spans: Tensor | None
         cut = torch.where(inside, torch.where(common > last, last + 1, first // GRID * GRID), cut)
     result: list[int] = cut.tolist()
     return result
+
+
+def _prompt_ends(prompts: list[int], common: list[int]) -> list[int]:
+    """Of each row and the next one, the longest prompt of any row with which both begin. 0 for none.
+
+    Theirs alone would not do: of a row that forks off another, what comes before the first sampled token is longer.
+    """
+
+    def reached(own: list[int], shared: list[int]) -> list[set[int]]:
+        live, found = set[int](), []
+        for prompt, length in zip(own, shared, strict=False):
+            live = {end for end in (*live, prompt) if end <= length}
+            found.append(live)
+        return found
+
+    before, after = reached(prompts, common), reached(prompts[::-1], common[::-1])[::-1]
+    return [max(one | other, default=0) for one, other in zip(before, after, strict=True)]
 
 
 def _in_own_order(rows: list[int], cut: list[int]) -> Prefixes:
