@@ -207,15 +207,6 @@ class Prompts:
             name=f"prompt {i} (data-set row {self.indices[i]})" if self.indices else f"prompt {i}",
         )
 
-    @staticmethod
-    def concat(parts: Sequence[Prompts]) -> Prompts:
-        """The rows of several, one after another; all have the same columns."""
-        names = parts[0].columns if parts else {}
-        return Prompts(
-            **{name: [row for part in parts for row in getattr(part, name)] for name in Prompts._lists()},
-            columns={name: [value for part in parts for value in part.columns[name]] for name in names},
-        )
-
     @classmethod
     def _lists(cls) -> list[str]:
         """Names of the attributes with an entry per prompt: all but the columns."""

@@ -52,7 +52,7 @@ PATH = {
     "algorithms/schedule.py": "the optimizer, and learning rates by name",
     "algorithms/evaluation.py": "metrics of a rollout",
     "objectives/trajectories.py": "rows of a trajectory as one",
-    "objectives/arguments.py": "ranges of what losses and estimators are built with",
+    "arguments.py": "what is refused of a number or a word that is given",
     "objectives/aggregation.py": "token losses to one number",
     "objectives/kl.py": "where the KL enters",
     "ops/advantages.py": "formulas",

@@ -298,7 +298,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "greedy training": ({"data": {"sampling": {"temperature": 0.0}}}, "sampling.temperature=0"),
     "negative kl.coef": (
         {"model": {"kl": {"class_path": "KLInLoss", "init_args": {"coef": -1.0}}}},
-        "coef=-1.0): must be at",
+        "coef=-1.0: must be at",
     ),
     "minibatch_size": ({"model": {"minibatch_size": 3}}, "minibatch_size=3 does not divide the rollout's 8 sequences"),
     "max_new_tokens": ({"data": {"sampling": {"max_new_tokens": 99}}}, "more than the model's 64"),

@@ -149,6 +149,10 @@ def on_ranks(function: Callable[..., Any], *shards: tuple[Any, ...]) -> list[Any
         return [future.result() for future in [pool.submit(rank, i) for i in range(len(shards))]]
 
 
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
 class Idle(EngineSync):
     """Takes the place of the data module's own, and pushes nothing."""
 

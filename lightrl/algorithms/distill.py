@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lightrl.algorithms.batches import batched_forward, policy_forward
 from lightrl.algorithms.variants import CriticFreeLightningModule
+from lightrl.arguments import above, fraction
 from lightrl.data.templates import encode, load_tokenizer, render_prompt
 from lightrl.distributed import strategies
 from lightrl.distributed.metrics import MetricSums
@@ -19,7 +20,6 @@ from lightrl.models.loading import load_causal_lm, require_model
 from lightrl.models.policy import Lesson, PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import AdvantageEstimator, Reinforce
-from lightrl.objectives.arguments import fraction, positive
 from lightrl.objectives.divergences import Divergence
 from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.trajectories import TrajectoryLayout
@@ -136,8 +136,8 @@ class DistillLightningModule(CriticFreeLightningModule):
         self.teacher_column = teacher_column
         self.privileged_column = privileged_column
         self._refuse_settings_without_effect(divergence)
-        self.distill_coef = positive("DistillLightningModule", "coef", coef)
-        self.distill_gamma = fraction("DistillLightningModule", "gamma", gamma)
+        self.distill_coef = above("DistillLightningModule.coef", coef)
+        self.distill_gamma = fraction("DistillLightningModule.gamma", gamma)
         self.divergence = divergence
         self.divergence_top_k = divergence_top_k
 
@@ -268,7 +268,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         if unknown:
             raise ValueError(
                 f"teacher_column={self.teacher_column!r} names {unknown[0]!r}, but teachers are "
-                f"{sorted(self.teacher_names)}: add it, or mend the rows."
+                f"{sorted(self.teacher_names)}: add it, or correct the rows."
             )
         return {
             name: torch.tensor([row for row, value in enumerate(named) if value == name], dtype=torch.long)
@@ -376,7 +376,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         return self.divergence is None and super()._zero_rows_are_free
 
     def teardown(self, stage: str) -> None:
-        """Lets go of the teachers' servers."""
+        """Closes the teachers' servers."""
         super().teardown(stage)
         for server in self.teacher_servers.values():
             server.close()

@@ -37,6 +37,7 @@ from lightrl.algorithms.batches import (
 from lightrl.algorithms.hooks import RLCallback, rl_callbacks
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import UNCOUNTED, LRSchedule, make_optimizer, make_scheduler
+from lightrl.arguments import above, at_least, fraction
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import is_compiled, run_seed
 from lightrl.distributed import random_states, strategies
@@ -91,13 +92,10 @@ class CriticSpec:
     def __post_init__(self) -> None:
         if self.shared and self.model is not None:
             raise ValueError("CriticSpec(shared=True, model=...): a shared critic has no model of its own; drop one.")
-        for name in ("loss_coef", "warmup_rollouts"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"CriticSpec.{name}={getattr(self, name)!r}: must be at least 0.")
-        if self.lr is not None and self.lr <= 0:
-            raise ValueError(f"CriticSpec.lr={self.lr!r}: must be above 0, or None (null) for the optimizer's.")
-        if self.clip is not None and self.clip <= 0:
-            raise ValueError(f"CriticSpec.clip={self.clip!r}: must be above 0, or None (null) to turn it off.")
+        at_least("CriticSpec.loss_coef", self.loss_coef, 0)
+        at_least("CriticSpec.warmup_rollouts", self.warmup_rollouts, 0)
+        above("CriticSpec.lr", self.lr, or_none="(null) for the optimizer's")
+        above("CriticSpec.clip", self.clip, or_none="(null) to turn it off")
 
 
 AT_LEAST = {"ptx_coef": 0, "aux_loss_coef": 0, "ppo_epochs": 1, "micro_batch_tokens": 1, "max_skipped_updates": 1}
@@ -264,18 +262,13 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         if self.reward_clip is not None:
             self.advantage.refuse_shaped_rewards(f"reward_clip={self.reward_clip}")
         for name, low in AT_LEAST.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be at least {low}.")
+            at_least(name, getattr(self, name), low)
         for name in ABOVE_ZERO_OR_NONE:
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value!r}: must be above 0, or None (null in YAML) to turn it off.")
-        fraction = self.top_entropy_fraction
-        if not 0 < fraction <= 1:
-            raise ValueError(f"top_entropy_fraction={fraction}: must be in (0, 1]; 1 trains every token.")
-        if fraction < 1 and self.loss.one_ratio_per_trajectory:
+            above(name, getattr(self, name), or_none="(null in YAML) to turn it off")
+        kept = fraction("top_entropy_fraction", self.top_entropy_fraction, "(0, 1]", "; 1 trains every token")
+        if kept < 1 and self.loss.one_ratio_per_trajectory:
             raise ValueError(
-                f"top_entropy_fraction={fraction} with loss={type(self.loss).__name__}: its one ratio per trajectory "
+                f"top_entropy_fraction={kept} with loss={type(self.loss).__name__}: its one ratio per trajectory "
                 "has every token trained, whichever are picked. Take 1, or a loss with a ratio per token (PPOClip)."
             )
         if self.kl is not None and self.actor_spec.random_init and self.reference_spec is None:
@@ -498,8 +491,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         if self.actor.has_experts:
             log.warning(
                 "Routing replay is off: the policy is a mixture of experts, but its samples came without the experts "
-                "that the engine chose for them, so the trainer's choose anew. TransformersEngine records them, "
-                "VLLMEngine on GPUs with engine_args.enable_return_routed_experts=true; servers do not."
+                "that the engine chose for them, so the trainer's routers choose for themselves. TransformersEngine "
+                "records them, VLLMEngine on GPUs with engine_args.enable_return_routed_experts=true; servers do not."
             )
 
     def score(self, rollouts: Rollouts) -> None:
@@ -868,32 +861,30 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         name, strategy = type(self).__name__, self.trainer.strategy
         callbacks = rl_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]
         changing = [type(callback).__name__ for callback in callbacks if callback.changes_rewards]
-        reasons = []
-        if self.ppo_epochs > 1:
-            reasons.append(f"ppo_epochs={self.ppo_epochs}: every epoch but the last ends with all groups")
-        if self.minibatch_size:
-            reasons.append(f"minibatch_size={self.minibatch_size}: mini-batches are drawn from all groups")
-        if self.advantage.scope != "group":
-            reasons.append(f"advantage={type(self.advantage).__name__}: it normalises over the batch")
-        if self.whiten_advantages:
-            reasons.append("whiten_advantages=True: whitening needs all groups")
-        if self.top_entropy_fraction < 1:
-            reasons.append(f"top_entropy_fraction={self.top_entropy_fraction}: the threshold is that of all groups")
-        if self.ptx_coef:
-            reasons.append(f"ptx_coef={self.ptx_coef}: supervised rows are normalised on their own")
-        if (self.critic_spec is not None or self.aux_loss_coef) and type(self.aggregation) is not TokenMean:
-            aggregation = type(self.aggregation).__name__
-            reasons.append(
-                f"aggregation={aggregation}: critic and routers are normalised by tokens, as only TokenMean does"
-            )
-        if isinstance(strategy, (DeepSpeedStrategy, ModelParallelStrategy)):
-            reasons.append(f"strategy={type(strategy).__name__}: ranks must run sharded models in step")
-        if self.reward_model_specs and self.trainer.world_size > 1:
-            reasons.append("reward_models on several ranks: ranks must score equally often")
-        if type(self).minibatches is not PPOLightningModule.minibatches:
-            reasons.append(f"{name} overrides minibatches, which pieces do not go through")
-        if changing:
-            reasons.append(f"callback {', '.join(changing)} changes rewards once all are there")
+        by_tokens = self.critic_spec is not None or self.aux_loss_coef
+        found = {
+            f"ppo_epochs={self.ppo_epochs}: every epoch but the last ends with all groups": self.ppo_epochs > 1,
+            f"minibatch_size={self.minibatch_size}: mini-batches are drawn from all groups": self.minibatch_size,
+            f"advantage={type(self.advantage).__name__}: it normalises over the batch": self.advantage.scope != "group",
+            "whiten_advantages=True: whitening needs all groups": self.whiten_advantages,
+            f"top_entropy_fraction={self.top_entropy_fraction}: the threshold is that of all groups": (
+                self.top_entropy_fraction < 1
+            ),
+            f"ptx_coef={self.ptx_coef}: supervised rows are normalised on their own": self.ptx_coef,
+            f"aggregation={type(self.aggregation).__name__}: critic and routers are normalised by tokens, as only "
+            "TokenMean does": by_tokens and type(self.aggregation) is not TokenMean,
+            f"strategy={type(strategy).__name__}: ranks must run sharded models in step": (
+                isinstance(strategy, (DeepSpeedStrategy, ModelParallelStrategy))
+            ),
+            "reward_models on several ranks: ranks must score equally often": (
+                self.reward_model_specs and self.trainer.world_size > 1
+            ),
+            f"{name} overrides minibatches, which pieces do not go through": (
+                type(self).minibatches is not PPOLightningModule.minibatches
+            ),
+            f"callback {', '.join(changing)} changes rewards once all are there": changing,
+        }
+        reasons = [reason for reason, holds in found.items() if holds]
         if reasons:
             raise ValueError(
                 f"streaming=True would not give the update of {name} exactly. {'; '.join(reasons)}. Change that, or "

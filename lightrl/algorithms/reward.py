@@ -12,6 +12,7 @@ from torchmetrics.classification import BinaryAccuracy
 
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, with_schedule
+from lightrl.arguments import at_least
 from lightrl.distributed import strategies
 from lightrl.models.loading import require_model
 from lightrl.models.reward import RewardModel
@@ -57,13 +58,11 @@ class RewardLightningModule(SavesPretrained):
         centering_coef: float = 0.0,
     ) -> None:
         super().__init__()
-        if centering_coef < 0:
-            raise ValueError(f"centering_coef={centering_coef!r}: must be at least 0; 0 turns it off.")
         self.model_spec = ModelSpec.given(model, argument="model")
         self.optimizer_factory = optimizer
         self.head_lr = head_lr
         self.lr_scheduler_factory = lr_scheduler
-        self.centering_coef = centering_coef
+        self.centering_coef = at_least("centering_coef", centering_coef, 0, "; 0 turns it off")
         self.eval_loss = MeanMetric()
         self.eval_margin = MeanMetric()
         self.eval_accuracy = BinaryAccuracy()

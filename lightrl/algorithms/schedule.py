@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from lightrl.arguments import at_least, fraction, one_of
 from lightrl.distributed.strategies import local_shard
 
 __all__ = ["UNCOUNTED", "LRSchedule", "make_optimizer", "make_scheduler", "with_schedule"]
@@ -57,12 +58,10 @@ class LRSchedule:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.name not in _SHAPES:
-            raise ValueError(f"LRSchedule.name={self.name!r}: must be constant, linear or cosine.")
+        one_of("LRSchedule.name", self.name, *_SHAPES)
         if self.warmup < 0 or (self.warmup > 1 and self.warmup != int(self.warmup)):
             raise ValueError(f"LRSchedule.warmup={self.warmup}: a whole number of updates, or a fraction below 1.")
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"LRSchedule.floor={self.floor}: must be in [0, 1].")
+        fraction("LRSchedule.floor", self.floor)
 
     def factor(self, update: int, total: int) -> float:
         """The factor of update number `update` of `total`."""
@@ -148,8 +147,7 @@ def make_scheduler(factory: Callable[[Any], Any], optimizer: Optimizer) -> Any:
     if isinstance(made, ReduceLROnPlateau):
         raise ValueError("lr_scheduler=ReduceLROnPlateau: it waits for a metric, and is stepped once an update here.")
     for name in ("step_size", "total_iters", "T_max", "T_0"):
-        if getattr(made, name, 1) < 1:
-            raise ValueError(f"lr_scheduler: {name}={getattr(made, name)}: must be at least 1.")
+        at_least(f"lr_scheduler: {name}", getattr(made, name, 1), 1)
     return made
 
 

@@ -12,6 +12,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightrl.arguments import above, at_least
 from lightrl.callbacks.run_guard import RunGuard, other_settings
 from lightrl.compat.lightning import SavingCheckpoint, flush_step_metrics, set_logged_step
 from lightrl.distributed.checkpoint_io import first_nonfinite
@@ -60,10 +61,6 @@ class RolloutCheckpoint(SavingCheckpoint):
         filename: str = "rollout={rollout:06d}",
         save_every_minutes: float | None = None,
     ) -> None:
-        if every_n_rollouts < 1:
-            raise ValueError(f"RolloutCheckpoint.every_n_rollouts={every_n_rollouts}: must be at least 1.")
-        if save_every_minutes is not None and not save_every_minutes > 0:
-            raise ValueError(f"RolloutCheckpoint.save_every_minutes={save_every_minutes}: must be above 0, or null.")
         super().__init__(
             dirpath=dirpath,
             filename=filename,
@@ -76,8 +73,10 @@ class RolloutCheckpoint(SavingCheckpoint):
             save_on_train_epoch_end=False,
             enable_version_counter=False,
         )
-        self.every_n_rollouts = every_n_rollouts
-        self.save_every_minutes = save_every_minutes
+        self.every_n_rollouts = at_least("RolloutCheckpoint.every_n_rollouts", every_n_rollouts, 1)
+        self.save_every_minutes = above(
+            "RolloutCheckpoint.save_every_minutes", save_every_minutes, or_none="for none by time"
+        )
         self._guard: RunGuard | None = None
         self._saved_at = time.monotonic()
         self._updating = False

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lightrl.arguments import fraction
 from lightrl.distributed import strategies
 from lightrl.rollout.datamodule import RolloutDataModule
 
@@ -32,9 +33,7 @@ class EMA(Callback):
     """
 
     def __init__(self, decay: float = 0.99, evaluate: bool = True) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"EMA.decay={decay}: must be in [0, 1).")
-        self.decay = decay
+        self.decay = fraction("EMA.decay", decay, "[0, 1)")
         self.evaluate = evaluate
         self._average: dict[str, Tensor] = {}
         self._policy: dict[str, Tensor] = {}

@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.arguments import above
 from lightrl.ops.entropy import adaptive_entropy_coef
 
 __all__ = ["AdaptiveEntropy"]
@@ -40,16 +41,13 @@ class AdaptiveEntropy(RLCallback):
     def __init__(
         self, target: float = 0.2, step: float = 0.005, start: float = 0.0, minimum: float = 0.0, maximum: float = 1.0
     ) -> None:
-        for name, value in (("target", target), ("step", step)):
-            if value <= 0:
-                raise ValueError(f"AdaptiveEntropy.{name}={value}: must be above 0.")
         if not 0 <= minimum <= start <= maximum:
             raise ValueError(
                 f"AdaptiveEntropy: minimum={minimum}, start={start}, maximum={maximum}: needs 0 <= minimum <= start "
                 "<= maximum."
             )
-        self.target = target
-        self.step = step
+        self.target = above("AdaptiveEntropy.target", target)
+        self.step = above("AdaptiveEntropy.step", step)
         self.minimum = minimum
         self.maximum = maximum
         self.coef = start

@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.arguments import above, at_least, one_of
 from lightrl.objectives.losses import PolicyLoss
 from lightrl.types import Experience, Rollouts
 
@@ -50,15 +51,9 @@ class FidelityGate(RLCallback):
     def __init__(
         self, bound: float | None = None, action: Literal["warn", "stop"] = "warn", min_tokens: int = 16
     ) -> None:
-        if bound is not None and not bound > 0:
-            raise ValueError(f"FidelityGate.bound={bound}: must be above 0, or None (null) for the dtype's.")
-        if action not in ("warn", "stop"):
-            raise ValueError(f"FidelityGate.action={action!r}: must be 'warn' or 'stop'.")
-        if min_tokens < 1:
-            raise ValueError(f"FidelityGate.min_tokens={min_tokens}: must be at least 1.")
-        self.bound = bound
-        self.action = action
-        self.min_tokens = min_tokens
+        self.bound = above("FidelityGate.bound", bound, or_none="(null) for the dtype's")
+        self.action = one_of("FidelityGate.action", action, "warn", "stop")
+        self.min_tokens = at_least("FidelityGate.min_tokens", min_tokens, 1)
         self._rollouts: Rollouts | None = None
         self._measured: dict[str, float] = {}
 

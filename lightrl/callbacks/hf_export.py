@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightrl.arguments import at_least
 from lightrl.callbacks.ema import EMA
 from lightrl.callbacks.run_folder import run_folder
 
@@ -27,10 +28,8 @@ class HFExport(Callback):
     """
 
     def __init__(self, dirpath: str | None = None, every_n_rollouts: int | None = None, ema: bool = False) -> None:
-        if every_n_rollouts is not None and every_n_rollouts < 1:
-            raise ValueError(f"HFExport.every_n_rollouts={every_n_rollouts}: must be at least 1, or null.")
         self.dirpath = dirpath
-        self.every_n_rollouts = every_n_rollouts
+        self.every_n_rollouts = at_least("HFExport.every_n_rollouts", every_n_rollouts, 1, or_none="for the end alone")
         self.ema = ema
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.arguments import above, at_least
 
 __all__ = ["AdaptiveKL", "LinearKL"]
 
@@ -38,13 +39,10 @@ class AdaptiveKL(_KLControl):
     """
 
     def __init__(self, target: float = 0.05, horizon: float = 10_000) -> None:
-        for name, value in (("target", target), ("horizon", horizon)):
-            if value <= 0:
-                raise ValueError(f"AdaptiveKL.{name}={value}: must be above 0.")
         if horizon > 1e8:
             raise ValueError(f"AdaptiveKL.horizon={horizon:g}: the coefficient would never move; drop the callback.")
-        self.target = target
-        self.horizon = horizon
+        self.target = above("AdaptiveKL.target", target)
+        self.horizon = above("AdaptiveKL.horizon", horizon)
         self.coef: float | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -85,13 +83,9 @@ class LinearKL(_KLControl):
     """
 
     def __init__(self, start: float, end: float, num_rollouts: int) -> None:
-        if min(start, end) < 0:
-            raise ValueError(f"LinearKL: start={start}, end={end}: coefficients must be 0 or more.")
-        if num_rollouts < 1:
-            raise ValueError(f"LinearKL.num_rollouts={num_rollouts}: must be at least 1.")
-        self.start = start
-        self.end = end
-        self.num_rollouts = num_rollouts
+        self.start = at_least("LinearKL.start", start, 0)
+        self.end = at_least("LinearKL.end", end, 0)
+        self.num_rollouts = at_least("LinearKL.num_rollouts", num_rollouts, 1)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Sets the coefficient of this rollout, which its number alone decides."""

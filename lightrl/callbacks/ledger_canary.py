@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lightrl.arguments import above, at_least
 from lightrl.engines.base import Engine
 from lightrl.environments.canary import check_trajectories
 from lightrl.rollout.sync import TrajectoryCheck
@@ -38,14 +39,9 @@ class LedgerCanary(TrajectoryCheck):
     """
 
     def __init__(self, every_n_rollouts: int = 1, num_trajectories: int = 4, tolerance: float = 1e-4) -> None:
-        for name, count in (("every_n_rollouts", every_n_rollouts), ("num_trajectories", num_trajectories)):
-            if count < 1:
-                raise ValueError(f"LedgerCanary.{name}={count}: must be at least 1.")
-        if not tolerance > 0:
-            raise ValueError(f"LedgerCanary.tolerance={tolerance}: must be above 0.")
-        self.every_n_rollouts = every_n_rollouts
-        self.num_trajectories = num_trajectories
-        self.tolerance = tolerance
+        self.every_n_rollouts = at_least("LedgerCanary.every_n_rollouts", every_n_rollouts, 1)
+        self.num_trajectories = at_least("LedgerCanary.num_trajectories", num_trajectories, 1)
+        self.tolerance = above("LedgerCanary.tolerance", tolerance)
         self._rollouts = 0
 
     def check_sampling(self, sampling: SamplingParams) -> None:

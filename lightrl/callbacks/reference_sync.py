@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.arguments import at_least, fraction
 from lightrl.distributed import strategies
 
 __all__ = ["ReferenceSync"]
@@ -34,12 +35,8 @@ class ReferenceSync(RLCallback):
     moves_reference = True
 
     def __init__(self, every_n_rollouts: int = 100, alpha: float = 0.6) -> None:
-        if every_n_rollouts < 1:
-            raise ValueError(f"ReferenceSync.every_n_rollouts={every_n_rollouts}: must be at least 1.")
-        if not 0 < alpha <= 1:
-            raise ValueError(f"ReferenceSync.alpha={alpha}: must be in (0, 1].")
-        self.every_n_rollouts = every_n_rollouts
-        self.alpha = alpha
+        self.every_n_rollouts = at_least("ReferenceSync.every_n_rollouts", every_n_rollouts, 1)
+        self.alpha = fraction("ReferenceSync.alpha", alpha, "(0, 1]")
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Refuses a module that has no reference to move."""

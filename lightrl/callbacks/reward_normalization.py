@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.arguments import above
 from lightrl.objectives.trajectories import first_rows
 from lightrl.types import Rollouts
 
@@ -29,10 +30,8 @@ class RewardNormalization(RLCallback):
     changes_rewards = True
 
     def __init__(self, center: bool = True, min_std: float = 1e-4) -> None:
-        if min_std <= 0:
-            raise ValueError(f"RewardNormalization.min_std={min_std}: must be above 0.")
         self.center = center
-        self.min_std = min_std
+        self.min_std = above("RewardNormalization.min_std", min_std)
         self.count = 0.0
         self.mean = 0.0
         self.sum_squares = 0.0

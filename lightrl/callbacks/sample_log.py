@@ -22,6 +22,7 @@ from rich.text import Text
 from torch import Tensor
 
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.arguments import at_least
 from lightrl.callbacks.run_folder import run_folder
 from lightrl.callbacks.thumbnails import contact_sheet, describe, save_thumbnail
 from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, trajectory_lengths
@@ -60,16 +61,9 @@ class SampleLog(RLCallback):
     def __init__(
         self, every_n_rollouts: int = 10, num_samples: int = 4, max_characters: int = 300, terminal: bool = True
     ) -> None:
-        for name, value, low in (
-            ("every_n_rollouts", every_n_rollouts, 1),
-            ("num_samples", num_samples, 1),
-            ("max_characters", max_characters, 20),
-        ):
-            if value < low:
-                raise ValueError(f"SampleLog.{name}={value}: must be at least {low}.")
-        self.every_n_rollouts = every_n_rollouts
-        self.num_samples = num_samples
-        self.max_characters = max_characters
+        self.every_n_rollouts = at_least("SampleLog.every_n_rollouts", every_n_rollouts, 1)
+        self.num_samples = at_least("SampleLog.num_samples", num_samples, 1)
+        self.max_characters = at_least("SampleLog.max_characters", max_characters, 20)
         self.terminal = terminal
         self._path = Path("samples.jsonl")
         self._rewards: Tensor | None = None

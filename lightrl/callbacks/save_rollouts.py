@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.arguments import at_least
 from lightrl.callbacks.run_folder import run_folder
 from lightrl.callbacks.thumbnails import fingerprint
 from lightrl.rollout.datamodule import RolloutDataModule
@@ -61,9 +62,7 @@ class SaveRollouts(RLCallback):
     """
 
     def __init__(self, every_n_rollouts: int = 10, dirpath: str | None = None, evaluate: bool = True) -> None:
-        if every_n_rollouts < 1:
-            raise ValueError(f"SaveRollouts.every_n_rollouts={every_n_rollouts}: must be at least 1.")
-        self.every_n_rollouts = every_n_rollouts
+        self.every_n_rollouts = at_least("SaveRollouts.every_n_rollouts", every_n_rollouts, 1)
         self.dirpath = dirpath
         self.evaluate = evaluate
         self._folder = Path()

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from datasets import Dataset
 
+from lightrl.arguments import one_of
+
 __all__ = ["ArithmeticRows"]
 
 
@@ -38,18 +40,14 @@ class ArithmeticRows:
         num_eval: int = 256,
         seed: int = 0,
     ) -> None:
-        if not 1 <= digits <= 3:
-            raise ValueError(f"digits={digits}: must be 1, 2 or 3.")
-        if split not in ("train", "eval"):
-            raise ValueError(f'split={split!r}: must be "train" or "eval".')
+        self.digits = one_of("digits", digits, 1, 2, 3)
+        self.split = one_of("split", split, "train", "eval")
         total = 100**digits
         if not 0 < num_eval < total:
             raise ValueError(f"num_eval={num_eval}: must be between 1 and {total - 1}, there are {total} sums.")
         available = num_eval if split == "eval" else total - num_eval
         if size is not None and not 1 <= size <= available:
             raise ValueError(f"size={size}: split={split!r} has {available} rows.")
-        self.digits = digits
-        self.split = split
         self.num_eval = num_eval
         self.seed = seed
         self.size = available if size is None else size

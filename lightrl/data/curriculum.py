@@ -15,6 +15,7 @@ import numpy as np
 from datasets import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
+from lightrl.arguments import at_least, fraction
 from lightrl.data.processing import MediaProcessor
 from lightrl.data.prompts import OpenSource, PromptSet, PromptSource, open_source
 from lightrl.storage import require_entries
@@ -68,18 +69,14 @@ class PromptCurriculum:
     class_window: int = 64
 
     def __post_init__(self) -> None:
-        checks = {
-            "window": (self.window >= 1, "at least 1"),
-            "low": (0 <= self.low < 1, "in [0, 1)"),
-            "high": (self.low < self.high <= 1, f"in (low, 1], low being {self.low}"),
-            "rest_weight": (0 < self.rest_weight <= 1, "in (0, 1]"),
-            "replay": (0 <= self.replay < 1, "in [0, 1)"),
-            "advance_at": (0 < self.advance_at <= 1, "in (0, 1]"),
-            "class_window": (self.class_window >= 1, "at least 1"),
-        }
-        for name, (ok, allowed) in checks.items():
-            if not ok:
-                raise ValueError(f"PromptCurriculum.{name}={getattr(self, name)!r}: must be {allowed}.")
+        at_least("PromptCurriculum.window", self.window, 1)
+        fraction("PromptCurriculum.low", self.low, "[0, 1)")
+        if not self.low < self.high <= 1:
+            raise ValueError(f"PromptCurriculum.high={self.high}: must be in (low, 1], low being {self.low}.")
+        fraction("PromptCurriculum.rest_weight", self.rest_weight, "(0, 1]")
+        fraction("PromptCurriculum.replay", self.replay, "[0, 1)")
+        fraction("PromptCurriculum.advance_at", self.advance_at, "(0, 1]")
+        at_least("PromptCurriculum.class_window", self.class_window, 1)
         if (self.class_column is None) != (self.classes is None) or self.classes == []:
             raise ValueError(
                 f"PromptCurriculum.class_column={self.class_column!r} with classes={self.classes}: give both, the "

@@ -185,7 +185,7 @@ def _check_json(path: Path) -> None:
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{path}, line {number}: {line[max(0, error.pos - 20) : error.pos + 40]!r} is not JSON ({error.msg} at "
-                f"column {error.colno}). A line must hold one whole object; mend it or drop it."
+                f"column {error.colno}). A line must hold one whole object; correct it or drop it."
             ) from error
         if type(row) is not dict or not row:
             _check_rows(path, f", line {number}", row if isinstance(row, list) and row else [row])

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlparse
 
 import numpy as np
 
+from lightrl.arguments import one_of
 from lightrl.data.files import one_line
 from lightrl.data.rows import RowError, RowSource
 from lightrl.types import Media
@@ -65,8 +66,7 @@ class MediaSource(RowSource):
         super().__post_init__()
         name = type(self).__name__
         for column, kind in (self.media_columns or {}).items():
-            if kind not in KINDS:
-                raise ValueError(f"{name}.media_columns[{column!r}]={kind!r}: must be one of {', '.join(KINDS)}.")
+            one_of(f"{name}.media_columns[{column!r}]", kind, *KINDS)
         for argument in ("max_pixels", "max_frames", "frame_rate"):
             value = getattr(self, argument)
             if value is None and argument == "max_pixels":
@@ -75,8 +75,7 @@ class MediaSource(RowSource):
                 raise ValueError(f"{name}.{argument}={value}: must be a number above 0.")
         if self.media_folder is not None and not Path(self.media_folder).expanduser().is_dir():
             raise ValueError(f"{name}.media_folder={self.media_folder!r}: no such folder (looked from {Path.cwd()}).")
-        if self.on_media_error not in ("error", "drop"):
-            raise ValueError(f'{name}.on_media_error={self.on_media_error!r}: must be "error" or "drop".')
+        one_of(f"{name}.on_media_error", self.on_media_error, "error", "drop")
 
     def drops(self, error: ValueError) -> bool:
         """As `on_media_error` says for media, as `on_bad_row` says for the rest."""

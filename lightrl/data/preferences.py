@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lightrl.arguments import at_least, one_of
 from lightrl.data.rows import RowSource, require_columns
 from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource
 from lightrl.data.templates import ChatTemplate, as_messages, load_tokenizer, render_prompt
@@ -62,12 +63,9 @@ class PreferenceSource(RowSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rendering not in ("tokens", "text"):
-            raise ValueError(f'PreferenceSource.rendering={self.rendering!r}: must be "tokens" or "text".')
-        if self.overlong not in ("drop", "error"):
-            raise ValueError(f'PreferenceSource.overlong={self.overlong!r}: must be "drop" or "error".')
-        if self.max_tokens is not None and self.max_tokens < 2:
-            raise ValueError(f"PreferenceSource.max_tokens={self.max_tokens}: must be at least 2, or None.")
+        one_of("PreferenceSource.rendering", self.rendering, "tokens", "text")
+        one_of("PreferenceSource.overlong", self.overlong, "drop", "error")
+        at_least("PreferenceSource.max_tokens", self.max_tokens, 2, or_none="for no limit")
         if self.streaming:
             raise ValueError("PreferenceSource.streaming=True: pairs are shuffled in whole passes; use `limit`.")
 

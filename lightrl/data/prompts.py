@@ -20,6 +20,7 @@ from datasets import Dataset, IterableDataset
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
+from lightrl.arguments import at_least, one_of
 from lightrl.data.media import COLUMNS, MediaError, require_present
 from lightrl.data.processing import ConversationSource, Encoded, MediaProcessor, arranged, encode_prompt
 from lightrl.data.rows import RowError, require_columns, shuffled_order
@@ -53,10 +54,8 @@ class PromptSource(ConversationSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise ValueError(f"PromptSource.max_prompt_tokens={self.max_prompt_tokens}: must be at least 1, or None.")
-        if self.overlong not in ("drop", "truncate_left", "error"):
-            raise ValueError(f'PromptSource.overlong={self.overlong!r}: must be "drop", "truncate_left" or "error".')
+        at_least("PromptSource.max_prompt_tokens", self.max_prompt_tokens, 1, or_none="for no limit")
+        one_of("PromptSource.overlong", self.overlong, "drop", "truncate_left", "error")
 
     def load(
         self,

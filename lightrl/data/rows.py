@@ -22,6 +22,7 @@ from datasets import (
 )
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightrl.arguments import at_least, one_of
 from lightrl.data.files import BUILDERS, PROGRESS_SECONDS, nth_line, one_line, require_readable
 
 __all__ = ["RowError", "RowSource", "require_columns", "shuffled_order"]
@@ -67,10 +68,8 @@ class RowSource:
             raise ValueError(f"{type(self).__name__}: give exactly one of path and rows, not {given}.")
         if isinstance(self.rows, list | Dataset) and len(self.rows) == 0:
             raise ValueError(f"{type(self).__name__}: rows=[] has no rows: give one or more.")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"{type(self).__name__}.limit={self.limit}: must be at least 1, or None for all rows.")
-        if self.on_bad_row not in ("error", "drop"):
-            raise ValueError(f'{type(self).__name__}.on_bad_row={self.on_bad_row!r}: must be "error" or "drop".')
+        at_least(f"{type(self).__name__}.limit", self.limit, 1, or_none="for all rows")
+        one_of(f"{type(self).__name__}.on_bad_row", self.on_bad_row, "error", "drop")
 
     @property
     def label(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
+from lightrl.arguments import at_least, one_of
 from lightrl.data.files import PROGRESS_SECONDS
 from lightrl.data.media import MediaError
 from lightrl.data.processing import ConversationSource, MediaProcessor, arranged, encode_prompt, load_processor
@@ -59,10 +60,8 @@ class SFTSource(ConversationSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_tokens is not None and self.max_tokens < 2:
-            raise ValueError(f"SFTSource.max_tokens={self.max_tokens}: must be at least 2, or None.")
-        if self.overlong not in ("drop", "truncate", "error"):
-            raise ValueError(f'SFTSource.overlong={self.overlong!r}: must be "drop", "truncate" or "error".')
+        at_least("SFTSource.max_tokens", self.max_tokens, 2, or_none="for no limit")
+        one_of("SFTSource.overlong", self.overlong, "drop", "truncate", "error")
         if self.streaming:
             raise ValueError(
                 "SFTSource.streaming=True: supervised training shuffles whole passes; use `limit` instead."
@@ -199,6 +198,7 @@ class SFTSource(ConversationSource):
         return prompt, completion[: limit - len(prompt)]
 
 
+@dataclass(eq=False)
 class SFTLoader:
     """Batches of tokenised rows, in an order that depends on (seed, pass) alone; resumes within a pass.
 
@@ -217,30 +217,22 @@ class SFTLoader:
         world_size: number of processes.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[tuple[list[int], list[int]]],
-        batch_size: int,
-        pad_token_id: int,
-        *,
-        seed: int = 0,
-        train: bool = True,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self.rows = rows
-        self.batch_size = batch_size
-        self.pad_token_id = pad_token_id
-        self.seed = seed
-        self.train = train
-        self.rank = rank
-        self.world_size = world_size
-        self.epoch = 0
-        self.position = 0
-        if train and len(self) == 0:
+    rows: Sequence[tuple[list[int], list[int]]]
+    batch_size: int
+    pad_token_id: int
+    _: KW_ONLY
+    seed: int = 0
+    train: bool = True
+    rank: int = 0
+    world_size: int = 1
+    epoch: int = field(default=0, init=False)
+    position: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.train and len(self) == 0:
             raise ValueError(
-                f"batch_size={batch_size} on {world_size} rank(s) needs {batch_size * world_size} rows, there are "
-                f"{len(rows)}: make it smaller."
+                f"batch_size={self.batch_size} on {self.world_size} rank(s) needs {self.batch_size * self.world_size} "
+                f"rows, there are {len(self.rows)}: make it smaller."
             )
 
     def __len__(self) -> int:
@@ -309,12 +301,10 @@ class SFTDataModule(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: must be at least 1.")
         self.tokenizer_path = tokenizer
         self.train = train
         self.val = val
-        self.batch_size = batch_size
+        self.batch_size = at_least("batch_size", batch_size, 1)
         self.seed = seed
         self._loaders: dict[str, SFTLoader] = {}
 

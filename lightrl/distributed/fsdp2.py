@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrateg
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from lightrl.arguments import at_least
 from lightrl.compat.deepspeed import flat_groups, flat_part, gathered, is_partitioned
 from lightrl.compat.lightning import load_module_state, set_data_parallel_size, writes_parts
 from lightrl.distributed.consolidate import by_name, checkpoint_kind, read_checkpoint, unreadable
@@ -70,9 +71,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.reduce_dtype = reduce_dtype
         self.cpu_offload = cpu_offload
         self.reduce_every_micro_batch = reduce_every_micro_batch
-        if context_parallel_size < 1:
-            raise ValueError(f"context_parallel_size={context_parallel_size}: must be at least 1.")
-        self.context_parallel_size = context_parallel_size
+        self.context_parallel_size = at_least("context_parallel_size", context_parallel_size, 1)
 
     @cached_property
     def context_group(self) -> Any:

@@ -107,6 +107,9 @@ class Episode(ABC):
         """Takes the policy's tokenizer and, of a model with images and the like, its `MediaProcessor`; a ValueError if
         they will not do. Before anything runs."""
 
+    def check_template(self) -> None:  # noqa: B027
+        """Refuses, with a ValueError, that the actor has a chat template in place of the tokenizer's own."""
+
     def check_prompts(self, prompts: PromptSource | PromptMixture) -> None:  # noqa: B027
         """Raises a ValueError about settings of the prompts that would have no effect."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from lightrl.arguments import above, at_least, fraction
 from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.environments.bridges import Bridge, ImageProcessor, RendererBridge, TemplateBridge, make_renderer
 from lightrl.environments.episodes import Ask, Episode, Task
@@ -82,24 +83,13 @@ class MultiTurn(Episode):
         reasoning_parser: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self.refuse_below_one(
-            max_turns=max_turns,
-            max_tokens_per_turn=max_tokens_per_turn,
-            max_tokens=max_tokens,
-            max_environments=max_environments,
-        )
-        self.refuse_no_seconds(max_seconds=max_seconds)
-        if max_retries < 0:
-            raise ValueError(f"max_retries={max_retries}: must be 0 (give up at once) or more.")
-        if not 0 <= max_failed <= 1:
-            raise ValueError(f"max_failed={max_failed}: must be a fraction in [0, 1].")
-        self.max_turns = max_turns
-        self.max_tokens_per_turn = max_tokens_per_turn
-        self.max_tokens = max_tokens
-        self.max_seconds = max_seconds
-        self.max_environments = max_environments
-        self.max_retries = max_retries
-        self.max_failed = max_failed
+        self.max_turns = at_least("max_turns", max_turns, 1)
+        self.max_tokens_per_turn = at_least("max_tokens_per_turn", max_tokens_per_turn, 1, or_none="for no limit")
+        self.max_tokens = at_least("max_tokens", max_tokens, 1, or_none="for no limit")
+        self.max_seconds = above("max_seconds", max_seconds, note=" seconds", or_none="for no limit")
+        self.max_environments = at_least("max_environments", max_environments, 1)
+        self.max_retries = at_least("max_retries", max_retries, 0)
+        self.max_failed = fraction("max_failed", max_failed)
         self.renderer = renderer
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
@@ -109,20 +99,6 @@ class MultiTurn(Episode):
         self._renderer: Any = None
         self._bridge: Bridge | None = None
         self._parsers: dict[bool, ReplyParser] = {}  # by whether there are tools
-
-    @staticmethod
-    def refuse_below_one(**limits: int | None) -> None:
-        """Raises a ValueError about counts that are given and below 1."""
-        for name, value in limits.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
-
-    @staticmethod
-    def refuse_no_seconds(**limits: float | None) -> None:
-        """Raises a ValueError about times that are given and not above 0."""
-        for name, seconds in limits.items():
-            if seconds is not None and seconds <= 0:
-                raise ValueError(f"{name} must be more than 0 seconds, got {seconds}; None is no limit.")
 
     @abstractmethod
     def player(self) -> AbstractAsyncContextManager[Callable[[Attempt], Awaitable[Trajectory]]]:
@@ -159,6 +135,14 @@ class MultiTurn(Episode):
                 tools=bool(tools),
             )
         return self._parsers[bool(tools)]
+
+    def check_template(self) -> None:
+        """Refuses one beside a renderer of a model family."""
+        if self.renderer not in (None, "template"):
+            raise ValueError(
+                f"actor.chat_template with episode.renderer={self.renderer!r}: a renderer writes its family's own "
+                "template. Leave the renderer out (and name the tool_parser), or the template."
+            )
 
     def check_prompts(self, prompts: PromptSource | PromptMixture) -> None:
         """See `Episode.check_prompts`."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightrl.compat import vllm_parsers
 from lightrl.environments.base import Reply, ToolCall
+from lightrl.environments.bridges import Bridge
+from lightrl.types import Completion
 
 __all__ = ["PlainParser", "RendererParser", "ReplyParser", "VLLMParser", "choose_parser"]
 
@@ -45,6 +48,19 @@ class ReplyParser(ABC):
             tools: JSON schemas of the tools.
             truncated: whether a limit cut it.
         """
+
+    def read(
+        self, prompt_ids: Sequence[int], completion: Completion, tools: Sequence[dict[str, Any]], bridge: Bridge
+    ) -> Reply:
+        """The reply of a completion; where a part of it cannot be read, `errors`, and all of it as text."""
+        ids = completion.token_ids
+        reply = self.parse(prompt_ids, ids, tools, truncated=completion.finish_reason == "length")
+        if len(reply.tool_calls) > 1 and not bridge.takes_parallel_calls(tools):
+            reply.errors.append("this model's chat template takes one tool call at a time.")
+        if reply.errors:
+            content = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+            reply = replace(reply, content=content, reasoning=None, tool_calls=[])
+        return reply
 
 
 class PlainParser(ReplyParser):

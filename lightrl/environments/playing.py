@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightrl.arguments import above, one_of
 from lightrl.data.media import MediaError
 from lightrl.environments.base import Environment, Message, Reply, Step
 from lightrl.environments.bridges import Bridge
@@ -65,23 +66,16 @@ class EnvironmentEpisode(MultiTurn):
         **limits: Any,
     ) -> None:
         super().__init__(**limits)
-        self.refuse_no_seconds(environment_timeout=environment_timeout)
-        choices = {
-            "on_parse_error": (on_parse_error, ("message", "end", "environment")),
-            "parse_error_role": (parse_error_role, ("user", "tool")),
-            "on_truncated": (on_truncated, ("end", "continue")),
-        }
-        for name, (word, words) in choices.items():
-            if word not in words:
-                raise ValueError(f"{name} must be one of {', '.join(words)}, got {word!r}.")
         self.environment = environment
-        self.environment_timeout = environment_timeout
-        self.on_parse_error = on_parse_error
+        self.environment_timeout = above(
+            "environment_timeout", environment_timeout, note=" seconds", or_none="for no limit"
+        )
+        self.on_parse_error = one_of("on_parse_error", on_parse_error, "message", "end", "environment")
         self.parse_error_message = parse_error_message
-        self.parse_error_role = parse_error_role
+        self.parse_error_role = one_of("parse_error_role", parse_error_role, "user", "tool")
         self.parse_error_reward = parse_error_reward
         self.train_parse_errors = train_parse_errors
-        self.on_truncated = on_truncated
+        self.on_truncated = one_of("on_truncated", on_truncated, "end", "continue")
 
     @contextlib.asynccontextmanager
     async def player(self) -> AsyncIterator[Callable[[Attempt], Awaitable[Trajectory]]]:
@@ -235,19 +229,8 @@ class _Played(Attempt):
         )
         group = await self.ask(self.ledger.shown(request))
         completion = group.completions[0]
-        truncated = completion.finish_reason == "length"
-        reply: Reply = parser.parse(prompt_ids, completion.token_ids, environment.tools, truncated=truncated)
-        if len(reply.tool_calls) > 1 and not self.bridge.takes_parallel_calls(environment.tools):
-            reply.errors.append("this model's chat template takes one tool call at a time.")
-        if reply.errors:
-            self.parse_errors += 1
-            # As it was written: a call that cannot be read is no tool call of the conversation.
-            reply = replace(
-                reply,
-                content=str(parser.tokenizer.decode(completion.token_ids, skip_special_tokens=True)),
-                reasoning=None,
-                tool_calls=[],
-            )
+        reply = parser.read(prompt_ids, completion, environment.tools, self.bridge)
+        self.parse_errors += bool(reply.errors)
         self.ledger.sampled(
             completion.token_ids,
             completion.logprobs,

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from lightrl.arguments import above, require_packages
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step
 from lightrl.environments.tools import ToolEnvironment, first_messages
 
@@ -55,10 +56,7 @@ class MCPEnvironment(ToolEnvironment):
             error_message=error_message,
             result_role=result_role,
         )
-        try:
-            import mcp  # noqa: F401
-        except ImportError as error:
-            raise ValueError("MCPEnvironment needs the package `mcp`: install lightrl[mcp].") from error
+        require_packages("MCPEnvironment", "mcp", "mcp")
         if not server:
             raise ValueError(f"server={server!r}: give a URL, or a command as a list.")
         self.server = server
@@ -178,12 +176,10 @@ class OpenEnvironment(Environment):
     def __init__(
         self, url: str, action_field: str = "message", observation_field: str | None = None, timeout: float = 60.0
     ) -> None:
-        try:
-            from openenv.core import GenericEnvClient
-        except ImportError as error:
-            raise ValueError("OpenEnvironment needs the package `openenv-core`: install lightrl[openenv].") from error
-        if timeout <= 0:
-            raise ValueError(f"timeout must be more than 0 seconds, got {timeout}.")
+        require_packages("OpenEnvironment", "openenv", "openenv")
+        from openenv.core import GenericEnvClient
+
+        above("timeout", timeout, note=" seconds")
         self.action_field = action_field
         self.observation_field = observation_field
         self._client = GenericEnvClient(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from lightrl.arguments import above, imported, one_of
 from lightrl.background import in_thread
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step, ToolCall
 
@@ -54,15 +54,11 @@ class ToolEnvironment(Environment):
         error_message: str = "Error: {error}",
         result_role: Literal["tool", "user"] = "tool",
     ) -> None:
-        if tool_timeout is not None and tool_timeout <= 0:
-            raise ValueError(f"tool_timeout must be more than 0 seconds, got {tool_timeout}; None is no limit.")
-        if result_role not in ("tool", "user"):
-            raise ValueError(f'result_role must be "tool" or "user", got {result_role!r}.')
-        self.tool_timeout = tool_timeout
+        self.tool_timeout = above("tool_timeout", tool_timeout, note=" seconds", or_none="for no limit")
         self.timeout_message = timeout_message
         self.error_message = error_message
-        self.result_role = result_role
-        self._object = (_imported(factory) if isinstance(factory, str) else factory)()
+        self.result_role = one_of("result_role", result_role, "tool", "user")
+        self._object = (imported("factory:", factory) if isinstance(factory, str) else factory)()
         if not callable(getattr(self._object, "reset", None)):
             raise ValueError(f"factory: {type(self._object).__name__} has no method `reset`.")
         self._tools = {
@@ -172,18 +168,6 @@ class ToolEnvironment(Environment):
     async def close(self) -> None:
         if callable(getattr(self._object, "close", None)):
             await _call(self._object.close, {})
-
-
-def _imported(path: str) -> Callable[[], Any]:
-    """What an import path names."""
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"factory: {path!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise ValueError(f"factory: {path!r} is neither a class nor a function.")
-    return found
 
 
 def _schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:

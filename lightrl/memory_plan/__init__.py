@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from lightrl.arguments import fraction
 from lightrl.memory_plan.memory import (
     PARTS,
     STRATEGIES,
@@ -31,6 +33,15 @@ GIB = float(1 << 30)
 USABLE = 0.9
 """Share of a GPU's memory that a plan may fill: CUDA's context, NCCL's buffers and fragmentation take the rest."""
 
+_LEAST: dict[str, float] = {
+    **dict.fromkeys(("gpus", "gpu_memory", "length", "micro_batch_tokens", "sequences"), 1),
+    **dict.fromkeys(("lora", "trajectories", "spread", "tool_seconds", "shared", "staleness"), 0),
+    **dict.fromkeys(("turns", "response", "tflops"), 1),
+    "bandwidth": 0.01,
+}
+"""Smallest values of the arguments of `plan`."""
+_TIMED = ("response", "spread", "turns", "tool_seconds", "shared", "staleness", "tflops", "bandwidth")
+"""Arguments of the estimate of times."""
 _PREFERRED = ("ddp", "fsdp2", "zero2", "zero1", "zero3", "zero2_offload", "zero3_offload")
 
 
@@ -116,33 +127,7 @@ def plan(
     chosen = STRATEGIES if strategy == "all" else (strategy,)
     if strategy != "all" and strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: must be all or one of {', '.join(STRATEGIES)}.")
-    if not 0 <= engine_share < 1:
-        raise ValueError(f"engine_share={engine_share}: must be in [0, 1).")
-    if engine_share and engine != "colocated":
-        raise ValueError(f"engine_share={engine_share}: an engine that is {engine} takes no part; leave it out.")
-    least: dict[str, float] = {"gpus": 1, "gpu_memory": 1, "length": 1, "micro_batch_tokens": 1, "sequences": 1}
-    least |= {"trajectories": 0, "spread": 0, "turns": 1, "tool_seconds": 0, "shared": 0, "staleness": 0, "lora": 0}
-    least |= {"response": 1, "tflops": 1, "bandwidth": 0.01}
-    given = locals()
-    for name, bound in least.items():
-        if not bound <= given[name] < float("inf"):
-            raise ValueError(f"{name}={given[name]}: must be at least {bound:g}.")
-    if micro_batch_tokens < length:
-        raise ValueError(
-            f"micro_batch_tokens={micro_batch_tokens}: a micro-batch has at least one whole row, of up to "
-            f"length={length} tokens. Plan with micro_batch_tokens={length}, or a smaller length."
-        )
-    if trajectories:
-        for name, value in {"response": response, "shared": shared}.items():
-            if not value < length:
-                raise ValueError(f"{name}={value}: must be below length={length}, which has the prompt in it.")
-        if turns > response:
-            raise ValueError(f"turns={turns}: a completion of response={response} tokens has fewer turns.")
-    else:
-        defaults = {name: parameter.default for name, parameter in inspect.signature(plan).parameters.items()}
-        timed = ("response", "spread", "turns", "tool_seconds", "shared", "staleness", "tflops", "bandwidth")
-        if without := [name for name in timed if given[name] != defaults[name]]:
-            raise ValueError(f"{', '.join(without)}: for the estimate of times, which needs --trajectories.")
+    _refuse_arguments(locals())
     import torch
 
     compute = torch.float32 if precision == "32-true" else torch.bfloat16
@@ -186,6 +171,34 @@ def plan(
             slots=sequences,
         )
         _print_times(case, job, Rates.of(tflops, bandwidth), staleness, chosen, USABLE * gpu_memory * GIB)
+
+
+def _refuse_arguments(given: Mapping[str, Any]) -> None:
+    """Raises a ValueError for arguments of `plan` that are out of range, or that do not go together."""
+    share, length, rows = given["engine_share"], given["length"], given["micro_batch_tokens"]
+    fraction("engine_share", share, "[0, 1)")
+    if share and given["engine"] != "colocated":
+        raise ValueError(f"engine_share={share}: an engine that is {given['engine']} takes no part; leave it out.")
+    for name, bound in _LEAST.items():
+        if not bound <= given[name] < float("inf"):
+            raise ValueError(f"{name}={given[name]}: must be at least {bound:g}.")
+    if rows < length:
+        raise ValueError(
+            f"micro_batch_tokens={rows}: a micro-batch has at least one whole row, of up to length={length} tokens. "
+            f"Plan with micro_batch_tokens={length}, or a smaller length."
+        )
+    if given["trajectories"]:
+        for name in ("response", "shared"):
+            if not given[name] < length:
+                raise ValueError(f"{name}={given[name]}: must be below length={length}, which has the prompt in it.")
+        if given["turns"] > given["response"]:
+            raise ValueError(
+                f"turns={given['turns']}: a completion of response={given['response']} tokens has fewer turns."
+            )
+    else:
+        defaults = {name: parameter.default for name, parameter in inspect.signature(plan).parameters.items()}
+        if without := [name for name in _TIMED if given[name] != defaults[name]]:
+            raise ValueError(f"{', '.join(without)}: for the estimate of times, which needs --trajectories.")
 
 
 def needed_memory(model: str, strategy: str, limit: float, **case: Any) -> tuple[float, str]:

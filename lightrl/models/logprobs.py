@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from lightrl.arguments import above
 from lightrl.types import Support, TopTokens
 
 __all__ = [
@@ -93,8 +94,7 @@ def chunked_logprobs(
     Raises:
         ValueError: temperature is not above 0.
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature={temperature}: must be above 0; greedy decoding has no log-probs to train on.")
+    above("temperature", temperature, note="; greedy decoding has no log-probs to train on")
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     hidden, weight = hidden.to(dtype), weight.to(dtype)  # autocast stops at custom functions

@@ -278,8 +278,8 @@ def new_value_head(model: Any) -> nn.Linear:
     return head if device.type == "meta" else head.to(device)
 
 
-def read_values(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """(M,) float32; in the head's own precision, also under autocast, because returns are not small numbers."""
+def read_values(head: Any, hidden: Tensor) -> Tensor:
+    """(M,) float32, values or rewards; in the head's precision also under autocast, which rounds close ones to ties."""
     with torch.autocast(hidden.device.type, enabled=False):
         values: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
     return values

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
+from lightrl.arguments import one_of
 from lightrl.models.backbone import Backbone
 from lightrl.models.loading import load_scalar
 from lightrl.models.multimodal import told_apart
 from lightrl.models.packing.micro_batches import micro_batches
-from lightrl.models.policy import transformer_blocks
+from lightrl.models.policy import read_values, transformer_blocks
 from lightrl.models.spec import Layout, ModelSpec, read_chat_template
 from lightrl.ops.padding import pad_rows
 
@@ -63,8 +64,7 @@ class RewardModelSpec:
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"reward_models.name={self.name!r}: must consist of letters, digits and underscores.")
-        if self.tokenizer not in ("own", "policy"):
-            raise ValueError(f"reward_models.tokenizer={self.tokenizer!r}: must be 'own' or 'policy'.")
+        one_of("reward_models.tokenizer", self.tokenizer, "own", "policy")
         if self.chat_template not in (None, "default"):
             self.chat_template = read_chat_template(str(self.chat_template), f"reward_models.{self.name}.chat_template")
         if self.tokenizer == "policy" and self.chat_template is not None:
@@ -181,7 +181,7 @@ class RewardModel(nn.Module):
             return logits.squeeze(-1).float()
         if response_mask is None or group_ids is None or not self._shares:
             out = self._backbone(token_ids, attention_mask, None, None, inputs)
-            return _read_scores(_head(self.model), out.hidden)
+            return read_values(_head(self.model), out.hidden)
         return self._forward_shared(token_ids, attention_mask, response_mask, group_ids, inputs)
 
     def _forward_shared(
@@ -198,7 +198,7 @@ class RewardModel(nn.Module):
         attention[rows, ends] = True
         wanted[rows, ends] = True
         out = self._backbone(ids, attention, wanted, groups, inputs)  # type: ignore[misc]
-        return out.scatter(_read_scores(_head(self.model), out.hidden))[rows, ends]
+        return out.scatter(read_values(_head(self.model), out.hidden))[rows, ends]
 
     @torch.no_grad()
     def score(self, rollouts: Any, micro_batch_tokens: int) -> Tensor:
@@ -298,13 +298,6 @@ class RewardModel(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks, as FSDP2 shards them."""
         return transformer_blocks(self.model)
-
-
-def _read_scores(head: Any, hidden: Tensor) -> Tensor:
-    """(M,) float32, in the head's own precision also under autocast, which would round close rewards to ties."""
-    with torch.autocast(hidden.device.type, enabled=False):
-        scores: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
-    return scores
 
 
 def own_ends(token_ids: Tensor, mask: Tensor, groups: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 Where two experts nearly tie, rounding decides, and engine and trainer decide differently: another expert is another
 function, so log-probs jump, and with them importance ratios. Per token and layer the engine records the set S of the K
-experts that it took. The trainer's routers take S in the place of their own best K, and everything else is the model's
-own: from its gate logits z it computes the weights anew. For softmax routers that renormalise,
+experts that it took. The trainer's routers take S instead of their own best K, and everything else is the model's
+own: from its gate logits z it computes the weights. For softmax routers that renormalise,
 
     w_i = softmax(z)_i / sum_{j in S} softmax(z)_j,  i in S,
 
@@ -14,7 +14,7 @@ Source: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Trai
 https://arxiv.org/abs/2510.11370. It differs in that weights are not recomputed from a mask over the logits by a formula
 of ours: the model's own top-k is answered with S, so that whatever it does with the values (softmax before or after,
 sigmoid, renormalisation, scaling) stays its own; and instead of keeping caches over turns, as in the paper, the engine
-takes S again where it computes the tokens of an earlier turn anew.
+takes S again where it computes the tokens of an earlier turn again.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lightrl.arguments import above, at_least, fraction, one_of
+
 __all__ = ["Layout", "LoraSpec", "ModelSpec", "read_chat_template"]
 
 Layout = Literal["auto", "padded", "packed", "tree", "shared_prefix"]
@@ -55,12 +57,9 @@ class LoraSpec:
     def __post_init__(self) -> None:
         if self.adapter is not None:
             self._take_over(_adapter_config(self.adapter))
-        if self.r < 1:
-            raise ValueError(f"lora.r={self.r}: the rank must be at least 1.")
-        if not self.alpha > 0:
-            raise ValueError(f"lora.alpha={self.alpha}: must be above 0, or the adapter has no effect.")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"lora.dropout={self.dropout}: must be in [0, 1).")
+        at_least("lora.r", self.r, 1)
+        above("lora.alpha", self.alpha, note=", or the adapter has no effect")
+        fraction("lora.dropout", self.dropout, "[0, 1)")
 
     def _take_over(self, config: dict[str, Any]) -> None:
         """Sets what the adapter's configuration says, unless something else was asked for."""
@@ -133,8 +132,7 @@ class ModelSpec:
             self.path = _base_of(self.path)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"ModelSpec.dtype={self.dtype!r}: give one of {', '.join(DTYPES)}, or null for float32.")
-        if self.layout not in get_args(Layout):
-            raise ValueError(f"ModelSpec.layout={self.layout!r}: must be auto, padded, packed or tree.")
+        one_of("ModelSpec.layout", self.layout, *get_args(Layout))
         if self.random_init and self.lora is not None:
             raise ValueError(
                 "ModelSpec.random_init with lora: an adapter on random frozen weights is of no use; drop one."

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightrl.objectives.arguments import at_least, fraction, one_of, positive
+from lightrl.arguments import above, at_least, fraction, one_of
 from lightrl.objectives.kl import KLInReward, KLPenalty
 from lightrl.ops.advantages import (
     gae,
@@ -224,8 +224,8 @@ class GAE(AdvantageEstimator):
     needs_critic = True
 
     def __init__(self, gamma: float = 1.0, lam: float = 0.95) -> None:
-        self.gamma = fraction("GAE", "gamma", gamma)
-        self.lam = fraction("GAE", "lam", lam)
+        self.gamma = fraction("GAE.gamma", gamma)
+        self.lam = fraction("GAE.lam", lam)
 
     def estimate(self, given: EstimatorInput) -> tuple[Tensor, Tensor]:
         """See the class."""
@@ -248,7 +248,7 @@ class Reinforce(AdvantageEstimator):
     """
 
     def __init__(self, gamma: float = 1.0) -> None:
-        self.gamma = fraction("Reinforce", "gamma", gamma)
+        self.gamma = fraction("Reinforce.gamma", gamma)
 
     def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:
         """See the class."""
@@ -274,7 +274,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
     normalizes = True
 
     def __init__(self, gamma: float = 1.0) -> None:
-        self.gamma = fraction("ReinforcePlusPlus", "gamma", gamma)
+        self.gamma = fraction("ReinforcePlusPlus.gamma", gamma)
 
     def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:
         """See the class."""
@@ -303,8 +303,8 @@ class GroupRelative(SequenceEstimator):
     needs_groups = True
 
     def __init__(self, scale: Literal["group", "batch", "none"] = "group", eps: float = 1e-4) -> None:
-        self.scale = one_of("GroupRelative", "scale", scale, "group", "batch", "none")
-        self.eps = positive("GroupRelative", "eps", eps)
+        self.scale = one_of("GroupRelative.scale", scale, "group", "batch", "none")
+        self.eps = above("GroupRelative.eps", eps)
         self.scope = "batch" if scale == "batch" else "group"
         self.normalizes = scale == "batch"
 
@@ -406,7 +406,7 @@ class PassAtK(SequenceEstimator):
     needs_binary_scores = True
 
     def __init__(self, k: int = 4, threshold: float = 0.5) -> None:
-        self.k = at_least("PassAtK", "k", k, 1)
+        self.k = at_least("PassAtK.k", k, 1)
         self.threshold = threshold
 
     def sequence_advantages(self, given: EstimatorInput) -> Tensor:
@@ -438,7 +438,7 @@ class GDPO(AdvantageEstimator):
     normalizes = True
 
     def __init__(self, eps: float = 1e-4) -> None:
-        self.eps = positive("GDPO", "eps", eps)
+        self.eps = above("GDPO.eps", eps)
 
     def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:
         """See the class."""

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from lightrl.objectives.arguments import positive
+from lightrl.arguments import above
 
 __all__ = ["Aggregation", "ConstantLength", "SequenceMean", "SequenceSum", "TokenMean"]
 
@@ -84,7 +84,7 @@ class ConstantLength(_PerSequence):
     """
 
     def __init__(self, length: float) -> None:
-        self.length = positive("ConstantLength", "length", length, ", for example max_new_tokens")
+        self.length = above("ConstantLength.length", length, note=", for example max_new_tokens")
 
     def weights(self, mask: Tensor) -> Tensor:
         """1 / length on the mask."""

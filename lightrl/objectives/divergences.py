@@ -20,6 +20,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from lightrl.arguments import fraction
+
 __all__ = ["Divergence", "ForwardKL", "JensenShannon", "ReverseKL"]
 
 
@@ -79,9 +81,7 @@ class JensenShannon(Divergence):
     """
 
     def __init__(self, beta: float = 0.5) -> None:
-        if not 0 < beta < 1:
-            raise ValueError(f"JensenShannon(beta={beta}): must be in (0, 1); the ends are ForwardKL and ReverseKL.")
-        self.beta = beta
+        self.beta = fraction("JensenShannon.beta", beta, "(0, 1)", "; the ends are ForwardKL and ReverseKL")
 
     def __call__(self, logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
         """See `Divergence`."""

@@ -22,7 +22,7 @@ from abc import ABC
 
 from torch import Tensor
 
-from lightrl.objectives.arguments import at_least, one_of
+from lightrl.arguments import at_least, one_of
 from lightrl.ops.kl import KLEstimator, kl_estimate, ratio_corrected_kl
 
 __all__ = ["KLInLoss", "KLInReward", "KLPenalty"]
@@ -40,8 +40,8 @@ class KLPenalty(ABC):
     coef: float
 
     def __init__(self, estimator: KLEstimator, coef: float) -> None:
-        self.estimator = one_of(type(self).__name__, "estimator", estimator, "k1", "k2", "k3")
-        self.coef = at_least(type(self).__name__, "coef", coef, 0)
+        self.estimator = one_of(f"{type(self).__name__}.estimator", estimator, "k1", "k2", "k3")
+        self.coef = at_least(f"{type(self).__name__}.coef", coef, 0)
 
 
 class KLInReward(KLPenalty):

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.objectives.arguments import at_least, fraction, positive
+from lightrl.arguments import above, at_least, fraction
 from lightrl.ops.kl import MAX_LOG_RATIO
 from lightrl.ops.losses import ClippedLoss, clipped_policy_loss
 
@@ -126,10 +126,8 @@ class PPOClip(PolicyLoss):
         self.eps_low, self.eps_high = _bounds("PPOClip", eps_low, eps_high)
         if dual_clip is not None and delta is not None:
             raise ValueError(f"PPOClip(dual_clip={dual_clip}, delta={delta}): both are the same cap; give one.")
-        if dual_clip is not None and not dual_clip > 1:
-            raise ValueError(f"PPOClip(dual_clip={dual_clip}): must be above 1.")
-        if delta is not None and not delta > 1 + eps_high:
-            raise ValueError(f"PPOClip(delta={delta}): must be above 1 + eps_high = {1 + eps_high:g}.")
+        above("PPOClip.dual_clip", dual_clip, 1, or_none="for no cap")
+        above("PPOClip.delta", delta, 1 + eps_high, " = 1 + eps_high", or_none="for no cap")
         self.cap = delta if dual_clip is None else dual_clip
 
     def __call__(
@@ -241,8 +239,8 @@ class GMPO(PolicyLoss):
     one_ratio_per_trajectory = True
 
     def __init__(self, eps_low: float = 0.4, eps_high: float = 0.4) -> None:
-        self.eps_low = positive("GMPO", "eps_low", eps_low, "; it bounds the log-ratio")
-        self.eps_high = positive("GMPO", "eps_high", eps_high, "; it bounds the log-ratio")
+        self.eps_low = above("GMPO.eps_low", eps_low, note="; it bounds the log-ratio")
+        self.eps_high = above("GMPO.eps_high", eps_high, note="; it bounds the log-ratio")
 
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
@@ -279,8 +277,8 @@ class CISPO(PolicyLoss):
     needs_whole_trajectories = False
 
     def __init__(self, ratio_max: float = 5.0, ratio_min: float = 0.0) -> None:
-        self.ratio_max = at_least("CISPO", "ratio_max", ratio_max, 1, "; it bounds pi / pi_old, not its excess")
-        self.ratio_min = fraction("CISPO", "ratio_min", ratio_min, "; 0 turns it off")
+        self.ratio_max = at_least("CISPO.ratio_max", ratio_max, 1, "; it bounds pi / pi_old, not its excess")
+        self.ratio_min = fraction("CISPO.ratio_min", ratio_min, note="; 0 turns it off")
 
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
@@ -315,8 +313,8 @@ class SAPO(PolicyLoss):
     needs_whole_trajectories = False
 
     def __init__(self, tau_pos: float = 1.0, tau_neg: float = 1.05) -> None:
-        self.tau_pos = positive("SAPO", "tau_pos", tau_pos)
-        self.tau_neg = positive("SAPO", "tau_neg", tau_neg)
+        self.tau_pos = above("SAPO.tau_pos", tau_pos)
+        self.tau_neg = above("SAPO.tau_neg", tau_neg)
 
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
@@ -367,13 +365,9 @@ class CPG(PolicyLoss):
         self.eps_low, self.eps_high = _bounds("CPG", eps_low, eps_high)
         if eps_low == 1:
             raise ValueError("CPG(eps_low=1): must be below 1; the lower bound of the log-ratio is log(1 - eps_low).")
-        if not drift_coef >= 0:
-            raise ValueError(f"CPG(drift_coef={drift_coef}): must be 0 or more.")
-        if weight_max is not None and not weight_max >= 1:
-            raise ValueError(f"CPG(weight_max={weight_max}): must be at least 1, or None (null) for none.")
-        self.drift_coef = drift_coef
-        self.drift_clip = positive("CPG", "drift_clip", drift_clip)
-        self.weight_max = weight_max
+        self.drift_coef = at_least("CPG.drift_coef", drift_coef, 0)
+        self.drift_clip = above("CPG.drift_clip", drift_clip)
+        self.weight_max = at_least("CPG.weight_max", weight_max, 1, or_none="for none")
         self.zero_advantage_is_zero_loss = drift_coef == 0
 
     def __call__(
@@ -426,15 +420,10 @@ class DPPO(PolicyLoss):
     def __init__(
         self, delta_low: float = 0.2, delta_high: float = 0.2, ratio_max: float = 20.0, penalty_coef: float = 0.0
     ) -> None:
-        for name, value in (("delta_low", delta_low), ("delta_high", delta_high)):
-            if not 0 < value <= 1:
-                raise ValueError(f"DPPO({name}={value}): must be in (0, 1]; it bounds a difference of probabilities.")
-        if not penalty_coef >= 0:
-            raise ValueError(f"DPPO(penalty_coef={penalty_coef}): must be 0 or more.")
-        self.delta_low = delta_low
-        self.delta_high = delta_high
-        self.ratio_max = at_least("DPPO", "ratio_max", ratio_max, 1, "; it bounds pi / pi_old")
-        self.penalty_coef = penalty_coef
+        self.delta_low = fraction("DPPO.delta_low", delta_low, "(0, 1]", "; it bounds a difference of probabilities")
+        self.delta_high = fraction("DPPO.delta_high", delta_high, "(0, 1]", "; it bounds a difference of probabilities")
+        self.ratio_max = at_least("DPPO.ratio_max", ratio_max, 1, "; it bounds pi / pi_old")
+        self.penalty_coef = at_least("DPPO.penalty_coef", penalty_coef, 0)
         self.zero_advantage_is_zero_loss = penalty_coef == 0
 
     def __call__(
@@ -472,7 +461,7 @@ class DRO(PolicyLoss):
     needs_whole_trajectories = False
 
     def __init__(self, beta: float = 0.1) -> None:
-        self.beta = positive("DRO", "beta", beta)
+        self.beta = above("DRO.beta", beta)
 
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
@@ -515,7 +504,6 @@ def _clip_metrics(clipped: ClippedLoss, mask: Tensor) -> Metrics:
 
 
 def _bounds(owner: str, eps_low: float, eps_high: float) -> tuple[float, float]:
-    fraction(owner, "eps_low", eps_low, "; the lower bound of the ratio is 1 - eps_low")
-    if not eps_high >= 0:
-        raise ValueError(f"{owner}(eps_high={eps_high}): must be 0 or more; the upper bound of the ratio is 1 + it.")
+    fraction(f"{owner}.eps_low", eps_low, note="; the lower bound of the ratio is 1 - eps_low")
+    at_least(f"{owner}.eps_high", eps_high, 0, "; the upper bound of the ratio is 1 + eps_high")
     return eps_low, eps_high

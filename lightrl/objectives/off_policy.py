@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightrl.objectives.arguments import at_least, fraction, one_of, positive
+from lightrl.arguments import above, at_least, fraction, one_of
 from lightrl.objectives.losses import Metrics, PolicyLoss, ratio_metrics, sequence_mean
 from lightrl.ops.kl import MAX_LOG_RATIO
 
@@ -99,10 +99,10 @@ class OffPolicyCorrection(WeightedLoss):
         low: float = 0.0,
     ) -> None:
         super().__init__(loss)
-        self.level = one_of("OffPolicyCorrection", "level", level, "token", "sequence")
-        self.mode = one_of("OffPolicyCorrection", "mode", mode, "truncate", "mask")
-        self.high = at_least("OffPolicyCorrection", "high", high, 1, ", the weight of an exact engine")
-        self.low = fraction("OffPolicyCorrection", "low", low, "; 0 turns it off")
+        self.level = one_of("OffPolicyCorrection.level", level, "token", "sequence")
+        self.mode = one_of("OffPolicyCorrection.mode", mode, "truncate", "mask")
+        self.high = at_least("OffPolicyCorrection.high", high, 1, ", the weight of an exact engine")
+        self.low = fraction("OffPolicyCorrection.low", low, note="; 0 turns it off")
         self.needs_whole_trajectories |= level == "sequence"
 
     @torch.no_grad()
@@ -187,7 +187,7 @@ class OffPolicySequenceMask(WeightedLoss):
 
     def __init__(self, loss: PolicyLoss, threshold: float = 0.5) -> None:
         super().__init__(loss)
-        self.threshold = positive("OffPolicySequenceMask", "threshold", threshold)
+        self.threshold = above("OffPolicySequenceMask.threshold", threshold)
         self.needs_whole_trajectories = True
 
     @torch.no_grad()
@@ -221,11 +221,9 @@ class GeometricEngineMask(WeightedLoss):
     """
 
     def __init__(self, loss: PolicyLoss, low: float = 0.999, high: float = 1.001) -> None:
-        if not 0 < low <= 1:
-            raise ValueError(f"GeometricEngineMask(low={low}): must be in (0, 1].")
         super().__init__(loss)
-        self.low = low
-        self.high = at_least("GeometricEngineMask", "high", high, 1, ", the ratio of an exact engine")
+        self.low = fraction("GeometricEngineMask.low", low, "(0, 1]")
+        self.high = at_least("GeometricEngineMask.high", high, 1, ", the ratio of an exact engine")
         self.needs_whole_trajectories = True
 
     @torch.no_grad()
@@ -267,10 +265,10 @@ class VESPO(PolicyLoss):
     zero_advantage_is_zero_loss = True
 
     def __init__(self, k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0) -> None:
-        self.k_pos = positive("VESPO", "k_pos", k_pos)
-        self.lam_pos = positive("VESPO", "lam_pos", lam_pos)
-        self.k_neg = positive("VESPO", "k_neg", k_neg)
-        self.lam_neg = positive("VESPO", "lam_neg", lam_neg)
+        self.k_pos = above("VESPO.k_pos", k_pos)
+        self.lam_pos = above("VESPO.lam_pos", lam_pos)
+        self.k_neg = above("VESPO.k_neg", k_neg)
+        self.lam_neg = above("VESPO.lam_neg", lam_neg)
 
     def __call__(
         self,

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightrl.arguments import above, at_least, fraction, one_of
 from lightrl.objectives.advantages import AdvantageEstimator, EstimatorInput, unscored_at_values
-from lightrl.objectives.arguments import at_least, fraction, one_of, positive
 from lightrl.ops.advantages import gae, group_stats, leave_one_out, returns_to_go
 
 __all__ = ["GiGPO", "TurnGAE", "TurnReturns", "Turns"]
@@ -38,7 +38,7 @@ class TurnReturns(AdvantageEstimator):
     needs_turns = True
 
     def __init__(self, gamma: float = 1.0) -> None:
-        self.gamma = fraction("TurnReturns", "gamma", gamma)
+        self.gamma = fraction("TurnReturns.gamma", gamma)
 
     def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:
         """See the class."""
@@ -72,8 +72,8 @@ class TurnGAE(AdvantageEstimator):
     needs_turns = True
 
     def __init__(self, gamma: float = 1.0, lam: float = 0.95) -> None:
-        self.gamma = fraction("TurnGAE", "gamma", gamma)
-        self.lam = fraction("TurnGAE", "lam", lam)
+        self.gamma = fraction("TurnGAE.gamma", gamma)
+        self.lam = fraction("TurnGAE.lam", lam)
 
     def estimate(self, given: EstimatorInput) -> tuple[Tensor, Tensor]:
         """See the class."""
@@ -118,10 +118,10 @@ class GiGPO(AdvantageEstimator):
         scale: Literal["group", "none"] = "group",
         eps: float = 1e-4,
     ) -> None:
-        self.gamma = fraction("GiGPO", "gamma", gamma)
-        self.step_weight = at_least("GiGPO", "step_weight", step_weight, 0)
-        self.scale = one_of("GiGPO", "scale", scale, "group", "none")
-        self.eps = positive("GiGPO", "eps", eps)
+        self.gamma = fraction("GiGPO.gamma", gamma)
+        self.step_weight = at_least("GiGPO.step_weight", step_weight, 0)
+        self.scale = one_of("GiGPO.scale", scale, "group", "none")
+        self.eps = above("GiGPO.eps", eps)
 
     def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:
         """See the class."""

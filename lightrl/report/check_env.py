@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightrl.arguments import at_least
 from lightrl.background import BackgroundLoop
 from lightrl.cli import run
 from lightrl.data.processing import load_processor
@@ -38,8 +39,7 @@ def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None,
     Raises:
         ValueError: the configuration has no `EnvironmentEpisode`.
     """
-    if rows < 1:
-        raise ValueError(f"rows={rows}: must be at least 1.")
+    at_least("rows", rows, 1)
     built = run(["--config", config_file], run=False)
     module, data = built.model, built.datamodule
     episode = getattr(data, "episode", None)
@@ -82,7 +82,7 @@ def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None,
 
 @dataclass
 class Played:
-    """What came of one script at one row.
+    """One script played at one row.
 
     Attributes:
         row: number of the row. script: its name. repeat: whether the same script was played there before.
@@ -122,7 +122,7 @@ class EnvironmentCheck:
         failures = {p.trajectory.failure for p in self.played if p.trajectory.failed}
         for cause in sorted(map(str, failures)):
             found.append(
-                f"failed: {cause}. Such attempts are never trained on. Mend it, or answer the policy in words where "
+                f"failed: {cause}. Such attempts are never trained on. Correct it, or answer the policy in words where "
                 "its reply is the cause."
             )
         lost = [p for p in self.played if not p.trajectory.failed and not _kept(p)]
@@ -169,10 +169,12 @@ class EnvironmentCheck:
         forks = int(sum(p.trajectory.metrics.get("forks", 0.0) for p in self.played))
         if rewards:
             out.append(f"rewards: {min(rewards):g} to {max(rewards):g}")
-        proof = "every turn extends the last one's tokens" if not forks else (
-            f"{forks} of {turns} turns began a new row, because the chat template rewrites what came before (correct, "
-            "and costs tokens)"
-        )  # fmt: skip
+        proof = "every turn extends the last one's tokens"
+        if forks:
+            proof = (
+                f"{forks} of {turns} turns began a new row, because the chat template rewrites what came before "
+                "(correct, and costs tokens)"
+            )
         out.append(f"template: {proof}")
         slow = max((_seconds(p.trajectory) for p in self.played), default=0.0)
         if slow > SLOW:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from lightrl.report.assets import asset
 from lightrl.report.plots import Image, running_mean, smoothing
 from lightrl.report.read import Run, Series
 
@@ -29,112 +30,6 @@ SUMMARY = (
     ("time/step", "Time per rollout", "s", min),
 )
 TILES = 4
-
-STYLE = """
-:root{color-scheme:light dark;--bg:#f6f7f9;--card:#fff;--text:#1f2937;--soft:#6b7280;--line:#e5e7eb;
---good:#047857;--code:#f3f4f6}
-@media(prefers-color-scheme:dark){:root{--bg:#0d1117;--card:#161b22;--text:#d1d5db;--soft:#8b949e;--line:#30363d;
---good:#34d399;--code:#0d1117}}
-*{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--text);font:15px/1.5 system-ui,sans-serif}
-main{max-width:1240px;margin:0 auto;padding:20px 16px 48px}h1{font-size:1.5rem;margin:.2em 0 0;overflow-wrap:anywhere}
-h2{font-size:1.1rem;margin:2em 0 .7em}.soft{color:var(--soft);margin:.2em 0 1.2em;font-size:.9rem}
-.grid{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr))}
-.tiles{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(150px,1fr))}
-.card{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 14px;min-width:0}
-.plot{padding:8px;margin:0;position:relative}.line,.tip{position:absolute;pointer-events:none;display:none}
-.line{width:1px;background:var(--soft)}.tip{background:var(--card);border:1px solid var(--line);border-radius:6px;
-padding:4px 8px;font-size:.8rem;white-space:pre;z-index:1}.warn{border-left:4px solid #ea580c;margin:0 0 1em}
-.plot img,.plot svg{display:block;width:100%;height:auto}.plot{cursor:crosshair}.mesh{stroke:var(--line);fill:none}
-.tile b{display:block;font-size:1.45rem;font-variant-numeric:tabular-nums}small{color:var(--soft)}
-.tile b small{font-size:.8rem;font-weight:400}
-.wide{overflow-x:auto;padding:4px 14px}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-@media(max-width:560px){td small{display:block}td,th{padding:6px 5px;font-size:.85rem}}
-th,td{padding:7px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-th:first-child,td:first-child{text-align:left;padding-left:0;white-space:normal}th:last-child,td:last-child{padding-right:0}
-tr:last-child td{border-bottom:0}
-th{font-size:.82rem;color:var(--soft);font-weight:600}
-.sample{margin-bottom:14px}.pair{display:grid;gap:12px;grid-template-columns:repeat(auto-fit,minmax(min(100%,320px),1fr))}
-.label{display:flex;justify-content:space-between;gap:8px;font-size:.82rem;color:var(--soft);margin:8px 0 3px}
-.thumbnail{display:block;max-width:100%;min-height:96px;margin:0 0 8px;border:1px solid var(--line);border-radius:4px}
-.up{color:var(--good);font-weight:600}pre{margin:0;padding:8px 10px;background:var(--code);border-radius:6px;
-white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.45 ui-monospace,monospace;max-height:16em;overflow:auto}
-"""
-
-# Shows, over each plot, the values at the rollout under the mouse; redraws the plot with the rollouts that the mouse
-# was dragged over, and with all of them after a double click.
-SCRIPT = """
-const COLORS = ["#2563eb", "#ea580c", "#059669", "#9333ea", "#ca8a04", "#64748b"];
-const element = (name, attributes, text) => {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.textContent = text ?? "";
-  return made;
-};
-for (const plot of document.querySelectorAll(".plot")) {
-  const {frame, lines} = JSON.parse(plot.querySelector("script").textContent);
-  const line = plot.querySelector(".line"), tip = plot.querySelector(".tip"), image = plot.querySelector("img");
-  const steps = [...new Set(Object.values(lines).flatMap(points => points.map(p => p[0])))].sort((a, b) => a - b);
-  let shown = {box: image, frame}, pressed = null;
-  const stepAt = clientX => {
-    const [left, right, , , low, high] = shown.frame, box = shown.box.getBoundingClientRect();
-    const x = low + ((clientX - box.left) / box.width - left) / (right - left) * (high - low);
-    return steps.reduce((a, b) => Math.abs(b - x) < Math.abs(a - x) ? b : a);
-  };
-  const whole = () => {
-    plot.querySelector("svg")?.remove();
-    image.style.display = "";
-    shown = {box: image, frame};
-  };
-  const zoom = (low, high) => {
-    whole();
-    const inside = Object.entries(lines).map(([label, p]) => [label, p.filter(([x]) => x >= low && x <= high)]);
-    const values = inside.flatMap(([, points]) => points.map(p => p[1]));
-    if (!values.length || low === high) return;
-    const width = 780, height = 442, part = [0.1, 0.97, 0.1, 0.9, low, high];
-    const space = (Math.max(...values) - Math.min(...values)) * 0.05 || 1;
-    const bottom = Math.min(...values) - space, top = Math.max(...values) + space;
-    const x = step => width * (part[0] + (step - low) / (high - low) * (part[1] - part[0]));
-    const y = value => height * (part[3] - (value - bottom) / (top - bottom) * (part[3] - part[2]));
-    const svg = element("svg", {viewBox: `0 0 ${width} ${height}`, "font-size": 13, fill: "currentColor"});
-    for (let i = 0; i <= 4; i++) {
-      const value = bottom + (top - bottom) * i / 4, step = Math.round(low + (high - low) * i / 4);
-      svg.append(element("path", {d: `M${x(low)} ${y(value)}H${x(high)}`, class: "mesh"}));
-      svg.append(element("text", {x: x(low) - 6, y: y(value) + 4, "text-anchor": "end"}, Number(value.toPrecision(3))));
-      svg.append(element("text", {x: x(step), y: y(bottom) + 20, "text-anchor": "middle"}, step));
-    }
-    svg.append(element("text", {x: x(low), y: 22, "font-weight": 700}, `${image.alt}: ${low} to ${high}`));
-    inside.forEach(([label, points], i) => {
-      const stroke = COLORS[i % COLORS.length], places = points.map(([s, v]) => `${x(s)} ${y(v)}`);
-      svg.append(element("path", {d: `M${places.join("L")}`, stroke, fill: "none", "stroke-width": 2}));
-      svg.append(element("text", {x: x(high), y: 22 + 17 * i, "text-anchor": "end", fill: stroke}, label));
-    });
-    image.style.display = "none";
-    plot.append(svg);
-    shown = {box: svg, frame: part};
-  };
-  plot.addEventListener("mousemove", event => {
-    const [left, right, top, bottom, low, high] = shown.frame;
-    const box = shown.box.getBoundingClientRect(), outer = plot.getBoundingClientRect();
-    const step = stepAt(event.clientX);
-    const at = box.left - outer.left + box.width * (left + (step - low) / (high - low) * (right - left));
-    const rows = Object.entries(lines).map(([label, points]) => [label, points.find(p => p[0] === step)]);
-    const text = pressed === null ? `${step}` : `${pressed} to ${step}`;
-    tip.textContent = [text, ...rows.filter(r => r[1]).map(([label, p]) => `${label}: ${p[1]}`)].join("\\n");
-    line.style.cssText = `display:block;left:${at}px;top:${box.top - outer.top + box.height * top}px;` +
-      `height:${box.height * (bottom - top)}px`;
-    tip.style.cssText = `display:block;top:${box.top - outer.top + 8}px;` +
-      (at > outer.width / 2 ? `right:${outer.width - at + 8}px` : `left:${at + 8}px`);
-  });
-  plot.addEventListener("mousedown", event => { event.preventDefault(); pressed = stepAt(event.clientX); });
-  plot.addEventListener("mouseup", event => {
-    const step = stepAt(event.clientX), from = pressed;
-    pressed = null;
-    if (from !== null && from !== step) zoom(Math.min(from, step), Math.max(from, step));
-  });
-  plot.addEventListener("dblclick", whole);
-  plot.addEventListener("mouseleave", () => { line.style.display = tip.style.display = "none"; pressed = null; });
-}
-"""
 
 
 def render_page(run: Run, before: Run | None, images: Sequence[Image]) -> str:
@@ -163,8 +58,8 @@ def document(title: str, body: Sequence[str]) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>"
-        f"<body><main>{''.join(body)}</main><script>{SCRIPT}</script></body></html>\n"
+        f"<title>{escape(title)}</title><style>{asset('report.css')}</style></head>"
+        f"<body><main>{''.join(body)}</main><script>{asset('report.js')}</script></body></html>\n"
     )
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from lightrl import __version__
+from lightrl.arguments import at_least
+from lightrl.report.assets import asset
 from lightrl.report.atif import write_atif
 from lightrl.report.read import inside
-from lightrl.report.viewer import SCRIPT, STYLE
 from lightrl.storage import atomic_write
 
 __all__ = ["view"]
@@ -44,8 +45,7 @@ def view(
     Raises:
         ValueError: no trajectories were saved in `run_dir`, or a file of them is damaged.
     """
-    if max_trajectories < 1:
-        raise ValueError(f"max_trajectories={max_trajectories}: must be at least 1.")
+    at_least("max_trajectories", max_trajectories, 1)
     folder = Path(run_dir)
     page = Path(out) if out is not None else folder / "trajectories.html"
     records, left_out = _newest(folder, max_trajectories)
@@ -137,10 +137,10 @@ def render(records: list[dict[str, Any]], name: str, left_out: int = 0) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
-        f"<title>{escape(name)} - trajectories</title><style>{STYLE}</style></head><body>"
+        f"<title>{escape(name)} - trajectories</title><style>{asset('viewer.css')}</style></head><body>"
         f'<script type="application/json" id="head">{_json(head)}</script>'
         f'<script type="application/json" id="pieces">{_json(list(pieces))}</script>'
-        f"{details}<script>{SCRIPT}</script></body></html>\n"
+        f"{details}<script>{asset('viewer.js')}</script></body></html>\n"
     )
 
 

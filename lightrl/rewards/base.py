@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeAlias, Union
+
+from lightrl.arguments import imported
 
 __all__ = ["Reward", "RewardError", "RewardFn", "RewardSpec", "RewardValues", "load_reward", "reward_name"]
 
@@ -95,20 +91,7 @@ def load_reward(path: RewardSpec) -> RewardFn:
         if not callable(path):
             raise ValueError(f"reward function {path!r}: neither callable nor an import path.")
         return path
-    place, colon, name = path.rpartition(":")
-    if not colon:
-        place, _, name = path.rpartition(".")
-    if not place or not name or name == "py":
-        close = difflib.get_close_matches(path, [cls.__name__ for cls in Reward.__subclasses__()], 1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(
-            f"reward function {path!r}: give package.module:name, package.module.name or path/to/file.py:name.{hint}"
-        )
-    module = _load_file(path, Path(place)) if place.endswith(".py") else _load_module(path, place)
-    if not hasattr(module, name):
-        offered = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise ValueError(f"reward function {path!r}: {place} has no {name!r}. It has: {', '.join(offered) or 'none'}.")
-    return _usable(path, getattr(module, name))
+    return _usable(path, imported("reward function", path, [cls.__name__ for cls in Reward.__subclasses__()]))
 
 
 def _usable(path: str, found: Any) -> RewardFn:
@@ -125,35 +108,3 @@ def _usable(path: str, found: Any) -> RewardFn:
             f"reward function {path!r}: is a {type(found).__name__}, not a function or a subclass of Reward."
         )
     return found  # type: ignore[no-any-return]
-
-
-def _load_module(path: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-            raise ValueError(f"reward function {path!r}: importing {name} failed: {error}.") from error
-        raise ValueError(
-            f"reward function {path!r}: there is no module {error.name!r} on the Python path. "
-            "Install the package, set PYTHONPATH, or give the file as path/to/file.py:name."
-        ) from error
-    except Exception as error:
-        raise ValueError(f"reward function {path!r}: importing {name} failed: {error!r}.") from error
-
-
-def _load_file(path: str, file: Path) -> ModuleType:
-    if not file.is_file():
-        raise ValueError(f"reward function {path!r}: there is no file {file} (looked from {Path.cwd()}).")
-    name = f"lightrl_reward_{file.stem}_{abs(hash(file.resolve()))}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # the suffix is .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ValueError(f"reward function {path!r}: running {file} failed: {error!r}.") from error
-    return module

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import httpx
 
+from lightrl.arguments import above, at_least, one_of
 from lightrl.rewards.base import Reward, RewardError
 
 __all__ = ["RetryingReward"]
@@ -59,27 +60,16 @@ class RetryingReward(Reward):
         owner = type(self).__name__
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{owner}: url={url!r}; must start with http:// or https://.")
-        if not (timeout > 0 and backoff > 0 and max_backoff > 0):
-            raise ValueError(
-                f"{owner}: timeout={timeout}, backoff={backoff}, max_backoff={max_backoff} seconds; "
-                "all must be above 0."
-            )
-        if retries < 0 or concurrency < 1:
-            raise ValueError(
-                f"{owner}: retries={retries} must be 0 or more, concurrency={concurrency} must be at least 1."
-            )
         if token_env is not None and not os.environ.get(token_env):
             raise ValueError(f"{owner}: token_env={token_env!r}, but that environment variable is not set.")
-        if on_failure not in ("error", "none"):
-            raise ValueError(f"{owner}: on_failure={on_failure!r}; must be 'error' or 'none'.")
         self.url = url
         self.token_env = token_env
-        self.on_failure = on_failure
-        self.timeout = timeout
-        self.retries = retries
-        self.backoff = backoff
-        self.max_backoff = max_backoff
-        self.concurrency = concurrency
+        self.on_failure = one_of(f"{owner}.on_failure", on_failure, "error", "none")
+        self.timeout = above(f"{owner}.timeout", timeout, note=" seconds")
+        self.retries = at_least(f"{owner}.retries", retries, 0)
+        self.backoff = above(f"{owner}.backoff", backoff, note=" seconds")
+        self.max_backoff = above(f"{owner}.max_backoff", max_backoff, note=" seconds")
+        self.concurrency = at_least(f"{owner}.concurrency", concurrency, 1)
         self._client: httpx.AsyncClient | None = None
         self._slots: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -8,6 +8,7 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightrl.arguments import at_least
 from lightrl.rewards.base import RewardError
 from lightrl.rewards.client import RetryingReward
 from lightrl.rewards.media import encode_rows
@@ -81,11 +82,6 @@ class GenerativeJudge(RetryingReward):
             raise ValueError(f"GenerativeJudge: pattern={pattern!r} has {self.pattern.groups} groups; one is due.")
         if not low < high:
             raise ValueError(f"GenerativeJudge: low={low}, high={high}: low must be below high.")
-        if video_frames < 0 or max_tokens < 1 or temperature < 0:
-            raise ValueError(
-                f"GenerativeJudge: video_frames={video_frames} and temperature={temperature} must be 0 or more, "
-                f"max_tokens={max_tokens} at least 1."
-            )
         super().__init__(url, timeout=timeout, concurrency=concurrency, **connection)
         self.fields = {name for _, name, _, _ in string.Formatter().parse(instruction) if name is not None}
         self.instruction = instruction
@@ -93,7 +89,9 @@ class GenerativeJudge(RetryingReward):
         self.low = low
         self.high = high
         self.send_images = send_images
-        self.video_frames = video_frames
+        self.video_frames = at_least("GenerativeJudge.video_frames", video_frames, 0)
+        at_least("GenerativeJudge.max_tokens", max_tokens, 1)
+        at_least("GenerativeJudge.temperature", temperature, 0)
         self.body = {"model": model, "max_tokens": max_tokens, "temperature": temperature, **(extra or {})}
 
     async def __call__(

@@ -7,7 +7,6 @@ own time limits only work in a main thread. So the work is done by child process
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import queue
 import select
@@ -18,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightrl.arguments import above, at_least, require_packages
 from lightrl.rewards.base import Reward, RewardError
 
 __all__ = ["MathVerify"]
@@ -53,16 +53,11 @@ class MathVerify(Reward):
         num_workers: int = 1,
         timeout_value: float | None = None,
     ) -> None:
-        if importlib.util.find_spec("math_verify") is None:
-            raise ValueError("MathVerify needs the package math-verify: pip install 'lightrl[math]'.")
-        if not timeout > 0:
-            raise ValueError(f"MathVerify: timeout={timeout}; must be above 0 seconds.")
-        if num_workers < 1:
-            raise ValueError(f"MathVerify: num_workers={num_workers}; must be at least 1.")
+        require_packages("MathVerify", "math", "math_verify")
         self.column = column
-        self.timeout = timeout
+        self.timeout = above("MathVerify.timeout", timeout, note=" seconds")
         self.timeout_value = timeout_value
-        self.max_concurrency = num_workers
+        self.max_concurrency = at_least("MathVerify.num_workers", num_workers, 1)
         self._workers = [_Worker() for _ in range(num_workers)]
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # last in, first out: few workers are ever started
         for worker in self._workers:

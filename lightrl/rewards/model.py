@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightrl.arguments import at_least
 from lightrl.rewards.base import Reward
 
 __all__ = ["ModelReward"]
@@ -39,13 +40,12 @@ class ModelReward(Reward):
         max_length: int | None = None,
         batch_tokens: int = 16384,
     ) -> None:
-        if batch_tokens < 1 or (max_length is not None and max_length < 1):
-            raise ValueError(f"ModelReward: batch_tokens={batch_tokens}, max_length={max_length}; must be above 0.")
+        at_least("ModelReward.max_length", max_length, 1, or_none="for no limit")
         from lightrl.models.reward import RewardModel, RewardModelSpec
 
         spec = RewardModelSpec("model", path, dtype=dtype, chat_template=chat_template, max_length=max_length)
         self.model = RewardModel.from_spec(spec).to(device).eval()
-        self.batch_tokens = batch_tokens
+        self.batch_tokens = at_least("ModelReward.batch_tokens", batch_tokens, 1)
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
         scores: list[float] = self.model.score_texts(prompts, completions, self.batch_tokens).tolist()

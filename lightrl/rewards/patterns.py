@@ -6,6 +6,8 @@ from typing import Any
 
 import regex
 
+from lightrl.arguments import above
+
 __all__ = ["TimedPattern"]
 
 
@@ -26,13 +28,11 @@ class TimedPattern:
     """
 
     def __init__(self, owner: str, pattern: str, timeout: float) -> None:
-        if not timeout > 0:
-            raise ValueError(f"{owner}: timeout={timeout}; must be above 0 seconds.")
         try:
             self._compiled = regex.compile(pattern)
         except regex.error as error:
             raise ValueError(f"{owner}: pattern={pattern!r} is not a regular expression: {error}.") from error
-        self.timeout = timeout
+        self.timeout = above(f"{owner}.timeout", timeout, note=" seconds")
 
     @property
     def groups(self) -> int:

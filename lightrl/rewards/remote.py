@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightrl.arguments import at_least
 from lightrl.rewards.base import RewardError
 from lightrl.rewards.client import RetryingReward
 from lightrl.rewards.media import encode_rows
@@ -57,14 +58,12 @@ class RemoteReward(RetryingReward):
         batch_size: int = 64,
         **connection: Any,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"RemoteReward: batch_size={batch_size} must be at least 1.")
         super().__init__(url, **connection)
         self.columns = list(columns or [])
         self.fields = {"references": reference_column, "labels": label_column, "images": image_column}
         self.send_media = send_media
         self.send_completion_ids = send_completion_ids
-        self.batch_size = batch_size
+        self.batch_size = at_least("RemoteReward.batch_size", batch_size, 1)
 
     async def __call__(
         self,

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from lightrl.arguments import above, at_least, one_of
 from lightrl.rewards.base import Reward, RewardError, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
 from lightrl.rewards.extract import EXTRACTORS, Extract, to_number
@@ -55,12 +56,9 @@ class ExactAnswer(Reward):
     ) -> None:
         if pattern is not None and extract != "text":
             raise ValueError(f"ExactAnswer: extract={extract!r} and pattern={pattern!r} exclude one another.")
-        for name, value in (("extract", extract), ("reference_extract", reference_extract)):
-            if value not in EXTRACTORS:
-                raise ValueError(f"ExactAnswer: {name}={value!r}; must be one of {', '.join(EXTRACTORS)}.")
         self.column = column
-        self.extract = extract
-        self.reference_extract = reference_extract
+        self.extract = one_of("ExactAnswer.extract", extract, *EXTRACTORS)
+        self.reference_extract = one_of("ExactAnswer.reference_extract", reference_extract, *EXTRACTORS)
         self.pattern = None if pattern is None else TimedPattern("ExactAnswer", pattern, timeout)
         self.ignore_case = ignore_case
         self.ignore_whitespace = ignore_whitespace
@@ -129,10 +127,8 @@ class RegexFormat(Reward):
         timeout: float = 1.0,
         timeout_value: float | None = None,
     ) -> None:
-        if match not in ("full", "search"):
-            raise ValueError(f"RegexFormat: match={match!r}; must be 'full' or 'search'.")
         self.pattern = TimedPattern("RegexFormat", pattern, timeout)
-        self.match = match
+        self.match = one_of("RegexFormat.match", match, "full", "search")
         self.timeout_value = timeout_value
 
     def __call__(
@@ -160,11 +156,9 @@ class LengthReward(Reward):
     def __init__(self, target: int | None = None, column: str | None = None, alpha: float = 0.0003) -> None:
         if (target is None) == (column is None):
             raise ValueError(f"LengthReward: target={target!r}, column={column!r}: give exactly one of the two.")
-        if not alpha > 0:
-            raise ValueError(f"LengthReward: alpha={alpha}; must be above 0.")
         self.target = target
         self.column = column
-        self.alpha = alpha
+        self.alpha = above("LengthReward.alpha", alpha)
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float | None]:
         targets = [self.target] * len(completion_ids) if self.column is None else _column(self.column, columns)
@@ -187,15 +181,9 @@ class RepetitionPenalty(Reward):
     """
 
     def __init__(self, n: int = 3, max_penalty: float = 1.0, unit: Literal["words", "tokens"] = "words") -> None:
-        if n < 1:
-            raise ValueError(f"RepetitionPenalty: n={n}; must be at least 1.")
-        if not max_penalty > 0:
-            raise ValueError(f"RepetitionPenalty: max_penalty={max_penalty}; must be above 0.")
-        if unit not in ("words", "tokens"):
-            raise ValueError(f"RepetitionPenalty: unit={unit!r}; must be 'words' or 'tokens'.")
-        self.n = n
-        self.max_penalty = max_penalty
-        self.unit = unit
+        self.n = at_least("RepetitionPenalty.n", n, 1)
+        self.max_penalty = above("RepetitionPenalty.max_penalty", max_penalty)
+        self.unit = one_of("RepetitionPenalty.unit", unit, "words", "tokens")
 
     def __call__(self, completions: Sequence[str], completion_ids: Sequence[Sequence[int]]) -> list[float]:
         if self.unit == "tokens":
@@ -265,12 +253,10 @@ class CosineLength(Reward):
         wrong_at_max: float = -0.5,
         exceed: float = -1.0,
     ) -> None:
-        if max_tokens < 1:
-            raise ValueError(f"CosineLength: max_tokens={max_tokens}; must be at least 1.")
         function = load_reward(correct)
         self.correct = RewardFunction(f"CosineLength.correct={reward_name(function)}", function)
         self.max_concurrency = getattr(function, "max_concurrency", None)
-        self.max_tokens = max_tokens
+        self.max_tokens = at_least("CosineLength.max_tokens", max_tokens, 1)
         self.exceed = exceed
         self.right = (correct_at_zero, correct_at_max)
         self.wrong = (wrong_at_zero, wrong_at_max)

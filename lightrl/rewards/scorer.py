@@ -13,6 +13,7 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
+from lightrl.arguments import above, at_least, one_of
 from lightrl.background import BackgroundLoop
 from lightrl.rewards.base import RewardError, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import MAX_REWARD, CallFailed, CallLog, RewardFunction
@@ -104,12 +105,13 @@ class RewardScorer:
     ) -> None:
         loaded = [load_reward(function) for function in functions]
         self.names = [reward_name(function) for function in loaded] if names is None else list(names)
-        _check(loaded, self.names, weights, recipes, max_concurrency, timeout, on_reward_error)
+        _check(loaded, self.names, weights, recipes)
+        at_least("max_concurrency", max_concurrency, 1)
         self.recipes = None if recipes is None else {label: dict(parts) for label, parts in recipes.items()}
         self.weights = _weights(self.names, weights, self.recipes)
         self.label_column = label_column
-        self.timeout = timeout
-        self.on_reward_error = on_reward_error
+        self.timeout = above("timeout", timeout, or_none="for no limit")
+        self.on_reward_error = one_of("on_reward_error", on_reward_error, "error", "none")
         self._functions = [RewardFunction(name, function) for name, function in zip(self.names, loaded, strict=True)]
         self._limits = [getattr(function, "max_concurrency", None) or max_concurrency for function in loaded]
         self._loop = BackgroundLoop("rewards")
@@ -284,9 +286,6 @@ def _check(
     names: Sequence[str],
     weights: Sequence[float] | None,
     recipes: Mapping[str, Sequence[tuple[str, float]]] | None,
-    max_concurrency: int,
-    timeout: float | None,
-    on_reward_error: str,
 ) -> None:
     if not functions:
         raise ValueError("functions=[]: give at least one reward function.")
@@ -300,12 +299,6 @@ def _check(
         raise ValueError(f"weights={list(weights)}: must be finite.")
     if weights is not None and not any(weights):
         raise ValueError(f"weights={list(weights)}: every reward would be 0; one weight must differ from it.")
-    if max_concurrency < 1:
-        raise ValueError(f"max_concurrency={max_concurrency}: must be at least 1.")
-    if timeout is not None and timeout <= 0:
-        raise ValueError(f"timeout={timeout}: must be above 0, or None for no limit.")
-    if on_reward_error not in ("error", "none"):
-        raise ValueError(f"on_reward_error={on_reward_error!r}: must be 'error' or 'none'.")
     if recipes is not None:
         _check_recipes(names, weights, recipes)
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -91,6 +91,7 @@ class _ObservedQueue(RequestQueue):
         return super().take(wait)
 
 
+@dataclass(eq=False)
 class Collector:
     """Makes `Collection`s for one run.
 
@@ -104,26 +105,16 @@ class Collector:
         show: shows how far a rollout of several turns is, "" at its end; False is that it cannot, and the log says it.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        episode: Episode,
-        scorer: RewardScorer | None,
-        *,
-        ready: Callable[[], object],
-        world_size: int,
-        stall_timeout: float | None,
-        show: Callable[[str], bool] = lambda text: False,
-    ) -> None:
-        self.engine = engine
-        self.episode = episode
-        self.scorer = scorer
-        self.ready = ready
-        self.world_size = world_size
-        self.stall_timeout = stall_timeout
-        self.show = show
-        self.loop = BackgroundLoop("lightrl-episodes")
-        self._live: list[Collection] = []
+    engine: Engine
+    episode: Episode
+    scorer: RewardScorer | None
+    _: KW_ONLY
+    ready: Callable[[], object]
+    world_size: int
+    stall_timeout: float | None
+    show: Callable[[str], bool] = lambda text: False
+    loop: BackgroundLoop = field(default_factory=lambda: BackgroundLoop("lightrl-episodes"), init=False)
+    _live: list[Collection] = field(default_factory=list, init=False)
 
     def start(
         self,

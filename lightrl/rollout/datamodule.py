@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightrl.arguments import above, at_least
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import run_seed
 from lightrl.data.curriculum import CurriculumSet, PromptCurriculum
@@ -27,7 +28,6 @@ from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.base import Engine, StaleWeightsError
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.environments.episodes import Episode, SingleTurn, Task, request_seed
-from lightrl.environments.multi_turn import MultiTurn
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collation import ScoredGroup, collate, trajectory_metrics
@@ -245,13 +245,24 @@ class RolloutDataModule(LightningDataModule):
         spec = module.actor_spec
         self.tokenizer = load_tokenizer(self.tokenizer_path or spec.path, chat_template=spec.chat_template)
         self.processor = load_processor(spec.path, self.tokenizer)
-        renderer = self.episode.renderer if isinstance(self.episode, MultiTurn) else None
-        if spec.chat_template is not None and renderer not in (None, "template"):
-            raise ValueError(
-                f"actor.chat_template with episode.renderer={renderer!r}: a renderer writes its family's own template. "
-                "Leave the renderer out (and name the tool_parser), or the template."
-            )
+        if spec.chat_template is not None:
+            self.episode.check_template()
         self.episode.setup(self.tokenizer, self.processor)
+        self._load_prompts(stage)
+        if stage == "fit" and self.scorer is not None:
+            of_episodes = ("messages",) if self.episode.multi_turn else ()
+            self.scorer.require_columns([*self._sets["prompts"].columns, *of_episodes])
+
+        if stage == "fit" and self.ptx is not None and self._ptx_loader is None:
+            rows, pad = self.ptx.tokenized(self.tokenizer, self.processor), self.tokenizer.pad_token_id
+            self._ptx_loader = SFTLoader(
+                rows, self.ptx_batch_size, pad, seed=self.seed, rank=self.rank, world_size=self.world_size
+            )
+        if not self.engine.started:
+            self.engine.check(self._engine_context())
+
+    def _load_prompts(self, stage: str) -> None:
+        """Opens the prompts that a stage needs and that are not open yet."""
         sources: dict[str, PromptSource | PromptMixture | PromptCurriculum] = {
             f"eval_prompts/{name}": source for name, source in self.eval_prompts.items()
         }
@@ -268,17 +279,6 @@ class RolloutDataModule(LightningDataModule):
                     shuffle=self.shuffle and name == "prompts",
                     processor=self.processor,
                 )
-        if stage == "fit" and self.scorer is not None:
-            of_episodes = ("messages",) if self.episode.multi_turn else ()
-            self.scorer.require_columns([*self._sets["prompts"].columns, *of_episodes])
-
-        if stage == "fit" and self.ptx is not None and self._ptx_loader is None:
-            rows, pad = self.ptx.tokenized(self.tokenizer, self.processor), self.tokenizer.pad_token_id
-            self._ptx_loader = SFTLoader(
-                rows, self.ptx_batch_size, pad, seed=self.seed, rank=self.rank, world_size=self.world_size
-            )
-        if not self.engine.started:
-            self.engine.check(self._engine_context())
 
     def train_dataloader(self) -> RolloutLoader:
         """One epoch of rollouts."""
@@ -722,15 +722,12 @@ class RolloutDataModule(LightningDataModule):
         for name, value in counts.items():
             if not isinstance(value, int):
                 raise ValueError(f"{name}={value!r}: must be a whole number.")
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1.")
+            at_least(name, value, 1)
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed}: must be from 0 to 2**63 - 1.")
-        for name, value in (("max_refills", self.max_refills), ("staleness", self.staleness)):
-            if value < 0:
-                raise ValueError(f"{name}={value}: must be 0 (off) or more.")
-        if self.stall_timeout is not None and self.stall_timeout <= 0:
-            raise ValueError(f"stall_timeout={self.stall_timeout}: must be above 0 seconds, or null to wait for ever.")
+        at_least("max_refills", self.max_refills, 0)
+        at_least("staleness", self.staleness, 0)
+        above("stall_timeout", self.stall_timeout, note=" seconds", or_none="(null) to wait for ever")
         if self.max_refills and not (rewards or self.episode.multi_turn):
             raise ValueError(
                 f"max_refills={self.max_refills} drops groups without reward spread: it needs reward functions in "
@@ -755,18 +752,17 @@ class RolloutDataModule(LightningDataModule):
     def _check_in_flight(self) -> None:
         """Refuses what the weights cannot change within."""
         self.engine.check_in_flight()
-        named = {
-            "staleness=0": self.staleness == 0,
-            f"max_refills={self.max_refills}": self.max_refills > 0,
-            "sampling.regex": self.sampling.regex is not None,
-            "sampling.json_schema": self.sampling.json_schema is not None,
+        constrained = "an engine begins such a text at its first token only; drop one of the two"
+        refused = {
+            "staleness=0": (self.staleness == 0, "nothing is sampled while the weights change; set it to 1 or more"),
+            f"max_refills={self.max_refills}": (
+                self.max_refills > 0,
+                "prompts are begun ahead, before it is known how many the refills take; drop one of the two",
+            ),
+            "sampling.regex": (self.sampling.regex is not None, constrained),
+            "sampling.json_schema": (self.sampling.json_schema is not None, constrained),
         }
-        reasons = [
-            "nothing is sampled while the weights change; set staleness to 1 or more",
-            "prompts are begun ahead, before it is known how many the refills take; drop one of the two",
-            *["an engine begins such a text at its first token only; drop one of the two"] * 2,
-        ]
-        for (name, found), reason in zip(named.items(), reasons, strict=True):
+        for name, (found, reason) in refused.items():
             if found:
                 raise ValueError(f"in_flight with {name}: {reason}.")
         if self.in_flight is not None and self.in_flight.replay is not None and self.episode.multi_turn:

@@ -11,7 +11,7 @@ SEPARATOR = " | "
 
 
 def show_in_bar(trainer: Trainer | None, text: str) -> bool:
-    """Puts a text behind the description of the bar that is running, in the place of the last one; "" takes it away.
+    """Puts a text behind the description of the bar that is running, instead of the last one; "" takes it away.
 
     Any thread may call it.
 

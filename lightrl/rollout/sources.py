@@ -163,7 +163,7 @@ class InFlight:
     """Weights change within completions, with `staleness`.
 
     Args:
-        cache: what becomes of the keys and values of the tokens that are there: "recompute" computes them anew, so that
+        cache: what becomes of the keys and values of the tokens that are there: "recompute" recomputes them, so that
             a token's log-prob is what its version gives it; "keep" goes on with those of older weights at once, as
             PipelineRL does: its log-prob is then that of a mixture which no forward of the trainer repeats.
         record: folder for the switch points, a file per rank: which version sampled how many tokens of which
@@ -204,7 +204,7 @@ class InFlightSource:
     """Keeps `staleness` rollouts under way while the policy learns, and changes the weights in the middle of them.
 
     Before a rollout is handed out the engine leaves off, wherever its completions are; the weights are pushed, and all
-    goes on from the tokens that are there, whose keys and values are computed anew or kept. Then the rollout that comes
+    goes on from the tokens that are there, whose keys and values are recomputed or kept. Then the rollout that comes
     `staleness` later begins, so the first token of any is at most so many rollouts old when it is learnt from, and the
     last is of the policy of now. Rollouts are of the same prompts as without it and are handed out in that order:
     nothing is dropped, nothing waits for longer than the bound, and each has its own long completions.

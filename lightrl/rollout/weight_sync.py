@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from lightrl.arguments import above, at_least
 from lightrl.compat.transformers import as_saved
 from lightrl.engines.base import Engine, StaleWeightsError
 from lightrl.models.media_tokens import placeholder_ids
@@ -48,15 +49,10 @@ class WeightSync(EngineSync):
     def __init__(
         self, canary: bool = True, tolerance: float | None = None, num_sequences: int = 2, num_tokens: int = 16
     ) -> None:
-        for name, value, low in (("num_sequences", num_sequences, 1), ("num_tokens", num_tokens, 2)):
-            if value < low:
-                raise ValueError(f"WeightSync.{name}={value}: must be at least {low}.")
-        if tolerance is not None and tolerance <= 0:
-            raise ValueError(f"WeightSync.tolerance={tolerance}: must be above 0, or null for the dtype's own.")
         self.canary = canary
-        self.tolerance = tolerance
-        self.num_sequences = num_sequences
-        self.num_tokens = num_tokens
+        self.tolerance = above("WeightSync.tolerance", tolerance, or_none="(null) for the dtype's own")
+        self.num_sequences = at_least("WeightSync.num_sequences", num_sequences, 1)
+        self.num_tokens = at_least("WeightSync.num_tokens", num_tokens, 2)
         self.last_gap: float | None = None
         """Mean absolute log-prob gap in nats of the last canary."""
         self._prompts: list[list[int]] | None = None

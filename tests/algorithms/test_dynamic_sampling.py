@@ -6,13 +6,8 @@ import pytest
 
 from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import WeightSync
-from tests.algorithms.toys import SMALL, FirstSums, fit, grpo
-from tests.toys import Keep, quickstart_model, quiet_trainer, sums_data
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(tmp_path_factory.mktemp("model"), **SMALL)
+from tests.algorithms.toys import FirstSums, fit, grpo
+from tests.toys import Keep, quiet_trainer, sums_data
 
 
 def test_flat_groups_are_refilled_and_the_batch_keeps_its_size(model_path: str) -> None:

@@ -19,7 +19,7 @@ from lightrl.objectives.advantages import GAE, RLOO, GroupRelative, ReinforcePlu
 from lightrl.objectives.aggregation import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from lightrl.objectives.kl import KLInLoss, KLInReward
 from lightrl.objectives.losses import CPG, GSPO, PPOClip
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import quiet_trainer, sums_data
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "algorithms"
 # Of a module, by what the YAML names.
@@ -52,11 +52,6 @@ def train(module: PPOLightningModule, **data: Any) -> dict[str, float]:
     trainer = quiet_trainer()
     trainer.fit(module, sums_data(**{"rollouts_per_epoch": 1, **data}))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1, hidden_size=32, intermediate_size=32)
 
 
 @pytest.mark.parametrize("name", PAPERS)

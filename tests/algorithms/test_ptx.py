@@ -11,14 +11,7 @@ from torch import Tensor
 from lightrl.algorithms.batches import cut_minibatches
 from lightrl.data.sft import SFTSource
 from lightrl.types import Experience, SupervisedBatch
-from tests.algorithms.toys import SMALL, fit, grpo, ppo, sgd, weights
-from tests.toys import quickstart_model
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(tmp_path_factory.mktemp("model"), **SMALL)
-
+from tests.algorithms.toys import fit, grpo, ppo, sgd, weights
 
 ANSWERS = SFTSource(rows=[{"prompt": f"{a:02d}+01=", "completion": str(a + 1)} for a in range(20)])
 

@@ -19,7 +19,7 @@ from lightrl.data.preferences import PreferenceDataModule, PreferenceLoader, Pre
 from lightrl.models.reward import RewardModel, RewardModelSpec
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.ops.preference import bradley_terry_loss
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import quickstart_model, quiet_trainer, sgd, sums_data
 
 # People want the sum, and a full stop after it.
 ROWS = [
@@ -32,10 +32,6 @@ ROWS = [
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=2, hidden_size=64, intermediate_size=64)
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
 
 
 def adam(params: Any) -> torch.optim.Optimizer:

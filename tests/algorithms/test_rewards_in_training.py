@@ -17,13 +17,8 @@ from lightrl.data.prompts import PromptSource
 from lightrl.models.reward import RewardModelSpec
 from lightrl.objectives.advantages import GDPO, MaxRL
 from lightrl.rewards.rules import SoftOverlong
-from tests.algorithms.toys import SMALL, fit, grpo
-from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(tmp_path_factory.mktemp("model"), **SMALL)
+from tests.algorithms.toys import fit, grpo
+from tests.toys import digits_reward, quiet_trainer, sums_data
 
 
 def test_the_overlong_penalty_reaches_the_rewards_with_token_counts(model_path: str) -> None:

@@ -21,12 +21,8 @@ from lightrl.objectives.advantages import GAE, GroupRelative
 from lightrl.objectives.aggregation import SequenceMean
 from lightrl.objectives.kl import KLInLoss, KLInReward
 from lightrl.types import Experience, Rollouts, SamplingParams
-from tests.toys import Keep, ThreadEngine, digits_reward, quiet_trainer, sums_data
+from tests.toys import Keep, ThreadEngine, digits_reward, quiet_trainer, sgd, sums_data
 from tests.waiting import until
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
 
 
 class Pieces(ThreadEngine):

@@ -17,13 +17,8 @@ from lightrl.algorithms.schedule import make_optimizer
 from lightrl.callbacks import WeightSync
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives.kl import KLInReward
-from tests.algorithms.toys import SMALL, adam, fit, grpo, ppo, weights
-from tests.toys import Keep, quickstart_model, quiet_trainer, sums_data
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(tmp_path_factory.mktemp("model"), **SMALL)
+from tests.algorithms.toys import adam, fit, grpo, ppo, weights
+from tests.toys import Keep, quiet_trainer, sums_data
 
 
 def test_lora_base_is_the_reference_and_only_adapters_are_saved(model_path: str) -> None:

@@ -15,13 +15,7 @@ from lightrl.objectives.kl import KLInLoss
 from lightrl.objectives.losses import GMPO, GSPO, PolicyLoss, PPOClip, RLOOSequence
 from lightrl.objectives.off_policy import OffPolicyCorrection
 from lightrl.types import SamplingParams
-from tests.algorithms.toys import SMALL, fit, grpo, ppo, weights
-from tests.toys import quickstart_model
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quickstart_model(tmp_path_factory.mktemp("model"), **SMALL)
+from tests.algorithms.toys import fit, grpo, ppo, weights
 
 
 def test_truncated_responses_are_left_out_of_loss_and_normaliser(model_path: str) -> None:

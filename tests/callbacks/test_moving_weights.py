@@ -17,17 +17,13 @@ from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTSource
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives.kl import KLInLoss
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from tests.toys import quickstart_model, quiet_trainer, sgd, sums_data
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     return quickstart_model(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
 
 
 def adam(params: Any) -> torch.optim.Optimizer:

@@ -20,7 +20,7 @@ from lightrl.data.sft import SFTSource
 
 GOOD = b'{"prompt":"1+1="}\n'
 BROKEN = [
-    ("rows.jsonl", GOOD + b'\n{"prompt":\n' + GOOD, r"rows\.jsonl, line 3: .*is not JSON .*mend it or drop it"),
+    ("rows.jsonl", GOOD + b'\n{"prompt":\n' + GOOD, r"rows\.jsonl, line 3: .*is not JSON .*correct it or drop it"),
     ("rows.jsonl", GOOD + b"\0\0\0\n", "line 2: .*is not JSON"),
     ("rows.jsonl", b"", "is empty: there are no rows"),
     ("rows.jsonl", b"\n\n\n", "blank lines alone"),

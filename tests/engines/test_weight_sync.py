@@ -14,9 +14,8 @@ from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines.base import StaleWeightsError
 from lightrl.models.spec import ModelSpec
-from lightrl.rollout.sync import EngineSync
 from lightrl.types import SamplingParams
-from tests.toys import quiet_trainer, sums_data
+from tests.toys import Idle, quiet_trainer, sums_data
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
@@ -101,11 +100,6 @@ def test_a_skipped_sync_is_caught(lent: Any, tied_folder: Path, monkeypatch: pyt
     monkeypatch.setattr(lent, "load_weights", only_first)
     with pytest.raises(StaleWeightsError, match="stale or incomplete"):
         quiet_trainer().fit(ppo(tied_folder), sums_data(engine=lent))
-
-
-class Idle(EngineSync):
-    def ensure_synced(self, module: Any, engine: Any) -> None:
-        pass
 
 
 def test_an_engine_never_synced_is_refused(lent: Any, tied_folder: Path) -> None:

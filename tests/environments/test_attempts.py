@@ -131,7 +131,7 @@ def test_a_class_is_found_by_its_import_path_as_yaml_writes_it() -> None:
     }
     attempts = parser.instantiate_classes(parser.parse_object({"attempts": {"environment": environment}})).attempts
     assert attempts.environment().tools == ToolEnvironment(Calculator).tools
-    with pytest.raises(ValueError, match="factory: 'no.such' cannot be imported"):
+    with pytest.raises(ValueError, match="factory: 'no.such': there is no module 'no'"):
         ToolEnvironment("no.such")
 
 
@@ -527,9 +527,9 @@ def test_images_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        ({"max_turns": 0}, "max_turns must be at least 1, got 0"),
-        ({"max_seconds": 0.0}, "max_seconds must be more than 0"),
-        ({"on_parse_error": "ignore"}, "on_parse_error must be one of message, end, environment"),
+        ({"max_turns": 0}, "max_turns=0: must be at least 1"),
+        ({"max_seconds": 0.0}, "max_seconds=0.0: must be above 0 seconds"),
+        ({"on_parse_error": "ignore"}, "on_parse_error='ignore': must be 'message', 'end' or 'environment'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:

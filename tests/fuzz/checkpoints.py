@@ -28,11 +28,7 @@ from lightrl.types import SamplingParams
 from tests.fuzz.configs import place
 from tests.fuzz.data import ANY
 from tests.fuzz.verdicts import ERROR, WORKS
-from tests.toys import quiet_trainer, sums_data
-
-
-def _sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
+from tests.toys import quiet_trainer, sgd, sums_data
 
 
 def _adam(params: Any) -> torch.optim.Optimizer:
@@ -48,7 +44,7 @@ def _fit(kind: str, epochs: int = 1, ckpt: str | None = None) -> tuple[Any, Any]
         data: Any = SFTDataModule(rows, tokenizer=model, batch_size=2)
     else:
         make = PPOLightningModule if kind == "ppo" else GRPOLightningModule
-        module = make(model, optimizer=_adam if kind == "adam" else _sgd)
+        module = make(model, optimizer=_adam if kind == "adam" else sgd)
         sizes: dict[str, Any] = {"prompts_per_rollout": 2, "group_size": 2, "rollouts_per_epoch": 1}
         data = sums_data(sampling=SamplingParams(max_new_tokens=2), **sizes)
     callbacks = [RunGuard(), *([WeightSync(), AdaptiveKL(target=1.0)] if kind != "sft" else [])]

@@ -207,10 +207,10 @@ def test_what_is_missing_or_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match="GiGPO: anchors=None"):
         GiGPO()(torch.ones(1, 2), mask, torch.zeros(1).long(), turn_ids=turn_ids)
     for make, message in (
-        (lambda: TurnReturns(1.5), r"TurnReturns\(gamma=1.5\)"),
-        (lambda: TurnGAE(lam=-1), r"TurnGAE\(lam=-1\)"),
-        (lambda: GiGPO(step_weight=-1), r"GiGPO\(step_weight=-1\)"),
-        (lambda: GiGPO(scale="batch"), r"GiGPO\(scale='batch'\)"),  # type: ignore[arg-type]
+        (lambda: TurnReturns(1.5), r"TurnReturns.gamma=1.5"),
+        (lambda: TurnGAE(lam=-1), r"TurnGAE.lam=-1"),
+        (lambda: GiGPO(step_weight=-1), r"GiGPO.step_weight=-1"),
+        (lambda: GiGPO(scale="batch"), r"GiGPO.scale='batch'"),  # type: ignore[arg-type]
     ):
         with pytest.raises(ValueError, match=message):
             make()

@@ -158,7 +158,7 @@ def test_conversations_lose_their_images():
         ({"pattern": "score"}, "0 groups"),
         ({"low": 1.0, "high": 1.0}, "low must be below high"),
         ({"video_frames": -1}, "video_frames=-1"),
-        ({"timeout": 0}, "GenerativeJudge: timeout=0"),
+        ({"timeout": 0}, "GenerativeJudge.timeout=0"),
         ({"url": "localhost:8000"}, "http://"),
     ],
 )

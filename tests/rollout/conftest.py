@@ -1,4 +1,4 @@
-"""A scripted engine, for tests of what asks it."""
+"""A scripted engine, for tests of what asks it, and the folder of a model that chats."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import pytest
+
 from lightrl.engines.base import Engine, RequestQueue
 from lightrl.types import Completion, CompletionGroup, EngineContext, GenerationRequest
+from tests.rollout.tasks import chat_model
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return chat_model(tmp_path_factory.mktemp("model"))
 
 
 class ScriptedEngine(Engine):

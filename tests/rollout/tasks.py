@@ -24,7 +24,7 @@ from lightrl.environments import AgentProgram, Environment, EnvironmentEpisode, 
 from lightrl.rollout import RolloutDataModule
 from lightrl.types import Experience, Rollouts, SamplingParams
 from tests.environments.families import FAMILIES, make_tokenizer
-from tests.toys import near_ties, quiet_trainer
+from tests.toys import near_ties, quiet_trainer, sgd
 
 
 def chat_model(folder: Path, family: str = "qwen2.5", seed: int = 0, experts: bool = False) -> str:
@@ -187,10 +187,6 @@ class TimedEngine(TransformersEngine):
         self.times.append(time.perf_counter())
         self.threads.add(threading.current_thread().name)
         super().check_request(request)
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
 
 
 def make_data(

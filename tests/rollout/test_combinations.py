@@ -478,11 +478,6 @@ CELLS: dict[str, list[Cell]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return chat_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.mark.parametrize("way", [ENVIRONMENT, PROGRAM])
 @pytest.mark.parametrize("cell", [cell for cells in CELLS.values() for cell in cells], ids=lambda cell: cell.feature)
 def test_each_cell_is_run_or_refused_as_the_page_says(cell: Cell, way: str, path: str, tmp_path: Path) -> None:

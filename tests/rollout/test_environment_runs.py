@@ -31,11 +31,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return chat_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def vllm() -> Iterator[Any]:
     pytest.importorskip("vllm")
     engine = KeptEngine(in_process=False, restart_engine=True, max_model_len=256)

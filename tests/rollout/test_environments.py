@@ -26,11 +26,6 @@ from tests.rollout.tasks import Letters, Numbered, chat_model, fit, make_data, s
 from tests.toys import ThreadEngine
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return chat_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Any:
     yield

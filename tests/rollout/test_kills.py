@@ -23,16 +23,11 @@ from lightrl.engines.base import EngineDiedError, EngineRestartedError
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import AgentProgram, EnvironmentFailedError
 from tests.environments.test_endpoint import ends, listening
-from tests.rollout.tasks import Letters, chat_model, fit, talk
+from tests.rollout.tasks import Letters, fit, talk
 from tests.waiting import gone, until
 
 HERE = Path(__file__).resolve().parent
 PHASES = ("start", "asking", "between turns", "end")
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return chat_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

@@ -230,7 +230,7 @@ def test_an_error_in_the_background_stops_the_run(side_model: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"staleness": -1}, "staleness=-1: must be 0"),
+        ({"staleness": -1}, "staleness=-1: must be at least 0"),
         ({"staleness": 1, "engine": TransformersEngine()}, r"engine=TransformersEngine in the trainer's process.*VLLM"),
         ({"streaming": True, "engine": VLLMEngine()}, r"streaming=True with engine=VLLMEngine.*in_process=False"),
         ({"staleness": 1, "streaming": True}, "staleness=1 with streaming=True"),

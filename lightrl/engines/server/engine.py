@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightrl.arguments import above, at_least, one_of
 from lightrl.background import BackgroundLoop
 from lightrl.engines.base import Engine, EngineDiedError, RequestQueue, StaleWeightsError
 from lightrl.engines.server.checks import check_length, learn, named_servers, wait_for
@@ -96,34 +97,23 @@ class ServerEngine(Engine):
             raise ValueError(f"ServerEngine.urls={urls}: name at least one server, each once.")
         if not all(url.startswith(("http://", "https://")) for url in urls):
             raise ValueError(f"ServerEngine.urls={urls}: write each as http://HOST:PORT.")
-        if kind not in PROTOCOLS:
-            raise ValueError(f"ServerEngine.kind={kind!r}: must be one of {', '.join(PROTOCOLS)}.")
         if weights == "path" and shared_folder is None:
             raise ValueError("ServerEngine.shared_folder=None: weights: path needs a folder that all machines share.")
         if weights == "transfer" and kind != "vllm":
             raise ValueError(f"ServerEngine.weights='transfer' with kind={kind!r}: vLLM only; use weights: path.")
-        for name, value, low in (("max_groups", max_groups, 1), ("retries", retries, 0)):
-            if value < low:
-                raise ValueError(f"ServerEngine.{name}={value}: must be at least {low}.")
-        if timeout <= 0:
-            raise ValueError(f"ServerEngine.timeout={timeout}: must be above 0.")
-        if progress_timeout is not None and progress_timeout <= 0:
-            raise ValueError(
-                f"ServerEngine.progress_timeout={progress_timeout}: must be above 0, or None for no limit."
-            )
         super().__init__()
         self.urls = urls
-        self.kind = kind
+        self.kind = one_of("ServerEngine.kind", kind, *PROTOCOLS)
         self.weights = weights
         self.shared_folder = shared_folder
         self.transfer_address = transfer_address
         self.model = model
         self.requested_dtype = dtype
         self.api_key = api_key
-        self.max_groups = max_groups
-        self.retries = retries
-        self.timeout = timeout
-        self.progress_timeout = progress_timeout
+        self.max_groups = at_least("ServerEngine.max_groups", max_groups, 1)
+        self.retries = at_least("ServerEngine.retries", retries, 0)
+        self.timeout = above("ServerEngine.timeout", timeout)
+        self.progress_timeout = above("ServerEngine.progress_timeout", progress_timeout, or_none="for no limit")
         self.start_timeout = start_timeout
         self.protocol = PROTOCOLS[kind]()
         self._loop: BackgroundLoop | None = None

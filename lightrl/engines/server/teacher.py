@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Literal
 
+from lightrl.arguments import above, at_least, one_of
 from lightrl.background import BackgroundLoop
 from lightrl.engines.base import EngineDiedError
 from lightrl.engines.server.checks import check_tokenizer, named_servers, wait_for
@@ -60,20 +61,13 @@ class ServerTeacher:
     ) -> None:
         if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
             raise ValueError(f"ServerTeacher.urls={urls}: name at least one server, each as http://HOST:PORT.")
-        if kind not in PROTOCOLS:
-            raise ValueError(f"ServerTeacher.kind={kind!r}: must be one of {', '.join(PROTOCOLS)}.")
-        if max_requests < 1:
-            raise ValueError(f"ServerTeacher.max_requests={max_requests}: must be at least 1.")
-        for name, value in (("timeout", timeout), ("progress_timeout", progress_timeout)):
-            if value is not None and value <= 0:
-                raise ValueError(f"ServerTeacher.{name}={value}: must be above 0.")
         self.urls = urls
-        self.kind = kind
+        self.kind = one_of("ServerTeacher.kind", kind, *PROTOCOLS)
         self.model = model
         self.api_key = api_key
-        self.max_requests = max_requests
-        self.timeout = timeout
-        self.progress_timeout = progress_timeout
+        self.max_requests = at_least("ServerTeacher.max_requests", max_requests, 1)
+        self.timeout = above("ServerTeacher.timeout", timeout)
+        self.progress_timeout = above("ServerTeacher.progress_timeout", progress_timeout, or_none="for no limit")
         self.start_timeout = start_timeout
         self.protocol = PROTOCOLS[kind]()
         self.servers: list[Server] = []

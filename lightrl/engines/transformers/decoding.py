@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -92,6 +92,7 @@ class _Row:
         self.text: str | None = None  # set when a stop string ends it
 
 
+@dataclass(eq=False)
 class Generation:
     """One call of `generate`.
 
@@ -108,47 +109,37 @@ class Generation:
         max_tokens: most tokens held at a time.
     """
 
-    def __init__(
-        self,
-        make_decoder: Callable[[Sequence[GenerationRequest], bool], Decoder],
-        queue: RequestQueue,
-        *,
-        check: Callable[[GenerationRequest], None],
-        version: Callable[[], int],
-        lock: AbstractContextManager[None],
-        tokenizer: Any,
-        eos_ids: set[int],
-        device: torch.device,
-        max_sequences: int,
-        max_tokens: int,
-    ) -> None:
-        self.make_decoder = make_decoder
-        self.queue = queue
-        self.check = check
-        self.version = version
-        self.now = version()
-        self.lock = lock
-        self.tokenizer = tokenizer
-        self.eos_ids = eos_ids
-        self.device = device
-        self.max_sequences = max_sequences
-        self.max_tokens = max_tokens
-        self.special = set(tokenizer.all_special_ids)
-        self.decoder: Decoder | None = None
-        self.settings: list[_Settings] = []
-        self.waiting: deque[_Job] = deque()
-        self.jobs: dict[GenerationRequest, _Job] = {}  # waiting or running
-        self.rows: list[_Row] = []
-        self.uniforms = torch.empty(0, dtype=torch.float64, device=device)  # of all jobs, one after another
-        self.last = torch.empty(0, dtype=torch.long, device=device)
-        self.cursors = torch.empty(0, dtype=torch.long, device=device)  # per row, the place of its next uniform
-        self.kinds: list[tuple[_Settings, Tensor | None]] = []  # of the rows, and which have them; None for all
-        # Tokens, log-probs, per row the ids they were drawn from, and the experts of the tokens that were fed, of steps
-        # that no row ended with.
-        self.pending: list[tuple[Tensor, Tensor, list[Tensor] | None, Tensor | None]] = []
-        self.seen: Tensor | None = None
-        self.held = 0
-        self.room = 0  # tokens until a row meets its limit, as of what is written down
+    make_decoder: Callable[[Sequence[GenerationRequest], bool], Decoder]
+    queue: RequestQueue
+    _: KW_ONLY
+    check: Callable[[GenerationRequest], None]
+    version: Callable[[], int]
+    lock: AbstractContextManager[None]
+    tokenizer: Any
+    eos_ids: set[int]
+    device: torch.device
+    max_sequences: int
+    max_tokens: int
+    decoder: Decoder | None = field(default=None, init=False)
+    settings: list[_Settings] = field(default_factory=list, init=False)
+    waiting: deque[_Job] = field(default_factory=deque, init=False)
+    jobs: dict[GenerationRequest, _Job] = field(default_factory=dict, init=False)  # waiting or running
+    rows: list[_Row] = field(default_factory=list, init=False)
+    # Of the rows, and which have them; None for all.
+    kinds: list[tuple[_Settings, Tensor | None]] = field(default_factory=list, init=False)
+    # Tokens, log-probs, per row the ids they were drawn from, and the experts of the tokens that were fed, of steps
+    # that no row ended with.
+    pending: list[tuple[Tensor, Tensor, list[Tensor] | None, Tensor | None]] = field(default_factory=list, init=False)
+    seen: Tensor | None = field(default=None, init=False)
+    held: int = field(default=0, init=False)
+    room: int = field(default=0, init=False)  # tokens until a row meets its limit, as of what is written down
+
+    def __post_init__(self) -> None:
+        self.now = self.version()
+        self.special = set(self.tokenizer.all_special_ids)
+        self.uniforms = torch.empty(0, dtype=torch.float64, device=self.device)  # of all jobs, one after another
+        self.last = torch.empty(0, dtype=torch.long, device=self.device)
+        self.cursors = torch.empty(0, dtype=torch.long, device=self.device)  # per row, the place of its next uniform
 
     def groups(self) -> Iterator[CompletionGroup]:
         """The groups, each as soon as its last completion is done."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from lightrl.arguments import at_least
 from lightrl.background import FairLock
 from lightrl.compat.transformers import router_modules
 from lightrl.engines.base import Engine, RequestQueue
@@ -72,12 +73,9 @@ class TransformersEngine(Engine):
         cpu_kernels: bool | None = None,
         model_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        for name, value in (("max_sequences", max_sequences), ("max_batch_tokens", max_batch_tokens)):
-            if value < 1:
-                raise ValueError(f"TransformersEngine: {name}={value} must be at least 1.")
         super().__init__()
-        self.max_sequences = max_sequences
-        self.max_batch_tokens = max_batch_tokens
+        self.max_sequences = at_least("TransformersEngine.max_sequences", max_sequences, 1)
+        self.max_batch_tokens = at_least("TransformersEngine.max_batch_tokens", max_batch_tokens, 1)
         self._max_model_len = max_model_len
         self.cpu_kernels = cpu_kernels
         self._dtype = dtype
@@ -183,8 +181,7 @@ class TransformersEngine(Engine):
                     f"SamplingParams.{name}={getattr(sampling, name)!r}: TransformersEngine has no such thing; "
                     "use VLLMEngine, or leave it out."
                 )
-        if request.num_completions < 1:
-            raise ValueError(f"num_completions={request.num_completions} must be at least 1.")
+        at_least("num_completions", request.num_completions, 1)
         if not length:
             raise ValueError(f"token_ids=[]: {request.name} is empty; give it at least one token.")
         if request.inputs and any(part.finish_reason == "suspended" and part.token_ids for part in request.begun):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from lightrl.arguments import above
 from lightrl.background import FairLock
 from lightrl.engines.base import (
     Engine,
@@ -154,8 +155,6 @@ class VLLMEngine(Engine):
             )
         if devices is not None and (not devices or len({*devices}) < len(devices) or min(devices) < 0):
             raise ValueError(f"VLLMEngine.devices={devices}: must be different numbers of GPUs, from 0 on.")
-        if progress_timeout is not None and progress_timeout <= 0:
-            raise ValueError(f"VLLMEngine.progress_timeout={progress_timeout}: must be above 0, or None for no limit.")
         if restart_engine and in_process:
             raise ValueError(
                 "VLLMEngine.restart_engine=True: an engine in the trainer's process cannot die alone; "
@@ -174,7 +173,7 @@ class VLLMEngine(Engine):
         self.restart_engine = restart_engine
         self.sleep_level = sleep_level
         self.lora_sync = lora_sync
-        self.progress_timeout = progress_timeout
+        self.progress_timeout = above("VLLMEngine.progress_timeout", progress_timeout, or_none="for no limit")
         self.engine_args = dict(engine_args or {})
         self._context: EngineContext | None = None
         self._adapter: VLLMAdapter | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightrl.arguments import at_least
 from lightrl.models.video import video_timing
 from lightrl.types import Completion, GenerationRequest, Routes, SamplingParams
 
@@ -101,8 +102,7 @@ def check_lengths(request: GenerationRequest, *, limit: tuple[str, int], way_out
         way_out: what raises it.
     """
     length, new_tokens = len(request.token_ids), request.sampling.max_new_tokens
-    if request.num_completions < 1:
-        raise ValueError(f"num_completions={request.num_completions}: must be at least 1.")
+    at_least("num_completions", request.num_completions, 1)
     if not length:
         raise ValueError(f"token_ids=[]: {request.name} is empty; give it at least one token.")
     if length + new_tokens > limit[1]:

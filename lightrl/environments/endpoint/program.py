@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import math
 import threading
 import time
@@ -13,8 +12,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lightrl.arguments import at_least, imported, require_packages
 from lightrl.background import in_thread
-from lightrl.environments.endpoint.running import InProcess, InSubprocess, ProgramError, Runner, load
+from lightrl.environments.endpoint.running import InProcess, InSubprocess, ProgramError, Runner
 from lightrl.environments.endpoint.session import Session
 from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.types import StopReason, Trajectory
@@ -80,12 +80,9 @@ class AgentProgram(MultiTurn):
         **limits: Any,
     ) -> None:
         super().__init__(max_turns=max_turns, max_seconds=max_seconds, **limits)
-        self.refuse_below_one(max_requests=max_requests, max_body_bytes=max_body_bytes)
         if limit_reward is not None and not math.isfinite(limit_reward):
             raise ValueError(f"limit_reward must be a finite number or None, got {limit_reward}.")
-        missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
-        if missing:
-            raise ValueError(f"AgentProgram needs {' and '.join(missing)}: pip install 'lightrl[agents]'.")
+        require_packages("AgentProgram", "agents", "fastapi", "uvicorn")
         if process and not isinstance(run, str):
             raise ValueError('process=True needs a program by name, run="file.py:main", not a function.')
         if not process and (python is not None or env):
@@ -93,10 +90,10 @@ class AgentProgram(MultiTurn):
         if process:
             self.runner: Runner = InSubprocess(str(run), python, env)
         else:
-            self.runner = InProcess(load(run) if isinstance(run, str) else run)
+            self.runner = InProcess(imported("run:", run) if isinstance(run, str) else run)
         self.limit_reward = limit_reward
-        self.max_requests = max_requests
-        self.max_body_bytes = max_body_bytes
+        self.max_requests = at_least("max_requests", max_requests, 1)
+        self.max_body_bytes = at_least("max_body_bytes", max_body_bytes, 1)
         self._endpoint: Endpoint | None = None
 
     @contextlib.asynccontextmanager
@@ -172,7 +169,7 @@ class AgentProgram(MultiTurn):
                 self._endpoint = None
 
     async def _play(self, session: Session, endpoint: Endpoint, row: Mapping[str, Any]) -> Trajectory:
-        """Runs the program and makes a trajectory of what came of it."""
+        """Runs the program and makes a trajectory of its outcome."""
         began = time.monotonic()
         stop: StopReason | None = None
         reward: float | None = None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -24,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.background import in_thread
 
-__all__ = ["InProcess", "InSubprocess", "ProgramError", "Runner", "load"]
+__all__ = ["InProcess", "InSubprocess", "ProgramError", "Runner"]
 
 CHILD = Path(__file__).with_name("child.py")
 LOG_BYTES = 4000  # of a process's output that a message shows
@@ -44,33 +42,6 @@ class Runner(ABC):
         Raises:
             ProgramError: it raised, or its process ended.
         """
-
-
-def load(run: str) -> Callable[..., Any]:
-    """The function that "file.py:main" or "package.module:main" names.
-
-    Raises:
-        ValueError: there is none.
-    """
-    place, _, name = run.rpartition(":")
-    try:
-        if place.endswith(".py"):
-            path = Path(place).resolve()
-            spec = importlib.util.spec_from_file_location(f"program_{path.stem}", path)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-        function = getattr(module, name)
-    except (ImportError, AttributeError, OSError, ValueError) as error:
-        raise ValueError(
-            f'run: {run!r} cannot be loaded ({error}). Write "file.py:function" or "package.module:function".'
-        ) from error
-    if not callable(function):
-        raise ValueError(f"run: {run!r} is no function.")
-    return function  # type: ignore[no-any-return]
 
 
 class InProcess(Runner):

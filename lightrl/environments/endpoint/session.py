@@ -18,6 +18,8 @@ from lightrl.types import GenerationRequest, SamplingParams, StopReason, Traject
 
 __all__ = ["Answered", "Asked", "RefusedError", "Session"]
 
+_COUNTS = ("tool_calls", "parse_errors", "refused_requests", "ignored_parameters")
+
 
 class RefusedError(Exception):
     """A request that is not answered.
@@ -105,6 +107,7 @@ def _same(mine: Message, theirs: Message) -> bool:
     return mine == theirs
 
 
+@dataclass(eq=False, kw_only=True)
 class Session:
     """Answers the requests of one attempt, on the event loop that it was made on.
 
@@ -128,47 +131,35 @@ class Session:
         name: how messages call the attempt.
     """
 
-    def __init__(
-        self,
-        *,
-        bridge: Bridge,
-        parser: Callable[[Sequence[dict[str, Any]]], ReplyParser],
-        ask: Ask,
-        turn_seed: Callable[[int], int],
-        sampling: SamplingParams,
-        max_turns: int,
-        max_tokens: int | None,
-        max_requests: int,
-        name: str,
-    ) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.bridge = bridge
-        self.parser = parser
-        self.ask = ask
-        self.turn_seed = turn_seed
-        self.sampling = sampling
-        self.max_turns = max_turns
-        self.max_tokens = max_tokens
-        self.max_requests = max_requests
-        self.name = name
-        self.broken = asyncio.Event()
-        self.failure: str | None = None
-        self.refusal: str | None = None
-        self.ended = False
-        self.counts = dict.fromkeys(("tool_calls", "parse_errors", "refused_requests", "ignored_parameters"), 0.0)
-        self._limit: StopReason | None = None
-        self._last: StopReason = "stop"
-        self._completion = ""
-        self._streams: list[_Stream] = []
-        self._latest: _Stream | None = None
-        self._free: list[int] = []
-        self._numbers = 0
-        self._turns: set[int] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._call_ids: dict[str, tuple[str, str]] = {}  # the program's id of a call -> the policy's, and its name
-        self._waited = 0.0
-        self._waiting_since = 0.0
-        self._responses: dict[str, list[Message]] = {}
+    bridge: Bridge
+    parser: Callable[[Sequence[dict[str, Any]]], ReplyParser]
+    ask: Ask
+    turn_seed: Callable[[int], int]
+    sampling: SamplingParams
+    max_turns: int
+    max_tokens: int | None
+    max_requests: int
+    name: str
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop, init=False)
+    broken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    failure: str | None = field(default=None, init=False)
+    refusal: str | None = field(default=None, init=False)
+    ended: bool = field(default=False, init=False)
+    counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0.0), init=False)
+    _limit: StopReason | None = field(default=None, init=False)
+    _last: StopReason = field(default="stop", init=False)
+    _completion: str = field(default="", init=False)
+    _streams: list[_Stream] = field(default_factory=list, init=False)
+    _latest: _Stream | None = field(default=None, init=False)
+    _free: list[int] = field(default_factory=list, init=False)
+    _numbers: int = field(default=0, init=False)
+    _turns: set[int] = field(default_factory=set, init=False)
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
+    # the program's id of a call -> the policy's, and its name
+    _call_ids: dict[str, tuple[str, str]] = field(default_factory=dict, init=False)
+    _waited: float = field(default=0.0, init=False)
+    _waiting_since: float = field(default=0.0, init=False)
+    _responses: dict[str, list[Message]] = field(default_factory=dict, init=False)
 
     # ---- what the attempt has come to ---------------------------------------------------------------------------
 
@@ -318,8 +309,8 @@ class Session:
             if stream is not None:
                 stream.busy = False
         completion = group.completions[0]
-        truncated = completion.finish_reason == "length"
-        reply = self._parsed(prompt_ids, completion.token_ids, asked.tools, truncated)
+        reply = self.parser(asked.tools).read(prompt_ids, completion, asked.tools, self.bridge)
+        self.counts["parse_errors"] += bool(reply.errors)
         stream.ledger.sampled(
             completion.token_ids,
             completion.logprobs,
@@ -333,7 +324,7 @@ class Session:
         self._latest = stream
         self._completion = reply.content
         self._limit = None
-        self._last = "stop" if not truncated else "tokens" if left < wanted else "length"
+        self._last = "stop" if not reply.truncated else "tokens" if left < wanted else "length"
         self.counts["tool_calls"] += len(reply.tool_calls)
         for_program = replace(reply, tool_calls=[])
         for i, call in enumerate(reply.tool_calls):
@@ -372,19 +363,6 @@ class Session:
                     return _Stream(ledger), ids
         ledger = Ledger(self.bridge, tools)
         return _Stream(ledger), ledger.begin(messages)
-
-    def _parsed(
-        self, prompt_ids: list[int], token_ids: list[int], tools: list[dict[str, Any]], truncated: bool
-    ) -> Reply:
-        parser = self.parser(tools)
-        reply: Reply = parser.parse(prompt_ids, token_ids, tools, truncated=truncated)
-        if len(reply.tool_calls) > 1 and not self.bridge.takes_parallel_calls(tools):
-            reply.errors.append("this model's chat template takes one tool call at a time.")
-        if reply.errors:  # the program sees what was written, as text
-            self.counts["parse_errors"] += 1
-            content = str(parser.tokenizer.decode(token_ids, skip_special_tokens=True))
-            reply = replace(reply, content=content, reasoning=None, tool_calls=[])
-        return reply
 
     def _as_policy(self, messages: Sequence[Message]) -> list[Message]:
         """The conversation with the policy's own ids of tool calls, and the names of tools that answered."""

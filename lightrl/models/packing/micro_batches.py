@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lightrl.arguments import at_least
 from lightrl.models.packing.prefixes import Prefixes, least_shared, no_prefixes, shared_prefixes
 from lightrl.models.spec import Layout
 
@@ -59,8 +60,7 @@ def micro_batches(
     Raises:
         ValueError: budget is below 1, or `num_bins` micro-batches cannot hold the rows.
     """
-    if budget < 1:
-        raise ValueError(f"micro_batch_tokens={budget}: must be at least 1.")
+    at_least("micro_batch_tokens", budget, 1)
     lengths = attention_mask.sum(1).clamp(min=1).cpu()
     if layout == "padded":
         bins = _rectangles(lengths.tolist(), _by_unit(range(len(lengths)), units), budget, num_bins)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import ipaddress
 import math
 import os
 import resource
 from typing import Any, Optional
 
+from lightrl.arguments import above, at_least, require_packages
 from lightrl.rewards.base import RewardFn, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
 
@@ -77,10 +77,8 @@ def serve_reward(
         "max_connections": max_connections,
     }
     for name, limit in limits.items():
-        if limit < 1:
-            raise ValueError(f"serve_reward: {name}={limit}: must be at least 1.")
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"serve_reward: timeout={timeout}: must be above 0, or None for no limit.")
+        at_least(f"serve_reward: {name}", limit, 1)
+    above("serve_reward: timeout", timeout, or_none="for no limit")
     if not 0 < read_timeout < math.inf:
         raise ValueError(f"serve_reward: read_timeout={read_timeout}: must be above 0 seconds.")
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -89,9 +87,7 @@ def serve_reward(
             f"serve_reward: max_connections={max_connections}: this process may have {open_files} files open, of which "
             f"it keeps {_OWN_FILES} for itself. Lower it, or raise the limit (`ulimit -n`)."
         )
-    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"serve_reward needs {' and '.join(missing)}: pip install 'lightrl[server]'.")
+    require_packages("serve_reward", "server", "fastapi", "uvicorn")
     function = RewardFunction(*_function(reward, model))
     import uvicorn
 

@@ -1,56 +1,3 @@
-"""What the page of `lightrl view` runs: its style and its script. Texts only ever become text nodes."""
-
-from __future__ import annotations
-
-__all__ = ["SCRIPT", "STYLE"]
-
-STYLE = r"""
-:root{color-scheme:light dark;--bg:#f6f7f9;--card:#fff;--text:#1f2937;--soft:#6b7280;--line:#e5e7eb;--mark:#2563eb;
---code:#f3f4f6;--good:#047857;--bad:#b91c1c;--pos:16,160,90;--neg:220,50,50;--amount:37,99,235}
-@media(prefers-color-scheme:dark){:root{--bg:#0d1117;--card:#161b22;--text:#d1d5db;--soft:#8b949e;--line:#30363d;
---mark:#58a6ff;--code:#0d1117;--good:#34d399;--bad:#f87171;--pos:46,204,113;--neg:248,81,73;--amount:88,166,255}}
-*{box-sizing:border-box}body{margin:0;height:100vh;display:grid;grid-template:auto 1fr/300px 1fr;background:var(--bg);
-color:var(--text);font:14px/1.45 system-ui,sans-serif}
-header{grid-column:1/3;display:flex;flex-wrap:wrap;gap:8px 12px;align-items:center;padding:10px 14px;
-background:var(--card);border-bottom:1px solid var(--line)}
-h1{font-size:1rem;margin:0 8px 0 0;max-width:22ch;overflow:hidden;
-text-overflow:ellipsis;white-space:nowrap}
-label{font-size:.8rem;color:var(--soft);display:flex;gap:5px;align-items:center}
-input,select{font:inherit;color:inherit;background:var(--bg);border:1px solid var(--line);border-radius:6px;
-padding:3px 7px}
-#search{width:22ch}select{max-width:180px}#count{color:var(--soft);font-size:.85rem;margin-left:auto}
-#legend{display:flex;gap:6px;align-items:center;font-size:.78rem;color:var(--soft);font-variant-numeric:tabular-nums}
-#bar{width:90px;height:10px;border-radius:3px;border:1px solid var(--line)}
-nav{overflow:auto;border-right:1px solid var(--line);padding:6px}
-nav section{margin-bottom:6px;content-visibility:auto;contain-intrinsic-size:auto 120px}
-nav h2{font-size:.75rem;font-weight:600;color:var(--soft);margin:8px 6px 2px;overflow:hidden;text-overflow:ellipsis;
-white-space:nowrap}
-nav button{display:grid;grid-template-columns:3.2em 4.6em 1fr auto;gap:6px;width:100%;text-align:left;font:inherit;
-font-size:.82rem;color:inherit;background:none;border:0;border-radius:6px;padding:3px 6px;cursor:pointer;
-font-variant-numeric:tabular-nums}
-nav button:hover{background:var(--code)}
-nav button[aria-current=true]{background:var(--card);outline:1px solid var(--mark)}
-nav button small{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}nav small,.soft{color:var(--soft)}
-.up{color:var(--good)}.down{color:var(--bad)}
-main{overflow:auto;padding:12px;display:flex;gap:12px;align-items:flex-start}
-article{flex:1 0 min(100%,420px);max-width:820px;background:var(--card);border:1px solid var(--line);border-radius:10px;
-padding:10px 12px;min-width:0}article.chosen{outline:2px solid var(--mark)}
-article h3{font-size:.95rem;margin:0 0 2px;display:flex;justify-content:space-between;gap:8px}
-article p{margin:0 0 6px;font-size:.8rem}dl{display:grid;grid-template-columns:auto 1fr;gap:0 10px;margin:0 0 8px;
-font-size:.8rem}dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
-img{max-width:160px;max-height:160px;border:1px solid var(--line);border-radius:4px;margin:0 6px 6px 0}
-.turn{margin:8px 0 0;font-size:.78rem;color:var(--soft);display:flex;gap:10px;flex-wrap:wrap}.turn b{color:var(--text)}
-pre{margin:2px 0 0;padding:6px 8px;background:var(--code);border-radius:6px;white-space:pre-wrap;overflow-wrap:anywhere;
-font:12.5px/1.5 ui-monospace,monospace}pre.context{color:var(--soft);background:none;border-left:3px solid var(--line);
-border-radius:0;max-height:9.5em;overflow:auto}pre span{border-radius:2px}
-pre span.newline::before{content:"\21b5";opacity:.5}.row{font-size:.78rem;font-weight:600;margin:10px 0 0}
-#tip{position:fixed;display:none;pointer-events:none;background:var(--text);color:var(--bg);border-radius:6px;
-padding:5px 8px;font:12px/1.45 ui-monospace,monospace;white-space:pre;z-index:9}
-@media(max-width:760px){body{grid-template:auto 34vh 1fr/1fr}header{grid-column:1}nav{border-right:0;
-border-bottom:1px solid var(--line)}#count{margin-left:0}}
-"""
-
-SCRIPT = r"""
 "use strict";
 const began = performance.now();
 const read = id => JSON.parse(document.getElementById(id).textContent);
@@ -287,4 +234,3 @@ main.addEventListener("mouseleave", () => { tip.style.display = "none"; });
 if (head.has.includes("advantages")) overlay.value = "advantage";
 list();
 document.documentElement.dataset.ready = String(Math.round(performance.now() - began));
-"""

@@ -1,0 +1,124 @@
+"""Arguments as they are given: ranges, choices, import paths, packages; one wording for all that is refused."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+__all__ = ["above", "at_least", "fraction", "imported", "one_of", "require_packages"]
+
+T = TypeVar("T")
+
+
+def at_least(name: str, value: T, low: float, note: str = "", *, or_none: str | None = None) -> T:
+    """The value if it is `low` or more.
+
+    Args:
+        name: what the message calls the argument, such as `SampleLog.num_samples`.
+        value: a number; NaN is refused.
+        low: the smallest that is allowed.
+        note: end of the message, behind what is allowed.
+        or_none: what None stands for, such as "for no limit"; without it None is refused.
+
+    Raises:
+        ValueError: with the name, the value and what is allowed.
+    """
+    return _checked(name, value, lambda x: x >= low, f"at least {low:g}{note}", or_none)
+
+
+def above(name: str, value: T, low: float = 0, note: str = "", *, or_none: str | None = None) -> T:
+    """The value if it is above `low`; otherwise as `at_least`."""
+    return _checked(name, value, lambda x: x > low, f"above {low:g}{note}", or_none)
+
+
+def fraction(name: str, value: T, bounds: str = "[0, 1]", note: str = "", *, or_none: str | None = None) -> T:
+    """The value if it is in the interval from 0 to 1 whose brackets say which ends belong to it, such as `(0, 1]`."""
+
+    def inside(x: float) -> bool:
+        return (x >= 0 if bounds[0] == "[" else x > 0) and (x <= 1 if bounds[-1] == "]" else x < 1)
+
+    return _checked(name, value, inside, f"in {bounds}{note}", or_none)
+
+
+def one_of(name: str, value: T, *choices: T) -> T:
+    """The value if it is one of the choices; otherwise as `at_least`."""
+    *most, last = map(repr, choices)
+    return _checked(name, value, lambda x: x in choices, f"{', '.join(most)} or {last}", None)
+
+
+def _checked(name: str, value: T, ok: Callable[[Any], bool], allowed: str, or_none: str | None) -> T:
+    if not (or_none is not None if value is None else ok(value)):
+        raise ValueError(f"{name}={value!r}: must be {allowed}{'' if or_none is None else f', or None {or_none}'}.")
+    return value
+
+
+def require_packages(owner: str, extra: str, *packages: str) -> None:
+    """Raises a ValueError that says what to install if one of the packages, by its import name, is missing."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{owner} needs {' and '.join(missing)}: pip install 'lightrl[{extra}]'.")
+
+
+def imported(what: str, path: str, known: Sequence[str] = ()) -> Any:
+    """What an import path names.
+
+    Args:
+        what: what the message calls the argument, such as `reward function`.
+        path: `package.module:name`, `package.module.name` or `path/to/file.py:name`. A file is run once.
+        known: names that may have been meant where the path is none.
+
+    Raises:
+        ValueError: nothing can be imported there; the message says which part failed.
+    """
+    place, colon, name = path.rpartition(":")
+    if not colon:
+        place, _, name = path.rpartition(".")
+    if not place or not name or name == "py":
+        close = difflib.get_close_matches(path, known, 1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f"{what} {path!r}: give package.module:name, package.module.name or path/to/file.py:name.{hint}"
+        )
+    module = _run_file(what, path, Path(place)) if place.endswith(".py") else _import_module(what, path, place)
+    if not hasattr(module, name):
+        offered = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise ValueError(f"{what} {path!r}: {place} has no {name!r}. It has: {', '.join(offered) or 'none'}.")
+    return getattr(module, name)
+
+
+def _import_module(what: str, path: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise ValueError(f"{what} {path!r}: importing {name} failed: {error}.") from error
+        raise ValueError(
+            f"{what} {path!r}: there is no module {error.name!r} on the Python path. "
+            "Install the package, set PYTHONPATH, or give the file as path/to/file.py:name."
+        ) from error
+    except Exception as error:
+        raise ValueError(f"{what} {path!r}: importing {name} failed: {error!r}.") from error
+
+
+def _run_file(what: str, path: str, file: Path) -> ModuleType:
+    if not file.is_file():
+        raise ValueError(f"{what} {path!r}: there is no file {file} (looked from {Path.cwd()}).")
+    name = f"lightrl_file_{file.stem}_{abs(hash(file.resolve()))}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # the suffix is .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ValueError(f"{what} {path!r}: running {file} failed: {error!r}.") from error
+    return module
