@@ -194,4 +194,15 @@ def test_a_table_of_ones_own_goes_on_in_a_resumed_run(model: str, tmp_path: Path
 
     assert fit(1, None) == ["0"]
     assert fit(2, "last") == ["0", "1"]
-    assert fit(1, None) == ["0"]  # another run, which begins anew
+    assert fit(1, None) == ["0"]  # another run, which begins from nothing
+
+
+def test_a_table_of_ones_own_keeps_what_its_logger_wrote_before_a_fit(model: str, tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="", version="mine")
+    for first in (0, 1):  # the second trainer goes on with the first one's logger
+        logger.log_metrics({"before": float(first)}, step=10 + first)
+        trainer = quiet_trainer(callbacks=[WeightSync()], logger=logger, log_every_n_steps=1)
+        trainer.fit(PPOLightningModule(model), sums_data(rollouts_per_epoch=1))
+    with (tmp_path / "mine" / "metrics.csv").open() as file:
+        written = [(row["step"], row["before"]) for row in csv.DictReader(file)]
+    assert written == [("10", "0.0"), ("0", ""), ("11", "1.0"), ("0", "")]

@@ -37,6 +37,7 @@ class SavesPretrained(LightningModule):
     _is_built = False
     _is_sharded = False
     _loaded_tokenizer: str | None = None  # of the run whose checkpoint was loaded
+    _kept_tables: tuple[CSVLogger, ...] = ()  # loggers that began in this fit with what an earlier run had written
 
     @abstractmethod
     def _build_models(self, in_shards: bool = False) -> None:
@@ -47,22 +48,20 @@ class SavesPretrained(LightningModule):
         """The models, each with its `blocks()`."""
 
     def configure_callbacks(self) -> list[Any]:
-        """Lightning's first call: keeps the `metrics.csv` of the loggers, which are about to begin, until it is known
-        whether the run is a resumed one.
+        """Lightning's first call: keeps the `metrics.csv` of loggers that are about to begin, until it is known whether
+        the run is a resumed one.
         """
-        for logger in self._table_loggers():
-            begin_table(logger, resumed=True)
+        trainer: Any = self.trainer
+        if trainer.state.fn == "fit" and trainer.is_global_zero:
+            loggers = (logger for logger in trainer.loggers if isinstance(logger, CSVLogger))
+            self._kept_tables = tuple(logger for logger in loggers if begin_table(logger, resumed=True))
         return []
 
     def on_fit_start(self) -> None:
-        """A run that is not a resumed one begins its `metrics.csv` anew, as Lightning has it."""
-        for logger in self._table_loggers() if self.trainer.ckpt_path is None else ():
+        """A run that is not a resumed one begins its `metrics.csv` from nothing, as Lightning has it."""
+        kept, self._kept_tables = self._kept_tables, ()
+        for logger in kept if self.trainer.ckpt_path is None else ():
             empty_table(logger)
-
-    def _table_loggers(self) -> list[CSVLogger]:
-        trainer: Any = self.trainer
-        fits = trainer.state.fn == "fit" and trainer.is_global_zero
-        return [logger for logger in trainer.loggers if isinstance(logger, CSVLogger) and fits]
 
     def configure_model(self) -> None:
         """Builds and shards the models; every rank together, once."""

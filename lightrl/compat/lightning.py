@@ -48,15 +48,18 @@ class YamlCLI(LightningCLI):
         self._dump_config()
 
 
-def begin_table(logger: CSVLogger, *, resumed: bool) -> None:
+def begin_table(logger: CSVLogger, *, resumed: bool) -> bool:
     """Opens a logger's `metrics.csv`; a resumed run goes on in the one that is there, which Lightning would delete.
 
     Args:
         logger: of rank 0; one that has begun is left alone.
         resumed: whether the run goes on from a checkpoint.
+
+    Returns:
+        whether it begins with this call.
     """
     if logger._experiment is not None:
-        return
+        return False
     table = Path(logger.log_dir, "metrics.csv")
     before = table.read_text().rpartition("\n") if table.is_file() else ("", "", "")  # without a line cut short
     with warnings.catch_warnings():
@@ -65,6 +68,7 @@ def begin_table(logger: CSVLogger, *, resumed: bool) -> None:
     if before[0] and resumed:
         table.write_text(before[0] + before[1])
         writer.metrics_keys = next(csv.reader(before[0].splitlines()))
+    return True
 
 
 def empty_table(logger: CSVLogger) -> None:
