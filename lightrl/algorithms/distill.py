@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lightrl.algorithms.batches import batched_forward, policy_forward
 from lightrl.algorithms.variants import CriticFreeLightningModule
-from lightrl.arguments import above, fraction
+from lightrl.arguments import above, coefficient, fraction
 from lightrl.data.curriculum import PromptCurriculum
 from lightrl.data.processing import encode_prompt
 from lightrl.data.prompts import PromptMixture, PromptSource
@@ -63,9 +63,9 @@ class DistillLightningModule(CriticFreeLightningModule):
         gamma: discount of later tokens' d_t, in [0, 1]; 0 with a divergence.
         divergence: `ReverseKL`, `ForwardKL` or `JensenShannon` over the whole vocabulary; None is the sampled one.
         privileged_column: column with a prompt (a string or a conversation, rendered with the `chat_template`,
-            `system_prompt` and `template_kwargs` of the source of prompts) that the teacher reads in the row's place, such as the question with its solution; with the
-            policy's own model as teacher that is self-distillation (OPSD). Needs a divergence over all words; None has
-            teachers read what the policy read.
+            `system_prompt` and `template_kwargs` of the source of prompts) that the teacher reads in the row's place,
+            such as the question with its solution; with the policy's own model as teacher that is self-distillation
+            (OPSD). Needs a divergence over all words; None has teachers read what the policy read.
         divergence_top_k: compare only the teacher's top-k tokens and "any other", at least 1; None compares the whole
             vocabulary.
         kl: further penalty against a reference; None for none.
@@ -139,7 +139,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         self.teacher_column = teacher_column
         self.privileged_column = privileged_column
         self._refuse_settings_without_effect(divergence)
-        self.distill_coef = above("DistillLightningModule.coef", coef)
+        self.distill_coef = above("DistillLightningModule.coef", coefficient("DistillLightningModule.coef", coef))
         self.distill_gamma = fraction("DistillLightningModule.gamma", gamma)
         self.divergence = divergence
         self.divergence_top_k = divergence_top_k

@@ -264,7 +264,7 @@ def _living() -> dict[str, str]:
     for children in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):  # it ended meanwhile
             for pid in children.read_text().split():
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
                 if command:  # else it has ended
                     found[f"process {pid}"] = shorten(command, 80)
     return found

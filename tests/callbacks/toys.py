@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from lightrl.ops.padding import pad_rows
 from lightrl.rollout.learner import RolloutLearner
 from lightrl.types import Experience, Rollouts
