@@ -47,6 +47,7 @@ import yaml
 from lightrl.storage import verify
 from tests.faults.containment import adopt_orphans, contained, die_with_parent, libc_call
 from tests.faults.injection import Case, be_the_run
+from tests.ports import held_port
 from tests.toys import quickstart_model
 
 ROLLOUTS, PROMPTS = 4, 4
@@ -62,6 +63,8 @@ IGNORED = re.compile(r"^Exception ignored in.*\n(Traceback.*\n)?( .*\n)*", re.MU
 """What Python prints of an error in a finaliser when nothing more can be opened; the run's own message follows."""
 COMPILED = str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_faults")
 """What vLLM's sampler compiles, which takes longer than a run; else each case would have its own."""
+HELD: list[socket.socket] = []
+"""Of the servers of the case that runs."""
 MARK, END = "<!-- campaign -->", "<!-- end of campaign -->"
 
 PLACES = ("startup", "sampling", "scoring", "update", "sync", "save", "named", "export", "shutdown", "time")
@@ -197,9 +200,9 @@ def write_config(
 
 
 def _port(kept: Path, name: str) -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    holder = held_port()
+    HELD.append(holder)
+    port = int(holder.getsockname()[1])
     (kept / f"{name}.port").write_text(str(port))
     return port
 
@@ -345,6 +348,8 @@ class Campaign:
                 libc_call("umount2", str(folder).encode(), 0)
             shutil.rmtree(folder)
             shutil.rmtree(kept)
+            while HELD:
+                HELD.pop().close()
 
     def _judge(
         self, case: Case, folder: Path, kept: Path, whole: dict[str, Any], took: float, *, restart: bool
