@@ -290,7 +290,10 @@ def _call(function: Callable[..., Any], command: str, options: Sequence[str]) ->
     """
     from jsonargparse import ArgumentError, auto_parser
 
-    names = list(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    names, flags = list(parameters), {f"--{name}" for name, p in parameters.items() if p.default is False}
+    following = zip(options, [*options[1:], "--"], strict=False)
+    options = [f"{this}=true" if this in flags and after.startswith("-") else this for this, after in following]
     parser = auto_parser(function, as_positional=True, prog=f"lightrl {command}", exit_on_error=False)
     try:
         given = parser.instantiate(parser.parse_args(options))
