@@ -220,6 +220,12 @@ def test_the_console_is_quiet_and_v_brings_everything_back(config: Callable[...,
         ("lightrl fit --config=own", ["own.yaml"]),
         ("lightrl plan --gpu-m", ["--gpu-memory"]),
         ("lightrl init new --ta", ["--task"]),
+        ("lightrl init new --task ", ["agent", "grpo", "rlhf", "sft", "vlm"]),
+        ("lightrl init new --task=g", ["grpo"]),
+        ("lightrl plan --frozen-dtype ", ["float32", "bfloat16"]),
+        ("lightrl completion z", ["zsh"]),
+        ("lightrl fit --data Roll", ["RolloutDataModule"]),
+        ("lightrl fit --model GR", ["GRPOLightningModule"]),
     ],
 )
 def test_the_shell_completes(
