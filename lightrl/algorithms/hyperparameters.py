@@ -7,6 +7,7 @@ import inspect
 import shlex
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import lightrl
 from lightrl.storage import redact, redact_text
 
 __all__ = ["described", "hyperparameters", "versions"]
@@ -49,7 +49,8 @@ def hyperparameters(trainer: Any) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of LightRL and of what its numbers depend on most."""
-    return {"lightrl": lightrl.__version__, **{name: version(name) for name in ("torch", "lightning", "transformers")}}
+    own = import_module("lightrl").__version__  # of a folder that is not installed, too
+    return {"lightrl": own, **{name: version(name) for name in ("torch", "lightning", "transformers")}}
 
 
 def described(value: Any) -> Any:
