@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -64,7 +65,7 @@ def init(
     where = "this folder" if here else str(folder)
     print(f"Wrote {', '.join(sorted(target.name for target in targets.values()))} to {where}. Next:\n")
     if not here:
-        print(f"  cd {folder}")
+        print(f"  cd {shlex.quote(str(folder))}")
     for line in (folder / "README.md").read_text().splitlines():
         if line.startswith("    lightrl "):
             print(f"  {line.strip()}")

@@ -114,6 +114,13 @@ def test_what_is_there_is_not_overwritten(model: str, tmp_path: Path, capsys: py
     assert not (tmp_path / "mine" / "config.yaml").exists()
 
 
+def test_a_folder_with_spaces_and_umlauts_can_be_entered_as_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["init", "Übung 1"])
+    assert (tmp_path / "Übung 1/config.yaml").is_file() and "  cd 'Übung 1'\n" in capsys.readouterr().out
+
+
 def test_an_interrupted_quickstart_waits_for_its_step_and_says_where_it_stopped(tmp_path: Path) -> None:
     """The step gets Ctrl-C, too, and takes its time to save: here a second of it, longer than `subprocess` grants."""
     step = (

@@ -125,7 +125,5 @@ def test_a_reward_model_with_labels_scores_the_rows_of_these_alone() -> None:
     spec = RewardModelSpec("maths", "x", labels=["sum", "product"], label_column="kind")
     assert spec.applies({"kind": ["sum", "poem", "product"]}) == [True, False, True]
     assert RewardModelSpec("all", "x").applies({}) is None
-    with pytest.raises(
-        ValueError, match=r"maths\.labels=.* needs the column label_column='kind'; the data has"
-    ):
+    with pytest.raises(ValueError, match=r"maths\.labels=.* needs the column label_column='kind'; the data has"):
         spec.applies({"a": ["sum"]})
