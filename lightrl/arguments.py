@@ -6,16 +6,27 @@ import difflib
 import importlib
 import importlib.util
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-__all__ = ["above", "at_least", "coefficient", "fraction", "imported", "one_of", "require_packages"]
+__all__ = [
+    "above",
+    "at_least",
+    "coefficient",
+    "fraction",
+    "imported",
+    "one_of",
+    "require_model_folder",
+    "require_packages",
+]
 
 T = TypeVar("T")
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MOST_COEF = 1e6
 """Largest weight of a term of a loss or reward, whose others are about 1e-3 to 10."""
 
@@ -76,6 +87,34 @@ def require_packages(owner: str, extra: str, *packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{owner} needs {' and '.join(missing)}: pip install 'lightrl[{extra}]'.")
+
+
+def require_model_folder(path: str) -> None:
+    """Checks cheaply that a model can be there, before anything heavy starts.
+
+    A path that exists must hold a config.json; one that does not must at least look like a hub name (`name` or
+    `organisation/name`), which only loading can check.
+
+    Raises:
+        ValueError: neither holds.
+    """
+    folder = Path(path).expanduser()
+    if not path:
+        raise ValueError("actor.path='': give a folder that `save_pretrained` wrote, or a hub name.")
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                f"Model folder {path!r} has no config.json: give a folder that `save_pretrained` wrote, or a hub name."
+            )
+    elif folder.exists():
+        raise ValueError(f"Model path {path!r} is a file: give the folder that holds its config.json.")
+    elif not HUB_NAME.fullmatch(path):
+        raise ValueError(f"Model folder {path!r} does not exist, and it cannot be a hub name (organisation/name).")
+    elif "/" in path and Path(path).parent.is_dir():
+        raise ValueError(
+            f"Model folder {path!r} does not exist, although {str(Path(path).parent)!r} does. Create it first, or give "
+            "a hub name that does not start like a local folder."
+        )
 
 
 def imported(what: str, path: str, known: Sequence[str] = ()) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import inspect
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -161,8 +162,6 @@ def lost_part(error: BaseException) -> str | None:
 
 def _known_names() -> list[str]:
     """What a misspelt name may have meant."""
-    import inspect
-
     from lightning.pytorch import Trainer
 
     import lightrl
@@ -260,17 +259,13 @@ def _main(args: Sequence[str] | None) -> None:
     if arguments == given and arguments[0] in (*RUNS, *SPEAKING):
         quiet()
     if arguments[0] in COMMANDS:
-        from jsonargparse import auto_cli
-
         if (
             arguments[0] == "init"
             and (len(arguments) == 1 or arguments[1].startswith("--"))
             and "--help" not in arguments
         ):
             arguments.insert(1, ".")
-        if arguments[0] == "doctor":  # both take the file as the runs do
-            arguments = [re.sub(r"^--config(=|$)", r"--config_file\1", a) for a in arguments]
-        if arguments[0] == "check-env":
+        if arguments[0] == "check-env":  # it takes the file as the runs do
             arguments = [a.removeprefix("--config=") for a in arguments if a != "--config"]
         runs = next((i for i, a in enumerate(arguments) if a.startswith("-")), len(arguments))
         if arguments[0] == "report" and runs > 2:
@@ -278,15 +273,36 @@ def _main(args: Sequence[str] | None) -> None:
         # Options may be written with dashes, too.
         options = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), a) for a in arguments[1:]]
         module, _, function = COMMANDS[arguments[0]].partition(":")
-        auto_cli(
-            getattr(import_module(module), function), args=options, as_positional=True, prog=f"lightrl {arguments[0]}"
-        )
+        _call(getattr(import_module(module), function), arguments[0], options)
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         end_with_parent()
     from lightrl.compat import parser_messages  # noqa: F401 - to tell an error when no more files can be opened
 
     run(arguments)
+
+
+def _call(function: Callable[..., Any], command: str, options: Sequence[str]) -> None:
+    """Calls a command's function with what its options say.
+
+    Raises:
+        ValueError: they are none of the function's arguments, or not of their types; without the page of usage.
+    """
+    from jsonargparse import ArgumentError, auto_parser
+
+    parameters = inspect.signature(function).parameters
+    names, flags = list(parameters), {f"--{name}" for name, p in parameters.items() if p.default is False}
+    following = zip(options, [*options[1:], "--"], strict=False)
+    options = [f"{this}=true" if this in flags and after.startswith("-") else this for this, after in following]
+    parser = auto_parser(function, as_positional=True, prog=f"lightrl {command}", exit_on_error=False)
+    try:
+        given = parser.instantiate(parser.parse_args(options))
+    except ArgumentError as error:
+        from lightrl.compat.parser_messages import short_message
+
+        said = short_message(str(error), names).rstrip(".")
+        raise ValueError(f"{said}{'' if said[-1] == '?' else '.'} `lightrl {command} --help` explains more.") from error
+    function(**{name: given[name] for name in names})
 
 
 def end_with_parent(grace: float = 30.0) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import warnings
 
 __all__ = ["quiet"]
@@ -38,9 +40,12 @@ def quiet() -> None:
 
     Warnings of LightRL and of the user's own code are shown as before, and so are the dependencies' other ones.
     """
-    from transformers.utils import logging as transformers_logging
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    else:  # it asks when it is loaded, which a command that is refused does not wait for
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for category in (DeprecationWarning, FutureWarning, PendingDeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=DEPENDENCIES)
     for message in MESSAGES:

@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from lightrl.config_files import expand_configs
+
 __all__ = ["diagnose", "doctor"]
 
 Finding = tuple[Literal["ok", "note", "problem"], str]
@@ -22,7 +24,7 @@ LOOKED_AT = 200
 PLAIN = ("", "I do not know.")
 
 
-def doctor(config_file: str | None = None) -> None:
+def doctor(config: str | None = None) -> None:
     """Checks the installation, and with a configuration the run that it describes, without starting it.
 
     Of the installation: versions against the ranges that LightRL was run with, devices, vLLM. Of a run: whether it can
@@ -30,10 +32,15 @@ def doctor(config_file: str | None = None) -> None:
     plan`; of supervised runs the rows. Exit status 1 where something would stop or spoil a run.
 
     Args:
-        config_file: as for `lightrl fit`; `--config FILE` is the same.
+        config: of a run, as for `lightrl fit`.
+
+    Raises:
+        ValueError: there is no such file, or it is no YAML.
     """
+    if config is not None:
+        expand_configs(["--config", config])
     problems = 0
-    for kind, text in diagnose(config_file):
+    for kind, text in diagnose(config):
         problems += kind == "problem"
         print(f"{kind:>7}  {text}", flush=True)
     if problems:
@@ -261,7 +268,8 @@ def _memory(built: Any, longest: int) -> Iterator[Finding]:
     """The run's memory as `lightrl plan` counts it, against what a device has."""
     import torch
 
-    from lightrl.memory_plan import USABLE, needed_memory
+    from lightrl.memory_plan.options import USABLE
+    from lightrl.memory_plan.tables import needed_memory
 
     module, trainer = built.model, built.trainer
     spec, critic, precision = module.actor_spec, module.critic_spec, str(trainer.precision)

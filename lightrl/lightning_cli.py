@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 import warnings
-from importlib.metadata import version
 from tempfile import mkdtemp
 from typing import Any, Literal
 
@@ -24,6 +23,8 @@ import lightrl.environments
 import lightrl.objectives
 import lightrl.rewards
 import lightrl.rollout
+from lightrl.algorithms.hyperparameters import versions
+from lightrl.algorithms.saving import SavesPretrained
 from lightrl.callbacks import Throughput
 from lightrl.callbacks.run_guard import RunGuard
 from lightrl.compat.jsonargparse import start_from_own_defaults
@@ -151,6 +152,8 @@ class LightRLCLI(YamlCLI):
                 self.guard.hold(folder)
             if isinstance(logger, CSVLogger):
                 begin_table(logger, resumed=self._of_command(self.config).ckpt_path is not None)
+        if isinstance(self.model, SavesPretrained):
+            self.model.leave_hyperparameters()
         for logger in self.trainer.loggers:
             logger.log_hyperparams(self._record())
 
@@ -161,10 +164,9 @@ class LightRLCLI(YamlCLI):
     def _record(self) -> dict[str, Any]:
         """What loggers call hyperparameters: the whole configuration, versions, the command."""
         written = self._of_command(self._written)
-        versions = {name: version(name) for name in ("torch", "lightning", "transformers")}
         command = redact_text(shlex.join(["lightrl", *sys.argv[1:]]))
         given = {name: value for name, value in plain(written).items() if name != "config"}  # files, merged by now
-        return {**given, "versions": {"lightrl": lightrl.__version__, **versions}, "command": command}
+        return {**given, "versions": versions(), "command": command}
 
 
 def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:

@@ -76,7 +76,9 @@ def from_trl(
     """
     try:
         options = yaml.safe_load(Path(script).read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ValueError(f"script={script} cannot be read: {error.strerror}.") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"script={script} cannot be read as YAML: {error}") from error
     if not isinstance(options, dict):
         raise ValueError(f"script={script}: expected names and values, found {type(options).__name__}.")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -10,11 +12,15 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+from lightrl.arguments import at_least
 from lightrl.config_files import SHIPPED
+from lightrl.storage import atomic_write
 
 __all__ = ["TASKS", "init", "quickstart"]
 
 TEMPLATES = Path(__file__).parent / "templates"
+STEPS = ("1/3 supervised warm start", "2/3 PPO", "3/3 report")
+"""Of the quickstart."""
 TASKS = tuple(sorted(folder.name for folder in TEMPLATES.iterdir() if folder.is_dir()))
 
 
@@ -59,44 +65,67 @@ def init(
     where = "this folder" if here else str(folder)
     print(f"Wrote {', '.join(sorted(target.name for target in targets.values()))} to {where}. Next:\n")
     if not here:
-        print(f"  cd {folder}")
+        print(f"  cd {shlex.quote(str(folder))}")
     for line in (folder / "README.md").read_text().splitlines():
         if line.startswith("    lightrl "):
             print(f"  {line.strip()}")
 
 
-def quickstart(rollouts: int | None = None) -> None:
+def quickstart(rollouts: int | None = None, fresh: bool = False) -> None:
     """Teaches a tiny model two-digit sums on a CPU: a supervised warm start, PPO through vLLM, a report. 5-8 minutes.
 
-    Writes to `outputs/quickstart`; what an earlier one wrote there is kept as `outputs/quickstart.previous`.
+    Writes to `outputs/quickstart`. One that was interrupted goes on when it is called again: steps that are done are
+    not repeated, PPO resumes from its last checkpoint. What one that is done, or of other rollouts, wrote there is kept
+    as `outputs/quickstart.previous`.
 
     Args:
         rollouts: PPO rollouts in each of its 15 epochs, for a shorter look; the whole 20 where None.
+        fresh: begin anew after one that was interrupted, too.
+
+    Raises:
+        ValueError: there are less than 1 rollouts.
     """
+    at_least("rollouts", rollouts, 1, or_none="for all of them")
     outputs = Path("outputs/quickstart")
-    if outputs.exists():
-        previous = outputs.with_name("quickstart.previous")
-        shutil.rmtree(previous, ignore_errors=True)
-        outputs.rename(previous)
+    record = outputs / "steps.json"
+    earlier = json.loads(record.read_text()) if record.is_file() and not fresh else {}
+    done: list[str] = earlier.get("done", [])
+    if earlier.get("rollouts", 0) == rollouts and STEPS[-1] not in done:
+        print("== Going on with the quickstart that was interrupted here; --fresh begins anew.", flush=True)
+    else:
+        done = []
+        if outputs.exists():
+            previous = outputs.with_name("quickstart.previous")
+            shutil.rmtree(previous, ignore_errors=True)
+            outputs.rename(previous)
     model = str(SHIPPED / "quickstart" / "model")
     engine = _engine()
     if engine != "VLLMEngine":
         print("== vLLM is not installed: PPO samples with the transformers engine.", flush=True)
     short = [] if rollouts is None else [f"--data.init_args.rollouts_per_epoch={rollouts}"]
-    steps = {
-        "1/3 supervised warm start": [
+    resumed = ["--ckpt_path=last"] if any((outputs / "ppo/checkpoints").glob("*.ckpt")) else []
+    commands = [
+        [
             *("fit", "--config=lightrl:quickstart/sft"),
             *(f"--model.init_args.actor.path={model}", f"--data.init_args.tokenizer={model}"),
         ],
-        "2/3 PPO": ["fit", "--config=lightrl:quickstart/ppo", f"--data.init_args.engine={engine}", *short],
-        "3/3 report": ["report", "outputs/quickstart/ppo"],
-    }
-    for title, arguments in steps.items():
-        print(f"== {title}", flush=True)
+        ["fit", "--config=lightrl:quickstart/ppo", f"--data.init_args.engine={engine}", *short, *resumed],
+        ["report", "outputs/quickstart/ppo"],
+    ]
+    for title, arguments in zip(STEPS, commands, strict=True):
+        if title in done:
+            print(f"== {title}: done before", flush=True)
+            continue
+        print(f"== {title}{', from its last checkpoint' if '--ckpt_path=last' in arguments else ''}", flush=True)
+        with atomic_write(record, "w") as file:
+            json.dump({"rollouts": rollouts, "done": done}, file)
         status = _run_step([sys.executable, "-m", "lightrl", *arguments])
         if status:
-            print(f"== Stopped in step {title}. What there is stays in {outputs}; a quickstart begins anew.")
+            print(f"== Stopped in step {title}. The same command goes on from here; `--fresh` begins anew.")
             sys.exit(status)
+        done.append(title)
+    with atomic_write(record, "w") as file:
+        json.dump({"rollouts": rollouts, "done": done}, file)
 
 
 def _run_step(command: list[str]) -> int:

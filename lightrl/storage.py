@@ -28,6 +28,7 @@ __all__ = [
     "append_lines",
     "atomic_folder",
     "atomic_write",
+    "checkpoint_kind",
     "clean_leftovers",
     "finish_folder",
     "partial_folder",
@@ -435,6 +436,40 @@ def require_entries(state: Any, kinds: Mapping[str, type | tuple[type, ...]], wh
             raise DamagedError(f"the checkpoint has no {place}: {changed}")
         if not isinstance(state[name], kind):
             raise DamagedError(f"the checkpoint's {place} is {str(state[name])[:60]!r}: {changed}")
+
+
+def checkpoint_kind(path: str | Path) -> str:
+    """What wrote the checkpoint at `path`: `plain`, `fsdp2` or `zero`.
+
+    Raises:
+        ValueError: there is no checkpoint, or one that was not finished.
+    """
+    path = Path(path)
+    if path.is_file():
+        return "plain"
+    if not path.is_dir():
+        raise ValueError(f"checkpoint={str(path)!r} does not exist: give the .ckpt file or folder that a run wrote.")
+    if (path / "checkpoint").is_dir() or list(path.glob("*_model_states.pt")):
+        if path.name == "checkpoint" and not (path / "checkpoint").is_dir():
+            raise ValueError(f"checkpoint={str(path)!r} is the inside of a ZeRO checkpoint: give {str(path.parent)!r}.")
+        return _finished("zero", path, ["latest"])
+    if list(path.glob("*.distcp")):
+        return _finished("fsdp2", path, [".metadata", "meta.pt"])
+    inside = sorted(str(p) for p in path.glob("*.ckpt"))
+    found = (
+        f"it holds {', '.join(inside)}: give one of these" if inside else "give what `trainer.save_checkpoint` wrote"
+    )
+    raise ValueError(f"checkpoint={str(path)!r} is a folder, but no checkpoint; {found}.")
+
+
+def _finished(kind: str, path: Path, last: Sequence[str]) -> str:
+    missing = [name for name in last if not (path / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"checkpoint={str(path)!r} was not finished ({', '.join(missing)} is missing, which is written last): the "
+            "run ended while it saved. Take an earlier one."
+        )
+    return kind
 
 
 # ---- one run at a time -----------------------------------------------------------------------------------------------

@@ -132,6 +132,59 @@ def test_doctor_looks_at_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is outside of >=99" in found and "nothing-like-it is missing: pip install 'nothing-like-it>=1'" in found
 
 
+# ---- mistakes at the command line --------------------------------------------------------------------------------
+
+MISTAKES = {
+    "fit": "lightrl fit needs --config FILE.yaml",
+    "fit --config nowhere.yaml": "--config=nowhere.yaml does not exist",
+    "plan": "plan: give --model",
+    "plan --model ./nowhere": "Model folder './nowhere' does not exist",
+    "plan --model some/model --reward_model ./nowhere": "Model folder './nowhere' does not exist",
+    "plan --modle x": "unrecognized arguments: --modle x. Did you mean 'model'?",
+    "plan --algorithm gpro": "algorithm='gpro': expected Literal['ppo', 'grpo'].",
+    "export": "lightrl export needs --checkpoint",
+    "export --checkpoint nowhere.ckpt --output out": "checkpoint='nowhere.ckpt' does not exist",
+    "export --checkpoint file --output out --model ./nowhere": "Model folder './nowhere' does not exist",
+    "export --what modle": "what='modle': expected Literal['model', 'adapter', 'critic', 'checkpoint'].",
+    "doctor --config nowhere.yaml": "--config=nowhere.yaml does not exist",
+    "doctor --confg nowhere.yaml": "Did you mean 'config'?",
+    "check-env --config nowhere.yaml": "--config=nowhere.yaml does not exist",
+    "report": "the following arguments are required: run_dir.",
+    "report nowhere": "run_dir='nowhere': there is no such folder.",
+    "report nowhere --oot x": "Did you mean 'out'?",
+    "view nowhere": "run_dir='nowhere': there is no such folder.",
+    "from-trl nowhere.yaml": "script=nowhere.yaml cannot be read: No such file or directory.",
+    "init new --task gpro": "task='gpro': expected Literal['agent', 'grpo', 'rlhf', 'sft', 'vlm'].",
+    "init new --tsak grpo": "Did you mean 'task'?",
+    "serve-reward --reward nowhere.py:f": "reward function 'nowhere.py:f': there is no file nowhere.py",
+    "serve-reward --model ./nowhere": "Model folder './nowhere' does not exist",
+    "serve-reward --prot 80": "Did you mean 'port'?",
+    "quickstart --rolouts 3": "Did you mean 'rollouts'?",
+    "completion fish": "shell='fish': expected Literal['bash', 'zsh'].",
+}
+
+
+def test_a_mistake_is_told_in_one_line_before_anything_heavy_loads(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code = (
+        "import contextlib, io, json, sys\nfrom lightrl.cli import main\nfound = {}\n"
+        f"for line in {list(MISTAKES)}:\n"
+        "    status, said = 0, io.StringIO()\n"
+        "    with contextlib.redirect_stderr(said):\n"
+        "        try:\n            main(line.split())\n"
+        "        except SystemExit as stop:\n            status = stop.code\n"
+        "    heavy = sorted({'torch', 'transformers', 'lightning', 'matplotlib', 'vllm'} & sys.modules.keys())\n"
+        "    found[line] = [status, heavy, said.getvalue()]\n"
+        "print(json.dumps(found))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=550, check=True
+    )
+    for line, (status, heavy, said) in json.loads(done.stdout).items():
+        assert (status, heavy) == (2, []), (line, status, heavy, said)
+        assert said.startswith("error: ") and said.count("\n") == 1 and MISTAKES[line] in said, (line, said)
+
+
 # ---- a quiet console ---------------------------------------------------------------------------------------------
 
 
@@ -167,6 +220,12 @@ def test_the_console_is_quiet_and_v_brings_everything_back(config: Callable[...,
         ("lightrl fit --config=own", ["own.yaml"]),
         ("lightrl plan --gpu-m", ["--gpu-memory"]),
         ("lightrl init new --ta", ["--task"]),
+        ("lightrl init new --task ", ["agent", "grpo", "rlhf", "sft", "vlm"]),
+        ("lightrl init new --task=g", ["grpo"]),
+        ("lightrl plan --frozen-dtype ", ["float32", "bfloat16"]),
+        ("lightrl completion z", ["zsh"]),
+        ("lightrl fit --data Roll", ["RolloutDataModule"]),
+        ("lightrl fit --model GR", ["GRPOLightningModule"]),
     ],
 )
 def test_the_shell_completes(

@@ -114,6 +114,13 @@ def test_what_is_there_is_not_overwritten(model: str, tmp_path: Path, capsys: py
     assert not (tmp_path / "mine" / "config.yaml").exists()
 
 
+def test_a_folder_with_spaces_and_umlauts_can_be_entered_as_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["init", "Übung 1"])
+    assert (tmp_path / "Übung 1/config.yaml").is_file() and "  cd 'Übung 1'\n" in capsys.readouterr().out
+
+
 def test_an_interrupted_quickstart_waits_for_its_step_and_says_where_it_stopped(tmp_path: Path) -> None:
     """The step gets Ctrl-C, too, and takes its time to save: here a second of it, longer than `subprocess` grants."""
     step = (
@@ -132,4 +139,45 @@ def test_an_interrupted_quickstart_waits_for_its_step_and_says_where_it_stopped(
     os.killpg(quickstart.pid, signal.SIGINT)
     said, _ = quickstart.communicate(timeout=550)
     assert quickstart.returncode == 1 and (tmp_path / "saved").exists()
-    assert "Stopped in step 1/3 supervised warm start" in said
+    assert "Stopped in step 1/3 supervised warm start. The same command goes on from here" in said
+
+
+def test_an_interrupted_quickstart_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = tmp_path / "outputs/quickstart"
+    steps: list[str] = []
+    stops_in = ""
+
+    def step(command: list[str]) -> int:
+        """Stands in for a step, which PPO leaves with a checkpoint."""
+        name = "report" if "report" in command else "ppo" if any("ppo" in part for part in command) else "sft"
+        steps.append(name + (" resumed" if "--ckpt_path=last" in command else ""))
+        if name == "ppo":
+            (outputs / "ppo/checkpoints").mkdir(parents=True, exist_ok=True)
+            (outputs / "ppo/checkpoints/last.ckpt").touch()
+        return int(name == stops_in)
+
+    def run(*arguments: str, stop: str = "") -> list[str]:
+        nonlocal stops_in
+        stops_in, steps[:] = stop, []
+        if stop:
+            with pytest.raises(SystemExit):
+                main(["quickstart", *arguments])
+        else:
+            main(["quickstart", *arguments])
+        return steps.copy()
+
+    monkeypatch.setattr("lightrl.project._run_step", step)
+    assert run(stop="sft") == ["sft"]
+    assert run(stop="ppo") == ["sft", "ppo"]
+    assert run(stop="report") == ["ppo resumed", "report"]
+    said = capsys.readouterr().out
+    assert (
+        "Going on with the quickstart that was interrupted" in said and "1/3 supervised warm start: done before" in said
+    )
+    assert run("--fresh", stop="ppo") == ["sft", "ppo"]
+    assert (tmp_path / "outputs/quickstart.previous/ppo").is_dir()
+    assert run("--rollouts", "2", stop="ppo") == ["sft", "ppo"]  # of other rollouts: nothing to go on with
+    assert run("--rollouts=2") == ["ppo resumed", "report"]
+    assert run() == ["sft", "ppo", "report"]  # after one that is done

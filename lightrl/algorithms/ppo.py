@@ -37,13 +37,13 @@ from lightrl.algorithms.batches import (
 from lightrl.algorithms.hooks import RLCallback, rl_callbacks
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import UNCOUNTED, LRSchedule, make_optimizer, make_scheduler
-from lightrl.arguments import MOST_COEF, above, at_least, coefficient, fraction
+from lightrl.arguments import MOST_COEF, above, at_least, coefficient, fraction, require_model_folder
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import is_compiled, run_seed
 from lightrl.distributed import random_states, strategies
 from lightrl.distributed.metrics import MetricSums
 from lightrl.distributed.reduction import PieceReduction, Reduction
-from lightrl.models.loading import load_causal_lm, require_model, require_model_folder, return_router_logits
+from lightrl.models.loading import load_causal_lm, require_model, return_router_logits
 from lightrl.models.lora import adapter_config, keep_reference, named_adapter_weights, named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModel, RewardModelSpec

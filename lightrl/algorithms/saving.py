@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from lightrl.algorithms import checkpoints
+from lightrl.algorithms.hyperparameters import hyperparameters
 from lightrl.compat.lightning import begin_table, empty_table
 from lightrl.data.templates import why_not_pushed
 from lightrl.distributed import strategies
@@ -37,6 +38,7 @@ class SavesPretrained(LightningModule):
     _is_built = False
     _is_sharded = False
     _loaded_tokenizer: str | None = None  # of the run whose checkpoint was loaded
+    _tells_hyperparameters = True
     _kept_tables: tuple[CSVLogger, ...] = ()  # loggers that began in this fit with what an earlier run had written
 
     @abstractmethod
@@ -57,11 +59,22 @@ class SavesPretrained(LightningModule):
             self._kept_tables = tuple(logger for logger in loggers if begin_table(logger, resumed=True))
         return []
 
+    def leave_hyperparameters(self) -> None:
+        """Has somebody else, such as the command line, tell the loggers what the run is."""
+        self._tells_hyperparameters = False
+
     def on_fit_start(self) -> None:
-        """A run that is not a resumed one begins its `metrics.csv` from nothing, as Lightning has it."""
+        """A run that is not a resumed one begins its `metrics.csv` from nothing, as Lightning has it; tells the loggers
+        what the run is.
+        """
         kept, self._kept_tables = self._kept_tables, ()
-        for logger in kept if self.trainer.ckpt_path is None else ():
+        trainer: Any = self.trainer
+        for logger in kept if trainer.ckpt_path is None else ():
             empty_table(logger)
+        if self._tells_hyperparameters and trainer.is_global_zero and trainer.loggers:
+            record = hyperparameters(trainer)
+            for logger in trainer.loggers:
+                logger.log_hyperparams(record)
 
     def configure_model(self) -> None:
         """Builds and shards the models; every rank together, once."""

@@ -16,9 +16,8 @@ from lightrl.arguments import above, at_least
 from lightrl.callbacks.run_guard import RunGuard, other_settings
 from lightrl.compat.lightning import SavingCheckpoint, flush_step_metrics, set_logged_step
 from lightrl.distributed.checkpoint_io import first_nan_state, first_nonfinite
-from lightrl.distributed.consolidate import checkpoint_kind
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.storage import StorageError, verify
+from lightrl.storage import StorageError, checkpoint_kind, verify
 
 __all__ = ["Preempted", "RolloutCheckpoint"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CometLogger, MLFlowLogger, TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -39,15 +39,15 @@ COLUMNS = ("prompt", "completion", "reward", "advantage", "num_tokens")
 class SampleLog(RLCallback):
     """Logs a few completions every N rollouts, and those of the same first prompts at each evaluation.
 
-    They go to a table in the terminal (above the progress bar, rank 0 only), to every logger that takes tables (W&B) or
-    text (TensorBoard), and in full to `samples.jsonl` in the run's folder, one object per line: `step` (as in the
-    loggers; -1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`), `prompt`, `completion`, `reward`,
-    `reward_parts` (function -> value), `extra` (what functions gave to `log_extra`, where they did), `num_tokens`,
-    `truncated` and in training `advantage` (mean over the sampled tokens). With an environment `completion` is what was
-    sampled last, and there are `turns`, `stop_reason` and the whole conversation as `messages`. Where the prompt shows
-    images, videos or sound, `media` says so in words and `thumbnail` names a small PNG file of them (in `thumbnails/`
-    beside the file), which W&B's and TensorBoard's pages show, too. `lightrl report` reads all that. A run from the
-    start overwrites the file, a resumed one goes on in it.
+    They go to a table in the terminal (above the progress bar, rank 0 only), to every logger that takes tables
+    (W&B, MLflow, Comet) or text (TensorBoard), and in full to `samples.jsonl` in the run's folder, one object per
+    line: `step` (as in the loggers; -1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`),
+    `prompt`, `completion`, `reward`, `reward_parts` (function -> value), `extra` (what functions gave to
+    `log_extra`, where they did), `num_tokens`, `truncated` and in training `advantage` (mean over the sampled
+    tokens). With an environment `completion` is what was sampled last, and there are `turns`, `stop_reason` and the
+    whole conversation as `messages`. Where the prompt shows images, videos or sound, `media` says so in words and
+    `thumbnail` names a small PNG file of them (in `thumbnails/` beside the file), which these loggers' pages show,
+    too. `lightrl report` reads all that. A run from the start overwrites the file, a resumed one goes on in it.
 
     `reward` is the sum that later callbacks see: put `SampleLog` before `RewardNormalization` to log raw rewards.
 
@@ -164,7 +164,7 @@ def _trying_out(trainer: Trainer) -> bool:
 
 
 def log_samples(logger: Any, name: str, records: list[dict[str, Any]], sheets: list[Any], step: int) -> None:
-    """Hands samples to a logger that takes tables (W&B) or text and pictures (TensorBoard).
+    """Hands samples to a logger that takes tables (W&B, MLflow, Comet) or text (TensorBoard), and pictures.
 
     Args:
         logger: any of the trainer's. name: of the table. step: of the rollout.
@@ -182,7 +182,17 @@ def log_samples(logger: Any, name: str, records: list[dict[str, Any]], sheets: l
         for record in records
     ]
     shown = [*shown, *(f"reward/{name}" for name in parts), *extra]
-    if hasattr(logger, "log_table"):
+    pages = {f"{name}/{i}": sheet for i, sheet in enumerate(sheets) if sheet is not None}
+    if isinstance(logger, MLFlowLogger):
+        columns = {"step": [step] * len(rows), **dict(zip(shown, map(list, zip(*rows, strict=True)), strict=True))}
+        logger.experiment.log_table(logger.run_id, columns, f"{name}.json")  # adds to the rows that are there
+        for key, sheet in pages.items():
+            logger.experiment.log_image(logger.run_id, np.asarray(sheet), key=key.replace("/", "_"), step=step)
+    elif isinstance(logger, CometLogger):
+        logger.experiment.log_table(f"{name.replace('/', '_')}_{step}.csv", rows, headers=shown)
+        for key, sheet in pages.items():
+            logger.experiment.log_image(np.asarray(sheet), name=key, step=step)
+    elif hasattr(logger, "log_table"):
         if any(sheet is not None for sheet in sheets):
             import wandb
 
@@ -191,9 +201,8 @@ def log_samples(logger: Any, name: str, records: list[dict[str, Any]], sheets: l
         logger.log_table(name, columns=shown, data=rows, step=step)
     elif isinstance(logger, TensorBoardLogger):
         logger.experiment.add_text(name, markdown_table(rows, shown), step)
-        for i, sheet in enumerate(sheets):
-            if sheet is not None:
-                logger.experiment.add_image(f"{name}/{i}", np.asarray(sheet), step, dataformats="HWC")
+        for key, sheet in pages.items():
+            logger.experiment.add_image(key, np.asarray(sheet), step, dataformats="HWC")
 
 
 def sample_records(

@@ -10,8 +10,8 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 
-from lightrl.distributed.consolidate import checkpoint_kind, unreadable
-from lightrl.storage import atomic_write, redact, remove, require_entries, verify
+from lightrl.distributed.consolidate import unreadable
+from lightrl.storage import atomic_write, checkpoint_kind, redact, remove, require_entries, verify
 
 __all__ = ["CheckedCheckpointIO", "first_nan_state", "first_nonfinite"]
 

@@ -21,8 +21,8 @@ from torch.distributed.constants import default_pg_timeout
 from lightrl.arguments import at_least
 from lightrl.compat.deepspeed import flat_groups, flat_part, gathered, is_partitioned
 from lightrl.compat.lightning import load_module_state, set_data_parallel_size, writes_parts
-from lightrl.distributed.consolidate import by_name, checkpoint_kind, read_checkpoint, unreadable
-from lightrl.storage import DamagedError, finish_folder, partial_folder, remove, verify
+from lightrl.distributed.consolidate import by_name, read_checkpoint, unreadable
+from lightrl.storage import DamagedError, checkpoint_kind, finish_folder, partial_folder, remove, verify
 
 __all__ = ["FSDP2Strategy", "ZeROStrategy"]
 

@@ -1,37 +1,20 @@
 """`lightrl plan`: what fits on which GPUs, before anything is downloaded.
 
 `model` measures a model from its configuration, `memory` adds up its parts under each strategy, `time` estimates
-seconds.
+seconds, `tables` shows them. What is wrong with the command is said here, before anything heavy loads.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
-from lightrl.arguments import fraction
-from lightrl.memory_plan.memory import (
-    PARTS,
-    STRATEGIES,
-    Plan,
-    Precision,
-    host_memory,
-    largest_micro_batch,
-    memory,
-    smallest_fit,
-    total,
-)
-from lightrl.memory_plan.model import measure_model
-from lightrl.memory_plan.time import Job, Rates, curve, needed_staleness
+from lightrl.arguments import fraction, require_model_folder
+from lightrl.memory_plan.options import GIB, STRATEGIES, USABLE, Precision
+from lightrl.memory_plan.time import Job, Rates
 
-__all__ = ["needed_memory", "plan"]
-
-GIB = float(1 << 30)
-USABLE = 0.9
-"""Share of a GPU's memory that a plan may fill: CUDA's context, NCCL's buffers and fragmentation take the rest."""
+__all__ = ["plan"]
 
 _LEAST: dict[str, float] = {
     **dict.fromkeys(("gpus", "gpu_memory", "length", "micro_batch_tokens", "sequences"), 1),
@@ -42,7 +25,6 @@ _LEAST: dict[str, float] = {
 """Smallest values of the arguments of `plan`."""
 _TIMED = ("response", "spread", "turns", "tool_seconds", "shared", "staleness", "tflops", "bandwidth")
 """Arguments of the estimate of times."""
-_PREFERRED = ("ddp", "fsdp2", "zero2", "zero1", "zero3", "zero2_offload", "zero3_offload")
 
 
 def plan(
@@ -128,7 +110,13 @@ def plan(
     if strategy != "all" and strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: must be all or one of {', '.join(STRATEGIES)}.")
     _refuse_arguments(locals())
+    for path in filter(None, (model, reward_model)):
+        require_model_folder(path.removesuffix("config.json") or ".")
     import torch
+
+    from lightrl.memory_plan.memory import Plan
+    from lightrl.memory_plan.model import measure_model
+    from lightrl.memory_plan.tables import print_memory, print_times
 
     compute = torch.float32 if precision == "32-true" else torch.bfloat16
     case = Plan(
@@ -151,7 +139,7 @@ def plan(
     )
     if freeze_vision and not case.actor.vision:
         raise ValueError(f"freeze_vision={freeze_vision}: {model} has no vision tower.")
-    _print(case, chosen, gpu_memory)
+    print_memory(case, chosen, gpu_memory)
     if trajectories:
         job = Job(
             parameters=case.actor.parameters,
@@ -170,7 +158,7 @@ def plan(
             recompute=gradient_checkpointing,
             slots=sequences,
         )
-        _print_times(case, job, Rates.of(tflops, bandwidth), staleness, chosen, USABLE * gpu_memory * GIB)
+        print_times(case, job, Rates.of(tflops, bandwidth), staleness, chosen, USABLE * gpu_memory * GIB)
 
 
 def _refuse_arguments(given: Mapping[str, Any]) -> None:
@@ -199,103 +187,3 @@ def _refuse_arguments(given: Mapping[str, Any]) -> None:
         defaults = {name: parameter.default for name, parameter in inspect.signature(plan).parameters.items()}
         if without := [name for name in _TIMED if given[name] != defaults[name]]:
             raise ValueError(f"{', '.join(without)}: for the estimate of times, which needs --trajectories.")
-
-
-def needed_memory(model: str, strategy: str, limit: float, **case: Any) -> tuple[float, str]:
-    """Bytes that each process of a run takes at the peak, and what to do where that is more than it may; else "".
-
-    Args:
-        model: folder or hub name of the policy.
-        strategy: as of `plan`.
-        limit: bytes that a process may take.
-        case: the other attributes of `Plan`.
-    """
-    import torch
-
-    compute = torch.float32 if case.get("precision") == "32-true" else torch.bfloat16
-    here = Plan(actor=measure_model(model, compute=compute), **case)
-    needed = total(memory(here, strategy))
-    fitting = [name for name in STRATEGIES if total(memory(here, name)) <= limit]
-    return needed, advice(here, fitting, limit) if needed > limit else ""
-
-
-def _print(case: Plan, chosen: tuple[str, ...], gpu_memory: float) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    limit = USABLE * gpu_memory * GIB
-    size = f"{case.actor.parameters / 1e9:.2f} B parameters"
-    table = Table(title=f"GiB per GPU, {case.gpus} x {gpu_memory:g} GiB, {size}")
-    table.add_column("")
-    totals = {}
-    columns = {name: memory(case, name) for name in chosen}
-    for name in chosen:
-        table.add_column(name, justify="right")
-        totals[name] = total(columns[name])
-    for part in PARTS:
-        if any(columns[name][part] for name in chosen):
-            table.add_row(part, *(f"{columns[name][part] / GIB:.1f}" for name in chosen))
-    table.add_section()
-    table.add_row("at the peak", *(f"{totals[name] / GIB:.1f}" for name in chosen))
-    table.add_row(f"fits in {USABLE:.0%}", *("yes" if totals[name] <= limit else "no" for name in chosen))
-    if any(host_memory(case, name) for name in chosen):
-        table.add_row("host, all ranks", *(f"{host_memory(case, name) / GIB:.0f}" for name in chosen))
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(table)
-    console.print(advice(case, [name for name in chosen if totals[name] <= limit], limit))
-
-
-def _print_times(case: Plan, job: Job, rates: Rates, staleness: int, chosen: tuple[str, ...], limit: float) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"seconds per step of {job.trajectories} trajectories, staleness {staleness} (estimates)")
-    names = ("GPUs", "generate", "train", "generation", "training", "sync", "step", "staleness", "strategy", "tokens")
-    for name in (*names, "binds"):
-        table.add_column(name, justify="right")
-    for gpus, engines, trainers, times in curve(job, rates, staleness):
-        here = replace(case, gpus=trainers or engines, engine=case.engine and not trainers)
-        fitting = (name for name in _PREFERRED if name in chosen and total(memory(here, name)) <= limit)
-        seconds = (times.generation, times.training, times.sync, times.step)
-        shared = "the same" if not trainers else str(trainers)
-        counts = (str(gpus), str(engines), shared, *(f"{x:.1f}" for x in seconds))
-        ahead = needed_staleness(job, rates, engines if trainers else 0, times.step)
-        strategy = next(fitting, None)
-        tokens = None if strategy is None else largest_micro_batch(here, strategy, limit)
-        table.add_row(*counts, str(ahead), strategy or "none fits", str(tokens or "-"), times.binds)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-
-
-def advice(case: Plan, fitting: list[str], limit: float) -> str:
-    """What to take, in a sentence.
-
-    Args:
-        case: the case.
-        fitting: strategies that fit.
-        limit: bytes per GPU.
-    """
-    for name in _PREFERRED:
-        if name in fitting:
-            tokens = largest_micro_batch(case, name, limit)
-            room = "" if tokens is None else f" Micro-batches may have {tokens} tokens (model.micro_batch_tokens)."
-            return f"Take {name}: {_WHY[name]}{room}"
-    ways = ["--engine asleep, --engine elsewhere" if case.engine else "", "--lora 32" if not case.lora else ""]
-    tokens = largest_micro_batch(case, "fsdp2", limit)
-    ways += ["--gradient_checkpointing true" if not case.checkpointing else ""]
-    ways += [f"--micro_batch_tokens {tokens} with fsdp2" if tokens is not None else ""]
-    needed = smallest_fit(case, "fsdp2", limit)
-    if needed is not None:
-        ways.insert(0, f"fsdp2 on {needed} GPUs")
-    ways = [way for way in ways if way] or ["GPUs with more memory", "a smaller model", "shorter rows (--length)"]
-    return f"Nothing fits. Try {', '.join(ways)}."
-
-
-_WHY = {
-    "ddp": "every GPU holds everything, which is the fastest (configs/strategies/ddp.yaml).",
-    "fsdp2": "weights and optimizer are sharded, with PyTorch alone (configs/strategies/fsdp2.yaml).",
-    "zero2": "the optimizer is sharded, weights are whole (configs/strategies/deepspeed_zero2.yaml).",
-    "zero1": "the optimizer is sharded, weights are whole (configs/strategies/deepspeed_zero1.yaml).",
-    "zero3": "weights and optimizer are sharded (configs/strategies/deepspeed_zero3.yaml).",
-    "zero2_offload": "the optimizer works in the hosts' memory (configs/strategies/deepspeed_zero2_offload.yaml).",
-    "zero3_offload": "idle weights are in the hosts' memory too (configs/strategies/deepspeed_zero3_offload.yaml).",
-}

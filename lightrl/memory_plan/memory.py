@@ -8,17 +8,15 @@ micro-batch under FSDP2 and ZeRO-2 and 3, whose ranks then hold shards, and the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from lightrl.distributed.strategies import LARGE_MODEL
 from lightrl.memory_plan.model import ModelSize
+from lightrl.memory_plan.options import Precision
 from lightrl.models.logprobs import CUDA_CHUNK_ELEMENTS
 
 __all__ = [
     "PARTS",
-    "STRATEGIES",
     "Plan",
-    "Precision",
     "host_memory",
     "largest_micro_batch",
     "memory",
@@ -27,9 +25,6 @@ __all__ = [
     "trained_parameters",
 ]
 
-Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
-
-STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 PARTS = (
     "weights", "gradients", "optimizer", "reference", "reward model", "gathered", "activations", "head",
     "optimizer step", "engine", "KV cache",

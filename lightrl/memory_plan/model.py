@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightrl.arguments import require_model_folder
 from lightrl.compat.torch import fake_tensors, storage_key
 from lightrl.compat.transformers import experts_of_any_dtype
 from lightrl.data.templates import why_not_there
-from lightrl.models.loading import require_model_folder
 from lightrl.models.policy import transformer_blocks
 
 __all__ = ["ModelSize", "measure_model"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GenericForSequenceClassification
 
+from lightrl.arguments import require_model_folder
 from lightrl.compat.torch import persistent_buffers
 from lightrl.compat.transformers import cached_path, model_class, with_from_config
 from lightrl.models.lora import add_lora
@@ -38,14 +38,12 @@ __all__ = [
     "load_model",
     "load_scalar",
     "require_model",
-    "require_model_folder",
     "return_router_logits",
     "save_hf_folder",
     "scalar_class",
 ]
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 CONFIG_KEYS = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder", "code_revision")
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth"}
@@ -64,34 +62,6 @@ def require_model(spec: ModelSpec) -> None:
         raise ValueError(
             f"Model folder {spec.path!r} has a config.json and no weights (such as model.safetensors): give a folder "
             "that `save_pretrained` wrote, or set random_init: true to begin with random ones."
-        )
-
-
-def require_model_folder(path: str) -> None:
-    """Checks cheaply that a model can be there, before anything heavy starts.
-
-    A path that exists must hold a config.json; one that does not must at least look like a hub name (`name` or
-    `organisation/name`), which only loading can check.
-
-    Raises:
-        ValueError: neither holds.
-    """
-    folder = Path(path).expanduser()
-    if not path:
-        raise ValueError("actor.path='': give a folder that `save_pretrained` wrote, or a hub name.")
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(
-                f"Model folder {path!r} has no config.json: give a folder that `save_pretrained` wrote, or a hub name."
-            )
-    elif folder.exists():
-        raise ValueError(f"Model path {path!r} is a file: give the folder that holds its config.json.")
-    elif not HUB_NAME.fullmatch(path):
-        raise ValueError(f"Model folder {path!r} does not exist, and it cannot be a hub name (organisation/name).")
-    elif "/" in path and Path(path).parent.is_dir():
-        raise ValueError(
-            f"Model folder {path!r} does not exist, although {str(Path(path).parent)!r} does. Create it first, or give "
-            "a hub name that does not start like a local folder."
         )
 
 

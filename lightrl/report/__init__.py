@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightrl.report.page import render_comparison, render_page
-from lightrl.report.plots import draw_comparison, draw_panels
 from lightrl.report.read import read_run
 from lightrl.storage import atomic_write
 
@@ -51,6 +49,9 @@ def report(
     run = read_run(Path(run_dir), "run_dir")
     before = None if baseline is None else read_run(Path(baseline), "baseline")
     folder = Path(run_dir) / "report" if out is None else Path(out)
+    from lightrl.report.page import render_page  # matplotlib, which a wrong folder need not wait for
+    from lightrl.report.plots import draw_panels
+
     images = draw_panels(run, before)
     for image in images:
         with atomic_write(folder / f"{image.name}.png") as file:
@@ -74,6 +75,9 @@ def _compare(folders: Sequence[Path], baseline: Path | str | None, out: Path) ->
         replace(read_run(folder, "run"), name=os.path.relpath(place, above))
         for folder, place in zip(folders, places, strict=True)
     ]
+    from lightrl.report.page import render_comparison
+    from lightrl.report.plots import draw_comparison
+
     page = out / "report.html"
     with atomic_write(page, "w") as file:
         file.write(render_comparison(runs, draw_comparison(runs)))

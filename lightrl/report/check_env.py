@@ -1,37 +1,17 @@
-"""`lightrl check-env`: plays an environment with scripted replies and no model, and says what is wrong with it."""
+"""`lightrl check-env`: plays the environment of a configuration with scripted replies and no model."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import math
 import sys
-import threading
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from textwrap import shorten
-from typing import Any
 
 from lightrl.arguments import at_least
-from lightrl.background import BackgroundLoop
 from lightrl.cli import run
-from lightrl.data.processing import load_processor
-from lightrl.data.templates import load_tokenizer
-from lightrl.environments import Environment, EnvironmentEpisode
-from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
+from lightrl.config_files import expand_configs
 
-__all__ = ["EnvironmentCheck", "Played", "check_env", "play"]
-
-PLAIN = "I do not know."
-SLOW = 5.0  # seconds per step from which it is pointed out
-ENDING = 3.0  # seconds that processes and threads have to end in, once all environments are closed
-EXAMPLES = {"string": "a", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
+__all__ = ["check_env"]
 
 
-def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None, seed: int = 0) -> None:
+def check_env(config: str, rows: int = 2, replies: list[str] | None = None, seed: int = 0) -> None:
     """Plays the environment of a configuration with scripted replies and no model. Exit status 1 where it is wrong.
 
     Printed for each script: why it ended, its reward, how many tokens would be trained, seconds per step; then whether
@@ -43,7 +23,7 @@ def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None,
     outlive that are a problem that is reported.
 
     Args:
-        config_file: as for `lightrl fit`; `--config FILE` is the same.
+        config: of a run, as for `lightrl fit`; `--config FILE` is the same.
         rows: rows of the data set to play, at least 1.
         replies: texts of a script of your own, one per turn, such as a right answer.
         seed: of the environment's `reset`.
@@ -52,12 +32,18 @@ def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None,
         ValueError: the configuration has no `EnvironmentEpisode`.
     """
     at_least("rows", rows, 1)
-    built = run(["--config", config_file], run=False)
+    expand_configs(["--config", config])
+    from lightrl.data.processing import load_processor
+    from lightrl.data.templates import load_tokenizer
+    from lightrl.environments import EnvironmentEpisode
+    from lightrl.environments.scripted import play
+
+    built = run(["--config", config], run=False)
     module, data = built.model, built.datamodule
     episode = getattr(data, "episode", None)
     if not isinstance(episode, EnvironmentEpisode):
         raise ValueError(
-            f"{config_file}: data.episode is {type(episode).__name__}; scripted replies play an EnvironmentEpisode "
+            f"{config}: data.episode is {type(episode).__name__}; scripted replies play an EnvironmentEpisode "
             "only. Run a program of your own against any model's endpoint to try it."
         )
     tokenizer = load_tokenizer(
@@ -90,319 +76,3 @@ def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None,
     if problems:
         sys.exit(1)
     print("No problem found.")
-
-
-@dataclass
-class Played:
-    """One script played at one row.
-
-    Attributes:
-        row: number of the row. script: its name. repeat: whether the same script was played there before.
-        trajectory: the attempt. said: the ids that its replies were given as, one list per turn.
-    """
-
-    row: int
-    script: str
-    repeat: bool
-    trajectory: Trajectory
-    said: list[list[int]]
-
-    @property
-    def reward(self) -> float:
-        """Of all turns; NaN for one that failed."""
-        failed = self.trajectory.failed
-        return math.nan if failed else math.fsum(self.trajectory.turn_rewards)
-
-
-@dataclass
-class EnvironmentCheck:
-    """What was played, and what to say of it.
-
-    Attributes:
-        played: in the order of rows and scripts.
-        notes: what could not be tried.
-        reward_functions: whether the run has some beside the environment.
-        left: what outlived the environments, in words.
-    """
-
-    played: list[Played]
-    notes: list[str] = field(default_factory=list)
-    reward_functions: bool = False
-    left: list[str] = field(default_factory=list)
-
-    def problems(self) -> list[str]:
-        """What is wrong, each with what to do; empty where nothing is."""
-        found = []
-        failures = {p.trajectory.failure for p in self.played if p.trajectory.failed}
-        for cause in sorted(map(str, failures)):
-            found.append(
-                f"failed: {cause}. Such attempts are never trained on. Correct it, or answer the policy in words where "
-                "its reply is the cause."
-            )
-        lost = [p for p in self.played if not p.trajectory.failed and not _kept(p)]
-        if lost:
-            found.append(
-                f"{lost[0].script} at row {lost[0].row}: the trained tokens are not the sampled ones. This is a "
-                "mistake in LightRL or in a renderer; take environment.renderer=template and report it."
-            )
-        first: dict[tuple[int, str], Played] = {}
-        for p in self.played:
-            before = first.setdefault((p.row, p.script), p)
-            if not _same(before, p):
-                found.append(
-                    f"{p.script} at row {p.row}, played twice with one seed: rewards {before.reward:g} and "
-                    f"{p.reward:g}, or other answers. Draw everything random from `reset`'s seed, and share no state "
-                    "between environments; otherwise luck is trained on."
-                )
-                break
-        bad = [p for p in self.played if not p.trajectory.failed and not math.isfinite(p.reward)]
-        if bad:
-            found.append(f"{bad[0].script} at row {bad[0].row}: the reward is {bad[0].reward}. Rewards must be finite.")
-        unclosed = sum(p.trajectory.metrics.get("close_errors", 0.0) > 0 for p in self.played)
-        if unclosed:
-            found.append(f"`close` failed or took too long in {unclosed} of {len(self.played)} attempts.")
-        if self.left:
-            found.append(
-                f"after all environments were closed there were still {', '.join(self.left)}. A run makes thousands of "
-                "environments: end in `close` what each has begun."
-            )
-        rewards = {p.reward for p in self.played if math.isfinite(p.reward)}
-        if rewards == {0.0} and not self.reward_functions:
-            self.notes.append(
-                "every reward was 0: no script earned any. Play one that should with --replies, to see a reward."
-            )
-        return list(dict.fromkeys(found))
-
-    def lines(self) -> list[str]:
-        """The report: a line per script, then totals."""
-        width = max(len(p.script) for p in self.played)
-        out = [f"{'script':<{width}}  row  ended by  turns  reward  rows  trained tokens  s/step"]
-        for p in self.played:
-            if p.repeat:
-                continue
-            t = p.trajectory
-            sampled, total = len(t.sampled_ids), sum(len(row.token_ids) for row in t.rows)
-            out.append(
-                f"{p.script:<{width}}  {p.row:>3}  {t.stop_reason:<8}  {len(t.turn_rewards):>5}  {p.reward:>6.3g}  "
-                f"{len(t.rows):>4}  {f'{sampled} of {total}':>14}  {_seconds(t):>6.3f}"
-            )
-        rewards = [p.reward for p in self.played if math.isfinite(p.reward)]
-        turns = sum(len(p.trajectory.turn_rewards) for p in self.played)
-        forks = int(sum(p.trajectory.metrics.get("forks", 0.0) for p in self.played))
-        if rewards:
-            out.append(f"rewards: {min(rewards):g} to {max(rewards):g}")
-        proof = "every turn extends the last one's tokens"
-        if forks:
-            proof = (
-                f"{forks} of {turns} turns began a new row, because the chat template rewrites what came before "
-                "(correct, and costs tokens)"
-            )
-        out.append(f"template: {proof}")
-        slow = max((_seconds(p.trajectory) for p in self.played), default=0.0)
-        if slow > SLOW:
-            self.notes.append(f"a step took {slow:.1f} s on average; a rollout waits for the slowest attempt's sum.")
-        return out
-
-
-def _kept(played: Played) -> bool:
-    """Whether each turn that is trained has the ids it was sampled as, once, and nothing else is."""
-    found: dict[int, list[int]] = {}
-    for row in played.trajectory.rows:
-        for token, turn in zip(row.token_ids, row.turn_ids, strict=True):
-            if turn >= 0:
-                found.setdefault(turn, []).append(token)
-    return all(turn < len(played.said) and played.said[turn] == ids for turn, ids in found.items())
-
-
-def _same(one: Played, other: Played) -> bool:
-    failed = one.trajectory.failed or other.trajectory.failed
-    rewards = one.trajectory.turn_rewards, other.trajectory.turn_rewards
-    return failed or (rewards[0] == rewards[1] and one.trajectory.messages == other.trajectory.messages)
-
-
-def _seconds(trajectory: Trajectory) -> float:
-    return trajectory.metrics.get("environment_seconds", 0.0) / max(len(trajectory.turn_rewards), 1)
-
-
-def play(
-    episode: EnvironmentEpisode,
-    rows: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
-    sampling: SamplingParams,
-    *,
-    seed: int = 0,
-    replies: Sequence[str] = (),
-    reward_functions: bool = False,
-) -> EnvironmentCheck:
-    """Plays each script twice at each row, all with one seed, as the attempts of a group.
-
-    The scripts: a plain answer in every turn; a call of each tool, with arguments that fit its schema; a call that
-    breaks off; a reply that the token limit cuts; and `replies`.
-
-    Args:
-        episode: set up with the tokenizer. rows: of the data set.
-        tokenizer: of the policy. sampling: its limits.
-        seed: of the groups. replies: texts of a further script, one per turn, the last one again and again.
-        reward_functions: whether the run has some, so that the environment need not give rewards.
-    """
-    before = _living()
-    loop = BackgroundLoop("check-env")  # in a notebook the calling thread has one that runs already
-    try:
-        check = loop.run(_play(episode, rows, tokenizer, sampling, seed, replies, reward_functions))
-    finally:
-        loop.close()
-    end = time.monotonic() + ENDING
-    while (left := _living().items() - before.items()) and time.monotonic() < end:
-        time.sleep(0.05)
-    check.left = sorted(f"{words} ({number})" for number, words in left)
-    return check
-
-
-def _living() -> dict[str, str]:
-    """Child processes (Linux tells them) and threads that would keep this one alive: which -> what it is."""
-    found = {f"thread {t.ident}": t.name for t in threading.enumerate() if not t.daemon}
-    for children in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):  # it ended meanwhile
-            for pid in children.read_text().split():
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-                if command:  # else it has ended
-                    found[f"process {pid}"] = shorten(command, 80)
-    return found
-
-
-async def _play(
-    episode: EnvironmentEpisode,
-    rows: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
-    sampling: SamplingParams,
-    seed: int,
-    replies: Sequence[str],
-    reward_functions: bool,
-) -> EnvironmentCheck:
-    check = EnvironmentCheck([], reward_functions=reward_functions)
-    for number, row in enumerate(rows):
-        scripts = await _scripts(episode, row, tokenizer, seed, replies, check.notes)
-        names = [name for name in scripts for _ in range(2)]
-        said: list[list[list[int]]] = [[] for _ in names]
-
-        async def ask(
-            request: GenerationRequest,
-            names: list[str] = names,
-            said: list[list[list[int]]] = said,
-            scripts: dict[str, list[_Reply]] = scripts,
-        ) -> CompletionGroup:
-            attempt, turn = divmod(request.seed, episode.max_turns)
-            script = scripts[names[attempt]]
-            reply = script[min(turn, len(script) - 1)]
-            ids = reply.ids[: request.sampling.max_new_tokens]
-            cut = reply.cut or len(ids) < len(reply.ids)
-            said[attempt].append(ids)
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            done = Completion(ids, [0.0] * len(ids), text, "length" if cut else "stop")
-            return CompletionGroup(request, [done], 0)
-
-        trajectories = await episode.group(
-            row,
-            ask,
-            attempts=range(len(names)),
-            seed=seed,
-            turn_seed=lambda attempt, turn: attempt * episode.max_turns + turn,
-            sampling=sampling,
-        )
-        check.played += [
-            Played(number, name, i % 2 == 1, trajectory, said[i])
-            for i, (name, trajectory) in enumerate(zip(names, trajectories, strict=True))
-        ]
-    check.notes = list(dict.fromkeys(check.notes))
-    return check
-
-
-@dataclass
-class _Reply:
-    """Sampled ids, and whether a limit cut them."""
-
-    ids: list[int]
-    cut: bool = False
-
-
-async def _scripts(
-    episode: EnvironmentEpisode,
-    row: Mapping[str, Any],
-    tokenizer: Any,
-    seed: int,
-    replies: Sequence[str],
-    notes: list[str],
-) -> dict[str, list[_Reply]]:
-    """Name -> replies by turn, for the tools that the environment has at this row."""
-    end = [tokenizer.eos_token_id]
-
-    def ids(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-
-    plain = ids(PLAIN)
-    scripts = {"plain answer": [_Reply(plain + end)], "cut off": [_Reply(plain, cut=True)]}
-    if replies:
-        scripts["--replies"] = [_Reply(ids(text) + end) for text in replies]
-    environment: Environment | None = None
-    try:
-        environment = episode.environment()
-        messages = await asyncio.wait_for(environment.reset(row, seed=seed), episode.environment_timeout)
-        tools = list(environment.tools)
-    except Exception:  # playing it says so
-        return scripts
-    finally:
-        if environment is not None:
-            with suppress(Exception):  # as above
-                await asyncio.wait_for(environment.close(), episode.environment_timeout)
-    for tool in tools:
-        function = tool.get("function", tool)
-        name = function["name"]
-        text = _call_text(tokenizer, messages, tools, name, _arguments(function), episode.template_kwargs)
-        if text is None:
-            notes.append(
-                "the chat template gives no text for a tool call after this prompt; calls were not played. Write one "
-                "with --replies."
-            )
-            break
-        scripts[f"calls {name}"] = [_Reply(ids(text) + end)]
-        scripts.setdefault("broken call", [_Reply(ids(text[: len(text) * 2 // 3]) + end)])
-    return scripts
-
-
-def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that fit a tool's schema: the required ones."""
-    parameters = function.get("parameters") or {}
-    properties = parameters.get("properties") or {}
-    return {name: _example(properties.get(name) or {}) for name in parameters.get("required") or []}
-
-
-def _example(schema: Mapping[str, Any]) -> Any:
-    for key in ("enum", "examples"):
-        if schema.get(key):
-            return schema[key][0]
-    kind = schema.get("type", "string")
-    return EXAMPLES.get(kind[0] if isinstance(kind, list) else kind, "a")
-
-
-def _call_text(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-    name: str,
-    arguments: dict[str, Any],
-    options: Mapping[str, Any],
-) -> str | None:
-    """What a policy would write to call a tool, by the chat template; None where it cannot be told."""
-    call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": arguments}}
-    said = {"role": "assistant", "content": "", "tool_calls": [call]}
-    try:
-        before = tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=True, **options
-        )
-        after = tokenizer.apply_chat_template([*messages, said], tools=tools, tokenize=False, **options)
-    except Exception:  # a template may refuse tools, or anything else, in its own words
-        return None
-    if not after.startswith(before) or json.dumps(name)[1:-1] not in after[len(before) :]:
-        return None
-    text: str = after[len(before) :]
-    return text.split(tokenizer.eos_token)[0] if tokenizer.eos_token else text

@@ -1,4 +1,11 @@
-"""Reward functions, rules and remote scorers: (prompts, completions, columns) -> one float or None each."""
+"""Reward functions, rules and remote scorers: (prompts, completions, columns) -> one float or None each.
+
+Importing this package does not load torch, which a reward function and `lightrl serve-reward` need not have.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from lightrl.rewards.base import Reward, RewardError, RewardFn, RewardSpec, RewardValues, load_reward, reward_name
 from lightrl.rewards.combined import CombinedReward
@@ -14,7 +21,9 @@ from lightrl.rewards.rules import (
     RepetitionPenalty,
     SoftOverlong,
 )
-from lightrl.rewards.scorer import RewardScorer, ScoreHandle
+
+if TYPE_CHECKING:
+    from lightrl.rewards.scorer import RewardScorer, ScoreHandle
 
 __all__ = [
     "CombinedReward",
@@ -40,3 +49,11 @@ __all__ = [
     "load_reward",
     "reward_name",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("RewardScorer", "ScoreHandle"):  # the records that they take hold tensors
+        from lightrl.rewards import scorer
+
+        return getattr(scorer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightrl.arguments import at_least
+from lightrl.arguments import at_least, require_model_folder
 from lightrl.rewards.base import Reward
 
 __all__ = ["ModelReward"]
@@ -41,6 +41,7 @@ class ModelReward(Reward):
         batch_tokens: int = 16384,
     ) -> None:
         at_least("ModelReward.max_length", max_length, 1, or_none="for no limit")
+        require_model_folder(path)
         from lightrl.models.reward import RewardModel, RewardModelSpec
 
         spec = RewardModelSpec("model", path, dtype=dtype, chat_template=chat_template, max_length=max_length)

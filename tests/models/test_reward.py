@@ -119,3 +119,11 @@ def test_prompts_are_scored_once_and_scores_stay(layout: Any, batch: Batch) -> N
         assert tokens[0] <= 15 + 3 + 5
     alone = [texts.score_texts([p], [c]).item() for p, c in zip(prompts, completions, strict=True)]
     assert together.tolist() == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_reward_model_with_labels_scores_the_rows_of_these_alone() -> None:
+    spec = RewardModelSpec("maths", "x", labels=["sum", "product"], label_column="kind")
+    assert spec.applies({"kind": ["sum", "poem", "product"]}) == [True, False, True]
+    assert RewardModelSpec("all", "x").applies({}) is None
+    with pytest.raises(ValueError, match=r"maths\.labels=.* needs the column label_column='kind'; the data has"):
+        spec.applies({"a": ["sum"]})

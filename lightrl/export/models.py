@@ -1,4 +1,4 @@
-"""`lightrl export`: any checkpoint as a Hugging Face folder, an adapter, or a plain checkpoint; one CPU process."""
+"""The models of a checkpoint, built in the host's memory and written without it."""
 
 from __future__ import annotations
 
@@ -7,63 +7,34 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from lightrl.arguments import require_model_folder
 from lightrl.data.templates import load_tokenizer
-from lightrl.distributed.consolidate import checkpoint_kind, read_checkpoint
-from lightrl.models.loading import load_causal_lm, require_model_folder, save_hf_folder
+from lightrl.models.loading import load_causal_lm, save_hf_folder
 from lightrl.models.lora import adapter_config, named_adapter_weights, named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModel
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.storage import REDACTED, atomic_folder, atomic_write
+from lightrl.storage import REDACTED
 
-__all__ = ["export"]
-
-What = Literal["model", "adapter", "critic", "checkpoint"]
+__all__ = ["export_model"]
 
 
-def export(checkpoint: str = "", output: str = "", what: What = "model", model: str | None = None) -> None:
-    """Turns a checkpoint of any strategy into something that can be used without it, whatever the number of its ranks.
-
-    Reads plain checkpoints, folders of FSDP2 and folders of DeepSpeed ZeRO (these hold pickled objects: only read what
-    you trust). The models are built in the host's memory.
+def export_model(checkpoint: Mapping[str, Any], folder: Path, what: str, path: str | None) -> None:
+    """Writes the model, adapter or critic of a checkpoint.
 
     Args:
-        checkpoint: the file or folder that a run saved.
-        output: where to write: a folder, or with `what: checkpoint` a file.
-        what: `model` is the policy (or the reward model of a reward run) as transformers and vLLM load it, LoRA merged;
-            `adapter` the LoRA adapter alone, as peft and vLLM load it; `critic` the value model as a token
-            classification model with one label, whose output at token t is the value of the state after it;
-            `checkpoint` a plain checkpoint that any strategy goes on from, on any number of ranks.
-        model: folder or hub name of the model that training began with; where the run found it if left out.
+        checkpoint: as `read_checkpoint` gives it.
+        folder: where to write; it exists.
+        what: as of `lightrl.export.export`: `model`, `adapter` or `critic`.
+        path: folder or hub name of the model that training began with; None where the run found it.
 
     Raises:
-        ValueError: there is no checkpoint, it was not finished, or it does not hold what is asked for.
+        ValueError: the checkpoint does not hold what is asked for, or does not fit the model.
     """
-    if not checkpoint or not output:
-        raise ValueError("lightrl export needs --checkpoint (what a run saved) and --output (where to write).")
-    checkpoint_kind(checkpoint)
-    target = Path(output)
-    if target.is_dir() if what == "checkpoint" else target.is_file():
-        kind = "a file" if what == "checkpoint" else "a folder"
-        raise ValueError(f"output={output!r} exists and is not {kind}, which what={what} writes: give another path.")
-    if target.resolve() == Path(checkpoint).resolve():
-        raise ValueError(f"output={output!r} is the checkpoint itself: give another path.")
-    loaded = read_checkpoint(checkpoint)
-    if what == "checkpoint":
-        with atomic_write(target, checksum=True) as file:
-            torch.save(loaded, file)
-    else:
-        with atomic_folder(target) as folder:
-            _export_model(loaded, folder, what, model)
-    print(f"Wrote {target}")
-
-
-def _export_model(checkpoint: Mapping[str, Any], folder: Path, what: str, path: str | None) -> None:
     stored = checkpoint.get("lightrl", {}).get("models", {})
     state = checkpoint["state_dict"]
     if "reward_model" in stored and what == "critic":

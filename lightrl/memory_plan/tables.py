@@ -1,0 +1,118 @@
+"""What a plan says: tables of memory and time, and what to take."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+from lightrl.memory_plan.memory import PARTS, Plan, host_memory, largest_micro_batch, memory, smallest_fit, total
+from lightrl.memory_plan.model import measure_model
+from lightrl.memory_plan.options import GIB, STRATEGIES, USABLE
+from lightrl.memory_plan.time import Job, Rates, curve, needed_staleness
+
+__all__ = ["advice", "needed_memory", "print_memory", "print_times"]
+
+_PREFERRED = ("ddp", "fsdp2", "zero2", "zero1", "zero3", "zero2_offload", "zero3_offload")
+
+
+def needed_memory(model: str, strategy: str, limit: float, **case: Any) -> tuple[float, str]:
+    """Bytes that each process of a run takes at the peak, and what to do where that is more than it may; else "".
+
+    Args:
+        model: folder or hub name of the policy.
+        strategy: as of `plan`.
+        limit: bytes that a process may take.
+        case: the other attributes of `Plan`.
+    """
+    import torch
+
+    compute = torch.float32 if case.get("precision") == "32-true" else torch.bfloat16
+    here = Plan(actor=measure_model(model, compute=compute), **case)
+    needed = total(memory(here, strategy))
+    fitting = [name for name in STRATEGIES if total(memory(here, name)) <= limit]
+    return needed, advice(here, fitting, limit) if needed > limit else ""
+
+
+def print_memory(case: Plan, chosen: tuple[str, ...], gpu_memory: float) -> None:
+    """Prints the parts under the chosen strategies, on GPUs of so many GiB, and what to take."""
+    from rich.console import Console
+    from rich.table import Table
+
+    limit = USABLE * gpu_memory * GIB
+    size = f"{case.actor.parameters / 1e9:.2f} B parameters"
+    table = Table(title=f"GiB per GPU, {case.gpus} x {gpu_memory:g} GiB, {size}")
+    table.add_column("")
+    totals = {}
+    columns = {name: memory(case, name) for name in chosen}
+    for name in chosen:
+        table.add_column(name, justify="right")
+        totals[name] = total(columns[name])
+    for part in PARTS:
+        if any(columns[name][part] for name in chosen):
+            table.add_row(part, *(f"{columns[name][part] / GIB:.1f}" for name in chosen))
+    table.add_section()
+    table.add_row("at the peak", *(f"{totals[name] / GIB:.1f}" for name in chosen))
+    table.add_row(f"fits in {USABLE:.0%}", *("yes" if totals[name] <= limit else "no" for name in chosen))
+    if any(host_memory(case, name) for name in chosen):
+        table.add_row("host, all ranks", *(f"{host_memory(case, name) / GIB:.0f}" for name in chosen))
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    console.print(advice(case, [name for name in chosen if totals[name] <= limit], limit))
+
+
+def print_times(case: Plan, job: Job, rates: Rates, staleness: int, chosen: tuple[str, ...], limit: float) -> None:
+    """Prints seconds per step on 1 to 4,096 GPUs, each with the strategy that holds the models in `limit` bytes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"seconds per step of {job.trajectories} trajectories, staleness {staleness} (estimates)")
+    names = ("GPUs", "generate", "train", "generation", "training", "sync", "step", "staleness", "strategy", "tokens")
+    for name in (*names, "binds"):
+        table.add_column(name, justify="right")
+    for gpus, engines, trainers, times in curve(job, rates, staleness):
+        here = replace(case, gpus=trainers or engines, engine=case.engine and not trainers)
+        fitting = (name for name in _PREFERRED if name in chosen and total(memory(here, name)) <= limit)
+        seconds = (times.generation, times.training, times.sync, times.step)
+        shared = "the same" if not trainers else str(trainers)
+        counts = (str(gpus), str(engines), shared, *(f"{x:.1f}" for x in seconds))
+        ahead = needed_staleness(job, rates, engines if trainers else 0, times.step)
+        strategy = next(fitting, None)
+        tokens = None if strategy is None else largest_micro_batch(here, strategy, limit)
+        table.add_row(*counts, str(ahead), strategy or "none fits", str(tokens or "-"), times.binds)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def advice(case: Plan, fitting: list[str], limit: float) -> str:
+    """What to take, in a sentence.
+
+    Args:
+        case: the case.
+        fitting: strategies that fit.
+        limit: bytes per GPU.
+    """
+    for name in _PREFERRED:
+        if name in fitting:
+            tokens = largest_micro_batch(case, name, limit)
+            room = "" if tokens is None else f" Micro-batches may have {tokens} tokens (model.micro_batch_tokens)."
+            return f"Take {name}: {_WHY[name]}{room}"
+    ways = ["--engine asleep, --engine elsewhere" if case.engine else "", "--lora 32" if not case.lora else ""]
+    tokens = largest_micro_batch(case, "fsdp2", limit)
+    ways += ["--gradient_checkpointing true" if not case.checkpointing else ""]
+    ways += [f"--micro_batch_tokens {tokens} with fsdp2" if tokens is not None else ""]
+    needed = smallest_fit(case, "fsdp2", limit)
+    if needed is not None:
+        ways.insert(0, f"fsdp2 on {needed} GPUs")
+    ways = [way for way in ways if way] or ["GPUs with more memory", "a smaller model", "shorter rows (--length)"]
+    return f"Nothing fits. Try {', '.join(ways)}."
+
+
+_WHY = {
+    "ddp": "every GPU holds everything, which is the fastest (configs/strategies/ddp.yaml).",
+    "fsdp2": "weights and optimizer are sharded, with PyTorch alone (configs/strategies/fsdp2.yaml).",
+    "zero2": "the optimizer is sharded, weights are whole (configs/strategies/deepspeed_zero2.yaml).",
+    "zero1": "the optimizer is sharded, weights are whole (configs/strategies/deepspeed_zero1.yaml).",
+    "zero3": "weights and optimizer are sharded (configs/strategies/deepspeed_zero3.yaml).",
+    "zero2_offload": "the optimizer works in the hosts' memory (configs/strategies/deepspeed_zero2_offload.yaml).",
+    "zero3_offload": "idle weights are in the hosts' memory too (configs/strategies/deepspeed_zero3_offload.yaml).",
+}

@@ -1,0 +1,90 @@
+"""What loggers are told of a run from Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.loggers import CSVLogger, Logger
+
+from lightrl import GRPOLightningModule, LoraSpec, ModelSpec
+from lightrl.algorithms.hyperparameters import described
+from lightrl.algorithms.schedule import LRSchedule
+from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+
+class Recorder(Logger):
+    """Keeps what it is told."""
+
+    name, version = "recorder", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[dict[str, Any]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        pass
+
+    def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        self.told.append(params)
+
+
+class OwnGRPO(GRPOLightningModule):
+    """Takes an argument of its own and passes the others on."""
+
+    def __init__(self, actor: Any, patience: int = 3, **kwargs: Any) -> None:
+        super().__init__(actor, **kwargs)
+        self.patience = patience
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    return quickstart_model(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+
+
+def test_loggers_are_told_what_a_run_from_python_is(model: str, tmp_path: Path) -> None:
+    recorder, table = Recorder(), CSVLogger(tmp_path, name="run", version="")
+    spec = ModelSpec(model, lora=LoraSpec(r=4), kwargs={"token": "of-mine"})
+    module = OwnGRPO(
+        spec,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4),
+        lr_scheduler=LRSchedule("cosine", warmup=0.1),
+        mask_truncated=True,
+    )
+    data = sums_data(rollouts_per_epoch=1, prompts_per_rollout=2, group_size=2, reward_weights=[0.5])
+    quiet_trainer(logger=[recorder, table], log_every_n_steps=1).fit(module, data)
+    (told,) = recorder.told
+    own, rows = told["model"]["init_args"], told["data"]["init_args"]
+    assert told["model"]["class_path"].endswith("test_hyperparameters.OwnGRPO") and own["patience"] == 3
+    assert own["actor"]["path"] == model and own["actor"]["lora"]["r"] == 4
+    assert own["actor"]["kwargs"] == {"token": "***"} and "of-mine" not in str(told)
+    assert own["advantage"]["class_path"] == "lightrl.objectives.advantages.GroupRelative"  # the algorithm's own
+    assert own["kl"]["init_args"]["coef"] == 0.04 and own["critic"] is None and own["mask_truncated"] is True
+    assert own["lr_scheduler"]["name"] == "cosine" and own["lr_scheduler"]["warmup"] == 0.1
+    assert rows["rewards"]["init_args"]["weights"] == {"digits_reward": 0.5}
+    assert rows["prompts"]["rows"] == "64 entries" and rows["sampling"]["max_new_tokens"] == 6
+    assert rows["engine"]["class_path"].endswith("TransformersEngine") and rows["group_size"] == 2
+    assert told["optimizers"][0]["class_path"].endswith("AdamW") and told["optimizers"][0]["lr"] == 3e-4
+    assert told["trainer"]["max_epochs"] == 1 and set(told["versions"]) >= {"lightrl", "torch"} and told["command"]
+    assert yaml.safe_load((tmp_path / "run/hparams.yaml").read_text())["model"] == told["model"]
+
+
+def test_a_run_that_somebody_else_describes_is_not_described_again(model: str) -> None:
+    recorder, module = Recorder(), GRPOLightningModule(model, kl=None)
+    module.leave_hyperparameters()
+    data = sums_data(rollouts_per_epoch=1, prompts_per_rollout=2, group_size=2)
+    quiet_trainer(logger=recorder).fit(module, data)
+    assert recorder.told == []
+
+
+def test_live_models_and_functions_are_named() -> None:
+    assert described({"a": torch.nn.Linear(1, 1), "b": [abs, None], 3: torch.float32, "rows": list(range(21))}) == {
+        "a": "Linear",
+        "b": ["builtins.abs", None],
+        "3": "torch.float32",
+        "rows": "21 entries",
+    }
