@@ -334,10 +334,10 @@ class Generation:
         logits = self.decoder.step(self.last)
         self.last = tokens = self._sample(logits, self.kinds, 0, self.decoder.routes)
         # The lists of the rows are made only where a row may have ended: that takes as long as the sampling.
-        if len(self.pending) < self.room and not self.stops:
-            if not self.end_ids or self.end_ids.isdisjoint(tokens.tolist()):
-                return []
-        return self._write_down(0)
+        may_end = len(self.pending) >= self.room or self.stops
+        if may_end or (self.end_ids and not self.end_ids.isdisjoint(tokens.tolist())):
+            return self._write_down(0)
+        return []
 
     def _sample(
         self, logits: Tensor, kinds: list[tuple[_Settings, Tensor | None]], first: int, routes: Tensor | None
