@@ -325,7 +325,7 @@ class Generation:
         """Takes the settings of all rows, and what every step asks of them."""
         self.kinds = kinds
         self.stops = any(settings.stops for settings, _ in kinds)
-        self.end_ids = set().union(*(settings.end_ids for settings, _ in kinds))
+        self.end_ids = set[int]().union(*(settings.end_ids for settings, _ in kinds))
 
     @torch.inference_mode()
     def _step(self) -> list[int]:
