@@ -414,10 +414,11 @@ class GenerationRequest:
     @property
     def live(self) -> list[int]:
         """Places of the completions that lack tokens."""
-        parts = [self.so_far(place) for place in range(self.num_completions)]
+        if not self.begun:
+            return [place for place in range(self.num_completions) if self.limit(place) > 0]
         return [
             place
-            for place, part in enumerate(parts)
+            for place, part in enumerate(self.begun)
             if part.finish_reason == "suspended" and len(part.token_ids) < self.limit(place)
         ]
 
@@ -585,7 +586,9 @@ class Scores:
     extra: dict[str, list[Any]] = field(default_factory=dict)
 
     def spread(self, rows: Sequence[int], count: int) -> Scores:
-        """The same as of `count` rows, of which these are the given ones and all others were not scored."""
+        """The same as of `count` rows, of which these are the given ones, in order; all others were not scored."""
+        if len(rows) == count:
+            return self
 
         def among(values: list[Any], empty: Any) -> list[Any]:
             of_row = dict(zip(rows, values, strict=True))

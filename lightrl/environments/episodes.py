@@ -151,9 +151,9 @@ def one_turn(group: CompletionGroup) -> list[Trajectory]:
     for place, completion in enumerate(group.completions):
         count = len(completion.token_ids)
         row = TrajectoryRow(
-            token_ids=prompt + list(completion.token_ids),
+            token_ids=[*prompt, *completion.token_ids],
             turn_ids=context + [0] * count,
-            logprobs=nothing + list(completion.logprobs),
+            logprobs=[*nothing, *completion.logprobs],
             policy_versions=context + group.versions(place),
             support=Support.joined((len(prompt), None), (count, completion.support)),
             routes=completion.routes,

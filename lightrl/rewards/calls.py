@@ -25,6 +25,8 @@ Outcome: TypeAlias = tuple[Literal["returned", "raised"], Any]
 ONLY_BY_NAME = (*MEDIA, "training_progress")
 """Not among what `**columns` takes."""
 _SHOWN_FRAMES = 8
+_UNCHANGING = frozenset({bool, int, float, complex, str, bytes, type(None)})
+"""Values of these types need no copy; the lists of token ids are long."""
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -218,7 +220,7 @@ def copied(value: Any) -> Any:
     theirs. Other objects, such as pictures, are handed over as they are.
     """
     if type(value) in (list, tuple, set):
-        return type(value)(map(copied, value))
+        return type(value)(value if _UNCHANGING.issuperset(map(type, value)) else map(copied, value))
     if type(value) is dict:
         return {key: copied(inner) for key, inner in value.items()}
     if isinstance(value, np.ndarray):

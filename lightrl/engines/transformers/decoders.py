@@ -24,7 +24,10 @@ __all__ = ["CacheDecoder", "Decoder"]
 
 
 class Decoder(Protocol):
-    """Keys and values of R rows, in the order in which `prefill` and `keep` left them."""
+    """Keys and values of R rows, in the order in which `prefill` and `keep` left them.
+
+    `prefill`, `step` and `keep` are called in inference mode.
+    """
 
     refills: bool
     """Whether prompts can be added while rows are live."""
@@ -112,7 +115,6 @@ class CacheDecoder:
         """See `Decoder.batches`."""
         return self.pads or len(first) == len(other)
 
-    @torch.inference_mode()
     def prefill(
         self,
         prompts: Sequence[Sequence[int]],
@@ -153,7 +155,6 @@ class CacheDecoder:
         self.mask = mask[rows].long() if padded else None
         return out.logits[:, -1]
 
-    @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
         """See `Decoder.step`."""
         if self.mask is not None:
@@ -179,7 +180,6 @@ class CacheDecoder:
     def forget(self) -> None:
         """Nothing is."""
 
-    @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
         """See `Decoder.keep`."""
         if not rows:

@@ -27,10 +27,19 @@ class _Settings:
 
     def __init__(self, sampling: SamplingParams, eos_ids: set[int]) -> None:
         self.sampling = sampling
+        self.shared = self._shared(sampling)
         self.end_ids = set(sampling.stop_token_ids or []) | (set() if sampling.ignore_eos else eos_ids)
         self.stops = list(sampling.stop or [])
         # A token that can be seen has at least one byte, so this many tokens reach back over a stop string.
         self.stop_window = max((len(stop.encode()) for stop in self.stops), default=0) + 8
+
+    def serve(self, sampling: SamplingParams) -> bool:
+        """Whether they are these; prompts of a rollout mostly share one object."""
+        return sampling is self.sampling or self._shared(sampling) == self.shared
+
+    @staticmethod
+    def _shared(sampling: SamplingParams) -> SamplingParams:
+        return replace(sampling, max_new_tokens=max(1, sampling.min_new_tokens))
 
 
 class _Job:
@@ -60,8 +69,8 @@ class _Job:
     def group(self) -> CompletionGroup:
         """The completions as far as they are written down."""
         parts = [self.request.so_far(g) if part is None else part for g, part in enumerate(self.finished)]
-        versions = [version for part in parts for version in part.policy_versions]
-        return CompletionGroup(self.request, parts, min(versions, default=self.version))
+        oldest = min((min(part.policy_versions) for part in parts if part.policy_versions), default=self.version)
+        return CompletionGroup(self.request, parts, oldest)
 
     def tokens_held(self, decoder: Decoder) -> int:
         """Most tokens whose keys and values it will need."""
@@ -82,9 +91,10 @@ class _Row:
         self.before = before = job.request.so_far(completion)
         self.limit = job.request.limit(completion)
         self.tokens = list(before.token_ids)
-        # Tokens that may be part of a stop string; empty where there are none.
-        counted = self.tokens[max(job.request.sampling.min_new_tokens - 1, 0) :]
-        self.visible = [t for t in counted if t not in special] if job.settings.stops else []
+        self.visible: list[int] = []  # tokens that may be part of a stop string; empty where there are none
+        if job.settings.stops:
+            counted = self.tokens[max(job.request.sampling.min_new_tokens - 1, 0) :]
+            self.visible = [t for t in counted if t not in special]
         self.logprobs = list(before.logprobs)
         self.versions = list(before.policy_versions)
         self.kept: list[Tensor] = []  # ids that each new token was drawn from; empty where nothing is cut
@@ -127,6 +137,8 @@ class Generation:
     rows: list[_Row] = field(default_factory=list, init=False)
     # Of the rows, and which have them; None for all.
     kinds: list[tuple[_Settings, Tensor | None]] = field(default_factory=list, init=False)
+    stops: bool = field(default=False, init=False)  # whether a row has stop strings
+    end_ids: set[int] = field(default_factory=set, init=False)  # of all rows
     # Tokens, log-probs, per row the ids they were drawn from, and the experts of the tokens that were fed, of steps
     # that no row ended with.
     pending: list[tuple[Tensor, Tensor, list[Tensor] | None, Tensor | None]] = field(default_factory=list, init=False)
@@ -189,27 +201,26 @@ class Generation:
 
     @torch.inference_mode()
     def _enqueue(self, requests: list[GenerationRequest]) -> None:
-        start, parts, jobs = len(self.uniforms), [self.uniforms], []
+        start, drawn, jobs = len(self.uniforms), list[Tensor](), list[_Job]()
         live = sum(job.copies * job.limit for job in self.jobs.values())
         if start > 2 * live:
-            start, parts = live, [self._live_uniforms()]
+            start, self.uniforms = live, self._live_uniforms()
         for request in requests:
             self.check(request)
             job = _Job(request, self._settings(request.sampling), start, self.version())
-            parts += [completion_uniforms(request.seed, g, job.limit) for g in range(job.copies)]
+            drawn += [completion_uniforms(request.seed, g, job.limit) for g in range(job.copies)]
             start += job.copies * job.limit
             jobs.append(job)
             self.jobs[request] = job
-        self.uniforms = torch.cat([part.to(self.device) for part in parts])
+        self.uniforms = torch.cat([self.uniforms, torch.cat(drawn).to(self.device)])
         # Longest first: neighbours are of about the same length, so little of a batch of prompts is padding.
         self.waiting += sorted(jobs, key=lambda job: -len(job.prompt))
 
     def _settings(self, sampling: SamplingParams) -> _Settings:
-        shared = replace(sampling, max_new_tokens=max(1, sampling.min_new_tokens))
         for settings in self.settings:
-            if settings.sampling == shared:
+            if settings.serve(sampling):
                 return settings
-        self.settings.append(_Settings(shared, self.eos_ids))
+        self.settings.append(_Settings(sampling, self.eos_ids))
         return self.settings[-1]
 
     def _live_uniforms(self) -> Tensor:
@@ -286,7 +297,7 @@ class Generation:
         self._note_seen(admitted, first, logits.shape[-1])
         kinds = self._kinds(first)
         self.last = torch.cat([self.last, self._sample(logits, kinds, first, None)])
-        self.kinds = kinds if first == 0 else self._kinds(0)
+        self._note_kinds(kinds if first == 0 else self._kinds(0))
         return self._write_down(first)
 
     def _note_seen(self, admitted: list[_Job], first: int, vocabulary: int) -> None:
@@ -310,6 +321,12 @@ class Generation:
             return [(settings, None) for settings in numbers]
         return [(settings, torch.tensor(rows, device=self.device)) for settings, rows in numbers.items()]
 
+    def _note_kinds(self, kinds: list[tuple[_Settings, Tensor | None]]) -> None:
+        """Takes the settings of all rows, and what every step asks of them."""
+        self.kinds = kinds
+        self.stops = any(settings.stops for settings, _ in kinds)
+        self.end_ids = set[int]().union(*(settings.end_ids for settings, _ in kinds))
+
     @torch.inference_mode()
     def _step(self) -> list[int]:
         """Samples one more token for every row; positions of rows that ended."""
@@ -317,11 +334,10 @@ class Generation:
         logits = self.decoder.step(self.last)
         self.last = tokens = self._sample(logits, self.kinds, 0, self.decoder.routes)
         # The lists of the rows are made only where a row may have ended: that takes as long as the sampling.
-        if len(self.pending) < self.room and not any(settings.stops for settings, _ in self.kinds):
-            ends = set().union(*(settings.end_ids for settings, _ in self.kinds))
-            if ends.isdisjoint(tokens.tolist() if ends else ()):
-                return []
-        return self._write_down(0)
+        may_end = len(self.pending) >= self.room or self.stops
+        if may_end or (self.end_ids and not self.end_ids.isdisjoint(tokens.tolist())):
+            return self._write_down(0)
+        return []
 
     def _sample(
         self, logits: Tensor, kinds: list[tuple[_Settings, Tensor | None]], first: int, routes: Tensor | None
@@ -342,7 +358,7 @@ class Generation:
                 kept = [joined[i] for i in order.tolist()]
         if self.seen is not None:
             self.seen[first:].scatter_(1, tokens[:, None], True)
-        self.cursors[first:] += 1
+        self.cursors[first:].add_(1)  # `+=` would copy them onto themselves, too
         self.pending.append((tokens, logprobs, kept, routes))
         return tokens
 
@@ -476,5 +492,6 @@ class Generation:
         self.last, self.cursors = self.last[index], self.cursors[index]
         if self.seen is not None:
             self.seen = self.seen[index] if keep else None
-        self.kinds = self._kinds(0) if len(self.kinds) > 1 else self.kinds
+        if len(self.kinds) > 1:
+            self._note_kinds(self._kinds(0))
         self.decoder.keep(keep)

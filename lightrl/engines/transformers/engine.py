@@ -86,6 +86,7 @@ class TransformersEngine(Engine):
         self._cpu_model: CPUModel | None = None
         self._routers: Routers | None = None
         self._eos_ids: set[int] = set()
+        self._longest = 0
         self._lock = FairLock()
 
     def start(self, context: EngineContext) -> None:
@@ -111,6 +112,8 @@ class TransformersEngine(Engine):
         fast = model.device.type == "cpu" and cpu.enabled(self.cpu_kernels) and CPUModel.fits(model)
         self._cpu_model = CPUModel(model) if fast else None
         self._routers = _routers(model)
+        own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._longest = min((limit for limit in (own, self._max_model_len) if limit is not None), default=1 << 30)
         self._model = model
 
     @property
@@ -122,9 +125,7 @@ class TransformersEngine(Engine):
     def max_model_len(self) -> int:
         """See `Engine.max_model_len`."""
         self._require_started()
-        own = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        limits = [limit for limit in (own, self._max_model_len) if limit is not None]
-        return min(limits) if limits else 1 << 30
+        return self._longest
 
     def close(self) -> None:
         """See `Engine.close`."""

@@ -103,7 +103,6 @@ class CPUDecoder:
         """Prompts of any lengths go together: they are packed."""
         return True
 
-    @torch.inference_mode()
     def prefill(
         self,
         prompts: Sequence[Sequence[int]],
@@ -278,7 +277,6 @@ class CPUDecoder:
             mask = torch.zeros(count, longest, device=device).masked_fill_(hidden, -torch.inf)
             self.prompt_mask = mask.repeat_interleave(self.model.kv_heads, 0)[:, None]
 
-    @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
         """See `Decoder.step`."""
         rows, used = len(self.owner), max(self.filled)
@@ -347,7 +345,6 @@ class CPUDecoder:
         out.view(of_prompt.shape).add_(of_prompt)
         return out.view(rows, -1)
 
-    @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
         """See `Decoder.keep`. Only rows that change places are copied."""
         used = max(self.filled, default=0)
