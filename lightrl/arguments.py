@@ -58,7 +58,7 @@ def whole_number(name: str, value: T, low: int = 0, *, or_none: str | None = Non
     def ok(x: Any) -> bool:
         return isinstance(x, int) and not isinstance(x, bool) and x >= low
 
-    return _checked(name, value, ok, f"a whole number, at least {low}", or_none)
+    return _checked(name, value, ok, f"at least {low}, a whole number", or_none)
 
 
 def instance_of(name: str, value: T, *kinds: type, or_none: str | None = None) -> T:

@@ -35,7 +35,7 @@ MODULE = "tests.environments.plain_program"
             lambda x: whole_number("A.x", x, 1),
             [1, 7],
             [0, 1.0, True, "1"],
-            "A.x={}: must be a whole number, at least 1.",
+            "A.x={}: must be at least 1, a whole number.",
         ),
         (
             lambda x: instance_of("A.x", x, int, str, or_none="for none"),

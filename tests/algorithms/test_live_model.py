@@ -158,8 +158,11 @@ class Elsewhere(KLPenalty):
         (lambda: GRPOLightningModule("m", optimizer=1e-3), "optimizer=0.001: give a function"),
         (lambda: GRPOLightningModule("m", lr_scheduler="cosine"), r"lr_scheduler='cosine': .*LRSchedule\('cosine'\)"),
         (lambda: SFTLightningModule("m", lr_scheduler="cosine"), "lr_scheduler='cosine'"),
-        (lambda: GRPOLightningModule("m", ppo_epochs=1.5), "ppo_epochs=1.5: must be a whole number, at least 1"),
-        (lambda: GRPOLightningModule("m", minibatch_size=2.5), "minibatch_size=2.5: must be a whole number"),
+        (lambda: GRPOLightningModule("m", ppo_epochs=1.5), "ppo_epochs=1.5: must be at least 1, a whole number"),
+        (
+            lambda: GRPOLightningModule("m", minibatch_size=2.5),
+            "minibatch_size=2.5: must be at least 1, a whole",
+        ),
         (lambda: sums_data(engine="VLLMEngine"), "engine='VLLMEngine'"),
         (lambda: sums_data(engine=GSPO()), r"engine=.*\(GSPO\): .*Engine"),
         (lambda: sums_data(episode=GSPO()), r"episode=.*\(GSPO\): .*Episode"),
@@ -168,9 +171,9 @@ class Elsewhere(KLPenalty):
         (lambda: sums_data(ptx="rows.jsonl"), "ptx='rows.jsonl' .*SFTSource"),
         (lambda: sums_data(in_flight={}, staleness=1), r"in_flight={} \(dict\): .*InFlight"),
         (lambda: sums_data(reward_weights={"digits_reward": 1.0}), "weights={'digits_reward': 1.0}: give a list"),
-        (lambda: sums_data(staleness=0.5), "staleness=0.5: must be a whole number, at least 0"),
+        (lambda: sums_data(staleness=0.5), "staleness=0.5: must be at least 0, a whole number"),
         (lambda: sums_data(rewards=len), "rewards=.*: give a list of reward functions"),
-        (lambda: sums_data(group_size="4"), "group_size='4': must be a whole number"),
+        (lambda: sums_data(group_size="4"), "group_size='4': must be at least 1, a whole number"),
     ],
 )
 def test_what_is_no_part_of_a_run_is_refused_at_construction(build: Any, message: str) -> None:
