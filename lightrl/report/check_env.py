@@ -110,15 +110,17 @@ class EnvironmentCheck:
         played: in the order of rows and scripts.
         notes: what could not be tried.
         rewards_functions: whether the run has reward functions beside the environment.
+        mistake: what would end a run at once (a step or reward that is none), and ended the play; None where nothing.
     """
 
     played: list[Played]
     notes: list[str] = field(default_factory=list)
     reward_functions: bool = False
+    mistake: str | None = None
 
     def problems(self) -> list[str]:
         """What is wrong, each with what to do; empty where nothing is."""
-        found = []
+        found = [] if self.mistake is None else [self.mistake]
         failures = {p.trajectory.failure for p in self.played if p.trajectory.failed}
         for cause in sorted(map(str, failures)):
             found.append(
@@ -141,9 +143,6 @@ class EnvironmentCheck:
                     "between environments; otherwise luck is trained on."
                 )
                 break
-        bad = [p for p in self.played if not p.trajectory.failed and not math.isfinite(p.reward)]
-        if bad:
-            found.append(f"{bad[0].script} at row {bad[0].row}: the reward is {bad[0].reward}. Rewards must be finite.")
         rewards = {p.reward for p in self.played if math.isfinite(p.reward)}
         if rewards == {0.0} and not self.reward_functions:
             self.notes.append(
@@ -261,14 +260,18 @@ async def _play(
             done = Completion(ids, [0.0] * len(ids), text, "length" if cut else "stop")
             return CompletionGroup(request, [done], 0)
 
-        trajectories = await episode.group(
-            row,
-            ask,
-            attempts=range(len(names)),
-            seed=seed,
-            turn_seed=lambda attempt, turn: attempt * episode.max_turns + turn,
-            sampling=sampling,
-        )
+        try:
+            trajectories = await episode.group(
+                row,
+                ask,
+                attempts=range(len(names)),
+                seed=seed,
+                turn_seed=lambda attempt, turn: attempt * episode.max_turns + turn,
+                sampling=sampling,
+            )
+        except ValueError as error:
+            check.mistake = f"row {number}: {error}"
+            break
         check.played += [
             Played(number, name, i % 2 == 1, trajectory, said[i])
             for i, (name, trajectory) in enumerate(zip(names, trajectories, strict=True))

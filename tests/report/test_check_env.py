@@ -107,7 +107,9 @@ def test_luck_outside_the_seed_is_found() -> None:
 
 def test_failures_and_rewards_that_are_none_are_found() -> None:
     assert "failed: KeyError: 'weather'" in check(Broken).problems()[0]
-    assert any("the reward is nan" in text for text in check(NotFinite).problems())
+    assert any(
+        "row 0: environment NotFinite: `step` gave the reward nan" in text for text in check(NotFinite).problems()
+    )
 
 
 def test_the_command_reads_the_class_from_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
