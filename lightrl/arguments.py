@@ -19,9 +19,11 @@ __all__ = [
     "coefficient",
     "fraction",
     "imported",
+    "instance_of",
     "one_of",
     "require_model_folder",
     "require_packages",
+    "whole_number",
 ]
 
 T = TypeVar("T")
@@ -72,6 +74,32 @@ def one_of(name: str, value: T, *choices: T) -> T:
     """The value if it is one of the choices; otherwise as `at_least`."""
     *most, last = map(repr, choices)
     return _checked(name, value, lambda x: x in choices, f"{', '.join(most)} or {last}", None)
+
+
+def whole_number(name: str, value: T, low: int = 0, *, or_none: str | None = None) -> T:
+    """The value if it is an integer of `low` or more; otherwise as `at_least`."""
+
+    def ok(x: Any) -> bool:
+        return isinstance(x, int) and not isinstance(x, bool) and x >= low
+
+    return _checked(name, value, ok, f"at least {low}, a whole number", or_none)
+
+
+def instance_of(name: str, value: T, *kinds: type, or_none: str | None = None) -> T:
+    """The value if it is an object of one of the classes or of a subclass; otherwise as `at_least`.
+
+    A class in place of an object is refused with its own words, since it needs parentheses only.
+    """
+    *most, last = (kind.__name__ for kind in kinds)
+    wanted = f"{', '.join(most)} or {last}" if most else last
+    if (value is None and or_none is not None) or isinstance(value, kinds):
+        return value
+    if isinstance(value, type):
+        raise ValueError(f"{name}={value.__name__} is a class: give an object, such as {value.__name__}().")
+    allowed = f"an object of {wanted}, or of a class derived from it" + (
+        "" if or_none is None else f", or None {or_none}"
+    )
+    raise ValueError(f"{name}={repr(value)[:60]} ({type(value).__name__}): give {allowed}.")
 
 
 def _checked(name: str, value: T, ok: Callable[[Any], bool], allowed: str, or_none: str | None) -> T:

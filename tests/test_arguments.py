@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from lightrl.arguments import above, at_least, coefficient, fraction, imported, one_of, require_packages
+from lightrl.arguments import (
+    above,
+    at_least,
+    coefficient,
+    fraction,
+    imported,
+    instance_of,
+    one_of,
+    require_packages,
+    whole_number,
+)
 
 NAN = float("nan")
 MODULE = "tests.environments.plain_program"
@@ -30,6 +40,18 @@ MODULE = "tests.environments.plain_program"
         (lambda x: above("A.x", x), [1e-9], [0, -1, NAN], "A.x={}: must be above 0."),
         (lambda x: fraction("A.x", x), [0, 0.5, 1], [-0.1, 1.1, NAN], "A.x={}: must be in [0, 1]."),
         (lambda x: fraction("A.x", x, "(0, 1)"), [0.5], [0, 1], "A.x={}: must be in (0, 1)."),
+        (
+            lambda x: whole_number("A.x", x, 1),
+            [1, 7],
+            [0, 1.0, True, "1"],
+            "A.x={}: must be at least 1, a whole number.",
+        ),
+        (
+            lambda x: instance_of("A.x", x, int, str, or_none="for none"),
+            [None, 1, "a"],
+            [[]],
+            "A.x={} (list): give an object of int or str, or of a class derived from it, or None for none.",
+        ),
         (lambda x: one_of("A.x", x, "a", "b"), ["a", "b"], ["c"], "A.x={}: must be 'a' or 'b'."),
         (
             lambda x: above("A.x", x, 0, " seconds", or_none="for no limit"),
@@ -46,6 +68,8 @@ MODULE = "tests.environments.plain_program"
         "above",
         "fraction",
         "open_fraction",
+        "whole_number",
+        "instance_of",
         "one_of",
         "or_none",
     ],
@@ -58,6 +82,11 @@ def test_a_value_comes_back_or_is_refused(
     for value in refused:
         with pytest.raises(ValueError, match=f"^{re.escape(message.format(repr(value)))}$"):
             check(value)
+
+
+def test_a_class_in_place_of_an_object_is_told_what_it_lacks() -> None:
+    with pytest.raises(ValueError, match=r"A\.x=Path is a class: give an object, such as Path\(\)\."):
+        instance_of("A.x", Path, Path)
 
 
 def test_an_import_path_names_an_object_of_a_module_or_a_file(tmp_path: Path) -> None:

@@ -36,8 +36,17 @@ from lightrl.algorithms.batches import (
 )
 from lightrl.algorithms.hooks import RLCallback, rl_callbacks
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.schedule import UNCOUNTED, LRSchedule, make_optimizer, make_scheduler
-from lightrl.arguments import MOST_COEF, above, at_least, coefficient, fraction, require_model_folder
+from lightrl.algorithms.schedule import UNCOUNTED, LRSchedule, make_optimizer, make_scheduler, refuse_factories
+from lightrl.arguments import (
+    MOST_COEF,
+    above,
+    at_least,
+    coefficient,
+    fraction,
+    instance_of,
+    require_model_folder,
+    whole_number,
+)
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import is_compiled, run_seed
 from lightrl.distributed import random_states, strategies
@@ -98,7 +107,7 @@ class CriticSpec:
         above("CriticSpec.clip", self.clip, or_none="(null) to turn it off")
 
 
-AT_LEAST = {"ppo_epochs": 1, "micro_batch_tokens": 1, "max_skipped_updates": 1}
+WHOLE_FROM_ONE = ("ppo_epochs", "micro_batch_tokens", "max_skipped_updates")
 REFUSED_CALLBACKS = {
     "BatchSizeFinder": "micro_batch_tokens bounds the memory; `lightrl plan` says what fits.",
     "GradientAccumulationScheduler": "micro_batch_tokens and prompts_per_rollout say what is accumulated.",
@@ -107,7 +116,7 @@ REFUSED_CALLBACKS = {
     "WeightAveraging": "take lightrl.callbacks.EMA, whose average is evaluated and exported.",
 }
 MOST_NORM = 1e6
-ABOVE_ZERO_OR_NONE = ("minibatch_size", "max_grad_norm", "advantage_clip", "reward_clip")
+ABOVE_ZERO_OR_NONE = ("max_grad_norm", "advantage_clip", "reward_clip")
 
 
 class PPOLightningModule(RolloutLearner, SavesPretrained):
@@ -209,13 +218,13 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self.automatic_optimization = False
         self.strict_loading = False  # frozen models stay out of checkpoints; `state_dict` says why
         self.actor_spec = ModelSpec.given(actor, tokenizer)
-        self.critic_spec = critic
+        self.critic_spec = instance_of("critic", critic, CriticSpec, or_none="for no critic")
         self.reference_spec = None if reference is None else ModelSpec.given(reference, argument="reference")
-        self.reward_model_specs = reward_models or []
-        self.advantage = realized(advantage, "advantage")
-        self.loss = realized(loss, "loss")
-        self.aggregation = realized(aggregation, "aggregation")
-        self.kl = realized(kl, "kl")
+        self.reward_model_specs = self._given_reward_models(reward_models)
+        self.advantage = realized(advantage, "advantage", AdvantageEstimator)
+        self.loss = realized(loss, "loss", PolicyLoss)
+        self.aggregation = realized(aggregation, "aggregation", Aggregation)
+        self.kl = realized(kl, "kl", KLInReward, KLInLoss, or_none="for no KL")  # the two places where it can act
         self.entropy_coef = entropy_coef
         self.whiten_advantages = whiten_advantages
         self.advantage_clip = advantage_clip
@@ -240,11 +249,14 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self._routes_noted = False
         self._restored_rng: list[Any] | None = None
         self._eval_sums = MetricSums()
-        if not callable(optimizer):
-            raise ValueError(
-                f"optimizer={optimizer!r}: give a function that takes parameters and returns an optimizer."
-            )
+        refuse_factories(optimizer, lr_scheduler)
         self._refuse_arguments()
+
+    @staticmethod
+    def _given_reward_models(specs: list[RewardModelSpec] | None) -> list[RewardModelSpec]:
+        if not isinstance(specs, list | tuple | None):
+            raise ValueError(f"reward_models={specs!r}: give a list of RewardModelSpec, also of one.")
+        return [instance_of(f"reward_models[{i}]", spec, RewardModelSpec) for i, spec in enumerate(specs or [])]
 
     def _refuse_arguments(self) -> None:
         """Raises a ValueError for numbers out of range and for parts that do not go together."""
@@ -267,8 +279,9 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         coefficient("entropy_coef", self.entropy_coef, -MOST_COEF)
         if self.max_grad_norm is not None and self.max_grad_norm > MOST_NORM:
             raise ValueError(f"max_grad_norm={self.max_grad_norm:g}: would never clip; None (null) turns clipping off.")
-        for name, low in AT_LEAST.items():
-            at_least(name, getattr(self, name), low)
+        for name in WHOLE_FROM_ONE:
+            whole_number(name, getattr(self, name), 1)
+        whole_number("minibatch_size", self.minibatch_size, 1, or_none="(null in YAML) to turn it off")
         for name in ABOVE_ZERO_OR_NONE:
             above(name, getattr(self, name), or_none="(null in YAML) to turn it off")
         kept = fraction("top_entropy_fraction", self.top_entropy_fraction, "(0, 1]", "; 1 trains every token")
@@ -761,15 +774,33 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def _policy_loss(self, out: dict[str, Tensor], old: Tensor, rows: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         """(B, T) token losses from the actor's output; losses over whole responses get a trajectory as one row."""
         layout = TrajectoryLayout(rows.trajectory_ids, rows.response_mask, rows.on_host("trajectory_ids"))
-        loss, metrics = self.loss(
+        answer = self.loss(
             layout.join(out["logprobs"]),
             layout.join(old),
             layout.join(rows.advantages),
             layout.mask,
             engine_logprobs=layout.join(rows.engine_logprobs),
         )
+        loss, metrics = self._refuse_other_losses(answer, layout.mask)
         moved = {name: layout.split(x) if x.shape == layout.mask.shape else x for name, x in metrics.items()}
         return layout.split(loss), moved
+
+    def _refuse_other_losses(self, answer: Any, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """What the loss answered, if it is what `PolicyLoss` says; a scalar would be weighed as if it were tokens."""
+        name = f"loss={type(self.loss).__name__}"
+        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
+            raise ValueError(f"{name}: it must return two things, (B, T) token losses and a dictionary of metrics.")
+        loss, metrics = answer
+        if not isinstance(loss, Tensor) or loss.shape != mask.shape:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"{name}: it returned {shape} for {tuple(mask.shape)} tokens: give a loss per token, not summed up; "
+                "`aggregation` does that."
+            )
+        for metric, value in metrics.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name}: its metric {metric!r} is a {type(value).__name__}: give a tensor, (B, T).")
+        return loss, metrics
 
     def compute_ptx_loss(self, rows: SupervisedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The supervised loss of one micro-batch of rows, `ptx_coef` times -log pi summed over `normalizer`."""

@@ -11,7 +11,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy
 
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.schedule import LRSchedule, make_optimizer, with_schedule
+from lightrl.algorithms.schedule import LRSchedule, make_optimizer, refuse_factories, with_schedule
 from lightrl.arguments import coefficient
 from lightrl.distributed import strategies
 from lightrl.models.loading import require_model
@@ -62,6 +62,7 @@ class RewardLightningModule(SavesPretrained):
         self.optimizer_factory = optimizer
         self.head_lr = head_lr
         self.lr_scheduler_factory = lr_scheduler
+        refuse_factories(optimizer, lr_scheduler)
         self.centering_coef = coefficient("centering_coef", centering_coef, 0, "; 0 turns it off")
         self.eval_loss = MeanMetric()
         self.eval_margin = MeanMetric()

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from lightrl.arguments import at_least, fraction, one_of
 from lightrl.distributed.strategies import local_shard
 
-__all__ = ["UNCOUNTED", "LRSchedule", "make_optimizer", "make_scheduler", "with_schedule"]
+__all__ = ["UNCOUNTED", "LRSchedule", "make_optimizer", "make_scheduler", "refuse_factories", "with_schedule"]
 
 UNCOUNTED = (
     "lr_scheduler by name needs to know where the run ends: set trainer.max_epochs or trainer.max_steps, or give a "
@@ -76,6 +76,17 @@ class LRSchedule:
         if self.warmup > max(total, 1):
             rank_zero_warn(f"lr_scheduler.warmup={self.warmup:g}: the run has {total} updates, all within it.")
         return LambdaLR(optimizer, lambda update: self.factor(update, total))
+
+
+def refuse_factories(optimizer: Any, schedule: Any) -> None:
+    """Raises a ValueError for an `optimizer` or `lr_scheduler` argument that makes none."""
+    if not callable(optimizer):
+        raise ValueError(f"optimizer={optimizer!r}: give a function that takes parameters and returns an optimizer.")
+    if not (schedule is None or callable(schedule) or isinstance(schedule, LRSchedule)):
+        raise ValueError(
+            f"lr_scheduler={schedule!r}: give an LRSchedule, such as LRSchedule('cosine'), or a function that takes an "
+            "optimizer and returns a scheduler."
+        )
 
 
 def with_schedule(optimizer: Optimizer, schedule: Any, trainer: Trainer) -> Any:

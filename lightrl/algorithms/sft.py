@@ -10,7 +10,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.schedule import LRSchedule, make_optimizer, with_schedule
+from lightrl.algorithms.schedule import LRSchedule, make_optimizer, refuse_factories, with_schedule
 from lightrl.distributed import strategies
 from lightrl.models.loading import load_causal_lm, require_model
 from lightrl.models.policy import PolicyModel
@@ -47,6 +47,7 @@ class SFTLightningModule(SavesPretrained):
         self.actor_spec = ModelSpec.given(actor, tokenizer)
         self.optimizer_factory = optimizer
         self.lr_scheduler_factory = lr_scheduler
+        refuse_factories(optimizer, lr_scheduler)
         self.eval_loss = MeanMetric()
 
     def setup(self, stage: str) -> None:

@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 from jsonargparse.typing import _LazyInitBaseClass
 
+from lightrl.arguments import instance_of
+
 __all__ = ["deferred", "realized", "start_from_own_defaults"]
 
 T = TypeVar("T")
@@ -28,16 +30,19 @@ def deferred(cls: type[T], **arguments: Any) -> T:
     return type(f"Deferred{cls.__name__}", (_Deferred, cls), {})(cls, arguments)  # type: ignore[no-any-return]
 
 
-def realized(value: T, argument: str = "argument") -> T:
+def realized(value: T, argument: str, *kinds: type, or_none: str | None = None) -> T:
     """The object that a `deferred` default of a constructor (or a `lazy_instance`) stands for; any other as it is.
 
+    Args:
+        value: an object of one of the classes, as YAML would build it.
+        argument: what messages call it.
+        kinds: the classes.
+        or_none: what None stands for; without it None is refused.
+
     Raises:
-        ValueError: plain data or a class stands where YAML would build an object.
+        ValueError: it is none of these.
     """
-    if isinstance(value, str | int | float | list | dict | type):
-        shown = value.__name__ if isinstance(value, type) else repr(value)[:60]
-        made = f", such as {shown}()" if isinstance(value, type) else ""
-        raise ValueError(f"{argument}={shown} ({type(value).__name__}): in Python give an object{made}.")
+    instance_of(argument, value, *kinds, or_none=or_none)
     if not isinstance(value, _LazyInitBaseClass):
         return value
     return value._lazy_class_type(**value._lazy_kwargs)  # type: ignore[return-value]

@@ -76,7 +76,7 @@ class Step:
 
     Attributes:
         messages: what the policy sees next; not empty unless `done`. None of them is the assistant's.
-        reward: of this turn; added to the trajectory's.
+        reward: of this turn, a finite number; added to the trajectory's. Anything else ends the run.
         done: whether the trajectory ends here.
         failure: what failed that the policy did not cause; None where nothing did. The trajectory ends, and it is
             in no loss and no baseline, whatever `reward` says.

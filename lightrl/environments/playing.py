@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import inspect
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,6 +21,7 @@ from lightrl.environments.bridges import Bridge
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.environments.parsing import ReplyParser
+from lightrl.rewards.calls import MAX_REWARD
 from lightrl.types import GenerationRequest, StopReason, Trajectory, TrajectoryRow
 
 __all__ = ["EnvironmentEpisode"]
@@ -66,6 +69,11 @@ class EnvironmentEpisode(MultiTurn):
         **limits: Any,
     ) -> None:
         super().__init__(**limits)
+        if not callable(environment):
+            raise ValueError(
+                f"environment={repr(environment)[:60]} ({type(environment).__name__}): give the class, or a function "
+                "that makes one, since each attempt has an environment of its own."
+            )
         self.environment = environment
         self.environment_timeout = above(
             "environment_timeout", environment_timeout, note=" seconds", or_none="for no limit"
@@ -82,6 +90,10 @@ class EnvironmentEpisode(MultiTurn):
         """See `MultiTurn.player`. Environments are closed before an attempt is over."""
         first: list[list[Message]] = []
         yield lambda attempt: _Played(settings=self, bridge=self.bridge, **vars(attempt)).play(first)
+
+
+_LATE: Any = object()
+"""What stands for the answer of an environment that took too long."""
 
 
 class _Failed(Exception):
@@ -113,17 +125,22 @@ class _Played(Attempt):
         environment: Environment | None = None
         metrics: dict[str, float] = {}
         try:
-            environment = await self._of_environment(_made(self.settings.environment), None)
-            assert environment is not None
+            made = await self._of_environment(_made(self.settings.environment), None)
+            if not isinstance(made, Environment):
+                raise ValueError(
+                    f"environment={self.settings.environment!r} made {made!r}: it must make a new Environment."
+                )
+            environment = made
             stop = await self._turns(environment, first)
             if self.rewards:
                 work = environment.finish(stop)
-                self.rewards[-1] += await self._of_environment(work, self.settings.environment_timeout, late="finish")
+                last = await self._of_environment(work, self.settings.environment_timeout, late="finish")
+                self.rewards[-1] += _reward(environment, "finish", last)
         except _Failed as error:
             stop, failure = "failure", str(error)
         finally:
             if environment is not None:
-                metrics = dict(environment.metrics)
+                metrics = _numbers(environment)
                 try:
                     await self._of_environment(environment.close(), self.settings.environment_timeout, late="close")
                 except _Failed as error:  # what the attempt brought is complete
@@ -154,8 +171,11 @@ class _Played(Attempt):
         messages = await self._of_environment(
             environment.reset(self.row, seed=self.seed), settings.environment_timeout, late="reset"
         )
-        if not messages or messages[-1].get("role") == "assistant":
-            raise ValueError("environment: `reset` must return messages that end before the assistant's first turn.")
+        if not _are_messages(messages) or messages[-1]["role"] == "assistant":
+            raise ValueError(
+                f"environment {type(environment).__name__}: `reset` must return messages, dictionaries with a role, "
+                f"that end before the assistant's first turn, not {repr(messages)[:60]}."
+            )
         first.append(messages)
         if messages != first[0]:
             raise ValueError(
@@ -188,14 +208,15 @@ class _Played(Attempt):
                 return "time"
             if step.failure is not None:
                 raise _Failed(step.failure)
-            self.rewards[-1] += step.reward
+            self.rewards[-1] += _reward(environment, "step", step.reward)
             if step.done:
                 return "stop"
             if len(self.rewards) >= settings.max_turns:
                 return "turns"
-            if not step.messages or any(message.get("role") == "assistant" for message in step.messages):
+            if not _are_messages(step.messages) or any(message["role"] == "assistant" for message in step.messages):
                 raise ValueError(
-                    "environment: a `step` that is not done must return messages, and none of them the assistant's."
+                    f"environment {type(environment).__name__}: a `step` that is not done must return messages, "
+                    f"dictionaries with a role, and none of them the assistant's, not {repr(step.messages)[:60]}."
                 )
             prompt_ids = self._shown(self.ledger.answer, step.messages)
             self.states.append(self._state(environment, step.messages))
@@ -253,10 +274,19 @@ class _Played(Attempt):
             said = settings.parse_error_message.format(error=" ".join(reply.errors))
             return Step([{"role": settings.parse_error_role, "content": said}])
         left = None if settings.max_seconds is None else max(settings.max_seconds - self.seconds, 0.0)
-        return await self._of_environment(environment.step(reply), left)
+        step = await self._of_environment(environment.step(reply), left)
+        if step is _LATE:
+            return None
+        if not isinstance(step, Step):
+            raise ValueError(
+                f"environment {type(environment).__name__}: `step` must return a Step, not {repr(step)[:60]}."
+            )
+        return step
 
     async def _of_environment(self, work: Awaitable[Any], seconds: float | None, late: str | None = None) -> Any:
-        """Awaits the environment; None where `seconds` were not enough, or a failure where `late` names the call."""
+        """Awaits the environment; `_LATE` where `seconds` were not enough, or a failure where `late` names the call."""
+        if not inspect.isawaitable(work):
+            raise ValueError("environment: `reset`, `step`, `finish` and `close` must be `async def`.")
         began = time.monotonic()
         task = asyncio.ensure_future(work)
         try:
@@ -264,7 +294,7 @@ class _Played(Attempt):
             if not done:
                 if late is not None:
                     raise _Failed(f"{late} took longer than environment_timeout, {seconds:g} seconds")
-                return None
+                return _LATE
             if task.cancelled():
                 raise _Failed("the environment was cancelled")
             return task.result()
@@ -277,6 +307,38 @@ class _Played(Attempt):
             if not task.done():
                 task.cancel()
                 await asyncio.wait([task], timeout=1.0)  # one that ignores this is left behind
+
+
+def _are_messages(messages: Any) -> bool:
+    """Whether that is one message or more."""
+    listed = isinstance(messages, Sequence) and len(messages) > 0
+    return listed and all(isinstance(message, Mapping) and "role" in message for message in messages)
+
+
+def _reward(environment: Environment, method: str, value: Any) -> float:
+    """A reward as a number. What is none would be taken for an attempt that nothing scored, so it ends the run."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not abs(number) <= MAX_REWARD:
+        raise ValueError(
+            f"environment {type(environment).__name__}: `{method}` gave the reward {repr(value)[:60]}: give a number "
+            f"of at most {MAX_REWARD:g} in size; for what the policy did not cause Step.failure."
+        )
+    return number
+
+
+def _numbers(environment: Environment) -> dict[str, float]:
+    """What the environment logs of its trajectory."""
+    metrics = environment.metrics
+    try:
+        return {name: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        name = type(environment).__name__
+        raise ValueError(
+            f"environment {name}: metrics={repr(metrics)[:80]}: give names and numbers: {error}."
+        ) from error
 
 
 async def _made(factory: Callable[[], Environment]) -> Environment:

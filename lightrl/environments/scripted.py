@@ -56,17 +56,19 @@ class EnvironmentCheck:
         played: in the order of rows and scripts.
         notes: what could not be tried.
         reward_functions: whether the run has some beside the environment.
+        mistake: what would end a run at once (a step or reward that is none), and ended the play; None where nothing.
         left: what outlived the environments, in words.
     """
 
     played: list[Played]
     notes: list[str] = field(default_factory=list)
     reward_functions: bool = False
+    mistake: str | None = None
     left: list[str] = field(default_factory=list)
 
     def problems(self) -> list[str]:
         """What is wrong, each with what to do; empty where nothing is."""
-        found = []
+        found = [] if self.mistake is None else [self.mistake]
         failures = {p.trajectory.failure for p in self.played if p.trajectory.failed}
         for cause in sorted(map(str, failures)):
             found.append(
@@ -89,9 +91,6 @@ class EnvironmentCheck:
                     "between environments; otherwise luck is trained on."
                 )
                 break
-        bad = [p for p in self.played if not p.trajectory.failed and not math.isfinite(p.reward)]
-        if bad:
-            found.append(f"{bad[0].script} at row {bad[0].row}: the reward is {bad[0].reward}. Rewards must be finite.")
         unclosed = sum(p.trajectory.metrics.get("close_errors", 0.0) > 0 for p in self.played)
         if unclosed:
             found.append(f"`close` failed or took too long in {unclosed} of {len(self.played)} attempts.")
@@ -235,14 +234,18 @@ async def _play(
             done = Completion(ids, [0.0] * len(ids), text, "length" if cut else "stop")
             return CompletionGroup(request, [done], 0)
 
-        trajectories = await episode.group(
-            row,
-            ask,
-            attempts=range(len(names)),
-            seed=seed,
-            turn_seed=lambda attempt, turn: attempt * episode.max_turns + turn,
-            sampling=sampling,
-        )
+        try:
+            trajectories = await episode.group(
+                row,
+                ask,
+                attempts=range(len(names)),
+                seed=seed,
+                turn_seed=lambda attempt, turn: attempt * episode.max_turns + turn,
+                sampling=sampling,
+            )
+        except ValueError as error:
+            check.mistake = f"row {number}: {error}"
+            break
         check.played += [
             Played(number, name, i % 2 == 1, trajectory, said[i])
             for i, (name, trajectory) in enumerate(zip(names, trajectories, strict=True))

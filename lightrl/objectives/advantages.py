@@ -127,7 +127,16 @@ class AdvantageEstimator(ABC):
             None without one.
         """
         given = EstimatorInput(*args, **kwargs)
-        advantages, returns = self.estimate(given)
+        answer = self.estimate(given)
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise ValueError(
+                f"advantage={type(self).__name__}: `estimate` must return advantages, and returns or None."
+            )
+        advantages, returns = answer
+        for name, found in {"advantages": advantages, "returns": returns}.items():
+            if isinstance(found, Tensor) and found.shape != given.mask.shape:
+                shapes = f"{tuple(found.shape)} for {tuple(given.mask.shape)} tokens"
+                raise ValueError(f"advantage={type(self).__name__}: {name} of shape {shapes}: give one per token.")
         return torch.where(given.trained, advantages, torch.zeros_like(advantages)), returns
 
     @abstractmethod
@@ -192,7 +201,11 @@ class SequenceEstimator(AdvantageEstimator):
 
     def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:
         """See the class."""
-        return spread(self.sequence_advantages(given), given.mask), None
+        advantages = self.sequence_advantages(given)
+        if advantages.shape != given.scores.shape:
+            shapes = f"{tuple(advantages.shape)} for {len(given.scores)} sequences"
+            raise ValueError(f"advantage={type(self).__name__}: advantages of shape {shapes}: give one per sequence.")
+        return spread(advantages, given.mask), None
 
     @abstractmethod
     def sequence_advantages(self, given: EstimatorInput) -> Tensor:

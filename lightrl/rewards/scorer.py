@@ -104,8 +104,9 @@ class RewardScorer:
         on_reward_error: Literal["error", "none"] = "error",
     ) -> None:
         loaded = [load_reward(function) for function in functions]
-        self.names = [reward_name(function) for function in loaded] if names is None else list(names)
-        _check(loaded, self.names, weights, recipes)
+        names = [reward_name(function) for function in loaded] if names is None else names
+        _check(loaded, names, weights, recipes)
+        self.names = list(names)
         at_least("max_concurrency", max_concurrency, 1)
         self.recipes = None if recipes is None else {label: dict(parts) for label, parts in recipes.items()}
         self.weights = _weights(self.names, weights, self.recipes)
@@ -290,6 +291,8 @@ def _check(
     if not functions:
         raise ValueError("functions=[]: give at least one reward function.")
     for label, values in (("names", names), ("weights", weights)):
+        if not isinstance(values, Sequence | None) or isinstance(values, str):
+            raise ValueError(f"{label}={values!r}: give a list, one entry for each reward function in their order.")
         if values is not None and len(values) != len(functions):
             raise ValueError(f"{label} has {len(values)} entries for {len(functions)} reward functions.")
     twice = sorted({name for name in names if list(names).count(name) > 1})

@@ -213,6 +213,7 @@ class Collection:
         self._coroutines: list[asyncio.Task[None]] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._thread: threading.Thread | None = None
+        self._begun_all = False  # no request will come that is not there
         self._driven = False
         self._taken = 0
         self._turns = 0
@@ -232,6 +233,7 @@ class Collection:
         await asyncio.sleep(0)  # each has run up to its first wait: requests that can be made at once are there
         if not self._collector.episode.multi_turn:
             with self._lock:
+                self._begun_all = True
                 self._queue.close()
         if self._collector.stall_timeout is not None:
             self._watchers.append(asyncio.ensure_future(self._watch(self._collector.stall_timeout)))
@@ -294,6 +296,8 @@ class Collection:
             raise news
         self._restarts = may_restart(news, self._restarts, self._collector.world_size)
         with self._lock:
+            if self._error is not None:  # the next news: nothing is to be asked again
+                return []
             self._queue = self._new_queue()
         log.warning("%s Pushing the weights and asking again for %d lost requests.", news, len(self._asked))
         self._collector.ready()
@@ -391,6 +395,7 @@ class Collection:
         self._generated = time.perf_counter()
 
     def _answer(self, answer: CompletionGroup) -> None:
+        _refuse_other_answers(type(self._engine).__name__, answer)
         if self._keeps:
             self.sampled[_key(answer.request)] = answer.completions
         self._moved()
@@ -431,6 +436,11 @@ class Collection:
         with self._lock:
             if self._error is not None:
                 raise asyncio.CancelledError
+            if self._begun_all:
+                raise ValueError(
+                    f"{type(self._collector.episode).__name__} asks for {request.name} after its first wait, although "
+                    "its multi_turn is False, which promises that all is asked for before: set multi_turn = True."
+                )
             asked = self._continued(request)
             if asked.begun and not any(part.finish_reason == "suspended" for part in asked.begun):
                 return CompletionGroup(
@@ -496,12 +506,12 @@ class Collection:
             counted.add(id(trajectory))
             self._count(task, trajectory)
 
-        trajectories = list(await episode.run(replace(task, ended=ended), self.ask))
-        assert len(trajectories) == len(task.attempts), f"{type(episode).__name__}.run: a trajectory per attempt"
+        trajectories = await episode.run(replace(task, ended=ended), self.ask)
+        _refuse_other_trajectories(type(episode).__name__, task, trajectories)
         for trajectory in trajectories:
             if id(trajectory) not in counted:
                 self._count(task, trajectory)
-        return trajectories
+        return list(trajectories)
 
     def _count(self, task: Task, trajectory: Trajectory) -> None:
         """Ends the rollout when more attempts have failed for good than may."""
@@ -578,6 +588,40 @@ def _quick_switches() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
+
+
+def _refuse_other_answers(engine: str, answer: CompletionGroup) -> None:
+    """Raises a ValueError for completions that are not what `Engine.generate` promises, which names the engine."""
+    request, completions = answer.request, answer.completions
+    if len(completions) != request.num_completions:
+        raise ValueError(
+            f"{engine}.generate: {len(completions)} completions of {request.name}, {request.num_completions} were "
+            "asked for."
+        )
+    for part in completions:
+        if len(part.logprobs) != len(part.token_ids):
+            raise ValueError(
+                f"{engine}.generate: a completion of {request.name} has {len(part.token_ids)} tokens and "
+                f"{len(part.logprobs)} logprobs: each token needs its log-probability."
+            )
+
+
+def _refuse_other_trajectories(episode: str, task: Task, trajectories: Any) -> None:
+    """Raises a ValueError for what is not a trajectory per attempt with aligned rows, which names the episode."""
+    found = trajectories if isinstance(trajectories, list | tuple) else []
+    if len(found) != len(task.attempts) or not all(isinstance(one, Trajectory) for one in found):
+        what = f"{len(found)} of them" if found else f"a {type(trajectories).__name__}"
+        raise ValueError(
+            f"{episode}.run gave {what} for {task.name}: it must return a list of Trajectory, one for each of the "
+            f"{len(task.attempts)} attempts."
+        )
+    for row in (row for trajectory in found for row in trajectory.rows):
+        sizes = [len(each) for each in (row.token_ids, row.turn_ids, row.logprobs, row.policy_versions)]
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"{episode}.run: a row of {task.name} has {sizes[0]} token_ids, {sizes[1]} turn_ids, {sizes[2]} "
+                f"logprobs and {sizes[3]} policy_versions: each token needs an entry in all of them."
+            )
 
 
 async def _wait_for(tasks: Sequence[asyncio.Task[None]], seconds: float) -> None:

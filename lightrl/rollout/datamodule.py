@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightrl.arguments import above, at_least
+from lightrl.arguments import above, instance_of, whole_number
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import run_seed
 from lightrl.data.curriculum import CurriculumSet, PromptCurriculum
@@ -160,9 +160,10 @@ class RolloutDataModule(LightningDataModule):
             if source is not None
         }
         self.predict_prompts = None if predict_prompts is None else prompt_source(predict_prompts, "predict_prompts")
-        self.engine = realized(engine, "engine")
-        self.episode = realized(episode, "episode")
-        self.sampling = realized(sampling, "sampling")
+        self.engine = realized(engine, "engine", Engine)
+        self.episode = realized(episode, "episode", Episode)
+        self.sampling = realized(sampling, "sampling", SamplingParams)
+        instance_of("eval_sampling", eval_sampling, SamplingParams, or_none="to sample as in training")
         self.eval_sampling = eval_sampling or replace(sampling, fire_temperature=None)
         self.eval_group_size = eval_group_size
         self.eval_batch_size = eval_batch_size
@@ -171,9 +172,9 @@ class RolloutDataModule(LightningDataModule):
         self.shuffle = shuffle
         self.max_refills = max_refills
         self.staleness = staleness
-        self.in_flight = in_flight
+        self.in_flight = instance_of("in_flight", in_flight, InFlight, or_none="for changes between rollouts only")
         self.streaming = streaming
-        self.ptx = ptx
+        self.ptx = instance_of("ptx", ptx, SFTSource, or_none="for no supervised rows")
         self.ptx_batch_size = ptx_batch_size
         self.tokenizer_path = tokenizer
         self.stall_timeout = stall_timeout
@@ -720,13 +721,11 @@ class RolloutDataModule(LightningDataModule):
             "ptx_batch_size": self.ptx_batch_size,
         }
         for name, value in counts.items():
-            if not isinstance(value, int):
-                raise ValueError(f"{name}={value!r}: must be a whole number.")
-            at_least(name, value, 1)
+            whole_number(name, value, 1)
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed}: must be from 0 to 2**63 - 1.")
-        at_least("max_refills", self.max_refills, 0)
-        at_least("staleness", self.staleness, 0)
+        whole_number("max_refills", self.max_refills)
+        whole_number("staleness", self.staleness)
         above("stall_timeout", self.stall_timeout, note=" seconds", or_none="(null) to wait for ever")
         if self.max_refills and not (rewards or self.episode.multi_turn):
             raise ValueError(

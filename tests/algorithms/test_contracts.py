@@ -26,7 +26,7 @@ from lightrl.algorithms.checkpoints import FORMAT, description, refuse_foreign
 from lightrl.algorithms.hooks import rl_callbacks
 from lightrl.callbacks import AdaptiveEntropy, ReferenceSync, RewardNormalization, WeightSync
 from lightrl.objectives.kl import KLInReward
-from lightrl.objectives.losses import PPOClip
+from lightrl.objectives.losses import PolicyLoss, PPOClip
 from lightrl.objectives.off_policy import EngineRatio
 from lightrl.rollout.learner import RolloutLearner
 from tests.toys import quickstart_model, quiet_trainer, sums_data
@@ -102,6 +102,26 @@ def test_checkpoints_of_other_classes_and_formats_are_refused() -> None:
     del stored["format"]
     with pytest.raises(ValueError, match=f"format 1, .* reads format {FORMAT}: it was written by another alpha"):
         refuse_foreign(stored, "PPOLightningModule")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda loss: loss, "loss=Own: it must return two things"),
+        (lambda loss: (loss.sum(), {}), r"loss=Own: it returned \(\) for \(\d+, \d+\) tokens: give a loss per token"),
+        (lambda loss: (loss, {"own": 1.0}), "loss=Own: its metric 'own' is a float: give a tensor"),
+    ],
+)
+def test_a_loss_that_breaks_its_contract_is_named(answer: Any, message: str, tmp_path: Path) -> None:
+    """A sum would otherwise be weighed as if it were the loss of each token."""
+
+    class Own(PolicyLoss):
+        def __call__(self, logprobs: Any, old_logprobs: Any, advantages: Any, mask: Any, **_: Any) -> Any:
+            return answer(-advantages * logprobs * mask)
+
+    module = GRPOLightningModule(quickstart_model(tmp_path), loss=Own(), kl=None)
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer().fit(module, sums_data(rollouts_per_epoch=1))
 
 
 def test_the_correction_is_no_setting_of_the_data_module() -> None:

@@ -15,6 +15,7 @@ from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.export import export
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import GSPO
+from lightrl.objectives.kl import KLPenalty
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32}
@@ -138,16 +139,41 @@ def test_a_live_model_needs_its_tokenizer_and_a_folder_none(path: str) -> None:
         ModelSpec.of(empty, tokenizer)
 
 
+class Elsewhere(KLPenalty):
+    """Says neither that it is part of the reward nor that it is part of the loss."""
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: GRPOLightningModule("m", kl=0.1), r"kl=0\.1 \(float\): in Python give an object"),
-        (lambda: GRPOLightningModule("m", loss=GSPO), r"loss=GSPO \(ABCMeta\): .* such as GSPO\(\)"),
+        (lambda: GRPOLightningModule("m", kl=0.1), r"kl=0\.1 \(float\): give an object of KLInReward or KLInLoss"),
+        (lambda: GRPOLightningModule("m", kl=Elsewhere("k3", 0.1)), r"kl=.*\(Elsewhere\): .*KLInReward or KLInLoss"),
+        (lambda: GRPOLightningModule("m", loss=GSPO), r"loss=GSPO is a class: .* such as GSPO\(\)"),
+        (lambda: GRPOLightningModule("m", loss=len), r"loss=.*\(builtin_function_or_method\): .*PolicyLoss"),
+        (lambda: GRPOLightningModule("m", advantage=GSPO()), r"advantage=.*\(GSPO\): .*AdvantageEstimator"),
+        (lambda: GRPOLightningModule("m", aggregation=GSPO()), r"aggregation=.*\(GSPO\): .*Aggregation"),
+        (lambda: PPOLightningModule("m", critic={"lr": 1e-3}), r"critic={'lr': 0.001} \(dict\): .*CriticSpec"),
+        (lambda: GRPOLightningModule("m", reward_models="judge"), "reward_models='judge': give a list"),
+        (lambda: GRPOLightningModule("m", reward_models=["judge"]), r"reward_models\[0\]='judge' .*RewardModelSpec"),
         (lambda: GRPOLightningModule("m", optimizer=1e-3), "optimizer=0.001: give a function"),
+        (lambda: GRPOLightningModule("m", lr_scheduler="cosine"), r"lr_scheduler='cosine': .*LRSchedule\('cosine'\)"),
+        (lambda: SFTLightningModule("m", lr_scheduler="cosine"), "lr_scheduler='cosine'"),
+        (lambda: GRPOLightningModule("m", ppo_epochs=1.5), "ppo_epochs=1.5: must be at least 1, a whole number"),
+        (
+            lambda: GRPOLightningModule("m", minibatch_size=2.5),
+            "minibatch_size=2.5: must be at least 1, a whole",
+        ),
         (lambda: sums_data(engine="VLLMEngine"), "engine='VLLMEngine'"),
+        (lambda: sums_data(engine=GSPO()), r"engine=.*\(GSPO\): .*Engine"),
+        (lambda: sums_data(episode=GSPO()), r"episode=.*\(GSPO\): .*Episode"),
         (lambda: sums_data(sampling={"max_new_tokens": 4}), "sampling={'max_new_tokens': 4}"),
+        (lambda: sums_data(eval_sampling={"top_k": 4}), r"eval_sampling={'top_k': 4} \(dict\): .*SamplingParams"),
+        (lambda: sums_data(ptx="rows.jsonl"), "ptx='rows.jsonl' .*SFTSource"),
+        (lambda: sums_data(in_flight={}, staleness=1), r"in_flight={} \(dict\): .*InFlight"),
+        (lambda: sums_data(reward_weights={"digits_reward": 1.0}), "weights={'digits_reward': 1.0}: give a list"),
+        (lambda: sums_data(staleness=0.5), "staleness=0.5: must be at least 0, a whole number"),
         (lambda: sums_data(rewards=len), "rewards=.*: give a list of reward functions"),
-        (lambda: sums_data(group_size="4"), "group_size='4': must be a whole number"),
+        (lambda: sums_data(group_size="4"), "group_size='4': must be at least 1, a whole number"),
     ],
 )
 def test_what_is_no_part_of_a_run_is_refused_at_construction(build: Any, message: str) -> None:

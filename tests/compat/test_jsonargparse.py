@@ -29,11 +29,11 @@ class Other(Base):
 
 @pytest.mark.parametrize("lazy", [deferred, lazy_instance])
 def test_a_deferred_default_becomes_the_object_it_stands_for(lazy: Any) -> None:
-    made = realized(lazy(One, width=0.5))
+    made = realized(lazy(One, width=0.5), "part", Base)
     assert type(made) is One
     assert made.width == 0.5
     plain = One()
-    assert realized(plain) is plain
+    assert realized(plain, "part", Base) is plain
 
 
 def parsed(*args: str) -> Any:

@@ -408,6 +408,63 @@ def test_a_malformed_call_is_told_ended_masked_or_punished_as_configured() -> No
     assert (ended.stop_reason, len(ended.turn_rewards), ended.failure) == ("stop", 1, None)
 
 
+class Answering(Environment):
+    """Gives what it is told to where that is not None."""
+
+    def __init__(self, step: Any = None, first: Any = None, last: Any = 0.0, metrics: Any = None) -> None:
+        self.answers = step or Step(done=True), first or [{"role": "user", "content": "?"}], last
+        self.own = metrics or {}
+
+    async def reset(self, row: Mapping[str, Any], *, seed: int) -> Any:
+        return self.answers[1]
+
+    async def step(self, reply: Reply) -> Any:
+        return self.answers[0]
+
+    async def finish(self, stop_reason: str) -> Any:
+        return self.answers[2]
+
+    @property
+    def metrics(self) -> Any:
+        return self.own
+
+
+class NotAsync(Answering):
+    def step(self, reply: Reply) -> Any:  # type: ignore[override]
+        return Step(done=True)
+
+
+class ForgetsToReturn(Answering):
+    async def step(self, reply: Reply) -> Any:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (Answering(Step(reward=float("nan"), done=True)), "Answering: `step` gave the reward nan: give a number"),
+        (Answering(Step(reward="good", done=True)), "Answering: `step` gave the reward 'good'"),  # type: ignore[arg-type]
+        (Answering(last=float("inf")), "Answering: `finish` gave the reward inf"),
+        (Answering(([], 1.0, True)), r"Answering: `step` must return a Step, not \(\[\], 1.0, True\)"),
+        (ForgetsToReturn(), "ForgetsToReturn: `step` must return a Step, not None"),
+        (NotAsync(), "must be `async def`"),
+        (Answering(first="Count."), "`reset` must return messages, dictionaries with a role.* not 'Count.'"),
+        (Answering(Step(["again"])), r"`step` that is not done must return messages.* not \['again'\]"),  # type: ignore[list-item]
+        (Answering(metrics={"moves": "many"}), "metrics={'moves': 'many'}: give names and numbers"),
+        (None, "made None: it must make a new Environment"),
+    ],
+)
+def test_an_environment_that_breaks_its_contract_ends_the_run_by_name(environment: Any, message: str) -> None:
+    """A reward that is no number would be taken for an attempt that nothing scored, no answer for one that is late."""
+    with pytest.raises(ValueError, match=message):
+        play(lambda: environment, [said("1"), said("2")])
+
+
+def test_an_environment_in_place_of_what_makes_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"environment=.* \(Answering\): give the class, or a function that makes one"):
+        EnvironmentEpisode(Answering())  # type: ignore[arg-type]
+
+
 def test_reset_draws_one_task_for_a_group_or_the_run_stops() -> None:
     class Random(Script):
         number = 0

@@ -307,6 +307,23 @@ def test_what_an_estimator_needs() -> None:
     assert all(e.scope == "batch" for e in ALL if e.normalizes)
 
 
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda given: given.rewards, "advantage=Own: `estimate` must return advantages, and returns or None"),
+        (lambda given: (given.scores, None), r"advantage=Own: advantages of shape \(2,\) for \(2, 3\) tokens"),
+        (lambda given: (given.rewards, given.scores), r"advantage=Own: returns of shape \(2,\) for \(2, 3\) tokens"),
+    ],
+)
+def test_an_estimator_that_breaks_its_contract_is_named(answer: Any, message: str) -> None:
+    class Own(AdvantageEstimator):
+        def estimate(self, given: Any) -> Any:
+            return answer(given)
+
+    with pytest.raises(ValueError, match=message):
+        Own()(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), torch.tensor([0, 0]))
+
+
 def test_kl_in_the_reward_is_part_of_the_score() -> None:
     # tokens 0.1 and 1 - 0.2: score 0.9; against 0.5: mean 0.7
     rewards, mask = torch.tensor([[0.0, 0.1, 0.8], [0.0, 0.0, 0.5]]), torch.tensor([[False, True, True]] * 2)

@@ -110,7 +110,9 @@ def test_luck_outside_the_seed_is_found() -> None:
 
 def test_failures_and_rewards_that_are_none_are_found() -> None:
     assert "failed: KeyError: 'weather'" in check(Broken).problems()[0]
-    assert any("the reward is nan" in text for text in check(NotFinite).problems())
+    assert any(
+        "row 0: environment NotFinite: `step` gave the reward nan" in text for text in check(NotFinite).problems()
+    )
 
 
 class Unmade(Says):
@@ -150,7 +152,7 @@ def test_an_environment_that_cannot_be_made_begun_or_closed_is_told_in_words() -
 
 
 def test_processes_that_outlive_the_environments_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightrl.report.check_env.ENDING", 0.2)
+    monkeypatch.setattr("lightrl.environments.scripted.ENDING", 0.2)
     try:
         assert any("there were still sleep 600 (process" in text for text in check(Leaves).problems())
     finally:

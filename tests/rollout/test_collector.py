@@ -20,7 +20,15 @@ from lightrl.rewards.base import RewardError
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collation import collate, trajectory_metrics
 from lightrl.rollout.collector import Collection, Collector, RolloutStalledError
-from lightrl.types import GenerationRequest, Prompts, SamplingParams, Trajectory, TrajectoryRow
+from lightrl.types import (
+    Completion,
+    CompletionGroup,
+    GenerationRequest,
+    Prompts,
+    SamplingParams,
+    Trajectory,
+    TrajectoryRow,
+)
 from tests.rollout.conftest import ScriptedEngine
 
 PROMPTS = Prompts(token_ids=[[1, 2], [3]], texts=["p", "q"], columns={"answer": ["x", "y"]}, indices=[7, 9])
@@ -292,6 +300,37 @@ def test_a_restarted_engine_is_asked_again_for_what_was_lost(beside: bool, colle
     assert len({r.seed for r in engine.asked}) == 8, "what is asked again has the seed it had"
 
 
+def test_a_rollout_that_failed_while_its_engine_restarted_is_not_asked_again(collector: Any) -> None:
+    """Else a thread would wait in the engine for requests that nobody makes."""
+    dead = threading.Event()
+
+    def answer(request: GenerationRequest) -> str:
+        if request.token_ids == [3]:
+            dead.set()
+            raise EngineRestartedError("died.")
+        return "12"
+
+    def raises(**_: Any) -> list[float]:
+        dead.wait(20)
+        raise KeyError("oops")
+
+    class Beside(TwoTurns):
+        async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
+            if task.name == "prompt 0":
+                return one_turn(await ask(task.prompt.request(0, task.sampling, task.seed, 2)))
+            await asyncio.sleep(0.2)  # prompt 0 is being scored by then
+            return await super().run(task, ask)
+
+    pushes: list[int] = []
+    engine = ScriptedEngine(answer, beside=True)
+    collection = collector(engine, Beside(), rewards=[raises], ready=lambda: pushes.append(0)).start(tasks())
+    while collection._news.qsize() < 2:
+        time.sleep(0.01)
+    with pytest.raises(RewardError, match="raises.*oops"):
+        collection.finish()
+    assert not pushes and not collection.stuck
+
+
 def test_an_engine_that_dies_again_and_again_ends_the_rollout(collector: Any) -> None:
     def answer(request: GenerationRequest) -> str:
         raise EngineRestartedError("died.")
@@ -333,6 +372,65 @@ def test_an_error_of_an_episode_is_the_runs_error(collector: Any) -> None:
 
     with pytest.raises(ZeroDivisionError, match="mistake"):
         collector(episode=Breaks()).start(tasks()).finish()
+
+
+class Cut(ScriptedEngine):
+    """Answers what nobody asked for."""
+
+    def __init__(self, part: Completion, times: int = 1) -> None:
+        super().__init__()
+        self.part = part
+        self.times = times
+
+    def generate(self, requests: Any) -> Iterator[CompletionGroup]:
+        for group in super().generate(requests):
+            yield replace(group, completions=[self.part] * self.times)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (Cut(Completion([5, 6], [-0.5, -0.5], "", "stop")), "Cut.generate: 1 completions of prompt 0 .*, 2 were asked"),
+        (Cut(Completion([5, 6], [-0.5], "", "stop"), 2), "Cut.generate: .* prompt 0 .* has 2 tokens and 1 logprobs"),
+    ],
+)
+def test_an_engine_that_breaks_its_contract_is_named(engine: Any, message: str, collector: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        collector(engine).start(tasks()).finish()
+
+
+class Answers(Episode):
+    """Gives what it is told to for every task."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
+        return self.answer  # type: ignore[no-any-return]
+
+
+ROW = TrajectoryRow([1, 2, 5], [-1, -1, 0], [0.0, 0.0], [-1, -1, 3])
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "Answers.run gave a NoneType for prompt 0: .* each of the 2 attempts"),
+        ([Trajectory([], "")], "Answers.run gave 1 of them for prompt 0: .* each of the 2 attempts"),
+        ([Trajectory([ROW], "")] * 2, "Answers.run: a row of prompt 0 has 3 token_ids, 3 turn_ids, 2 logprobs and 3"),
+    ],
+)
+def test_an_episode_that_breaks_its_contract_is_named(answer: Any, message: str, collector: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        collector(episode=Answers(answer)).start(tasks()).finish()
+
+
+def test_an_episode_that_asks_again_must_say_that_it_has_several_turns(collector: Any) -> None:
+    class OneTurnItSays(TwoTurns):
+        multi_turn = False
+
+    with pytest.raises(ValueError, match="OneTurnItSays asks for prompt . after its first wait.*multi_turn = True"):
+        collector(episode=OneTurnItSays()).start(tasks()).finish()
 
 
 class Hangs(Episode):
