@@ -12,6 +12,7 @@ from torch import Tensor
 from lightrl.types import CompletionGroup, EngineContext, GenerationRequest, Routes
 
 __all__ = [
+    "TOLERANCE",
     "Engine",
     "EngineDiedError",
     "EngineRestartedError",
@@ -19,6 +20,10 @@ __all__ = [
     "RequestQueue",
     "StaleWeightsError",
 ]
+
+
+TOLERANCE = {"float32": 5e-4, "float16": 0.05, "bfloat16": 0.15}
+"""dtype -> largest mean difference of log-probs, in nats per token, that rounding explains between equal weights."""
 
 
 class EngineDiedError(RuntimeError):
