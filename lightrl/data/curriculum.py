@@ -16,8 +16,7 @@ from datasets import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.arguments import at_least, fraction
-from lightrl.data.processing import MediaProcessor
-from lightrl.data.prompts import OpenSource, PromptSet, PromptSource, open_source
+from lightrl.data.prompts import OpenSource, PromptSet, PromptSource, Reading, open_source
 from lightrl.storage import require_entries
 from lightrl.types import Prompts
 
@@ -83,20 +82,14 @@ class PromptCurriculum:
                 "classes from the easiest to the hardest, or neither."
             )
 
-    def load(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        processor: MediaProcessor | None = None,
-    ) -> CurriculumSet:
+    def load(self, tokenizer: PreTrainedTokenizerBase, **options: Any) -> CurriculumSet:
         """Reads the rows; the arguments are those of `PromptSource.load`.
 
         Raises:
             ValueError: `shuffle=False`, a stream, or a row of no class.
         """
-        if not shuffle:
+        reading = Reading(tokenizer, **options)
+        if not reading.shuffle:
             raise ValueError(
                 "shuffle=False with PromptCurriculum: its order is drawn. Leave it on, or take the source."
             )
@@ -106,7 +99,7 @@ class PromptCurriculum:
                 f"PromptCurriculum with {self.source.label}: a stream is only read forwards, so no row can be picked. "
                 "Set streaming: false."
             )
-        opened = open_source(self.source, tokenizer, seed, shuffle, processor)
+        opened = open_source(self.source, reading)
         numbers = range(len(opened))
         of_row = np.zeros(len(opened), dtype=np.int64)
         if self.class_column is not None and self.classes is not None:
@@ -126,7 +119,7 @@ class PromptCurriculum:
                 raise ValueError(
                     f"PromptCurriculum.classes={self.classes}: no row is of the first, {self.classes[0]!r}."
                 )
-        return CurriculumSet(self, opened, of_row, seed=seed)
+        return CurriculumSet(self, opened, of_row, seed=reading.seed)
 
 
 class CurriculumSet(PromptSet):

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from lightrl.arguments import above, at_least, fraction
 from lightrl.data.prompts import PromptMixture, PromptSource
+from lightrl.environments.base import Tools
 from lightrl.environments.bridges import Bridge, ImageProcessor, RendererBridge, TemplateBridge, make_renderer
 from lightrl.environments.episodes import Ask, Episode, Task
 from lightrl.environments.parsing import ReplyParser, choose_parser
@@ -124,7 +125,7 @@ class MultiTurn(Episode):
         assert self._bridge is not None, "setup comes first"
         return self._bridge
 
-    def parser(self, tools: Sequence[dict[str, Any]]) -> ReplyParser:
+    def parser(self, tools: Tools) -> ReplyParser:
         """The parser of replies where there are these tools."""
         if bool(tools) not in self._parsers:
             self._parsers[bool(tools)] = choose_parser(

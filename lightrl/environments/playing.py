@@ -221,25 +221,13 @@ class _Played(Attempt):
         turn, sampling = len(self.rewards), self.sampling
         if max_new_tokens != sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=max_new_tokens)
-        request = GenerationRequest(
-            token_ids=prompt_ids,
-            sampling=sampling,
-            seed=self.turn_seed(turn),
-            name=f"turn {turn} of {self.name}",
-        )
+        request = GenerationRequest(prompt_ids, sampling, self.turn_seed(turn), name=f"turn {turn} of {self.name}")
         group = await self.ask(self.ledger.shown(request))
         completion = group.completions[0]
         reply = parser.read(prompt_ids, completion, environment.tools, self.bridge)
         self.parse_errors += bool(reply.errors)
-        self.ledger.sampled(
-            completion.token_ids,
-            completion.logprobs,
-            group.versions(0),
-            reply.message(),
-            trained=self.settings.train_parse_errors or not reply.errors,
-            support=completion.support,
-            routes=completion.routes,
-        )
+        trained = self.settings.train_parse_errors or not reply.errors
+        self.ledger.sampled(completion, group.versions(0), reply.message(), trained=trained)
         self.rewards.append(self.settings.parse_error_reward if reply.errors else 0.0)
         self.last = reply
         return reply

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightrl.environments.base import Message, Reply
+from lightrl.environments.base import Message, Reply, Tools
 from lightrl.environments.bridges import Bridge
 from lightrl.environments.episodes import Ask
 from lightrl.environments.ledger import Ledger
@@ -87,7 +87,7 @@ class _Stream:
     ledger: Ledger
     busy: bool = False
 
-    def rest(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message] | None:
+    def rest(self, messages: Sequence[Message], tools: Tools) -> list[Message] | None:
         """The messages after this conversation; None where they do not continue it."""
         said = self.ledger.conversation
         if self.busy or self.ledger.tools != list(tools) or len(messages) < len(said):
@@ -132,7 +132,7 @@ class Session:
     """
 
     bridge: Bridge
-    parser: Callable[[Sequence[dict[str, Any]]], ReplyParser]
+    parser: Callable[[Tools], ReplyParser]
     ask: Ask
     turn_seed: Callable[[int], int]
     sampling: SamplingParams
@@ -295,12 +295,9 @@ class Session:
                     "reply: the prompt is too long. Shorten it.",
                     code="context_length_exceeded",
                 )
-            request = GenerationRequest(
-                token_ids=prompt_ids,
-                sampling=replace(self.sampling, max_new_tokens=min(wanted, left)),
-                seed=self.turn_seed(number),
-                name=f"turn {number} of {self.name}",
-            )
+            sampling = replace(self.sampling, max_new_tokens=min(wanted, left))
+            name = f"turn {number} of {self.name}"
+            request = GenerationRequest(prompt_ids, sampling, self.turn_seed(number), name=name)
             group = await self.ask(stream.ledger.shown(request))
         except BaseException:
             heapq.heappush(self._free, number)
@@ -311,15 +308,7 @@ class Session:
         completion = group.completions[0]
         reply = self.parser(asked.tools).read(prompt_ids, completion, asked.tools, self.bridge)
         self.counts["parse_errors"] += bool(reply.errors)
-        stream.ledger.sampled(
-            completion.token_ids,
-            completion.logprobs,
-            group.versions(0),
-            reply.message(),
-            support=completion.support,
-            routes=completion.routes,
-            turn=number,
-        )
+        stream.ledger.sampled(completion, group.versions(0), reply.message(), turn=number)
         self._turns.add(number)
         self._latest = stream
         self._completion = reply.content
