@@ -77,7 +77,6 @@ class RolloutCheckpoint(SavingCheckpoint):
         self.save_every_minutes = above(
             "RolloutCheckpoint.save_every_minutes", save_every_minutes, or_none="for none by time"
         )
-        self._guard: RunGuard | None = None
         self._saved_at = time.monotonic()
         self._updating = False
         self._stop_requested = False
@@ -91,32 +90,11 @@ class RolloutCheckpoint(SavingCheckpoint):
         return {"rollout": torch.tensor(trainer.fit_loop.total_batch_idx + 1)}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Finds the folder; guards the run unless a `RunGuard` among the callbacks does."""
+        """Finds the folder; adds a `RunGuard` to the callbacks where there is none."""
         super().setup(trainer, pl_module, stage)
-        if not any(isinstance(callback, RunGuard) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            self._guard = self._guard or RunGuard()
-            self._guard.setup(trainer, pl_module, stage)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Holds the folder."""
-        if self._guard is not None:
-            self._guard.on_fit_start(trainer, pl_module)
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds what a resumed run is compared with."""
-        if self._guard is not None:
-            self._guard.on_save_checkpoint(trainer, pl_module, checkpoint)
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Compares it with this run."""
-        if self._guard is not None:
-            self._guard.on_load_checkpoint(trainer, pl_module, checkpoint)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Releases the folder."""
-        super().teardown(trainer, pl_module, stage)
-        if self._guard is not None:
-            self._guard.teardown(trainer, pl_module, stage)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, RunGuard) for callback in callbacks):
+            callbacks.append(RunGuard())  # Lightning calls its hooks from this one on
 
     def last_checkpoints(self, trainer: Trainer) -> set[str]:
         """What `--ckpt_path last` chooses from: the newest checkpoint that is whole.
@@ -241,9 +219,9 @@ class RolloutCheckpoint(SavingCheckpoint):
         stopped = self._stop_requested and not self._updating
         self._restore_handlers()
         self._save_what_is_between(trainer, stopped=stopped)
-        if self._guard is not None:
-            self._guard.on_exception(trainer, pl_module, exception)
-            self._guard.release()
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RunGuard):
+                callback.release()
 
     def _save_what_is_between(self, trainer: Trainer, *, stopped: bool) -> None:
         fitting = trainer.state.fn == "fit" and not trainer.sanity_checking

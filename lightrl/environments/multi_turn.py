@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightrl.arguments import above, at_least, fraction
+from lightrl.background import all_of
 from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.environments.base import Tools
 from lightrl.environments.bridges import Bridge, ImageProcessor, RendererBridge, TemplateBridge, make_renderer
@@ -232,10 +233,4 @@ class MultiTurn(Episode):
                 return played
 
         async with self.player() as play:
-            tasks = [asyncio.ensure_future(one(number, play)) for number in attempts]
-            try:
-                return list(await asyncio.gather(*tasks))
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)  # all have ended before this returns
+            return await all_of(one(number, play) for number in attempts)
