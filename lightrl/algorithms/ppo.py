@@ -43,7 +43,7 @@ from lightrl.compat.lightning import is_compiled, run_seed
 from lightrl.distributed import random_states, strategies
 from lightrl.distributed.metrics import MetricSums
 from lightrl.distributed.reduction import PieceReduction, Reduction
-from lightrl.models.loading import load_causal_lm, require_model, require_model_folder, return_router_logits
+from lightrl.models.loading import require_model, require_model_folder, return_router_logits
 from lightrl.models.lora import adapter_config, keep_reference, named_adapter_weights, named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModel, RewardModelSpec
@@ -350,10 +350,9 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         critic = self.critic_spec
         shared = critic is not None and critic.shared
         spec = self.actor_spec
-        lm = load_causal_lm(spec, trainable=True, in_shards=in_shards)
+        self.actor = PolicyModel.from_spec(spec, trainable=True, in_shards=in_shards, value_head=shared)
         if self.aux_loss_coef:
-            return_router_logits(lm)
-        self.actor = PolicyModel(lm, value_head=shared, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
+            return_router_logits(self.actor.lm)
         self.critic = (
             None if critic is None or shared else ValueModel.from_spec(critic.model or spec, in_shards=in_shards)
         )
@@ -369,8 +368,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                 keep_reference(self.actor.lm, lora)
             return None
         spec = self.reference_spec or replace(self.actor_spec, lora=None, gradient_checkpointing=False)
-        lm = load_causal_lm(spec, trainable=False, in_shards=in_shards)
-        return PolicyModel(lm, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
+        return PolicyModel.from_spec(spec, trainable=False, in_shards=in_shards)
 
     def _models(self) -> list[Any]:
         return [m for m in (self.actor, self.critic, self.reference, *self.reward_models.values()) if m is not None]

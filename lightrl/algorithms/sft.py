@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, with_schedule
 from lightrl.distributed import strategies
-from lightrl.models.loading import load_causal_lm, require_model
+from lightrl.models.loading import require_model
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 
@@ -55,9 +55,7 @@ class SFTLightningModule(SavesPretrained):
         require_model(self.actor_spec)
 
     def _build_models(self, in_shards: bool = False) -> None:
-        spec = self.actor_spec
-        lm = load_causal_lm(spec, trainable=True, in_shards=in_shards)
-        self.actor = PolicyModel(lm, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
+        self.actor = PolicyModel.from_spec(self.actor_spec, trainable=True, in_shards=in_shards)
 
     def _models(self) -> list[Any]:
         return [self.actor]

@@ -19,7 +19,7 @@ from lightrl.data.files import PROGRESS_SECONDS
 from lightrl.data.media import MediaError
 from lightrl.data.processing import ConversationSource, MediaProcessor, arranged, encode_prompt, load_processor
 from lightrl.data.rows import RowError, require_columns, shuffled_order
-from lightrl.data.templates import apply_template, as_messages, load_tokenizer, require_text
+from lightrl.data.templates import apply_template, as_messages, conversation, load_tokenizer, require_text
 from lightrl.ops.padding import pad_rows
 
 __all__ = ["SFTDataModule", "SFTLoader", "SFTRows", "SFTSource"]
@@ -173,9 +173,7 @@ class SFTSource(ConversationSource):
         self, tokenizer: PreTrainedTokenizerBase, prompt: Any, system_prompt: str | None, answer: str, text: str
     ) -> str:
         """What the template adds to the prompt's text when the answer follows."""
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if system_prompt is not None:
-            messages = [{"role": "system", "content": system_prompt}, *messages]
+        messages = conversation(prompt, system_prompt)
         blocks = any(not isinstance(message["content"], str) for message in messages)
         content: Any = [{"type": "text", "text": answer}] if blocks else answer
         messages = [*messages, {"role": "assistant", "content": content}]

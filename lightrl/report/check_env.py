@@ -223,58 +223,54 @@ def play(
         seed: of the groups. replies: texts of a further script, one per turn, the last one again and again.
         reward_functions: whether the run has some, so that the environment need not give rewards.
     """
+    check = EnvironmentCheck([], reward_functions=reward_functions)
     loop = BackgroundLoop("check-env")  # in a notebook the calling thread has one that runs already
     try:
-        return loop.run(_play(episode, rows, tokenizer, sampling, seed, replies, reward_functions))
+        for number, row in enumerate(rows):
+            scripts = loop.run(_scripts(episode, row, tokenizer, seed, replies, check.notes))
+            check.played += loop.run(_play(episode, number, row, scripts, tokenizer, sampling, seed))
     finally:
         loop.close()
+    check.notes = list(dict.fromkeys(check.notes))
+    return check
 
 
 async def _play(
     episode: EnvironmentEpisode,
-    rows: Sequence[Mapping[str, Any]],
+    number: int,
+    row: Mapping[str, Any],
+    scripts: dict[str, list[_Reply]],
     tokenizer: Any,
     sampling: SamplingParams,
     seed: int,
-    replies: Sequence[str],
-    reward_functions: bool,
-) -> EnvironmentCheck:
-    check = EnvironmentCheck([], reward_functions=reward_functions)
-    for number, row in enumerate(rows):
-        scripts = await _scripts(episode, row, tokenizer, seed, replies, check.notes)
-        names = [name for name in scripts for _ in range(2)]
-        said: list[list[list[int]]] = [[] for _ in names]
+) -> list[Played]:
+    """Each script twice at one row."""
+    names = [name for name in scripts for _ in range(2)]
+    said: list[list[list[int]]] = [[] for _ in names]
 
-        async def ask(
-            request: GenerationRequest,
-            names: list[str] = names,
-            said: list[list[list[int]]] = said,
-            scripts: dict[str, list[_Reply]] = scripts,
-        ) -> CompletionGroup:
-            attempt, turn = divmod(request.seed, episode.max_turns)
-            script = scripts[names[attempt]]
-            reply = script[min(turn, len(script) - 1)]
-            ids = reply.ids[: request.sampling.max_new_tokens]
-            cut = reply.cut or len(ids) < len(reply.ids)
-            said[attempt].append(ids)
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            done = Completion(ids, [0.0] * len(ids), text, "length" if cut else "stop")
-            return CompletionGroup(request, [done], 0)
+    async def ask(request: GenerationRequest) -> CompletionGroup:
+        attempt, turn = divmod(request.seed, episode.max_turns)
+        script = scripts[names[attempt]]
+        reply = script[min(turn, len(script) - 1)]
+        ids = reply.ids[: request.sampling.max_new_tokens]
+        cut = reply.cut or len(ids) < len(reply.ids)
+        said[attempt].append(ids)
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        done = Completion(ids, [0.0] * len(ids), text, "length" if cut else "stop")
+        return CompletionGroup(request, [done], 0)
 
-        trajectories = await episode.group(
-            row,
-            ask,
-            attempts=range(len(names)),
-            seed=seed,
-            turn_seed=lambda attempt, turn: attempt * episode.max_turns + turn,
-            sampling=sampling,
-        )
-        check.played += [
-            Played(number, name, i % 2 == 1, trajectory, said[i])
-            for i, (name, trajectory) in enumerate(zip(names, trajectories, strict=True))
-        ]
-    check.notes = list(dict.fromkeys(check.notes))
-    return check
+    trajectories = await episode.group(
+        row,
+        ask,
+        attempts=range(len(names)),
+        seed=seed,
+        turn_seed=lambda attempt, turn: attempt * episode.max_turns + turn,
+        sampling=sampling,
+    )
+    return [
+        Played(number, name, i % 2 == 1, trajectory, said[i])
+        for i, (name, trajectory) in enumerate(zip(names, trajectories, strict=True))
+    ]
 
 
 @dataclass
