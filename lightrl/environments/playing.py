@@ -167,14 +167,14 @@ class _Played(Attempt):
         self.ledger = Ledger(self.bridge, environment.tools)
         prompt_ids = self._shown(self.ledger.begin, messages)
         self.states.append(self._state(environment, messages))
-        if self.max_tokens is not None and len(prompt_ids) >= self.max_tokens:
+        if len(prompt_ids) >= self.max_tokens:
             raise ValueError(
                 f"environment: the first messages are {len(prompt_ids)} tokens, which leaves none of {self.max_tokens} "
                 "(max_tokens, or what the engine holds) for a reply. Raise the limit, or leave such rows out."
             )
         while True:
             wanted = min(self.sampling.max_new_tokens, settings.max_tokens_per_turn or self.sampling.max_new_tokens)
-            left = wanted if self.max_tokens is None else self.max_tokens - len(prompt_ids)
+            left = self.max_tokens - len(prompt_ids)
             if left < max(1, self.sampling.min_new_tokens):
                 return "tokens"
             reply = await self._reply(parser, prompt_ids, environment, min(wanted, left))

@@ -14,12 +14,13 @@ from lightrl.background import BackgroundLoop
 from lightrl.cli import run
 from lightrl.data.processing import load_processor
 from lightrl.data.templates import load_tokenizer
-from lightrl.environments import Environment, EnvironmentEpisode
-from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
+from lightrl.environments import Environment, EnvironmentEpisode, Task
+from lightrl.types import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams, Trajectory
 
 __all__ = ["EnvironmentCheck", "Played", "check_env", "play"]
 
 PLAIN = "I do not know."
+MOST_TURNS = 1 << 20
 SLOW = 5.0  # seconds per step from which it is pointed out
 EXAMPLES = {"string": "a", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
@@ -235,6 +236,13 @@ def play(
     return check
 
 
+class _Scripted(Task):
+    """Attempts whose requests tell by their seed which turn of which attempt they are."""
+
+    def turn_seed(self, attempt: int, turn: int) -> int:
+        return attempt * MOST_TURNS + turn
+
+
 async def _play(
     episode: EnvironmentEpisode,
     number: int,
@@ -249,7 +257,7 @@ async def _play(
     said: list[list[list[int]]] = [[] for _ in names]
 
     async def ask(request: GenerationRequest) -> CompletionGroup:
-        attempt, turn = divmod(request.seed, episode.max_turns)
+        attempt, turn = divmod(request.seed, MOST_TURNS)
         script = scripts[names[attempt]]
         reply = script[min(turn, len(script) - 1)]
         ids = reply.ids[: request.sampling.max_new_tokens]
@@ -259,14 +267,10 @@ async def _play(
         done = Completion(ids, [0.0] * len(ids), text, "length" if cut else "stop")
         return CompletionGroup(request, [done], 0)
 
-    trajectories = await episode.group(
-        row,
-        ask,
-        attempts=range(len(names)),
-        seed=seed,
-        turn_seed=lambda attempt, turn: attempt * episode.max_turns + turn,
-        sampling=sampling,
-    )
+    columns = {name: [value] for name, value in row.items()}
+    prompt = Prompts([[]], [""], columns, raw=[row.get("prompt", "")])
+    task = _Scripted(prompt, tuple(range(len(names))), seed, sampling, tokenizer, max_model_len=1 << 30)
+    trajectories = await episode.run(task, ask)
     return [
         Played(number, name, i % 2 == 1, trajectory, said[i])
         for i, (name, trajectory) in enumerate(zip(names, trajectories, strict=True))
