@@ -36,7 +36,7 @@ from lightrl.algorithms.batches import (
 )
 from lightrl.algorithms.hooks import RLCallback, rl_callbacks
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.schedule import UNCOUNTED, LRSchedule, make_optimizer, make_scheduler
+from lightrl.algorithms.schedule import LRSchedule, make_optimizer, with_schedule
 from lightrl.arguments import above, at_least, fraction
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import is_compiled, run_seed
@@ -383,17 +383,15 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             lr = {} if self.critic_spec.lr is None else {"lr": self.critic_spec.lr}
             groups.append({"params": critic, "name": "critic", **lr})
         optimizer = make_optimizer(self.optimizer_factory, groups, self.trainer.strategy)
-        if self.lr_scheduler_factory is None:
-            return optimizer
-        if isinstance(self.lr_scheduler_factory, LRSchedule):
-            return [optimizer], [self.lr_scheduler_factory.scheduler(optimizer, self.count_updates())]
-        return [optimizer], [make_scheduler(self.lr_scheduler_factory, optimizer)]
+        return with_schedule(optimizer, self.lr_scheduler_factory, self.count_updates)
 
-    def count_updates(self) -> int:
+    def count_updates(self) -> float:
         """Optimizer steps that the whole run will make: rollouts x `ppo_epochs` x mini-batches, or `max_steps`.
 
+        Infinite where the run has no end.
+
         Raises:
-            ValueError: the run has no end that can be counted.
+            ValueError: mini-batches of a data module whose rollouts have no size that is known.
         """
         data, trainer = self.trainer.datamodule, self.trainer  # type: ignore[attr-defined]
         each = self.ppo_epochs
@@ -408,10 +406,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             trainer.fit_loop.setup_data()
         epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
         steps = math.inf if trainer.max_steps == -1 else trainer.max_steps
-        total = min(trainer.num_training_batches * epochs * each, steps)
-        if not math.isfinite(total):
-            raise ValueError(UNCOUNTED)
-        return int(total)
+        return min(trainer.num_training_batches * epochs * each, steps)
 
     # ---- one rollout -------------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ class SFTLightningModule(SavesPretrained):
         """One optimizer; the schedule counts updates."""
         trained = [p for p in self.actor.parameters() if p.requires_grad]
         optimizer = make_optimizer(self.optimizer_factory, trained, self.trainer.strategy)
-        return with_schedule(optimizer, self.lr_scheduler_factory, self.trainer)
+        return with_schedule(optimizer, self.lr_scheduler_factory, lambda: self.trainer.estimated_stepping_batches)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Loss of one batch of {token_ids, attention_mask, response_mask}, each (B, T), and `inputs` with images."""

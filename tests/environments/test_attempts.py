@@ -414,7 +414,7 @@ def test_reset_draws_one_task_for_a_group_or_the_run_stops() -> None:
 
         async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
             Random.number += 1
-            return [{"role": "user", "content": f"Task {seed if row else Random.number}"}]
+            return [{"role": "user", "content": f"Task {seed if 'row' in row else Random.number}"}]
 
     attempts = ScriptedAttempts(lambda: Random([Turn(Reply("x"), [1])]))
     attempts.turns = [said("hello")]
