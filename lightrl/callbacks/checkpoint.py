@@ -1,4 +1,4 @@
-"""Checkpoints counted in rollouts, and a Ctrl-C that loses nothing."""
+"""Checkpoints every N rollouts, and when a run is interrupted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Preempted", "RolloutCheckpoint"]
 
 
 class Preempted(KeyboardInterrupt):
-    """The run was asked to make room (SIGTERM, SIGUSR1), and ends as after Ctrl-C; the command's status is 75."""
+    """The run was preempted (SIGTERM, SIGUSR1), and ends as after Ctrl-C; the command's exit status is 75."""
 
 
 class RolloutCheckpoint(SavingCheckpoint):
@@ -180,7 +180,7 @@ class RolloutCheckpoint(SavingCheckpoint):
         rank_zero_info(f"\n{signal.Signals(signum).name}: finishing this rollout, then saving. Ctrl-C stops at once.")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """From here on the weights move."""
+        """From here on the weights change."""
         self._updating = True
         # The step of loggers: Lightning counts one too many when a run goes on from between two epochs.
         set_logged_step(trainer, trainer.fit_loop.total_batch_idx)

@@ -1,4 +1,4 @@
-"""Prompts picked by what was learnt: which prompt is next depends on how its attempts went before.
+"""A curriculum: the next prompts are chosen by the success rates of their earlier attempts.
 
 Between two rollouts prompt number k is a function of the rows, the seed and what was seen so far, which every rank
 knows and a checkpoint holds. So a resumed run goes on as the whole one, and ranks pick apart what one would pick.
@@ -25,7 +25,7 @@ __all__ = ["CurriculumSet", "PromptCurriculum"]
 
 @dataclass
 class PromptCurriculum:
-    """A source whose prompts are picked by what was learnt.
+    """A source whose prompts are chosen by the success rates of their earlier attempts.
 
     A row's success rate is the share of its attempts in its last `window` visits whose reward was `success_reward` or
     more. Rows at `low` or below are hard, rows at `high` or above are solved; from neither does a comparison within a
@@ -123,7 +123,7 @@ class PromptCurriculum:
 
 
 class CurriculumSet(PromptSet):
-    """The rows of a `PromptCurriculum` and what was seen of them.
+    """The rows of a `PromptCurriculum` and their success rates so far.
 
     Args:
         spec: the curriculum.
@@ -185,7 +185,7 @@ class CurriculumSet(PromptSet):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What was seen, the same on every rank."""
+        """The success rates so far, the same on every rank."""
         return {
             "visits": {number: list(rates) for number, rates in self._visits.items()},
             "last": dict(self._last),
@@ -197,7 +197,7 @@ class CurriculumSet(PromptSet):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what was seen.
+        """Restores the success rates.
 
         Raises:
             ValueError: it is no such state, or of a data set with another number of rows.

@@ -1,4 +1,4 @@
-"""From a row to what a model reads: places for media found, text rendered, the model's own processor run once.
+"""From a row to a model's inputs: placeholders for media located, text rendered, the model's processor run once.
 
 Text rows take the tokenizer's way, bit for bit; the processor is loaded with the first row that shows something.
 """
@@ -173,7 +173,7 @@ class MediaProcessor:
         return ImageInputs(media.images, token, [part["replacement"] for part in offsets[0]], inputs, token_inputs)
 
     def _run(self, text: str, arguments: Mapping[str, Any], *, templated: bool) -> Any:
-        """What the processor makes of a text and media."""
+        """Runs the processor on a text and its media."""
         try:
             return self.processor(
                 text=[text],

@@ -144,7 +144,7 @@ class Environment(ABC):
         return {}
 
     async def close(self) -> None:  # noqa: B027 - most environments hold nothing
-        """Gives back what the environment holds. Called once, whatever happened before."""
+        """Frees the environment's resources. Called once, whatever happened before."""
 
 
 def _contents(value: Any) -> str:

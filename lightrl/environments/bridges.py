@@ -1,4 +1,4 @@
-"""Whether the next request extends the tokens of the last one, and with what: proven, or not done."""
+"""Extends the tokens of the last request to the next one, where the chat template is proven to do so."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Bridge(ABC):
 
 
 class RendererBridge(Bridge):
-    """The proof that the package `renderers` has for the family of a model.
+    """Extends tokens by the package `renderers`, for the model families that it knows.
 
     Args:
         renderer: from `make_renderer`.
@@ -195,7 +195,7 @@ class RendererBridge(Bridge):
 
 
 class TemplateBridge(Bridge):
-    """Proves by rendering, for any chat template.
+    """Extends tokens for any chat template, where rendering stand-ins proves that it may.
 
     What a template writes after the assistant's turn is found by rendering conversations in which text that nobody
     writes stands for what was sampled: two texts of different lengths, after two histories of different lengths.
@@ -522,7 +522,7 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
 
 
 class _MarkedTokenizer:
-    """What `renderers` asks of a tokenizer, with literal special-token text encoded as ordinary tokens."""
+    """A tokenizer for `renderers` that encodes literal special-token text as ordinary tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -123,7 +123,7 @@ class MultiTurn(Episode):
 
     @property
     def bridge(self) -> Bridge:
-        """What carries conversations into tokens; there after `setup`."""
+        """Turns conversations into tokens; set by `setup`."""
         assert self._bridge is not None, "setup comes first"
         return self._bridge
 

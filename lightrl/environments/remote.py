@@ -1,4 +1,4 @@
-"""Environments that live on servers: the tools of an MCP server, and environments of OpenEnv."""
+"""Environments on servers: the tools of an MCP server, and environments of OpenEnv."""
 
 from __future__ import annotations
 

@@ -83,11 +83,11 @@ class _StreamModel(nn.Module):
 
     @property
     def layout(self) -> Layout:
-        """In which sequences go through the model: as it was asked for, or padded if the model can do no other."""
+        """The layout in use: the one that was asked for, or padded where the model supports no other."""
         return self._backbone.layout
 
     def spread(self, group: Any) -> None:
-        """From now on the ranks of a process group run their rows as one stream; see `Backbone.spread`."""
+        """Turns on context parallelism; see `Backbone.spread`."""
         self._backbone.spread(group)
 
 
@@ -232,7 +232,7 @@ class PolicyModel(_StreamModel):
         return transformer_blocks(self.lm)
 
     def as_reference(self) -> AbstractContextManager[None]:
-        """Within it the policy is the reference of a LoRA run: its base, or that with the adapter it began with."""
+        """Context in which the policy is the reference of a LoRA run: its base, or with the adapter it began with."""
         return as_reference(self.lm)
 
 

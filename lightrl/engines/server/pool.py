@@ -1,4 +1,4 @@
-"""Several servers as one: who gets the next group, and which answers count."""
+"""Assigns groups to servers and validates their answers."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class ServerPool:
         return StaleWeightsError(f"No living server holds the policy's weights. {states}.")
 
     async def begin_push(self) -> None:
-        """From now on groups wait. Looks which servers answer (again)."""
+        """Holds new groups back, and checks which servers answer (again)."""
         self._pushing = True
         await asyncio.gather(*(server.revive() for server in self.servers))
 
