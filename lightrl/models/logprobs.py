@@ -1,8 +1,9 @@
 """Log-probs and entropies of given tokens from hidden states, without a (tokens, vocabulary) matrix.
 
 Logits are made for a tile of tokens and vocabulary at a time, reduced to running sums, and dropped; the backward pass
-makes them again, tile by tile, and turns them into gradients in place. On a GPU a tile has all words; on a CPU it fits into
-the processor's cache, and the first tiles are kept, since a second matrix product there costs more than memory.
+makes them again, tile by tile, and turns them into gradients in place. On a GPU a tile has the whole vocabulary; on a
+CPU it fits into the processor's cache, and the first tiles are kept, since a second matrix product there costs more
+than memory.
 With z = logits / temperature, p = softmax(z) and H the entropy:
 
     d logprob(y) / dz_j = [j = y] - p_j          d H / dz_j = -p_j (log p_j + H)
