@@ -514,7 +514,7 @@ def test_an_engine_that_died_is_raised_and_not_a_failed_trajectory() -> None:
 
 def test_images_are_refused_by_name() -> None:
     class Shows:
-        def reset(self) -> None: ...
+        def reset(self, **kwargs: Any) -> None: ...
 
         def look(self) -> list[Any]:
             """Looks."""
