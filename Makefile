@@ -7,6 +7,7 @@
 #   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about an hour);
 #                     it goes on where it was interrupted (outputs/faults.jsonl)
 #   make long-haul    2,000 rollouts, with vLLM and with staleness: memory, descriptors, threads and files must stay; table as above
+#   make audit        ask a database of known weaknesses about the minimum versions of pyproject.toml; needs a network
 # Settings: VENV (the virtual environment, default .venv), PYTHON (the interpreter it is made with), WORKERS (of pytest).
 
 VENV ?= .venv
@@ -16,7 +17,7 @@ CASES ?= 310
 OMP_NUM_THREADS ?= 1
 export VENV OMP_NUM_THREADS
 
-.PHONY: quickstart test test-plain test-long faults long-haul fuzz pairs lint setup clean
+.PHONY: quickstart test test-plain test-long faults long-haul fuzz pairs audit lint setup clean
 
 quickstart: setup
 	@$(VENV)/bin/lightrl quickstart
@@ -44,6 +45,9 @@ pairs: setup
 
 long-haul: setup
 	$(VENV)/bin/python -m tests.faults.long_haul --rollouts 2000 --table docs/reliability.md
+
+audit: setup
+	$(VENV)/bin/python scripts/audit.py
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -5,15 +5,19 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-__all__ = ["above", "at_least", "fraction", "imported", "one_of", "require_packages"]
+__all__ = ["above", "at_least", "coefficient", "fraction", "imported", "one_of", "require_packages"]
 
 T = TypeVar("T")
+
+MOST_COEF = 1e6
+"""Largest weight of a term of a loss or reward, whose others are about 1e-3 to 10."""
 
 
 def at_least(name: str, value: T, low: float, note: str = "", *, or_none: str | None = None) -> T:
@@ -21,7 +25,7 @@ def at_least(name: str, value: T, low: float, note: str = "", *, or_none: str | 
 
     Args:
         name: what the message calls the argument, such as `SampleLog.num_samples`.
-        value: a number; NaN is refused.
+        value: a number; NaN and the infinities are refused.
         low: the smallest that is allowed.
         note: end of the message, behind what is allowed.
         or_none: what None stands for, such as "for no limit"; without it None is refused.
@@ -35,6 +39,13 @@ def at_least(name: str, value: T, low: float, note: str = "", *, or_none: str | 
 def above(name: str, value: T, low: float = 0, note: str = "", *, or_none: str | None = None) -> T:
     """The value if it is above `low`; otherwise as `at_least`."""
     return _checked(name, value, lambda x: x > low, f"above {low:g}{note}", or_none)
+
+
+def coefficient(name: str, value: float, low: float = 0, note: str = "") -> float:
+    """The weight of a term if it is from `low` to 1e6, which leaves something of the other terms."""
+    if abs(value) > MOST_COEF:
+        raise ValueError(f"{name}={value:g}: would leave nothing of the other terms; the most is {MOST_COEF:g}.")
+    return at_least(name, value, low, note)
 
 
 def fraction(name: str, value: T, bounds: str = "[0, 1]", note: str = "", *, or_none: str | None = None) -> T:
@@ -53,6 +64,8 @@ def one_of(name: str, value: T, *choices: T) -> T:
 
 
 def _checked(name: str, value: T, ok: Callable[[Any], bool], allowed: str, or_none: str | None) -> T:
+    if isinstance(value, float) and math.isinf(value):
+        raise ValueError(f"{name}={value!r}: must be finite{'' if or_none is None else f', or None {or_none}'}.")
     if not (or_none is not None if value is None else ok(value)):
         raise ValueError(f"{name}={value!r}: must be {allowed}{'' if or_none is None else f', or None {or_none}'}.")
     return value

@@ -12,8 +12,6 @@ __all__ = ["from_environment", "plain", "redacted", "refuse_senseless"]
 
 AT_LEAST = {"check_val_every_n_epoch": 1, "log_every_n_steps": 0, "num_sanity_val_steps": -1}
 """What Lightning takes silently: argument of the trainer -> least value."""
-MOST_COEF = 1e6
-"""Largest weight of a term (`kl.coef`, `entropy_coef`, `ptx_coef`, ...), whose others are about 1e-3 to 10."""
 
 
 def refuse_senseless(parsed: Any) -> None:
@@ -49,18 +47,10 @@ def refuse_senseless(parsed: Any) -> None:
     rate = (optimizer.get("init_args") or {}).get("lr") if isinstance(optimizer, dict) else None
     if isinstance(rate, dict | list):  # an empty one passes for a tensor
         raise ValueError(f"model.init_args.optimizer.init_args.lr={rate}: must be a number.")
-    for path, name, value in _numbers(config):
+    for path, value in _numbers(config):
         if not -sys.float_info.max <= value <= sys.float_info.max:  # NaN, too, and 10**400
             shown = str(value)[:20]
             raise ValueError(f"{path}={shown}: must be finite; null is no limit where the argument takes null.")
-        if name == "max_grad_norm" and value > 1e6:
-            raise ValueError(f"{path}={value:g}: would never clip; null turns clipping off.")
-        if name.endswith("coef") and abs(value) > MOST_COEF:
-            raise ValueError(f"{path}={value:g}: would leave nothing of the other terms; the most is {MOST_COEF:g}.")
-        if name == "warmup_rollouts" and ".critic." in path:
-            total = _rollouts(config)
-            if total is not None and value >= total:
-                raise ValueError(f"{path}={value:g}: the policy would never be trained in this run's {total} rollouts.")
 
 
 def redacted(config: Any) -> Any:
@@ -91,23 +81,12 @@ def from_environment(config: Any) -> Any:
     return _mapped(config, resolved)
 
 
-def _numbers(value: Any, path: str = "", name: str = "") -> Iterator[tuple[str, str, float]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _numbers(inner, f"{path}.{key}" if path else str(key), str(key))
-    elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            yield from _numbers(inner, f"{path}.{number}", name)
+def _numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers(inner, f"{path}.{key}" if path else str(key))
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield path, name, value
-
-
-def _rollouts(config: dict[str, Any]) -> int | None:
-    """How many rollouts the run is to have; None where something else ends it."""
-    epochs = (config.get("trainer") or {}).get("max_epochs")
-    arguments = (config.get("data") or {}).get("init_args") or {}
-    each = arguments.get("rollouts_per_epoch")
-    return epochs * each if isinstance(epochs, int) and epochs > 0 and isinstance(each, int) else None
+        yield path, value
 
 
 def _mapped(config: Any, text: Callable[[str, str, str], str], path: str = "", name: str = "") -> Any:

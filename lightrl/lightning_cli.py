@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import CSVLogger
 
@@ -30,6 +29,7 @@ from lightrl.callbacks.run_guard import RunGuard
 from lightrl.compat.jsonargparse import start_from_own_defaults
 from lightrl.compat.lightning import YamlCLI, begin_table
 from lightrl.config_values import from_environment, plain, redacted, refuse_senseless
+from lightrl.distributed.strategies import refuse_crowd
 from lightrl.engines import Engine
 from lightrl.objectives.advantages import AdvantageEstimator
 from lightrl.objectives.aggregation import Aggregation
@@ -131,7 +131,7 @@ class LightRLCLI(YamlCLI):
         """The trainer, guarded."""
         self.config = self._written  # which the trainer's callback writes to the run's folder
         trainer = super().instantiate_trainer(**kwargs)
-        _refuse_crowds(trainer)
+        refuse_crowd(trainer.strategy)  # before ranks are started
         self.guard = RunGuard()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         config = self._of_command(self.config)
@@ -165,17 +165,6 @@ class LightRLCLI(YamlCLI):
         command = redact_text(shlex.join(["lightrl", *sys.argv[1:]]))
         given = {name: value for name, value in plain(written).items() if name != "config"}  # files, merged by now
         return {**given, "versions": {"lightrl": lightrl.__version__, **versions}, "command": command}
-
-
-def _refuse_crowds(trainer: Trainer) -> None:
-    """Raises a ValueError where a CPU would get more processes than it can do anything with, a model in each."""
-    cores = os.cpu_count() or 1
-    most = max(16, 4 * cores)  # trials of a few ranks pass on any machine
-    if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > most:
-        raise ValueError(
-            f"trainer.devices={trainer.num_devices} on the CPU: that many processes would share {cores} cores, each "
-            f"with a model of its own. Give 1, or at most {most}."
-        )
 
 
 def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:

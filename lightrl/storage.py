@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, overload
+from urllib.parse import quote, quote_plus
 
 __all__ = [
     "REDACTED",
@@ -492,15 +493,18 @@ class FolderLock:
 
 SECRET_NAME = re.compile(
     r"(?i)(^|[_\-.])((?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)(?<!image_)(?<!video_)(?<!audio_)"
-    r"token|api_?key|access_?key|private_?key|secret(_?key)?|pass(word|wd|phrase)?|authorization|credentials?)$"
+    r"token|api[_-]?key|access[_-]?key|private[_-]?key|(signing|encryption|openai|anthropic|wandb)[_-]key"
+    r"|secret([_-]?key)?|pass(word|wd|phrase)?|pwd|authorization|credentials?|bearer|jwt|cookie)$"
+    r"|(?-i:[a-z](Token|Secret|Password|ApiKey|AccessKey|PrivateKey|SecretKey))$"
 )
 SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|xox[abpr]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)|(?<=Bearer )[\w.~+/-]{8,}=*"
 )
-URL_LOGIN = re.compile(r"(?<=://)[^/\s@:]*:[^/\s@]+(?=@)")
+URL_LOGIN = re.compile(r"(?<=://)[^/\s@:]*:[^/\s?#]+(?=@)")  # up to the last @, which a password may hold, too
 URL_KEY = re.compile(
-    r"(?i)(?<=[?&])((?:access_|auth_|api_?)?(?:token|key)|secret|password|sig|signature)=([^&\s#'\"]+)"
+    r"(?i)(?<=[?&#])((?:[\w.-]*[_.-])?(?:token|secret|password|sig|signature|credential)|(?:(?:access|auth)[_-])?key"
+    r"|api[_-]?key|\w*accesskey)=([^&\s#'\"]+)"
 )
 REFERENCE = re.compile(r"\$\{env:([A-Za-z_]\w*)\}")
 
@@ -510,7 +514,8 @@ _secrets: set[str] = set()  # as given to this process, so that no message of an
 def remember_secret(value: str) -> None:
     """From now on `redact_text` replaces this value; one of fewer than 4 characters would spoil every text."""
     if len(value) >= 4 and value != REDACTED and REFERENCE.fullmatch(value) is None:
-        _secrets.add(value)
+        escaped = json.dumps(value)[1:-1], repr(value)[1:-1], quote(value), quote(value, safe=""), quote_plus(value)
+        _secrets.update((value, *escaped))  # as JSON, messages and URLs show it
 
 
 def redact_text(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.arguments import above, at_least, fraction, imported, one_of, require_packages
+from lightrl.arguments import above, at_least, coefficient, fraction, imported, one_of, require_packages
 
 NAN = float("nan")
 MODULE = "tests.environments.plain_program"
@@ -19,6 +19,14 @@ MODULE = "tests.environments.plain_program"
     ("check", "accepted", "refused", "message"),
     [
         (lambda x: at_least("A.x", x, 1), [1, 2.5], [0, NAN], "A.x={}: must be at least 1."),
+        (lambda x: at_least("A.x", x, 1), [1], [float("inf"), float("-inf")], "A.x={}: must be finite."),
+        (
+            lambda x: coefficient("A.x", x),
+            [0, 1e6],
+            [1e7],
+            "A.x=1e+07: would leave nothing of the other terms; the most is 1e+06.",
+        ),
+        (lambda x: coefficient("A.x", x), [1], [-1, NAN], "A.x={}: must be at least 0."),
         (lambda x: above("A.x", x), [1e-9], [0, -1, NAN], "A.x={}: must be above 0."),
         (lambda x: fraction("A.x", x), [0, 0.5, 1], [-0.1, 1.1, NAN], "A.x={}: must be in [0, 1]."),
         (lambda x: fraction("A.x", x, "(0, 1)"), [0.5], [0, 1], "A.x={}: must be in (0, 1)."),
@@ -30,7 +38,17 @@ MODULE = "tests.environments.plain_program"
             "A.x={}: must be above 0 seconds, or None for no limit.",
         ),
     ],
-    ids=["at_least", "above", "fraction", "open_fraction", "one_of", "or_none"],
+    ids=[
+        "at_least",
+        "infinite",
+        "coefficient",
+        "negative_coefficient",
+        "above",
+        "fraction",
+        "open_fraction",
+        "one_of",
+        "or_none",
+    ],
 )
 def test_a_value_comes_back_or_is_refused(
     check: Callable[[Any], Any], accepted: list[Any], refused: list[Any], message: str

@@ -423,7 +423,7 @@ ONE_LINE: dict[str, tuple[dict[str, Any], str]] = {
     "weight of a term": ({"model": {"entropy_coef": 1e30}}, "entropy_coef=1e+30: would leave nothing of the other"),
     "weight below zero": (
         {"model": {"kl": {"class_path": "KLInLoss", "init_args": {"coef": -1e7}}}},
-        "kl.init_args.coef=-1e+07: would leave nothing of the other",
+        "coef=-1e+07: would leave nothing of the other",
     ),
     "critic's rate": ({"model": {"critic": {"lr": 0.0}}}, "CriticSpec.lr=0.0: must be above 0"),
     "warm-up": ({"model": {"critic": {"warmup_rollouts": 10**9}}}, "never be trained in this run's 1 rollouts"),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from lightrl.storage import (
     plain_secrets,
     redact,
     redact_text,
+    remember_secret,
     verify,
 )
 
@@ -227,6 +229,15 @@ def test_a_second_run_is_refused_by_name_until_the_first_is_gone(tmp_path: Path)
         ({"url": "http://user:${env:PW}@host"}, None),
         ({"path": "org/model", "url": "http://host:8000/v1"}, None),
         ([{"x": "hf_abcdefghijklmnopqrst"}], [{"x": "***"}]),
+        ({"headers": {"x-api-key": "abc", "Cookie": "s=1"}}, {"headers": {"x-api-key": "***", "Cookie": "***"}}),
+        ({"refreshToken": "abc", "openai_key": "abc"}, {"refreshToken": "***", "openai_key": "***"}),
+        ({"sort_key": "a", "label_column": "key", "padToken_ids": "b", "max_tokens": "3"}, None),
+        ({"url": "http://user:p@ss@host/x@y"}, {"url": "http://user:***@host/x@y"}),
+        ({"url": "http://host:80/x?mail=a@b"}, None),
+        (
+            ["h/?X-Amz-Signature=ab&client_secret=z#access_token=t"],
+            ["h/?X-Amz-Signature=***&client_secret=***#access_token=***"],
+        ),
     ],
 )
 def test_what_is_redacted(value: Any, expected: Any) -> None:
@@ -236,6 +247,14 @@ def test_what_is_redacted(value: Any, expected: Any) -> None:
 
 def test_text_is_redacted() -> None:
     assert redact_text("401 for http://u:p4ss@h/ with sk-abcdefghijklmnopqrstu") == "401 for http://u:***@h/ with ***"
+
+
+def test_a_remembered_secret_is_found_as_json_and_urls_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.storage._secrets", set())
+    secret = 'a "b"/c+d=\nsecret'
+    remember_secret(secret)
+    for text in (secret, json.dumps({"x": secret}), repr([secret]), quote(secret), urlencode({"k": secret})):
+        assert "secret" not in redact_text(text)
 
 
 def test_logs_and_warnings_are_redacted() -> None:

@@ -10,8 +10,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lightrl.algorithms.batches import batched_forward, policy_forward
 from lightrl.algorithms.variants import CriticFreeLightningModule
-from lightrl.arguments import above, fraction
-from lightrl.data.templates import encode, load_tokenizer, render_prompt
+from lightrl.arguments import above, coefficient, fraction
+from lightrl.data.curriculum import PromptCurriculum
+from lightrl.data.processing import encode_prompt
+from lightrl.data.prompts import PromptMixture, PromptSource
+from lightrl.data.templates import load_tokenizer
 from lightrl.distributed import strategies
 from lightrl.distributed.metrics import MetricSums
 from lightrl.distributed.reduction import Reduction
@@ -59,10 +62,10 @@ class DistillLightningModule(CriticFreeLightningModule):
         coef: weight of D_t, above 0.
         gamma: discount of later tokens' d_t, in [0, 1]; 0 with a divergence.
         divergence: `ReverseKL`, `ForwardKL` or `JensenShannon` over the whole vocabulary; None is the sampled one.
-        privileged_column: column with a prompt (a string, put into the tokenizer's chat template where it has one, or
-            a conversation) that the teacher reads in the row's place, such as the question with its solution; with the
-            policy's own model as teacher that is self-distillation (OPSD). Needs a divergence over all words; None has
-            teachers read what the policy read.
+        privileged_column: column with a prompt (a string or a conversation, rendered with the `chat_template`,
+            `system_prompt` and `template_kwargs` of the source of prompts) that the teacher reads in the row's place,
+            such as the question with its solution; with the policy's own model as teacher that is self-distillation
+            (OPSD). Needs a divergence over all words; None has teachers read what the policy read.
         divergence_top_k: compare only the teacher's top-k tokens and "any other", at least 1; None compares the whole
             vocabulary.
         kl: further penalty against a reference; None for none.
@@ -136,7 +139,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         self.teacher_column = teacher_column
         self.privileged_column = privileged_column
         self._refuse_settings_without_effect(divergence)
-        self.distill_coef = above("DistillLightningModule.coef", coef)
+        self.distill_coef = above("DistillLightningModule.coef", coefficient("DistillLightningModule.coef", coef))
         self.distill_gamma = fraction("DistillLightningModule.gamma", gamma)
         self.divergence = divergence
         self.divergence_top_k = divergence_top_k
@@ -161,6 +164,8 @@ class DistillLightningModule(CriticFreeLightningModule):
     def setup(self, stage: str) -> None:
         """See `PPOLightningModule.setup`; refuses teachers that read other tokens."""
         super().setup(stage)
+        if self.privileged_column is not None:
+            self._privileged_source()
         if self.divergence is not None and strategies.shards_parameters(self.trainer.strategy):
             raise ValueError(
                 f"divergence={type(self.divergence).__name__} with strategy={type(self.trainer.strategy).__name__}, "
@@ -337,13 +342,43 @@ class DistillLightningModule(CriticFreeLightningModule):
                 f"privileged_column={column!r}: a trajectory has several rows, whose later ones begin with a history "
                 "that was rewritten, and not with the prompt. Take a template that keeps it, or leave the column out."
             )
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        data, source = self.trainer.datamodule, self._privileged_source()  # type: ignore[attr-defined]
         if isinstance(data, RolloutDataModule):
-            tokenizer = data.tokenizer
+            tokenizer, processor = data.tokenizer, data.processor
         else:
             tokenizer = load_tokenizer(self.actor_spec.path, chat_template=self.actor_spec.chat_template)
-        rendered = (render_prompt(tokenizer, prompt) for prompt in rollouts.columns[column])
-        return [encode(tokenizer, text, templated=templated) for text, templated in rendered]
+            processor = None
+        found = []
+        for prompt in rollouts.columns[column]:
+            try:
+                encoded, _ = encode_prompt(prompt, {}, source, tokenizer, processor)
+            except ValueError as error:
+                raise ValueError(f"privileged_column={column!r}: {error}") from error
+            if encoded.inputs:
+                raise ValueError(f"privileged_column={column!r}: a prompt shows images, which the teacher cannot see.")
+            found.append(encoded.token_ids)
+        return found
+
+    def _privileged_source(self) -> PromptSource:
+        """By whose settings privileged prompts are rendered: those of the prompts that they stand for.
+
+        Raises:
+            ValueError: there are several sources with different ones, and rows do not say which is theirs.
+        """
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, RolloutDataModule):
+            return PromptSource(rows=[{}])  # its defaults
+        prompts = data.prompts.source if isinstance(data.prompts, PromptCurriculum) else data.prompts
+        first, *others = prompts.sources if isinstance(prompts, PromptMixture) else [prompts]
+        for name in ("system_prompt", "chat_template", "template_kwargs"):
+            for other in others:
+                if getattr(other, name) != getattr(first, name):
+                    raise ValueError(
+                        f"privileged_column={self.privileged_column!r} with sources whose {name} differ "
+                        f"({getattr(first, name)!r} and {getattr(other, name)!r}): a row does not say which source it "
+                        "is from. Give all the same, or write what differs into the prompts."
+                    )
+        return first
 
     def _served_lesson(self, rows: Experience) -> Lesson:
         """What `_ask_server` wrote down about the response tokens."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from lightrl.rollout.learner import RolloutLearner
 from lightrl.types import Experience, Rollouts
 
 __all__ = ["RLCallback"]
@@ -27,6 +28,20 @@ class RLCallback(Callback):
     moves_reference: bool = False
     reads_entropy: bool = False
     reads_old_logprobs: bool = False
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Refuses a module that learns from no rollouts, whose training would never call the hooks.
+
+        A callback with a `setup` of its own calls this one first.
+
+        Raises:
+            ValueError: with the names of callback and module.
+        """
+        if not isinstance(pl_module, RolloutLearner):
+            raise ValueError(
+                f"callback {type(self).__name__} with {type(pl_module).__name__}: that module learns from no rollouts, "
+                "of which the callback is told. Remove the callback."
+            )
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: Any, rollouts: Rollouts) -> None:
         """Called when a rollout has its rewards, before advantages are computed."""

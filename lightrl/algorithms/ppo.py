@@ -37,7 +37,7 @@ from lightrl.algorithms.batches import (
 from lightrl.algorithms.hooks import RLCallback, rl_callbacks
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, with_schedule
-from lightrl.arguments import above, at_least, fraction
+from lightrl.arguments import MOST_COEF, above, at_least, coefficient, fraction
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import is_compiled, run_seed
 from lightrl.distributed import random_states, strategies
@@ -92,13 +92,13 @@ class CriticSpec:
     def __post_init__(self) -> None:
         if self.shared and self.model is not None:
             raise ValueError("CriticSpec(shared=True, model=...): a shared critic has no model of its own; drop one.")
-        at_least("CriticSpec.loss_coef", self.loss_coef, 0)
+        coefficient("CriticSpec.loss_coef", self.loss_coef)
         at_least("CriticSpec.warmup_rollouts", self.warmup_rollouts, 0)
         above("CriticSpec.lr", self.lr, or_none="(null) for the optimizer's")
         above("CriticSpec.clip", self.clip, or_none="(null) to turn it off")
 
 
-AT_LEAST = {"ptx_coef": 0, "aux_loss_coef": 0, "ppo_epochs": 1, "micro_batch_tokens": 1, "max_skipped_updates": 1}
+AT_LEAST = {"ppo_epochs": 1, "micro_batch_tokens": 1, "max_skipped_updates": 1}
 REFUSED_CALLBACKS = {
     "BatchSizeFinder": "micro_batch_tokens bounds the memory; `lightrl plan` says what fits.",
     "GradientAccumulationScheduler": "micro_batch_tokens and prompts_per_rollout say what is accumulated.",
@@ -106,6 +106,7 @@ REFUSED_CALLBACKS = {
     "StochasticWeightAveraging": "take lightrl.callbacks.EMA, whose average is evaluated and exported.",
     "WeightAveraging": "take lightrl.callbacks.EMA, whose average is evaluated and exported.",
 }
+MOST_NORM = 1e6
 ABOVE_ZERO_OR_NONE = ("minibatch_size", "max_grad_norm", "advantage_clip", "reward_clip")
 
 
@@ -261,6 +262,11 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self.advantage.refuse_combination(self.kl, whiten=self.whiten_advantages)
         if self.reward_clip is not None:
             self.advantage.refuse_shaped_rewards(f"reward_clip={self.reward_clip}")
+        coefficient("ptx_coef", self.ptx_coef)
+        coefficient("aux_loss_coef", self.aux_loss_coef)
+        coefficient("entropy_coef", self.entropy_coef, -MOST_COEF)
+        if self.max_grad_norm is not None and self.max_grad_norm > MOST_NORM:
+            raise ValueError(f"max_grad_norm={self.max_grad_norm:g}: would never clip; None (null) turns clipping off.")
         for name, low in AT_LEAST.items():
             at_least(name, getattr(self, name), low)
         for name in ABOVE_ZERO_OR_NONE:
@@ -303,6 +309,11 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             raise ValueError(
                 f"trainer.overfit_batches={trainer.overfit_batches}: rollouts are sampled again, so no batch comes "
                 "twice. To see the same prompts again and again give prompts.limit=N, and eval_prompts the same rows."
+            )
+        warmup, rollouts = getattr(self.critic_spec, "warmup_rollouts", 0), self._count_rollouts()
+        if warmup and warmup >= rollouts:
+            raise ValueError(
+                f"critic.warmup_rollouts={warmup}: the policy would never be trained in this run's {rollouts} rollouts."
             )
         for callback in trainer.callbacks:
             for base in type(callback).__mro__:
@@ -407,6 +418,13 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
         steps = math.inf if trainer.max_steps == -1 else trainer.max_steps
         return min(trainer.num_training_batches * epochs * each, steps)
+
+    def _count_rollouts(self) -> float:
+        """Rollouts of the whole run, as far as `max_epochs` and the data module say; infinity where they do not."""
+        trainer: Any = self.trainer
+        each = trainer.datamodule.rollouts_per_epoch if isinstance(trainer.datamodule, RolloutDataModule) else None
+        counted = trainer.state.fn == "fit" and each is not None and trainer.max_epochs not in (None, -1)
+        return trainer.max_epochs * each if counted else math.inf
 
     # ---- one rollout -------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torchmetrics.classification import BinaryAccuracy
 
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, with_schedule
-from lightrl.arguments import at_least
+from lightrl.arguments import coefficient
 from lightrl.distributed import strategies
 from lightrl.models.loading import require_model
 from lightrl.models.reward import RewardModel
@@ -62,7 +62,7 @@ class RewardLightningModule(SavesPretrained):
         self.optimizer_factory = optimizer
         self.head_lr = head_lr
         self.lr_scheduler_factory = lr_scheduler
-        self.centering_coef = at_least("centering_coef", centering_coef, 0, "; 0 turns it off")
+        self.centering_coef = coefficient("centering_coef", centering_coef, 0, "; 0 turns it off")
         self.eval_loss = MeanMetric()
         self.eval_margin = MeanMetric()
         self.eval_accuracy = BinaryAccuracy()

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightrl.arguments import above, at_least
 from lightrl.callbacks.run_guard import RunGuard, other_settings
 from lightrl.compat.lightning import SavingCheckpoint, flush_step_metrics, set_logged_step
-from lightrl.distributed.checkpoint_io import first_nonfinite
+from lightrl.distributed.checkpoint_io import first_nan_state, first_nonfinite
 from lightrl.distributed.consolidate import checkpoint_kind
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.storage import StorageError, verify
@@ -205,7 +205,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             raise Preempted if preempted else KeyboardInterrupt
 
     def _require_finite(self, trainer: Trainer) -> None:
-        bad = _nonfinite_weight(trainer)
+        bad = _nonfinite(trainer)
         if trainer.strategy.reduce_boolean_decision(bad is not None, all=False):
             raise ValueError(
                 f"The weights are not finite ({bad or 'on another rank'}), so they are not saved; "
@@ -231,7 +231,7 @@ class RolloutCheckpoint(SavingCheckpoint):
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
         between = stopped or (idle and progress.ready == progress.processed)
         wanted = between and (stopped or trainer.world_size == 1) and trainer.global_step > 0
-        if wanted and _nonfinite_weight(trainer) is None:
+        if wanted and _nonfinite(trainer) is None:
             try:
                 self.save_newest(trainer)
             except StorageError as error:  # what ends the run is told by others
@@ -259,10 +259,13 @@ def _prompt_cursor(trainer: Trainer) -> int | None:
     return data.prompt_cursor if isinstance(data, RolloutDataModule) else None
 
 
-def _nonfinite_weight(trainer: Trainer) -> str | None:
-    """Name of a trained parameter that is not finite on this rank."""
+def _nonfinite(trainer: Trainer) -> str | None:
+    """What of this rank's trained parameters is not finite, or of the optimizer's state NaN."""
     trained = {name: p.detach() for name, p in trainer.lightning_module.named_parameters() if p.requires_grad}
-    return first_nonfinite(trained)
+    bad = first_nonfinite(trained)
+    for optimizer in trainer.optimizers:
+        bad = bad or first_nan_state(optimizer.state)
+    return bad
 
 
 def _step(path: Path) -> int:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lightrl.algorithms.saving import SavesPretrained
 from lightrl.arguments import fraction
 from lightrl.distributed import strategies
 from lightrl.rollout.datamodule import RolloutDataModule
@@ -21,7 +22,8 @@ class EMA(Callback):
     """Keeps an exponential moving average of the actor's trained weights: `w = decay * w + (1 - decay) * policy`.
 
     Updated once per rollout, in float32, from the first rollout on; it never touches training. Sampling for training
-    is always done by the policy itself. `HFExport(ema=True)` exports the average.
+    is always done by the policy itself. `HFExport(ema=True)` exports the average. Of a module without rollouts it is
+    the model that is trained (a `RewardLightningModule`'s reward model), once per batch.
 
     Args:
         decay: in [0, 1); 0.99 averages over about the last 100 rollouts.
@@ -29,7 +31,7 @@ class EMA(Callback):
             before and after.
 
     Raises:
-        ValueError: decay is out of range.
+        ValueError: decay is out of range; in `setup`, the module is none of LightRL's.
     """
 
     def __init__(self, decay: float = 0.99, evaluate: bool = True) -> None:
@@ -39,16 +41,24 @@ class EMA(Callback):
         self._policy: dict[str, Tensor] = {}
         self._sharded = False
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuses a module of which no model is known."""
+        if not isinstance(pl_module, SavesPretrained):
+            raise ValueError(
+                f"callback EMA with {type(pl_module).__name__}: only LightRL's modules say which model they train. "
+                "Remove the callback."
+            )
+
     # ---- the average -------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Starts from the policy, unless a checkpoint brought an average."""
         shards = _shards(pl_module)
-        self._sharded = any(strategies.is_sharded(parameter) for parameter in pl_module.actor.parameters())
+        self._sharded = any(strategies.is_sharded(parameter) for parameter in pl_module.trained_model[0].parameters())
         start = self._average or shards
         if {name: value.shape for name, value in start.items()} != {name: v.shape for name, v in shards.items()}:
             raise ValueError(
-                "callback EMA: the checkpoint's average does not fit the actor's trained parameters: resume with the "
+                "callback EMA: the checkpoint's average does not fit the model's trained parameters: resume with the "
                 "same model settings and, where weights are sharded, on as many ranks as before."
             )
         self._average = {name: start[name].to(value.device).float().clone() for name, value in shards.items()}
@@ -112,8 +122,8 @@ class EMA(Callback):
 
 
 def _shards(pl_module: Any) -> dict[str, Tensor]:
-    """What this rank holds of the actor's trained parameters."""
-    named = pl_module.actor.named_parameters()
+    """What this rank holds of the trained model's trained parameters."""
+    named = pl_module.trained_model[0].named_parameters()
     return {name: strategies.local_shard(parameter) for name, parameter in named if parameter.requires_grad}
 
 

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.arguments import above, at_least, one_of
-from lightrl.objectives.losses import PolicyLoss
 from lightrl.types import Experience, Rollouts
 
 __all__ = ["FidelityGate"]
 
 log = logging.getLogger(__name__)
 
-BOUNDS = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}
+BOUNDS = {"float64": 1e-3, "float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}
 POSITIONS = (0, 1, 16, 128, 1024)
 TURNS, LAGS = 8, 4  # the last of each takes all that come after it
 
@@ -35,8 +34,9 @@ class FidelityGate(RLCallback):
     the update are computed for it where nothing else needs them: one more forward of the policy per rollout.
 
     Args:
-        bound: largest mean gap in nats per token, above 0; None takes that of the coarser of engine's and trainer's
-            dtype: 0.001 in float32, 0.02 in float16, 0.05 in bfloat16.
+        bound: largest mean gap in nats per token, above 0; None takes that of the coarsest of the dtypes of engine,
+            policy and `trainer.precision`: 0.001 in float32, 0.02 in float16, 0.05 in bfloat16. An engine that does not
+            say its dtype gets bfloat16's, with a warning.
         action: "warn" logs a warning per rollout; "stop" ends the run before the update.
         min_tokens: cells of fewer tokens are measured but not bounded, at least 1.
 
@@ -56,15 +56,12 @@ class FidelityGate(RLCallback):
         self.min_tokens = at_least("FidelityGate.min_tokens", min_tokens, 1)
         self._rollouts: Rollouts | None = None
         self._measured: dict[str, float] = {}
+        self._warned = False
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Refuses a module without rollouts, and a loss under which the trainer has no log-probs of its own."""
-        loss = getattr(pl_module, "loss", None)
-        if not isinstance(loss, PolicyLoss):
-            raise ValueError(
-                f"FidelityGate with {type(pl_module).__name__}: it learns from no rollouts, so there is no engine to "
-                "compare with. Remove the callback."
-            )
+        super().setup(trainer, pl_module, stage)
+        loss = pl_module.loss
         if stage == "fit" and loss.replaces_old_logprobs:
             raise ValueError(
                 f"FidelityGate with loss={type(loss).__name__}: the engine's log-probs stand for the trainer's there, "
@@ -90,7 +87,7 @@ class FidelityGate(RLCallback):
         self._measured = {f"kl/engine_gap_{name}": value for name, value in shown.items()}
         if "all" in means:
             self._measured["kl/engine_gap"] = means["all"]
-        bound = self.bound or self._dtype_bound(trainer)
+        bound = self.bound or self._dtype_bound(trainer, pl_module)
         enough = {name for name, count in zip(cells, tokens, strict=True) if count >= self.min_tokens}
         bounded = {n: x for n, x in means.items() if not n.startswith("lag_") and n in enough}
         above = {name: value for name, value in bounded.items() if not value <= bound}  # NaN is above
@@ -101,12 +98,22 @@ class FidelityGate(RLCallback):
         """Adds the measurements to the rollout's metrics."""
         metrics.update(self._measured)
 
-    def _dtype_bound(self, trainer: Trainer) -> float:
-        """The bound of the coarser of the engine's dtype and the trainer's."""
+    def _dtype_bound(self, trainer: Trainer, pl_module: Any) -> float:
+        """The bound of the coarsest dtype that engine or trainer compute in."""
         engine = getattr(trainer.datamodule, "engine", None)  # type: ignore[attr-defined]
+        theirs = getattr(engine, "dtype", None)
+        if theirs is None and not self._warned:
+            self._warned = True
+            log.warning(
+                "FidelityGate: %s does not say which dtype it computes in, so the gap is held to bfloat16's bound, %g "
+                "nats per token. Set `dtype` in its `start`, or give FidelityGate.bound.",
+                type(engine).__name__,
+                BOUNDS["bfloat16"],
+            )
         precision = str(trainer.precision)
         own = "bfloat16" if precision.startswith("bf16") else "float16" if precision.startswith("16") else "float32"
-        return max(BOUNDS[own], BOUNDS.get(getattr(engine, "dtype", None) or "float32", BOUNDS["bfloat16"]))
+        dtypes = (own, pl_module.actor_spec.dtype or "float32", theirs or "bfloat16")
+        return max(BOUNDS.get(dtype, BOUNDS["bfloat16"]) for dtype in dtypes)
 
     def _act(self, trainer: Trainer, pl_module: Any, bound: float, above: dict[str, float]) -> None:
         engine = getattr(trainer.datamodule, "engine", None)  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightrl.algorithms.saving import SavesPretrained
 from lightrl.arguments import at_least
 from lightrl.callbacks.ema import EMA
 from lightrl.callbacks.run_folder import run_folder
@@ -33,7 +34,12 @@ class HFExport(Callback):
         self.ema = ema
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Looks for the average, if that is what to export."""
+        """Refuses a module that cannot be written, and looks for the average, if that is what to export."""
+        if not isinstance(pl_module, SavesPretrained):
+            raise ValueError(
+                f"callback HFExport with {type(pl_module).__name__}: only LightRL's modules have a model to export. "
+                "Remove the callback."
+            )
         if self.ema and stage == "fit" and not _averages(trainer):
             raise ValueError("HFExport.ema=True needs the callback EMA: add it, or export the policy (ema: false).")
 

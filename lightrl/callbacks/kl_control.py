@@ -15,6 +15,7 @@ __all__ = ["AdaptiveKL", "LinearKL"]
 class _KLControl(RLCallback):
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Refuses a module without a KL penalty."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit" and pl_module.kl is None:
             raise ValueError(
                 f"{type(self).__name__} needs a KL term: set the module's kl (KLInReward or KLInLoss), or drop it."

@@ -49,6 +49,7 @@ class OffloadModels(RLCallback):
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Refuses strategies and sources that need the models on the device all the time."""
+        super().setup(trainer, pl_module, stage)
         strategy, data = trainer.strategy, trainer.datamodule  # type: ignore[attr-defined]
         name = type(strategy).__name__
         if isinstance(strategy, (DeepSpeedStrategy, ModelParallelStrategy)):

@@ -40,6 +40,7 @@ class ReferenceSync(RLCallback):
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Refuses a module that has no reference to move."""
+        super().setup(trainer, pl_module, stage)
         if pl_module.kl is None:
             raise ValueError("callback ReferenceSync with kl=None: there is no reference to move. Set kl or drop it.")
         if (pl_module.reference_spec or pl_module.actor_spec).lora is not None:

@@ -45,6 +45,7 @@ class RewardNormalization(RLCallback):
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Refuses estimators that do not read the normalised sum, or for which it would be no score any more."""
+        super().setup(trainer, pl_module, stage)
         advantage = getattr(pl_module, "advantage", None)
         if advantage is None:
             return

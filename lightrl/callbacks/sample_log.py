@@ -72,6 +72,7 @@ class SampleLog(RLCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finds the folder; every rank asks, because it is rank 0's."""
+        super().setup(trainer, pl_module, stage)
         self._path = run_folder(trainer) / "samples.jsonl"
 
     # ---- training ----------------------------------------------------------------------------------------------

@@ -71,6 +71,7 @@ class SaveRollouts(RLCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finds the folder; every rank asks, because Lightning answers with rank 0's."""
+        super().setup(trainer, pl_module, stage)
         self._folder = Path(self.dirpath or run_folder(trainer) / "rollouts")
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: LightningModule, rollouts: Rollouts) -> None:

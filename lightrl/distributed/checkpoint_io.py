@@ -13,7 +13,7 @@ from torch import Tensor
 from lightrl.distributed.consolidate import checkpoint_kind, unreadable
 from lightrl.storage import atomic_write, redact, remove, require_entries, verify
 
-__all__ = ["CheckedCheckpointIO", "first_nonfinite"]
+__all__ = ["CheckedCheckpointIO", "first_nan_state", "first_nonfinite"]
 
 
 WRITTEN_BY_LIGHTNING: dict[str, type] = {
@@ -36,13 +36,15 @@ class CheckedCheckpointIO(TorchCheckpointIO):
         """Writes the file.
 
         Raises:
-            ValueError: weights are not finite: going on from them would be of no use.
+            ValueError: weights are not finite, or the optimizer's state is NaN: going on from them would be of no use.
             StorageError: the disk is full, or the like; what stood there before stays.
         """
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         bad = first_nonfinite(checkpoint.get("state_dict", {}))
+        for state in checkpoint.get("optimizer_states", ()):
+            bad = bad or first_nan_state(state.get("state", {}) if isinstance(state, Mapping) else {})
         if bad is not None:
             raise ValueError(
                 f"The weights are not finite ({bad}), so {str(path)!r} is not written: what it held before is the "
@@ -91,6 +93,16 @@ def first_nonfinite(tensors: Mapping[str, Any]) -> str | None:
             local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             if local.numel() and not bool(torch.isfinite(local).all()):
                 return name
+    return None
+
+
+def first_nan_state(state: Mapping[Any, Any]) -> str | None:
+    """Which part of an optimizer's state, parameter -> name -> tensor, has a NaN entry, which its next steps spread."""
+    for number, of_parameter in enumerate(state.values()):
+        for name, tensor in of_parameter.items() if isinstance(of_parameter, Mapping) else ():
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            if isinstance(local, Tensor) and local.is_floating_point() and bool(torch.isnan(local).any()):
+                return f"the optimizer's {name} of parameter {number}"
     return None
 
 

@@ -7,11 +7,13 @@ coalesced over the window. Modules call these functions and stay free of strateg
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
@@ -39,6 +41,7 @@ __all__ = [
     "loss_scaler",
     "lower_scale",
     "optimizer_window",
+    "refuse_crowd",
     "refuse_unsupported",
     "set_gradient_clipping",
     "shard_device",
@@ -55,9 +58,11 @@ def refuse_unsupported(strategy: Strategy, precision: str = "32-true") -> None:
         precision: the trainer's, of modules that optimise manually; Lightning's own loop scales float16 losses right.
 
     Raises:
-        ValueError: FSDP1, whose whole-module wrapping breaks under manual optimisation, tensor parallelism, float16
-            weights without DeepSpeed, and float16 autocast under FSDP2, whose overflows one rank alone would see.
+        ValueError: a crowd of processes on a CPU; FSDP1, whose whole-module wrapping breaks under manual optimisation;
+            tensor parallelism; float16 weights without DeepSpeed; float16 autocast under FSDP2, whose overflows one
+            rank alone would see.
     """
+    refuse_crowd(strategy)
     if isinstance(strategy, FSDPStrategy):
         raise ValueError(
             "strategy=fsdp (FSDPStrategy, FSDP1): its backward runs inside the wrapped module's forward, which manual "
@@ -77,6 +82,18 @@ def refuse_unsupported(strategy: Strategy, precision: str = "32-true") -> None:
                 "device and under DDP only, and by DeepSpeed in its own engine. Use one of these, bf16-mixed, "
                 "bf16-true or 32-true."
             )
+
+
+def refuse_crowd(strategy: Strategy) -> None:
+    """Raises a ValueError where a CPU would get more processes than it can do anything with, a model in each."""
+    cores = os.cpu_count() or 1
+    most = max(16, 4 * cores)  # trials of a few ranks pass on any machine
+    processes = getattr(strategy, "num_processes", 1)
+    if isinstance(strategy.accelerator, CPUAccelerator) and processes > most:
+        raise ValueError(
+            f"trainer.devices={processes} on the CPU: that many processes would share {cores} cores, each with a model "
+            f"of its own. Give 1, or at most {most}."
+        )
 
 
 def keep_zero3_config(strategy: Strategy) -> Any:

@@ -22,7 +22,7 @@ from abc import ABC
 
 from torch import Tensor
 
-from lightrl.arguments import at_least, one_of
+from lightrl.arguments import coefficient, one_of
 from lightrl.ops.kl import KLEstimator, kl_estimate, ratio_corrected_kl
 
 __all__ = ["KLInLoss", "KLInReward", "KLPenalty"]
@@ -41,7 +41,7 @@ class KLPenalty(ABC):
 
     def __init__(self, estimator: KLEstimator, coef: float) -> None:
         self.estimator = one_of(f"{type(self).__name__}.estimator", estimator, "k1", "k2", "k3")
-        self.coef = at_least(f"{type(self).__name__}.coef", coef, 0)
+        self.coef = coefficient(f"{type(self).__name__}.coef", coef)
 
 
 class KLInReward(KLPenalty):

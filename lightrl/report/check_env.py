@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from lightrl.arguments import at_least
@@ -22,6 +28,7 @@ __all__ = ["EnvironmentCheck", "Played", "check_env", "play"]
 PLAIN = "I do not know."
 MOST_TURNS = 1 << 20
 SLOW = 5.0  # seconds per step from which it is pointed out
+ENDING = 3.0  # seconds that processes and threads have to end in, once all environments are closed
 EXAMPLES = {"string": "a", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
 
@@ -30,6 +37,11 @@ def check_env(config_file: str, rows: int = 2, replies: list[str] | None = None,
 
     Printed for each script: why it ended, its reward, how many tokens would be trained, seconds per step; then whether
     the chat template was proven to extend what was sampled, and whether one seed gives one outcome.
+
+    What the run's objects write, such as its folder, is not made: no model is loaded, no engine started, no reward
+    function called. What the environment itself does to files or services is done: each script plays it twice at each
+    row, and it is made once more to ask for its tools. All environments are closed; child processes and threads that
+    outlive that are a problem that is reported.
 
     Args:
         config_file: as for `lightrl fit`; `--config FILE` is the same.
@@ -110,12 +122,14 @@ class EnvironmentCheck:
     Attributes:
         played: in the order of rows and scripts.
         notes: what could not be tried.
-        rewards_functions: whether the run has reward functions beside the environment.
+        reward_functions: whether the run has some beside the environment.
+        left: what outlived the environments, in words.
     """
 
     played: list[Played]
     notes: list[str] = field(default_factory=list)
     reward_functions: bool = False
+    left: list[str] = field(default_factory=list)
 
     def problems(self) -> list[str]:
         """What is wrong, each with what to do; empty where nothing is."""
@@ -145,6 +159,14 @@ class EnvironmentCheck:
         bad = [p for p in self.played if not p.trajectory.failed and not math.isfinite(p.reward)]
         if bad:
             found.append(f"{bad[0].script} at row {bad[0].row}: the reward is {bad[0].reward}. Rewards must be finite.")
+        unclosed = sum(p.trajectory.metrics.get("close_errors", 0.0) > 0 for p in self.played)
+        if unclosed:
+            found.append(f"`close` failed or took too long in {unclosed} of {len(self.played)} attempts.")
+        if self.left:
+            found.append(
+                f"after all environments were closed there were still {', '.join(self.left)}. A run makes thousands of "
+                "environments: end in `close` what each has begun."
+            )
         rewards = {p.reward for p in self.played if math.isfinite(p.reward)}
         if rewards == {0.0} and not self.reward_functions:
             self.notes.append(
@@ -225,6 +247,7 @@ def play(
         reward_functions: whether the run has some, so that the environment need not give rewards.
     """
     check = EnvironmentCheck([], reward_functions=reward_functions)
+    before = _living()
     loop = BackgroundLoop("check-env")  # in a notebook the calling thread has one that runs already
     try:
         for number, row in enumerate(rows):
@@ -233,6 +256,10 @@ def play(
     finally:
         loop.close()
     check.notes = list(dict.fromkeys(check.notes))
+    end = time.monotonic() + ENDING
+    while (left := _living().items() - before.items()) and time.monotonic() < end:
+        time.sleep(0.05)
+    check.left = sorted(f"{words} ({number})" for number, words in left)
     return check
 
 
@@ -241,6 +268,18 @@ class _Scripted(Task):
 
     def turn_seed(self, attempt: int, turn: int) -> int:
         return attempt * MOST_TURNS + turn
+
+
+def _living() -> dict[str, str]:
+    """Child processes (Linux tells them) and threads that would keep this one alive: which -> what it is."""
+    found = {f"thread {t.ident}": t.name for t in threading.enumerate() if not t.daemon}
+    for children in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # it ended meanwhile
+            for pid in children.read_text().split():
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+                if command:  # else it has ended
+                    found[f"process {pid}"] = shorten(command, 80)
+    return found
 
 
 async def _play(
@@ -303,14 +342,17 @@ async def _scripts(
     scripts = {"plain answer": [_Reply(plain + end)], "cut off": [_Reply(plain, cut=True)]}
     if replies:
         scripts["--replies"] = [_Reply(ids(text) + end) for text in replies]
-    environment: Environment = episode.environment()
+    environment: Environment | None = None
     try:
-        messages = await environment.reset(row, seed=seed)
+        environment = episode.environment()
+        messages = await asyncio.wait_for(environment.reset(row, seed=seed), episode.environment_timeout)
         tools = list(environment.tools)
     except Exception:  # playing it says so
         return scripts
     finally:
-        await environment.close()
+        if environment is not None:
+            with suppress(Exception):  # as above
+                await asyncio.wait_for(environment.close(), episode.environment_timeout)
     for tool in tools:
         function = tool.get("function", tool)
         name = function["name"]

@@ -169,6 +169,13 @@ def check_values(name: str, values: Any, num_rows: int) -> list[float]:
             f"reward function {name!r}: returned {_short(values)} of type {type(values).__name__}, "
             f"not a list of {num_rows} values."
         )
+    try:  # a lazy or closed collection of another library may only fail now
+        values = [*values]
+    except Exception as error:
+        raise RewardError(
+            f"reward function {name!r}: returned {_short(values)} of type {type(values).__name__}, which cannot be "
+            f"read: {type(error).__name__}: {error}. Return a list of {num_rows} values."
+        ) from error
     if len(values) != num_rows:
         raise RewardError(
             f"reward function {name!r}: returned {len(values)} values for {num_rows} completions. "
@@ -178,7 +185,7 @@ def check_values(name: str, values: Any, num_rows: int) -> list[float]:
 
 
 def _number(name: str, index: int, value: Any) -> float:
-    if value is None:
+    if value is None or value is np.ma.masked:  # whose `item()` is 0
         return math.nan
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == ():
         value = value.item()  # a tensor or array without dimensions

@@ -28,6 +28,8 @@ class TimedPattern:
     """
 
     def __init__(self, owner: str, pattern: str, timeout: float) -> None:
+        if not isinstance(pattern, str):
+            raise ValueError(f"{owner}: pattern={pattern!r} is not a regular expression: give a string.")
         try:
             self._compiled = regex.compile(pattern)
         except regex.error as error:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightrl.engines.base import Engine
 from lightrl.rollout.learner import RolloutLearner
@@ -15,7 +15,20 @@ from lightrl.types import SamplingParams, Trajectory
 __all__ = ["EngineSync", "TrajectoryCheck"]
 
 
-class EngineSync(Callback, ABC):
+class _EngineCallback(Callback, ABC):
+    """A callback of a data module that has an engine."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuses a data module that has no engine."""
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(getattr(datamodule, "engine", None), Engine):
+            raise ValueError(
+                f"{type(self).__name__} needs a data module with an engine (RolloutDataModule), not "
+                f"{type(datamodule).__name__}: remove the callback or change the data module."
+            )
+
+
+class EngineSync(_EngineCallback):
     """A callback that pushes weights to the engine. `RolloutDataModule` finds it among the trainer's callbacks."""
 
     @abstractmethod
@@ -31,7 +44,7 @@ class EngineSync(Callback, ABC):
         """Token ids of prompts without media that are about to be sampled, of this rank; in any thread."""
 
 
-class TrajectoryCheck(Callback, ABC):
+class TrajectoryCheck(_EngineCallback):
     """A callback that looks at the trajectories of a training rollout while the engine still holds what sampled them.
 
     `RolloutDataModule` finds it among the trainer's callbacks.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 
 from lightrl.arguments import above, at_least
 from lightrl.compat.transformers import as_saved
@@ -55,15 +54,6 @@ class WeightSync(EngineSync):
         """Mean absolute log-prob gap in nats of the last canary."""
         self._prompts: list[list[int]] | None = None
         self._answered: tuple[torch.Tensor, torch.Tensor, float] | None = None  # tokens, the engine's answer, the gap
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses a data module that has no engine."""
-        datamodule = trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(getattr(datamodule, "engine", None), Engine):
-            raise ValueError(
-                f"WeightSync needs a data module with an engine (RolloutDataModule), not {type(datamodule).__name__}: "
-                "remove the callback or change the data module."
-            )
 
     def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
         """Takes the first prompts that it sees for the canary."""

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightrl.algorithms import (
+    CriticSpec,
     DistillLightningModule,
     GRPOLightningModule,
     PPOLightningModule,
     ReinforcePlusPlusLightningModule,
+    RewardLightningModule,
+    SFTLightningModule,
 )
 from lightrl.algorithms.checkpoints import FORMAT, description, refuse_foreign
 from lightrl.algorithms.hooks import rl_callbacks
 from lightrl.callbacks import AdaptiveEntropy, ReferenceSync, RewardNormalization, WeightSync
+from lightrl.objectives.kl import KLInReward
 from lightrl.objectives.losses import PPOClip
 from lightrl.objectives.off_policy import EngineRatio
 from lightrl.rollout.learner import RolloutLearner
@@ -50,6 +59,37 @@ def test_data_modules_are_told_what_the_module_needs() -> None:
     assert ppo.needs_rewards and not DistillLightningModule("folder", {"one": "teacher"}).needs_rewards
     assert ReinforcePlusPlusLightningModule("folder").default_group_size == 1
     assert GRPOLightningModule("folder", loss=EngineRatio(PPOClip())).compares_engine_logprobs
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PPOLightningModule("x", entropy_coef=-1e30), "entropy_coef=-1e+30: would leave nothing"),
+        (lambda: PPOLightningModule("x", aux_loss_coef=float("inf")), "aux_loss_coef=inf: would leave nothing"),
+        (lambda: PPOLightningModule("x", ptx_coef=float("nan")), "ptx_coef=nan: must be at least 0"),
+        (lambda: PPOLightningModule("x", critic=CriticSpec(loss_coef=1e7)), "CriticSpec.loss_coef=1e+07: would"),
+        (lambda: PPOLightningModule("x", kl=KLInReward(coef=1e7)), "KLInReward.coef=1e+07: would leave nothing"),
+        (lambda: PPOLightningModule("x", max_grad_norm=1e30), "max_grad_norm=1e+30: would never clip"),
+        (lambda: PPOLightningModule("x", reward_clip=float("inf")), "reward_clip=inf: must be finite, or None"),
+        (lambda: RewardLightningModule("x", centering_coef=1e7), "centering_coef=1e+07: would leave nothing"),
+        (lambda: DistillLightningModule("x", {"t": "x"}, coef=1e7), "DistillLightningModule.coef=1e+07: would"),
+    ],
+)
+def test_senseless_numbers_are_refused_from_python_too(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def test_crowds_and_a_warm_up_without_end_are_refused_from_python_too(tmp_path: Path) -> None:
+    module = PPOLightningModule(str(tmp_path), critic=CriticSpec(warmup_rollouts=4))
+    with pytest.raises(ValueError, match="warmup_rollouts=4: the policy would never be trained in this run's 4 roll"):
+        quiet_trainer(max_epochs=1).fit(module, sums_data(rollouts_per_epoch=4))
+    for kind in (SFTLightningModule, RewardLightningModule, PPOLightningModule):
+        crowd = kind("x")
+        strategy = DDPStrategy(accelerator=CPUAccelerator(), parallel_devices=[torch.device("cpu")] * 5000)
+        crowd._trainer = SimpleNamespace(strategy=strategy, precision="32-true")  # type: ignore[assignment]
+        with pytest.raises(ValueError, match="trainer.devices=5000 on the CPU: that many processes would share"):
+            crowd.setup("fit")
 
 
 def test_checkpoints_of_other_classes_and_formats_are_refused() -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.algorithms import DistillLightningModule, SFTLightningModule
 from lightrl.callbacks import PredictionWriter, WeightSync
-from lightrl.data.prompts import PromptSource
+from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
@@ -186,6 +186,30 @@ def test_the_model_teaches_itself_what_it_knows_with_a_privileged_prompt(tmp_pat
     cut = replace(module.rollouts, trajectory_ids=torch.arange(len(module.rollouts)) // 2)
     with pytest.raises(ValueError, match="privileged_column='hint': a trajectory has several rows"):
         module._privileged_prompts("hint", cut)
+
+
+def test_privileged_prompts_are_rendered_as_the_sources_prompts(tmp_path: Path) -> None:
+    path, other = quickstart_model(tmp_path / "model"), str(tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = "{% for m in messages %}({{ m.content }}{{ mark }}){% endfor %}"
+    tokenizer.save_pretrained(other)
+    rows = [{"prompt": f"{i}+{i}=", "hint": f"{i}={i}+"} for i in range(2)]
+
+    def read(**settings: Any) -> list[str]:
+        module = Keep(path, {"self": path}, divergence=ForwardKL(), privileged_column="hint")
+        source = PromptSource(rows=rows, **settings)
+        data = sums_data(prompts=source, prompts_per_rollout=2, group_size=1, rollouts_per_epoch=1, tokenizer=other)
+        quiet_trainer().fit(module, data)
+        assert module.kept.teacher_prompts is not None
+        return sorted(tokenizer.decode(ids).replace(" ", "") for ids in module.kept.teacher_prompts)
+
+    assert read() == ["(0=0+)", "(1=1+)"]
+    assert read(chat_template=False) == ["0=0+", "1=1+"]
+    assert read(system_prompt="5", template_kwargs={"mark": "8"}) == ["(58)(0=0+8)", "(58)(1=1+8)"]
+    mixed = PromptMixture([PromptSource(rows=rows), PromptSource(rows=rows, system_prompt="5")])
+    module = Keep(path, {"self": path}, divergence=ForwardKL(), privileged_column="hint")
+    with pytest.raises(ValueError, match=r"privileged_column='hint' with sources whose system_prompt differ \(None"):
+        quiet_trainer().fit(module, sums_data(prompts=mixed, tokenizer=other))
 
 
 def test_each_row_is_scored_by_the_teacher_that_its_column_names(tmp_path: Path) -> None:

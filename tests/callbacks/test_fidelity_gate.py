@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from lightrl.algorithms import GRPOLightningModule, SFTLightningModule
 from lightrl.callbacks import FidelityGate, WeightSync
 from lightrl.engines.transformers.engine import TransformersEngine
+from lightrl.models.spec import ModelSpec
 from lightrl.objectives.losses import PPOClip
 from lightrl.objectives.off_policy import EngineRatio
 from lightrl.types import CompletionGroup, Experience, Rollouts
@@ -21,6 +23,8 @@ class Module:
     """What the gate asks of a module, on one rank."""
 
     policy_version = 5
+    actor_spec = ModelSpec("model")
+    actor: Any = SimpleNamespace(layout="auto")
 
     @staticmethod
     def all_sum(x: torch.Tensor) -> torch.Tensor:
@@ -28,11 +32,11 @@ class Module:
 
 
 class FakeTrainer:
-    datamodule = None
+    datamodule: Any = None
     precision = "32-true"
 
 
-def measured(gate: FidelityGate) -> dict[str, float]:
+def measured(gate: FidelityGate, trainer: Any = None, module: Any = None) -> dict[str, float]:
     """A row: a prompt token, two tokens of turn 0, an answer, a token of turn 1, and one that older weights sampled."""
     sampled = torch.tensor([[False, True, True, False, True, True]])
     rollouts = Rollouts(
@@ -46,11 +50,11 @@ def measured(gate: FidelityGate) -> dict[str, float]:
         advantages=torch.zeros(1, 6), rewards=torch.zeros(1), valid=torch.ones(1, dtype=torch.bool),
         old_logprobs=torch.tensor([[0.0, -1.1, -1.8, 0.0, -3.6, -5.0]]),
     )  # fmt: skip
-    trainer: Any = FakeTrainer()
-    gate.on_rollout_scored(trainer, Module(), rollouts)
-    gate.on_experience_made(trainer, Module(), experience)
+    trainer, module = trainer or FakeTrainer(), module or Module()
+    gate.on_rollout_scored(trainer, module, rollouts)
+    gate.on_experience_made(trainer, module, experience)
     metrics: dict[str, float] = {}
-    gate.on_policy_updated(trainer, Module(), metrics)
+    gate.on_policy_updated(trainer, module, metrics)
     return metrics
 
 
@@ -63,6 +67,28 @@ def test_the_gap_is_measured_by_position_turn_and_version() -> None:
         },
         abs=1e-6,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("engine", "precision", "policy", "bound"),
+    [
+        ("float32", "32-true", None, "0.001"),
+        ("float16", "32-true", None, "0.02"),
+        ("float32", "bf16-mixed", None, "0.05"),
+        ("float32", "32-true", "bfloat16", "0.05"),
+        (None, "32-true", None, "0.05"),
+    ],
+)
+def test_the_bound_is_the_coarsest_dtypes_and_an_unknown_one_is_said_once(
+    engine: str | None, precision: str, policy: str | None, bound: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, module, gate = FakeTrainer(), Module(), FidelityGate(min_tokens=1)
+    trainer.datamodule = SimpleNamespace(engine=SimpleNamespace(dtype=engine))
+    trainer.precision, module.actor_spec = precision, ModelSpec("model", dtype=policy)
+    measured(gate, trainer, module)
+    measured(gate, trainer, module)
+    assert f"by more than {bound} nats" in caplog.text
+    assert caplog.text.count("does not say which dtype") == (engine is None)
 
 
 class Biased(TransformersEngine):
@@ -99,7 +125,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Any) -> None:
     module = GRPOLightningModule(quickstart_model(tmp_path), kl=None, loss=EngineRatio(PPOClip()))
     with pytest.raises(ValueError, match="FidelityGate with loss=EngineRatio"):
         quiet_trainer(callbacks=[WeightSync(), FidelityGate()]).fit(module, sums_data(rollouts_per_epoch=1))
-    with pytest.raises(ValueError, match="FidelityGate with SFTLightningModule: it learns from no rollouts"):
+    with pytest.raises(ValueError, match="FidelityGate with SFTLightningModule: that module learns from no rollouts"):
         quiet_trainer(callbacks=[FidelityGate()]).fit(SFTLightningModule(str(tmp_path)))
     for arguments, name in (({"bound": 0}, "bound=0"), ({"action": "x"}, "action='x'"), ({"min_tokens": 0}, "min_tok")):
         with pytest.raises(ValueError, match=name):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import AdaptiveKL, LinearKL
 from lightrl.objectives.kl import KLInLoss
 
@@ -64,7 +65,7 @@ def test_rows_of_a_trajectory_count_once() -> None:
 def test_without_a_kl_term_it_is_refused() -> None:
     for callback in (AdaptiveKL(), LinearKL(0.1, 0.0, 2)):
         with pytest.raises(ValueError, match=f"{type(callback).__name__} needs a KL term"):
-            callback.setup(None, SimpleNamespace(kl=None), "fit")  # type: ignore[arg-type]
+            callback.setup(None, GRPOLightningModule("nowhere", kl=None), "fit")  # type: ignore[arg-type]
 
 
 def test_a_rollout_of_which_nothing_is_trained_leaves_the_coefficient() -> None:

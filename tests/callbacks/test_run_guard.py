@@ -101,12 +101,28 @@ def test_the_fingerprint_of_a_file_is_that_of_its_contents(tmp_path: Path) -> No
 
 
 class Spoil(Callback):
-    """Makes a weight NaN after the first rollout."""
+    """Makes a weight, or what the optimizer keeps of it, NaN after the first rollout."""
+
+    def __init__(self, optimizer: bool = False) -> None:
+        self.optimizer = optimizer
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             with torch.no_grad():
-                next(pl_module.actor.parameters()).fill_(float("nan"))
+                weight = next(pl_module.actor.parameters())
+                state = trainer.optimizers[0].state[weight]
+                (next(x for x in state.values() if x.ndim) if self.optimizer else weight).fill_(float("nan"))
+
+
+@pytest.mark.parametrize("lightnings", [False, True])
+def test_an_optimizers_state_that_is_nan_is_never_saved(lightnings: bool, model: str, tmp_path: Path) -> None:
+    """Each run that went on from it would end at its first update, and no newer checkpoint would come."""
+    folder = tmp_path / "checkpoints"
+    own = [RunGuard(), ModelCheckpoint(folder, save_last=True, every_n_train_steps=1)]
+    with pytest.raises(ValueError, match="not finite .the optimizer's .* of parameter"):
+        fit(tmp_path, model, Spoil(optimizer=True), *(own if lightnings else [saving(tmp_path)]))
+    verify(folder / "last.ckpt")
+    assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 1
 
 
 @pytest.mark.parametrize("lightnings", [False, True])

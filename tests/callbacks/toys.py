@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 
 from lightrl.ops.padding import pad_rows
+from lightrl.rollout.learner import RolloutLearner
 from lightrl.types import Experience, Rollouts
 
 
@@ -47,13 +47,32 @@ class Loader:
         yield from self.batches
 
 
-class LoggingModule(LightningModule):
+class LoggingModule(RolloutLearner):
     """Calls LightRL's hooks and logs as the real modules do; learns nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.automatic_optimization = False
+
+    @property
+    def policy_version(self) -> int:
+        return 0
+
+    def named_policy_weights(self, *, trained_only: bool = False) -> Any:
+        return iter(())
+
+    def policy_adapter(self) -> Any:
+        return iter(()), {}
+
+    def token_logprobs(self, token_ids: torch.Tensor, routes: Any = ()) -> torch.Tensor:
+        return torch.zeros_like(token_ids, dtype=torch.float32)
+
+    def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.0)

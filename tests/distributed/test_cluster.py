@@ -18,8 +18,8 @@ import yaml
 
 pytest.importorskip("uvicorn")
 
-from lightrl.engines.vllm.setup import free_port
 from tests.engines.sglang_server import SGLangServer
+from tests.ports import held_port
 from tests.toys import quickstart_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -73,7 +73,9 @@ def test_two_machines_train_together_on_shared_servers(tmp_path: Path, root: Pat
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config(model)))
     servers = [SGLangServer(tmp_path / "model") for _ in range(2)]
     urls = [server.start() for server in servers]
-    settings = {"NODES": "2", "GPUS": "1", "HEAD": "127.0.0.1", "PORT": str(free_port()), "PYTHON": sys.executable}
+    holder = held_port()
+    port = str(holder.getsockname()[1])
+    settings = {"NODES": "2", "GPUS": "1", "HEAD": "127.0.0.1", "PORT": port, "PYTHON": sys.executable}
     settings |= {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = ["bash", str(root / "examples" / "cluster" / "torchrun.sh"), "--config", "run.yaml"]
     command += ["--data.init_args.engine.init_args.urls", json.dumps(urls)]
@@ -88,6 +90,7 @@ def test_two_machines_train_together_on_shared_servers(tmp_path: Path, root: Pat
                 os.killpg(agent.pid, 9)
         for server in servers:
             server.stop()
+        holder.close()
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)[-4000:]
     ranks = [[json.loads(x) for x in (tmp_path / f"rank-{r}.jsonl").read_text().splitlines()] for r in range(2)]
     assert [len(rows) for rows in ranks] == [2, 2]

@@ -23,9 +23,9 @@ from lightning.pytorch import Callback, seed_everything
 from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, ServerEngine, ServerTeacher
-from lightrl.engines.vllm.setup import free_port
 from lightrl.types import Prompts, SamplingParams
 from tests.engines.conftest import ask, build_model, change, load, reference_logprobs
+from tests.ports import held_port
 from tests.toys import quiet_trainer, sums_data
 from tests.waiting import until
 
@@ -42,7 +42,8 @@ class Servers:
 
     def __init__(self, folder: Path, place: Path, root: Path) -> None:
         self.folder, self.place, self.root = folder, place, root
-        self.ports = [free_port(), free_port()]
+        self.holders = [held_port(), held_port()]
+        self.ports = [holder.getsockname()[1] for holder in self.holders]
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
         self.processes = [self.start(i) for i in range(2)]
 
@@ -80,6 +81,7 @@ class Servers:
         for index, process in enumerate(self.processes):
             if process.poll() is None:
                 self.kill(index)
+            self.holders[index].close()
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from lightrl.types import CompletionGroup, GenerationRequest, Trajectory
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import ScriptedAttempts, ScriptedEngine, Turn, alone, spell
 from tests.environments.test_attempts import SAMPLING
+from tests.ports import held_port
 
 HERE = Path(__file__).resolve().parent
 TOKENIZER = make_tokenizer(FAMILIES["qwen2.5"])
@@ -52,9 +53,8 @@ class Server:
     """A server at a free port."""
 
     def __init__(self, file: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.holder = held_port()
+        self.port = int(self.holder.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
         environment = os.environ | {"PYTHONPATH": str(HERE.parent.parent)}
         self.process = subprocess.Popen([sys.executable, str(HERE / file), str(self.port)], env=environment)
@@ -70,6 +70,7 @@ class Server:
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+        self.holder.close()
 
 
 # ---- MCP -------------------------------------------------------------------------------------------------------------

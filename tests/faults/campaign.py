@@ -47,17 +47,24 @@ import yaml
 from lightrl.storage import verify
 from tests.faults.containment import adopt_orphans, contained, die_with_parent, libc_call
 from tests.faults.injection import Case, be_the_run
+from tests.ports import held_port
 from tests.toys import quickstart_model
 
 ROLLOUTS, PROMPTS = 4, 4
 BOUND = 90.0
 """Seconds, beyond those of an undisturbed run, within which a run ends on a busy machine."""
+FIRST = 510.0
+"""Seconds more for the first run of a kind, which compiles and loads what others find done."""
+PATIENCE = 30.0
+"""Seconds without a sign after which the engine core of a case counts as hung."""
 LEAVE = 45.0
 """Seconds within which every process of a run that ended is gone; a rank without launcher waits 30."""
 IGNORED = re.compile(r"^Exception ignored in.*\n(Traceback.*\n)?( .*\n)*", re.MULTILINE)
 """What Python prints of an error in a finaliser when nothing more can be opened; the run's own message follows."""
 COMPILED = str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_faults")
 """What vLLM's sampler compiles, which takes longer than a run; else each case would have its own."""
+HELD: list[socket.socket] = []
+"""Of the servers of the case that runs."""
 MARK, END = "<!-- campaign -->", "<!-- end of campaign -->"
 
 PLACES = ("startup", "sampling", "scoring", "update", "sync", "save", "named", "export", "shutdown", "time")
@@ -111,7 +118,7 @@ def places(victim: str, fault: str) -> Iterable[str]:
     """Where a fault is tried: all places for the trainer, those where it is waited for, for others."""
     if victim == "trainer":
         return PLACES if fault in SIGNALS else PLACES[:-1]
-    return [*RUNNING, "save"] if victim.startswith("rank") else RUNNING
+    return [*RUNNING, "save"] if victim.startswith(("rank", "core")) else RUNNING
 
 
 def cases(count: int, seed: int, *, isolated: bool = True) -> list[Case]:
@@ -137,8 +144,13 @@ def cases(count: int, seed: int, *, isolated: bool = True) -> list[Case]:
     return found
 
 
-def write_config(folder: Path, kept: Path, model: str, victim: str, *, restart: bool) -> None:
-    """A run of four rollouts with one checkpoint each, an export and a log, and what the victim needs."""
+def write_config(
+    folder: Path, kept: Path, model: str, victim: str, *, restart: bool = False, patience: float = 300.0
+) -> None:
+    """A run of four rollouts with one checkpoint each, an export and a log, and what the victim needs.
+
+    `patience` is how many seconds the engine core may give no sign: the first run of all waits for its compiler.
+    """
     name = "tests.faults.injection"
     callbacks: list[Any] = [
         {"class_path": "WeightSync"},
@@ -165,7 +177,7 @@ def write_config(folder: Path, kept: Path, model: str, victim: str, *, restart: 
         strategy = {"class_path": "DDPStrategy", "init_args": {"timeout": "0:00:10"}}
         trainer |= {"devices": 2, "strategy": strategy}
     elif victim == "core":
-        arguments = {"in_process": False, "restart_engine": restart, "progress_timeout": 25.0}
+        arguments = {"in_process": False, "restart_engine": restart, "progress_timeout": patience}
         data |= {"engine": {"class_path": "VLLMEngine", "init_args": arguments}}
     elif victim == "server":
         urls = [f"http://127.0.0.1:{_port(kept, one)}" for one in ("server", "second server")]
@@ -188,9 +200,9 @@ def write_config(folder: Path, kept: Path, model: str, victim: str, *, restart: 
 
 
 def _port(kept: Path, name: str) -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    holder = held_port()
+    HELD.append(holder)
+    port = int(holder.getsockname()[1])
     (kept / f"{name}.port").write_text(str(port))
     return port
 
@@ -227,8 +239,8 @@ class Campaign:
             self.undisturbed[kind] = tuple(torch.load(known, weights_only=True))  # type: ignore[assignment]
         if kind not in self.undisturbed:
             folder, kept = self._folders(f"whole-{kind[0]}-{parsed}")
-            write_config(folder, kept, self.model, victim, restart=False)
-            status, took = self.run(folder, kept, None, victim, parsed=parsed)
+            write_config(folder, kept, self.model, victim)
+            status, took = self.run(folder, kept, None, victim, parsed=parsed, took=FIRST)
             if status != 0:
                 raise RuntimeError((kept / "output").read_text(errors="replace")[-3000:])
             weights = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
@@ -336,11 +348,13 @@ class Campaign:
                 libc_call("umount2", str(folder).encode(), 0)
             shutil.rmtree(folder)
             shutil.rmtree(kept)
+            while HELD:
+                HELD.pop().close()
 
     def _judge(
         self, case: Case, folder: Path, kept: Path, whole: dict[str, Any], took: float, *, restart: bool
     ) -> Verdict:
-        write_config(folder, kept, self.model, case.victim, restart=restart)
+        write_config(folder, kept, self.model, case.victim, restart=restart, patience=PATIENCE)
         status, seconds = self.run(folder, kept, case, case.victim, parsed=case.place in PARSED, took=took)
         said = (kept / "output").read_text(errors="replace")
         struck = (kept / "struck").exists()

@@ -10,7 +10,6 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import WeightSync
 from lightrl.cli import users_error
 from tests.pairs.features import CALLBACKS, FACTORS, Settings, data_of, module_of, refusals
+from tests.ports import held_port
 from tests.toys import quickstart_model, quiet_trainer
 
 Pair = tuple[str, str, str, str]
@@ -193,16 +193,14 @@ def run(s: Settings) -> str:
 def _run_on_two_ranks(s: Settings, folder: Path) -> str:
     """In two processes that this one becomes, which must not have begun threads; what both say."""
     models()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    holder = held_port()
     ranks = {}
     sys.stdout.flush()
     for rank in range(2):
         pid = os.fork()
         if pid == 0:
             os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-            os.environ |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+            os.environ |= {"MASTER_PORT": str(holder.getsockname()[1]), "GLOO_SOCKET_IFNAME": "lo"}
             try:
                 said: Any = _run(s, folder)
             except BaseException as error:  # for the other process to raise
@@ -222,6 +220,7 @@ def _run_on_two_ranks(s: Settings, folder: Path) -> str:
                 os.waitpid(pid, 0)
             raise BrokenError(f"ranks {[*ranks]} did not end; the other said {_said(folder)}")
         time.sleep(0.02)
+    holder.close()
     said = _said(folder)
     refused = [each for each in said if isinstance(each, list)]
     if any(message is None for message, _ in refused):

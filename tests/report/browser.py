@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -14,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.ports import held_port
 
 __all__ = ["Browser", "open_browser", "why_not"]
 
@@ -59,9 +60,8 @@ class Browser:
 @contextmanager
 def open_browser(width: int = 1400, height: int = 900) -> Iterator[Browser]:
     """Starts a browser and ends it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    holder = held_port()
+    port = holder.getsockname()[1]
     driver = subprocess.Popen(["chromedriver", f"--port={port}", "--silent"], stdout=subprocess.DEVNULL)
     root = Browser(f"http://127.0.0.1:{port}")
     try:
@@ -83,3 +83,4 @@ def open_browser(width: int = 1400, height: int = 900) -> Iterator[Browser]:
     finally:
         driver.terminate()
         driver.wait(timeout=20)
+        holder.close()

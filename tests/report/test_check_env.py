@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -110,32 +113,91 @@ def test_failures_and_rewards_that_are_none_are_found() -> None:
     assert any("the reward is nan" in text for text in check(NotFinite).problems())
 
 
-def test_the_command_reads_the_class_from_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = chat_model(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "add 1 and 2"}) + "\n")
+class Unmade(Says):
+    def __init__(self) -> None:
+        raise ValueError("no licence")
 
-    def config(environment: str) -> str:
-        path = tmp_path / "run.yaml"
-        content = {
-            "trainer": {"accelerator": "cpu", "devices": 1, "logger": False},
-            "model": {"class_path": "GRPOLightningModule", "init_args": {"actor": model}},
-            "data": {
-                "class_path": "RolloutDataModule",
-                "init_args": {
-                    "prompts": {"path": str(tmp_path / "rows.jsonl")},
-                    "episode": {
-                        "class_path": "EnvironmentEpisode",
-                        "init_args": {"environment": {"class_path": f"{__name__}.{environment}"}, "max_turns": 2},
-                    },
+
+class Unclosed(Says):
+    async def close(self) -> None:
+        raise OSError("gone")
+
+
+class Slow(Says):
+    async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
+        await asyncio.sleep(600)
+        return []
+
+
+class Leaves(Says):
+    """Begins a process and does not end it."""
+
+    begun: ClassVar[list[subprocess.Popen[bytes]]] = []
+
+    async def close(self) -> None:
+        if not self.begun:
+            self.begun.append(subprocess.Popen(["sleep", "600"]))
+
+
+def test_an_environment_that_cannot_be_made_begun_or_closed_is_told_in_words() -> None:
+    assert "failed: ValueError: no licence" in check(Unmade).problems()[0]
+    assert any("`close` failed or took too long in 8 of 8" in text for text in check(Unclosed).problems())
+    tokenizer = make_tokenizer(FAMILIES["qwen2.5"])
+    attempts = EnvironmentEpisode(Slow, max_turns=3, environment_timeout=0.1)
+    attempts.setup(tokenizer)
+    found = play(attempts, [{"prompt": "add"}], tokenizer, SamplingParams(max_new_tokens=20))
+    assert "failed: reset took longer than environment_timeout" in found.problems()[0]
+
+
+def test_processes_that_outlive_the_environments_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.report.check_env.ENDING", 0.2)
+    try:
+        assert any("there were still sleep 600 (process" in text for text in check(Leaves).problems())
+    finally:
+        for process in Leaves.begun:
+            process.kill()
+            process.wait()
+    assert check(Says).left == []
+
+
+def test_nothing_of_the_run_is_left_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    path = written(tmp_path, "Says", run_dir="outputs/run")
+    before = {str(file) for file in tmp_path.rglob("*")}
+    main(["check-env", path, "--rows", "1"])
+    assert {str(file) for file in tmp_path.rglob("*")} == before
+
+
+def written(tmp_path: Path, environment: str, **arguments: Any) -> str:
+    """A configuration with this environment."""
+    if not (tmp_path / "model").exists():
+        chat_model(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "add 1 and 2"}) + "\n")
+    path = tmp_path / "run.yaml"
+    content = arguments | {
+        "trainer": {"accelerator": "cpu", "devices": 1} | ({} if arguments else {"logger": False}),
+        "model": {"class_path": "GRPOLightningModule", "init_args": {"actor": str(tmp_path / "model")}},
+        "data": {
+            "class_path": "RolloutDataModule",
+            "init_args": {
+                "prompts": {"path": str(tmp_path / "rows.jsonl")},
+                "episode": {
+                    "class_path": "EnvironmentEpisode",
+                    "init_args": {"environment": {"class_path": f"{__name__}.{environment}"}, "max_turns": 2},
                 },
             },
-        }
-        path.write_text(yaml.safe_dump(content))
-        return str(path)
+        },
+    }
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
 
-    main(["check-env", "--config", config("Says"), "--rows", "1"])
+
+def test_the_command_reads_the_class_from_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check-env", "--config", written(tmp_path, "Says"), "--rows", "1"])
     out = capsys.readouterr().out
     assert "plain answer" in out and "No problem found." in out
     with pytest.raises(SystemExit) as stop:
-        main(["check-env", config("Broken")])
+        main(["check-env", written(tmp_path, "Broken")])
     assert stop.value.code == 1 and "problem: failed: KeyError: 'weather'" in capsys.readouterr().out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.ports import held_port
 
 START = (
     "import sys, json; from lightrl.rewards.server.serve import serve_reward; serve_reward(**json.loads(sys.argv[1]))"
@@ -22,9 +23,8 @@ class Server:
     """Starts, kills and restarts `serve_reward` at one port."""
 
     def __init__(self, function: str, token: str | None = None, **arguments) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.holder = held_port()
+        self.port = self.holder.getsockname()[1]
         self.arguments = {"reward": f"{Path(__file__).with_name('served.py')}:{function}", **arguments}
         self.token, self.process = token, None
 
@@ -69,3 +69,4 @@ def serve():
     yield start
     for server in servers:
         server.kill()
+        server.holder.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections.abc
 import math
 import subprocess
 import sys
@@ -108,6 +109,25 @@ def test_arrays_tensors_and_bools_are_rewards(scorers, values):
     same(submit(scorers([fn])).result(60).total, [1.0, 2.0])
 
 
+def test_a_masked_value_is_no_score(scorers):
+    same(
+        submit(scorers([lambda completions: np.ma.array([1.0, 2.0], mask=[True, False])])).result(60).total, [NAN, 2.0]
+    )
+
+
+class Closed(collections.abc.Collection):
+    """As a lazy array of a file that was closed meanwhile."""
+
+    def __len__(self):
+        return 2
+
+    def __contains__(self, x):
+        return False
+
+    def __iter__(self):
+        raise RuntimeError("the file is closed")
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -127,6 +147,7 @@ def test_arrays_tensors_and_bools_are_rewards(scorers, values):
         (np.array(1.0), ["'fn'", "ndarray", "list of 2"]),
         (torch.tensor(1.0), ["'fn'", "Tensor", "list of 2"]),
         (np.ones((2, 2)), ["'fn'", "value 0", "ndarray"]),
+        (Closed(), ["'fn'", "Closed", "cannot be read: RuntimeError: the file is closed"]),
     ],
 )
 def test_what_is_no_reward_is_an_error_whatever_on_reward_error_says(scorers, values, words):

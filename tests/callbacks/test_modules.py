@@ -1,0 +1,84 @@
+"""Every callback beside every kind of module: it takes part, or is refused when the run is set up, by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
+
+import lightrl.callbacks
+from lightrl.algorithms import DistillLightningModule, RewardLightningModule, SFTLightningModule
+from lightrl.callbacks import EMA, AdaptiveKL, HFExport, LinearKL
+from lightrl.data.preferences import PreferenceDataModule, PreferenceSource
+from lightrl.data.sft import SFTDataModule, SFTSource
+from lightrl.models.reward import RewardModel
+from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+ROWS = [{"prompt": f"{a}+{b}=", "completion": "1", "chosen": "1", "rejected": "2"} for a in range(2) for b in range(2)]
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "LinearKL": {"start": 0.1, "end": 0.0, "num_rollouts": 2},
+    "SaveRollouts": {"every_n_rollouts": 1},
+    "SampleLog": {"every_n_rollouts": 1},
+}
+ROLLOUTS = {
+    *("AdaptiveEntropy", "AdaptiveKL", "FidelityGate", "LedgerCanary", "LinearKL", "OffloadModels", "ReferenceSync"),
+    *("RewardNormalization", "SampleLog", "SaveRollouts", "WeightSync"),
+}
+"""Callbacks that mean nothing to a module without rollouts."""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    return quickstart_model(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+
+
+def made(kind: str, path: str) -> tuple[LightningModule, LightningDataModule]:
+    seed_everything(0, verbose=False)
+    if kind == "sft":
+        return SFTLightningModule(path), SFTDataModule(SFTSource(rows=ROWS), batch_size=2)
+    if kind == "reward":
+        return RewardLightningModule(path), PreferenceDataModule(PreferenceSource(rows=ROWS), batch_size=2)
+    return DistillLightningModule(path, {"teacher": path}), sums_data(rollouts_per_epoch=1, prompts_per_rollout=2)
+
+
+@pytest.mark.parametrize("name", lightrl.callbacks.__all__)
+@pytest.mark.parametrize("kind", ["sft", "reward", "distill"])
+def test_a_callback_works_or_is_refused_by_name(kind: str, name: str, path: str, tmp_path: Path) -> None:
+    module, data = made(kind, path)
+    callback = getattr(lightrl.callbacks, name)(**ARGUMENTS.get(name, {}))
+    saves = name == "RolloutCheckpoint"
+    trainer = quiet_trainer(
+        callbacks=[callback], max_steps=1, default_root_dir=str(tmp_path), enable_checkpointing=saves
+    )
+    without_kl = ("AdaptiveKL", "LinearKL", "ReferenceSync")
+    if (name in ROLLOUTS) if kind != "distill" else name in without_kl:
+        with pytest.raises(ValueError, match=f"{name} "):
+            trainer.fit(module, data)
+        assert trainer.global_step == 0
+    else:
+        trainer.fit(module, data)
+        assert trainer.global_step == 1
+
+
+class Own(LightningModule):
+    """A module of a user's own."""
+
+
+@pytest.mark.parametrize("callback", [AdaptiveKL(), LinearKL(0.1, 0.0, 2), EMA(), HFExport()], ids=lambda c: type(c))
+def test_modules_of_ones_own_are_refused_in_one_message(callback: Any) -> None:
+    with pytest.raises(ValueError, match=f"callback {type(callback).__name__} with Own: .* Remove the callback"):
+        callback.setup(quiet_trainer(), Own(), "fit")
+
+
+def test_the_average_of_a_reward_model_is_exported(path: str, tmp_path: Path) -> None:
+    module, data = made("reward", path)
+    average = EMA(decay=0.0)
+    export = HFExport(str(tmp_path / "average"), ema=True)
+    quiet_trainer(callbacks=[average, export], max_steps=2).fit(module, data)
+    assert RewardModel is type(module.trained_model[0]) and average.state_dict()["ranks"][0].keys() == {
+        name for name, _ in module.trained_model[0].named_parameters()
+    }
+    assert (tmp_path / "average" / "config.json").exists()
