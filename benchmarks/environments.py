@@ -330,8 +330,8 @@ def our_share(folder: str, turns: int, attempts: int) -> dict[str, float]:
     """Milliseconds of CPU time of a turn in conversations of so many: of turns 2 to 9, and of the last 8."""
     from transformers import AutoTokenizer
 
-    from lightrl.environments import EnvironmentEpisode, ToolEnvironment
-    from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams
+    from lightrl.environments import EnvironmentEpisode, Task, ToolEnvironment
+    from lightrl.types import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams
 
     class Endless(Book):
         """Never says that nothing is left."""
@@ -360,11 +360,10 @@ def our_share(folder: str, turns: int, attempts: int) -> dict[str, float]:
         return CompletionGroup(request, [completion], 0)
 
     async def play() -> None:
+        prompt = Prompts([[0]], [""], raw=prompts()[:1])
+        sampling = SamplingParams(max_new_tokens=LONGEST)
         for number in range(attempts):
-            await played.group(
-                {"prompt": prompts()[0]}, ask, attempts=[number], seed=0, turn_seed=lambda *_: 0,
-                sampling=SamplingParams(max_new_tokens=LONGEST),
-            )  # fmt: skip
+            await played.run(Task(prompt, (number,), 0, sampling, tokenizer, sys.maxsize), ask)
 
     asyncio.run(play())
     early, late = (1000 * statistics.median(itertools.chain(*some)) for some in (spent[1:9], spent[-8:]))

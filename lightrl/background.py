@@ -8,12 +8,12 @@ import contextvars
 import os
 import queue
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
-__all__ = ["BackgroundLoop", "FairLock", "in_background", "in_thread"]
+__all__ = ["BackgroundLoop", "FairLock", "all_of", "in_background", "in_thread"]
 
 T = TypeVar("T")
 _Jobs: TypeAlias = "queue.SimpleQueue[Callable[[Any], None]]"
@@ -65,6 +65,17 @@ async def in_thread(work: Callable[[], T], name: str) -> tuple[T, None] | tuple[
         in_background(lambda: _serve_jobs(jobs), name)
     jobs.put(run)
     return await future  # type: ignore[no-any-return]
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of coroutines that run at the same time. Where one fails, the others are cancelled and have ended."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _serve_jobs(jobs: _Jobs) -> None:

@@ -19,7 +19,7 @@ from lightrl.distributed import strategies
 from lightrl.distributed.metrics import MetricSums
 from lightrl.distributed.reduction import Reduction
 from lightrl.engines.server.teacher import ServerTeacher
-from lightrl.models.loading import load_causal_lm, require_model
+from lightrl.models.loading import require_model
 from lightrl.models.policy import Lesson, PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import AdvantageEstimator, Reinforce
@@ -193,16 +193,9 @@ class DistillLightningModule(CriticFreeLightningModule):
 
     def _build_models(self, in_shards: bool = False) -> None:
         super()._build_models(in_shards)
-        self.teachers = nn.ModuleDict(
-            {
-                name: PolicyModel(
-                    load_causal_lm(spec, trainable=False, in_shards=in_shards),
-                    layout=spec.layout,
-                    cpu_kernels=spec.cpu_kernels,
-                )
-                for name, spec in self.teacher_specs.items()
-            }
-        )
+        specs = self.teacher_specs.items()
+        teachers = {name: PolicyModel.from_spec(spec, trainable=False, in_shards=in_shards) for name, spec in specs}
+        self.teachers = nn.ModuleDict(teachers)
 
     def _models(self) -> list[Any]:
         return [*super()._models(), *self.teachers.values()]

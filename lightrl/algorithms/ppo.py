@@ -36,7 +36,7 @@ from lightrl.algorithms.batches import (
 )
 from lightrl.algorithms.hooks import RLCallback, rl_callbacks
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.schedule import UNCOUNTED, LRSchedule, make_optimizer, make_scheduler, refuse_factories
+from lightrl.algorithms.schedule import LRSchedule, make_optimizer, refuse_factories, with_schedule
 from lightrl.arguments import (
     MOST_COEF,
     above,
@@ -52,7 +52,7 @@ from lightrl.compat.lightning import is_compiled, run_seed
 from lightrl.distributed import random_states, strategies
 from lightrl.distributed.metrics import MetricSums
 from lightrl.distributed.reduction import PieceReduction, Reduction
-from lightrl.models.loading import load_causal_lm, require_model, return_router_logits
+from lightrl.models.loading import require_model, return_router_logits
 from lightrl.models.lora import adapter_config, keep_reference, named_adapter_weights, named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModel, RewardModelSpec
@@ -374,10 +374,9 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         critic = self.critic_spec
         shared = critic is not None and critic.shared
         spec = self.actor_spec
-        lm = load_causal_lm(spec, trainable=True, in_shards=in_shards)
+        self.actor = PolicyModel.from_spec(spec, trainable=True, in_shards=in_shards, value_head=shared)
         if self.aux_loss_coef:
-            return_router_logits(lm)
-        self.actor = PolicyModel(lm, value_head=shared, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
+            return_router_logits(self.actor.lm)
         self.critic = (
             None if critic is None or shared else ValueModel.from_spec(critic.model or spec, in_shards=in_shards)
         )
@@ -393,8 +392,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                 keep_reference(self.actor.lm, lora)
             return None
         spec = self.reference_spec or replace(self.actor_spec, lora=None, gradient_checkpointing=False)
-        lm = load_causal_lm(spec, trainable=False, in_shards=in_shards)
-        return PolicyModel(lm, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
+        return PolicyModel.from_spec(spec, trainable=False, in_shards=in_shards)
 
     def _models(self) -> list[Any]:
         return [m for m in (self.actor, self.critic, self.reference, *self.reward_models.values()) if m is not None]
@@ -409,17 +407,15 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             lr = {} if self.critic_spec.lr is None else {"lr": self.critic_spec.lr}
             groups.append({"params": critic, "name": "critic", **lr})
         optimizer = make_optimizer(self.optimizer_factory, groups, self.trainer.strategy)
-        if self.lr_scheduler_factory is None:
-            return optimizer
-        if isinstance(self.lr_scheduler_factory, LRSchedule):
-            return [optimizer], [self.lr_scheduler_factory.scheduler(optimizer, self.count_updates())]
-        return [optimizer], [make_scheduler(self.lr_scheduler_factory, optimizer)]
+        return with_schedule(optimizer, self.lr_scheduler_factory, self.count_updates)
 
-    def count_updates(self) -> int:
+    def count_updates(self) -> float:
         """Optimizer steps that the whole run will make: rollouts x `ppo_epochs` x mini-batches, or `max_steps`.
 
+        Infinite where the run has no end.
+
         Raises:
-            ValueError: the run has no end that can be counted.
+            ValueError: mini-batches of a data module whose rollouts have no size that is known.
         """
         data, trainer = self.trainer.datamodule, self.trainer  # type: ignore[attr-defined]
         each = self.ppo_epochs
@@ -434,10 +430,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             trainer.fit_loop.setup_data()
         epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
         steps = math.inf if trainer.max_steps == -1 else trainer.max_steps
-        total = min(trainer.num_training_batches * epochs * each, steps)
-        if not math.isfinite(total):
-            raise ValueError(UNCOUNTED)
-        return int(total)
+        return min(trainer.num_training_batches * epochs * each, steps)
 
     def _count_rollouts(self) -> float:
         """Rollouts of the whole run, as far as `max_epochs` and the data module say; infinity where they do not."""

@@ -89,7 +89,7 @@ class RewardLightningModule(SavesPretrained):
         optimizer = make_optimizer(
             self.optimizer_factory, [group for group in groups if group["params"]], self.trainer.strategy
         )
-        return with_schedule(optimizer, self.lr_scheduler_factory, self.trainer)
+        return with_schedule(optimizer, self.lr_scheduler_factory, lambda: self.trainer.estimated_stepping_batches)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Loss of one batch of pairs, as `PreferenceDataModule` lays them out."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
@@ -17,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from lightrl.arguments import at_least, fraction, one_of
 from lightrl.distributed.strategies import local_shard
 
-__all__ = ["UNCOUNTED", "LRSchedule", "make_optimizer", "make_scheduler", "refuse_factories", "with_schedule"]
+__all__ = ["LRSchedule", "make_optimizer", "refuse_factories", "with_schedule"]
 
 UNCOUNTED = (
     "lr_scheduler by name needs to know where the run ends: set trainer.max_epochs or trainer.max_steps, or give a "
@@ -89,13 +88,13 @@ def refuse_factories(optimizer: Any, schedule: Any) -> None:
         )
 
 
-def with_schedule(optimizer: Optimizer, schedule: Any, trainer: Trainer) -> Any:
-    """What `configure_optimizers` returns where Lightning takes the steps.
+def with_schedule(optimizer: Optimizer, schedule: Any, count_updates: Callable[[], float]) -> Any:
+    """What `configure_optimizers` returns.
 
     Args:
         optimizer: the only one.
         schedule: an `LRSchedule` over all updates of the run, what is called with the optimizer, or None.
-        trainer: knows how many updates there will be.
+        count_updates: gives the number of updates of the run, infinite where it has no end.
 
     Raises:
         ValueError: an `LRSchedule` in a run without an end that can be counted.
@@ -103,7 +102,7 @@ def with_schedule(optimizer: Optimizer, schedule: Any, trainer: Trainer) -> Any:
     if schedule is None:
         return optimizer
     if isinstance(schedule, LRSchedule):
-        total = trainer.estimated_stepping_batches
+        total = count_updates()
         if not math.isfinite(total):
             raise ValueError(UNCOUNTED)
         made: Any = schedule.scheduler(optimizer, int(total))

@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, refuse_factories, with_schedule
 from lightrl.distributed import strategies
-from lightrl.models.loading import load_causal_lm, require_model
+from lightrl.models.loading import require_model
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 
@@ -56,9 +56,7 @@ class SFTLightningModule(SavesPretrained):
         require_model(self.actor_spec)
 
     def _build_models(self, in_shards: bool = False) -> None:
-        spec = self.actor_spec
-        lm = load_causal_lm(spec, trainable=True, in_shards=in_shards)
-        self.actor = PolicyModel(lm, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
+        self.actor = PolicyModel.from_spec(self.actor_spec, trainable=True, in_shards=in_shards)
 
     def _models(self) -> list[Any]:
         return [self.actor]
@@ -67,7 +65,7 @@ class SFTLightningModule(SavesPretrained):
         """One optimizer; the schedule counts updates."""
         trained = [p for p in self.actor.parameters() if p.requires_grad]
         optimizer = make_optimizer(self.optimizer_factory, trained, self.trainer.strategy)
-        return with_schedule(optimizer, self.lr_scheduler_factory, self.trainer)
+        return with_schedule(optimizer, self.lr_scheduler_factory, lambda: self.trainer.estimated_stepping_batches)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Loss of one batch of {token_ids, attention_mask, response_mask}, each (B, T), and `inputs` with images."""

@@ -1,4 +1,4 @@
-"""Checkpoints counted in rollouts, and a Ctrl-C that loses nothing."""
+"""Checkpoints every N rollouts, and when a run is interrupted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Preempted", "RolloutCheckpoint"]
 
 
 class Preempted(KeyboardInterrupt):
-    """The run was asked to make room (SIGTERM, SIGUSR1), and ends as after Ctrl-C; the command's status is 75."""
+    """The run was preempted (SIGTERM, SIGUSR1), and ends as after Ctrl-C; the command's exit status is 75."""
 
 
 class RolloutCheckpoint(SavingCheckpoint):
@@ -76,7 +76,6 @@ class RolloutCheckpoint(SavingCheckpoint):
         self.save_every_minutes = above(
             "RolloutCheckpoint.save_every_minutes", save_every_minutes, or_none="for none by time"
         )
-        self._guard: RunGuard | None = None
         self._saved_at = time.monotonic()
         self._updating = False
         self._stop_requested = False
@@ -90,32 +89,11 @@ class RolloutCheckpoint(SavingCheckpoint):
         return {"rollout": torch.tensor(trainer.fit_loop.total_batch_idx + 1)}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Finds the folder; guards the run unless a `RunGuard` among the callbacks does."""
+        """Finds the folder; adds a `RunGuard` to the callbacks where there is none."""
         super().setup(trainer, pl_module, stage)
-        if not any(isinstance(callback, RunGuard) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            self._guard = self._guard or RunGuard()
-            self._guard.setup(trainer, pl_module, stage)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Holds the folder."""
-        if self._guard is not None:
-            self._guard.on_fit_start(trainer, pl_module)
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds what a resumed run is compared with."""
-        if self._guard is not None:
-            self._guard.on_save_checkpoint(trainer, pl_module, checkpoint)
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Compares it with this run."""
-        if self._guard is not None:
-            self._guard.on_load_checkpoint(trainer, pl_module, checkpoint)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Releases the folder."""
-        super().teardown(trainer, pl_module, stage)
-        if self._guard is not None:
-            self._guard.teardown(trainer, pl_module, stage)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, RunGuard) for callback in callbacks):
+            callbacks.append(RunGuard())  # Lightning calls its hooks from this one on
 
     def last_checkpoints(self, trainer: Trainer) -> set[str]:
         """What `--ckpt_path last` chooses from: the newest checkpoint that is whole.
@@ -201,7 +179,7 @@ class RolloutCheckpoint(SavingCheckpoint):
         rank_zero_info(f"\n{signal.Signals(signum).name}: finishing this rollout, then saving. Ctrl-C stops at once.")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """From here on the weights move."""
+        """From here on the weights change."""
         self._updating = True
         # The step of loggers: Lightning counts one too many when a run goes on from between two epochs.
         set_logged_step(trainer, trainer.fit_loop.total_batch_idx)
@@ -240,9 +218,9 @@ class RolloutCheckpoint(SavingCheckpoint):
         stopped = self._stop_requested and not self._updating
         self._restore_handlers()
         self._save_what_is_between(trainer, stopped=stopped)
-        if self._guard is not None:
-            self._guard.on_exception(trainer, pl_module, exception)
-            self._guard.release()
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RunGuard):
+                callback.release()
 
     def _save_what_is_between(self, trainer: Trainer, *, stopped: bool) -> None:
         fitting = trainer.state.fn == "fit" and not trainer.sanity_checking

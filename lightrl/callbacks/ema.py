@@ -67,7 +67,7 @@ class EMA(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Takes the rollout's policy in."""
+        """Updates the average with the policy after the rollout."""
         for name, value in _shards(pl_module).items():
             self._average[name].lerp_(value.float(), 1 - self.decay)
 
@@ -77,7 +77,7 @@ class EMA(Callback):
         return {"ranks": strategies.gather_objects(own) if self._sharded else [own]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Puts this rank's average back."""
+        """Restores this rank's average."""
         rank = torch.distributed.get_rank() if strategies.has_process_group() else 0
         ranks = state_dict["ranks"]
         self._average = ranks[min(rank, len(ranks) - 1)]
@@ -86,7 +86,7 @@ class EMA(Callback):
 
     @contextmanager
     def swapped(self, pl_module: LightningModule) -> Iterator[None]:
-        """Within it the actor's weights are the average."""
+        """Context in which the actor has the averaged weights."""
         self._swap_in(pl_module)
         try:
             yield
@@ -94,19 +94,19 @@ class EMA(Callback):
             self._swap_out(pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Puts the average in place; not before training has started, when there is none."""
+        """Swaps the average in, once training has started."""
         if self.evaluate and self._average:
             self._swap_in(pl_module)
             _forget_weights(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Puts the policy back."""
+        """Swaps the policy back in."""
         if self._policy:
             self._swap_out(pl_module)
             _forget_weights(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Puts the policy back before a checkpoint is written."""
+        """Swaps the policy back in before a checkpoint is written."""
         self._swap_out(pl_module)
 
     def _swap_in(self, pl_module: LightningModule) -> None:

@@ -76,5 +76,5 @@ class AdaptiveEntropy(RLCallback):
         return {"coef": self.coef, "active": self.active}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Puts them back."""
+        """Restores them."""
         self.coef, self.active = state_dict["coef"], state_dict["active"]

@@ -1,4 +1,4 @@
-"""The evaluation that all later ones are compared with."""
+"""An evaluation before training, with which later ones are compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EvaluateFirst(Callback):
         trainer.num_sanity_val_steps = float("inf") if trainer.ckpt_path is None else 0
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hands the numbers to the loggers."""
+        """Logs the metrics of the evaluation."""
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval/")}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=-1)

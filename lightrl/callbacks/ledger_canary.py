@@ -47,16 +47,8 @@ class LedgerCanary(TrajectoryCheck):
     def check_sampling(self, sampling: SamplingParams) -> None:
         """See `TrajectoryCheck.check_sampling`."""
         plain = SamplingParams()
-        names: tuple[str, ...] = (
-            "temperature",
-            "fire_temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "min_new_tokens",
-        )
-        names = (*names, "regex", "json_schema")
+        names = ["temperature", "fire_temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens"]
+        names += ["regex", "json_schema"]
         other = [f"sampling.{n}={getattr(sampling, n)!r}" for n in names if getattr(sampling, n) != getattr(plain, n)]
         if other:
             raise ValueError(

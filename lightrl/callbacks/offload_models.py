@@ -48,7 +48,7 @@ class OffloadModels(RLCallback):
         self.models = tuple(models)
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Refuses what the models cannot leave the device under."""
+        """Refuses strategies and sources that need the models on the device all the time."""
         super().setup(trainer, pl_module, stage)
         strategy, data = trainer.strategy, trainer.datamodule  # type: ignore[attr-defined]
         name = type(strategy).__name__
@@ -104,7 +104,7 @@ class OffloadModels(RLCallback):
         self._leave(pl_module, ROLES)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Brings them back: the rollout is there."""
+        """Moves them back to the device: the rollout is complete."""
         self._return(pl_module, ROLES)
 
     def on_experience_made(self, trainer: Trainer, pl_module: Any, experience: Experience) -> None:

@@ -60,7 +60,7 @@ class OffloadOptimizer(Callback):
                         state[name] = on_host(value)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Brings it back."""
+        """Moves it back to the device."""
         away, self._away = self._away, []
         for state, name, device in away:
             state[name] = state[name].to(device, non_blocking=True)

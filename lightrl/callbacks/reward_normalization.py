@@ -79,6 +79,6 @@ class RewardNormalization(RLCallback):
         return {"count": self.count, "mean": self.mean, "sum_squares": self.sum_squares}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Puts the moments back."""
+        """Restores the moments."""
         self.count, self.mean = state_dict["count"], state_dict["mean"]
         self.sum_squares = state_dict["sum_squares"]

@@ -70,7 +70,7 @@ class RunGuard(Callback):
             self._locks.popitem()[1].release()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Puts the plugin in and, for training, holds the logger's folder."""
+        """Installs the checkpoint plugin and, for training, locks the logger's folder."""
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = CheckedCheckpointIO()
         if stage != "fit":
@@ -86,7 +86,7 @@ class RunGuard(Callback):
                     json.dump(self._settings, file)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Holds the checkpoints' folders; the optimizers are there, and not yet filled from a checkpoint."""
+        """Locks the checkpoints' folders; the optimizers exist, and are not yet restored from a checkpoint."""
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
                 self._hold_for(trainer, callback.dirpath)

@@ -105,7 +105,7 @@ class SampleLog(RLCallback):
     # ---- evaluation --------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forgets the last evaluation's samples."""
+        """Drops the last evaluation's samples."""
         self._evaluated = []
 
     def on_validation_batch_end(
@@ -295,7 +295,7 @@ def samples_table(records: list[dict[str, Any]], title: str, max_characters: int
 
 
 def _several(record: dict[str, Any]) -> dict[str, float | None]:
-    """What each reward function said, where there are several."""
+    """The rewards of each function, where there are several."""
     parts: dict[str, float | None] = record["reward_parts"]
     return parts if len(parts) > 1 else {}
 

@@ -1,4 +1,4 @@
-"""Prompts picked by what was learnt: which prompt is next depends on how its attempts went before.
+"""A curriculum: the next prompts are chosen by the success rates of their earlier attempts.
 
 Between two rollouts prompt number k is a function of the rows, the seed and what was seen so far, which every rank
 knows and a checkpoint holds. So a resumed run goes on as the whole one, and ranks pick apart what one would pick.
@@ -16,8 +16,7 @@ from datasets import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.arguments import at_least, fraction
-from lightrl.data.processing import MediaProcessor
-from lightrl.data.prompts import OpenSource, PromptSet, PromptSource, open_source
+from lightrl.data.prompts import OpenSource, PromptSet, PromptSource, Reading, open_source
 from lightrl.storage import require_entries
 from lightrl.types import Prompts
 
@@ -26,7 +25,7 @@ __all__ = ["CurriculumSet", "PromptCurriculum"]
 
 @dataclass
 class PromptCurriculum:
-    """A source whose prompts are picked by what was learnt.
+    """A source whose prompts are chosen by the success rates of their earlier attempts.
 
     A row's success rate is the share of its attempts in its last `window` visits whose reward was `success_reward` or
     more. Rows at `low` or below are hard, rows at `high` or above are solved; from neither does a comparison within a
@@ -83,20 +82,14 @@ class PromptCurriculum:
                 "classes from the easiest to the hardest, or neither."
             )
 
-    def load(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        processor: MediaProcessor | None = None,
-    ) -> CurriculumSet:
+    def load(self, tokenizer: PreTrainedTokenizerBase, **options: Any) -> CurriculumSet:
         """Reads the rows; the arguments are those of `PromptSource.load`.
 
         Raises:
             ValueError: `shuffle=False`, a stream, or a row of no class.
         """
-        if not shuffle:
+        reading = Reading(tokenizer, **options)
+        if not reading.shuffle:
             raise ValueError(
                 "shuffle=False with PromptCurriculum: its order is drawn. Leave it on, or take the source."
             )
@@ -106,7 +99,7 @@ class PromptCurriculum:
                 f"PromptCurriculum with {self.source.label}: a stream is only read forwards, so no row can be picked. "
                 "Set streaming: false."
             )
-        opened = open_source(self.source, tokenizer, seed, shuffle, processor)
+        opened = open_source(self.source, reading)
         numbers = range(len(opened))
         of_row = np.zeros(len(opened), dtype=np.int64)
         if self.class_column is not None and self.classes is not None:
@@ -126,11 +119,11 @@ class PromptCurriculum:
                 raise ValueError(
                     f"PromptCurriculum.classes={self.classes}: no row is of the first, {self.classes[0]!r}."
                 )
-        return CurriculumSet(self, opened, of_row, seed=seed)
+        return CurriculumSet(self, opened, of_row, seed=reading.seed)
 
 
 class CurriculumSet(PromptSet):
-    """The rows of a `PromptCurriculum` and what was seen of them.
+    """The rows of a `PromptCurriculum` and their success rates so far.
 
     Args:
         spec: the curriculum.
@@ -192,7 +185,7 @@ class CurriculumSet(PromptSet):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What was seen, the same on every rank."""
+        """The success rates so far, the same on every rank."""
         return {
             "visits": {number: list(rates) for number, rates in self._visits.items()},
             "last": dict(self._last),
@@ -204,7 +197,7 @@ class CurriculumSet(PromptSet):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what was seen.
+        """Restores the success rates.
 
         Raises:
             ValueError: it is no such state, or of a data set with another number of rows.

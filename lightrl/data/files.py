@@ -1,4 +1,4 @@
-"""Looks through a data file and says where it is broken: which file, which line, what stands there, what to do.
+"""Validates data files; errors name the file, the line, what is wrong there and what to do.
 
 The readers of `datasets` tell neither the line nor the column, and let some damage pass: bytes that are no text become
 question marks, of two equal headers one is renamed, and a line of CSV that is too short gets empty cells.
@@ -51,7 +51,7 @@ def require_readable(path: Path) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """What a library's error comes down to: its innermost cause, on one line, at most 300 characters."""
+    """The innermost cause of a library's error, on one line of at most 300 characters."""
     while error.__cause__ is not None or error.__context__ is not None:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
     text = " ".join(str(error).split())

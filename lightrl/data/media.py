@@ -40,7 +40,7 @@ class MediaError(RowError):
 
 @dataclass
 class MediaSource(RowSource):
-    """Rows that may show something. The arguments of `RowSource`, and:
+    """Rows that may have images, videos or sound. The arguments of `RowSource`, and:
 
     Args:
         media_columns: column -> "image", "video" or "audio" (one value or a list of them per row). Null takes the

@@ -8,13 +8,13 @@ from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.arguments import at_least, one_of
-from lightrl.data.rows import RowSource, require_columns
+from lightrl.data.rows import RowSource
 from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource
 from lightrl.data.templates import ChatTemplate, as_messages, load_tokenizer, render_prompt
 from lightrl.ops.padding import pad_rows
@@ -76,15 +76,8 @@ class PreferenceSource(RowSource):
             ValueError: no rows, a missing column, a margin that is no number, prompts that differ within a pair, or
                 no pair that fits.
         """
-        data = self.read()
-        if isinstance(data, IterableDataset):
-            raise ValueError(f"{self.label} is a stream: pairs need rows with a length.")
-        columns = getattr(data, "column_names", None) or data[0]
-        for argument in ("prompt_column", "chosen_column", "rejected_column", "margin_column"):
-            if getattr(self, argument) is not None:
-                require_columns(columns, [getattr(self, argument)], self.label, argument)
-        named = (self.prompt_column, self.chosen_column, self.rejected_column, self.margin_column)
-        good = self.good_rows(data, [name for name in named if name is not None], self._check)
+        columns = ("prompt_column", "chosen_column", "rejected_column", "margin_column")
+        data, good = self.usable_rows(columns, self._check)
         if len(good) < len(data):
             data = data.select(good) if isinstance(data, Dataset) else [data[i] for i in good]
         chosen, rejected = (self._side(tokenizer, data, c) for c in (self.chosen_column, self.rejected_column))

@@ -1,4 +1,4 @@
-"""From a row to what a model reads: places for media found, text rendered, the model's own processor run once.
+"""From a row to a model's inputs: placeholders for media located, text rendered, the model's processor run once.
 
 Text rows take the tokenizer's way, bit for bit; the processor is loaded with the first row that shows something.
 """
@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from lightrl.data.media import COLUMNS, KINDS, MediaError, MediaSource, decode
-from lightrl.data.templates import ChatTemplate, as_messages, encode, render_prompt
+from lightrl.data.templates import ChatTemplate, as_messages, conversation, encode, render_prompt
 from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
 from lightrl.models.video import video_timing
 from lightrl.types import ImageInputs, Media
@@ -173,7 +173,7 @@ class MediaProcessor:
         return ImageInputs(media.images, token, [part["replacement"] for part in offsets[0]], inputs, token_inputs)
 
     def _run(self, text: str, arguments: Mapping[str, Any], *, templated: bool) -> Any:
-        """What the processor makes of a text and media."""
+        """Runs the processor on a text and its media."""
         try:
             return self.processor(
                 text=[text],
@@ -325,11 +325,7 @@ def arranged(
 
 def _as_blocks(prompt: Any, system_prompt: str | None) -> list[dict[str, Any]]:
     """A conversation whose contents are lists of blocks."""
-    messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, str):
-        messages = as_messages(prompt)
-    if system_prompt is not None:
-        messages = [{"role": "system", "content": system_prompt}, *messages]
+    messages = conversation(prompt, system_prompt)
     for message in messages:
         if isinstance(message["content"], str):
             message["content"] = [{"type": "text", "text": message["content"]}]
@@ -375,9 +371,7 @@ def shown(prompt: Any, row: Mapping[str, Any], columns: Mapping[str, str]) -> tu
             waiting.setdefault(kind, []).extend(_several(kind, row[name]))
     offered = {kind: len(values) for kind, values in waiting.items()}
     found: list[tuple[str, Any]] = []
-    messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, str):
-        messages = as_messages(prompt)
+    messages = conversation(prompt)
     for message in messages:
         message["content"] = _blocks(message["content"], waiting, found)
     asked = {kind: sum(k == kind and v is _PLACE for k, v in found) for kind in KINDS}

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +32,16 @@ __all__ = ["PromptMixture", "PromptSet", "PromptSource", "prompt_source"]
 
 MIX_BLOCK = 1000
 SHUFFLE_BUFFER = 10_000
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How rows are rendered and ordered; the fields are the arguments of `PromptSource.load`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    seed: int = 0
+    shuffle: bool = True
+    processor: MediaProcessor | None = None
 
 
 @dataclass
@@ -73,7 +83,7 @@ class PromptSource(ConversationSource):
             shuffle: a new order in every pass; otherwise the order of the data set.
             processor: of the model's media, from `load_processor`; None for a model of text.
         """
-        return PromptSet([open_source(self, tokenizer, seed, shuffle, processor)], [1.0], seed=seed)
+        return PromptSet([open_source(self, Reading(tokenizer, seed, shuffle, processor))], [1.0], seed=seed)
 
 
 @dataclass
@@ -102,17 +112,11 @@ class PromptMixture:
                 "sources; leave a source out instead of giving it weight 0."
             )
 
-    def load(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        processor: MediaProcessor | None = None,
-    ) -> PromptSet:
+    def load(self, tokenizer: PreTrainedTokenizerBase, **options: Any) -> PromptSet:
         """Reads the rows of all sources; the arguments are those of `PromptSource.load`."""
-        opened = [open_source(source, tokenizer, seed + i, shuffle, processor) for i, source in enumerate(self.sources)]
-        return PromptSet(opened, self.weights or [1.0] * len(opened), seed=seed)
+        reading = Reading(tokenizer, **options)
+        opened = [open_source(s, replace(reading, seed=reading.seed + i)) for i, s in enumerate(self.sources)]
+        return PromptSet(opened, self.weights or [1.0] * len(opened), seed=reading.seed)
 
 
 def prompt_source(prompts: Any, argument: str) -> PromptSource | PromptMixture:
@@ -156,18 +160,12 @@ class Drawn:
 class OpenSource(ABC):
     """One source with its tokenizer and processor: renders rows and applies the length limit."""
 
-    def __init__(
-        self,
-        spec: PromptSource,
-        tokenizer: PreTrainedTokenizerBase,
-        columns: Sequence[str],
-        processor: MediaProcessor | None,
-    ) -> None:
+    def __init__(self, spec: PromptSource, columns: Sequence[str], reading: Reading) -> None:
         require_columns(columns, [spec.prompt_column, *(spec.media_columns or ())], spec.label, "prompt_column")
         self.spec = spec
-        self.tokenizer = tokenizer
         self.columns = list(columns)
-        self.processor = processor
+        self.tokenizer = reading.tokenizer
+        self.processor = reading.processor
         self.counts = {"dropped": 0, "truncated": 0}
         self.broken: set[int] = set()
         self.rendered: set[tuple[Any, ...]] = set()
@@ -292,20 +290,12 @@ class OpenSource(ABC):
 class _MapRows(OpenSource):
     """A source with a length and random access."""
 
-    def __init__(
-        self,
-        spec: PromptSource,
-        tokenizer: PreTrainedTokenizerBase,
-        data: Any,
-        seed: int,
-        shuffle: bool,
-        processor: MediaProcessor | None,
-    ):
+    def __init__(self, spec: PromptSource, data: Any, reading: Reading) -> None:
         columns = getattr(data, "column_names", None) or dict.fromkeys(name for row in data for name in row)
-        super().__init__(spec, tokenizer, list(columns), processor)
+        super().__init__(spec, list(columns), reading)
         self.data = data
-        self.seed = seed
-        self.shuffle = shuffle
+        self.seed = reading.seed
+        self.shuffle = reading.shuffle
         self.kept = spec.good_rows(data, self.read_columns, self.check)
         bad = len(data) - len(self.kept)
         if self.drops:
@@ -357,20 +347,12 @@ class _MapRows(OpenSource):
 class _StreamRows(OpenSource):
     """A source that is only read forwards."""
 
-    def __init__(
-        self,
-        spec: PromptSource,
-        tokenizer: PreTrainedTokenizerBase,
-        data: IterableDataset,
-        seed: int,
-        shuffle: bool,
-        processor: MediaProcessor | None,
-    ):
+    def __init__(self, spec: PromptSource, data: IterableDataset, reading: Reading) -> None:
         first = next(spec.stream_rows(data), None)
         if first is None:
             raise ValueError(f"{spec.label} has no rows (split={spec.split!r}); there is nothing to train on.")
-        super().__init__(spec, tokenizer, list(first), processor)
-        self.data = data.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER) if shuffle else data
+        super().__init__(spec, list(first), reading)
+        self.data = data.shuffle(seed=reading.seed, buffer_size=SHUFFLE_BUFFER) if reading.shuffle else data
         self.next_j = 0
         self.stream = self._endless()
         self.peeked: deque[tuple[int, dict[str, Any]]] = deque()
@@ -438,18 +420,10 @@ class _StreamRows(OpenSource):
         return True
 
 
-def open_source(
-    spec: PromptSource,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    shuffle: bool,
-    processor: MediaProcessor | None = None,
-) -> OpenSource:
-    """Reads the rows of a source; the arguments are those of `PromptSource.load`."""
+def open_source(spec: PromptSource, reading: Reading) -> OpenSource:
+    """Reads the rows of a source."""
     data = spec.read()
-    if isinstance(data, IterableDataset):
-        return _StreamRows(spec, tokenizer, data, seed, shuffle, processor)
-    return _MapRows(spec, tokenizer, data, seed, shuffle, processor)
+    return _StreamRows(spec, data, reading) if isinstance(data, IterableDataset) else _MapRows(spec, data, reading)
 
 
 class PromptSet:

@@ -144,6 +144,30 @@ class RowSource:
         rank_zero_warn(f"Dropped: {message}")
         return [number for number in range(len(data)) if number not in bad]
 
+    def usable_rows(
+        self, arguments: Iterable[str], check: Callable[[Mapping[str, Any]], None]
+    ) -> tuple[Any, Sequence[int]]:
+        """Reads rows that training goes through in whole passes.
+
+        Args:
+            arguments: of this source, that name columns; those that are None name none.
+            check: see `good_rows`.
+
+        Returns:
+            all rows, and the numbers of the good ones.
+
+        Raises:
+            ValueError: the rows have no length, or lack a column.
+        """
+        data = self.read()
+        if isinstance(data, IterableDataset):
+            raise ValueError(f"{self.label} is a stream: whole passes need rows with a length.")
+        named = {argument: column for argument in arguments if (column := getattr(self, argument)) is not None}
+        columns = getattr(data, "column_names", None) or data[0]
+        for argument, column in named.items():
+            require_columns(columns, [column], self.label, argument)
+        return data, self.good_rows(data, list(named.values()), check)
+
     def stream_rows(self, data: IterableDataset) -> Iterator[dict[str, Any]]:
         """The rows of a stream; a ValueError says after how many of them it broke off, and where the file is broken."""
         count = 0

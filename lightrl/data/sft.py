@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from datasets import IterableDataset
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
@@ -18,8 +17,8 @@ from lightrl.arguments import at_least, one_of
 from lightrl.data.files import PROGRESS_SECONDS
 from lightrl.data.media import MediaError
 from lightrl.data.processing import ConversationSource, MediaProcessor, arranged, encode_prompt, load_processor
-from lightrl.data.rows import RowError, require_columns, shuffled_order
-from lightrl.data.templates import apply_template, as_messages, load_tokenizer, require_text
+from lightrl.data.rows import RowError, shuffled_order
+from lightrl.data.templates import apply_template, as_messages, conversation, load_tokenizer, require_text
 from lightrl.ops.padding import pad_rows
 
 __all__ = ["SFTDataModule", "SFTLoader", "SFTRows", "SFTSource"]
@@ -75,14 +74,8 @@ class SFTSource(ConversationSource):
             processor: of the model's media, from `load_processor`; None for a model of text. Rows with media are
                 decoded and processed once here, for their tokens, and once for each batch that they are in.
         """
-        data = self.read()
-        if isinstance(data, IterableDataset):
-            raise ValueError(f"{self.label} is a stream: supervised training needs rows with a length.")
-        columns = getattr(data, "column_names", None) or data[0]
         wanted = ("messages_column",) if self.messages_column else ("prompt_column", "completion_column")
-        for argument in wanted:
-            require_columns(columns, [getattr(self, argument)], self.label, argument)
-        good = self.good_rows(data, [getattr(self, argument) for argument in wanted], self._check)
+        data, good = self.usable_rows(wanted, self._check)
         first: RowError | None = None
         numbers, kept, bad, said = [], [], len(data) - len(good), time.monotonic()
         for i in good:
@@ -173,9 +166,7 @@ class SFTSource(ConversationSource):
         self, tokenizer: PreTrainedTokenizerBase, prompt: Any, system_prompt: str | None, answer: str, text: str
     ) -> str:
         """What the template adds to the prompt's text when the answer follows."""
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if system_prompt is not None:
-            messages = [{"role": "system", "content": system_prompt}, *messages]
+        messages = conversation(prompt, system_prompt)
         blocks = any(not isinstance(message["content"], str) for message in messages)
         content: Any = [{"type": "text", "text": answer}] if blocks else answer
         messages = [*messages, {"role": "assistant", "content": content}]

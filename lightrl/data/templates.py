@@ -26,6 +26,7 @@ __all__ = [
     "ChatTemplate",
     "apply_template",
     "as_messages",
+    "conversation",
     "encode",
     "load_tokenizer",
     "render_prompt",
@@ -141,25 +142,20 @@ def render_prompt(
         ValueError: a template is needed and the tokenizer has none, or the prompt is neither string nor conversation.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
-    if isinstance(prompt, str):
-        if chat_template is False or (chat_template == "auto" and not has_template):
-            if system_prompt is not None:
-                raise ValueError(
-                    "system_prompt: a plain prompt has no place for it. Use a tokenizer with a chat template and "
-                    "chat_template=True, or write the text into the prompts."
-                )
-            return prompt, False
-        messages = [{"role": "user", "content": prompt}]
-    else:
-        messages = as_messages(prompt)
+    if isinstance(prompt, str) and (chat_template is False or (chat_template == "auto" and not has_template)):
+        if system_prompt is not None:
+            raise ValueError(
+                "system_prompt: a plain prompt has no place for it. Use a tokenizer with a chat template and "
+                "chat_template=True, or write the text into the prompts."
+            )
+        return prompt, False
+    messages = conversation(prompt, system_prompt)
     if not has_template:
         raise ValueError(
             "Conversational prompts (and chat_template=True) need a tokenizer with a chat template; this one has none. "
             "Use an instruction-tuned model's tokenizer, set actor.chat_template (Jinja text or a file of it), or give "
             "prompts as strings."
         )
-    if system_prompt is not None:
-        messages = [{"role": "system", "content": system_prompt}, *messages]
     unknown = sorted({str(message["role"]) for message in messages} - ROLES)
     for role in unknown:
         if role not in str(tokenizer.chat_template):
@@ -182,6 +178,12 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappin
     except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise ValueError(f"the chat template cannot render this conversation ({roles}): {error}") from error
+
+
+def conversation(prompt: Any, system_prompt: str | None = None) -> list[dict[str, Any]]:
+    """A prompt as messages, after the system's, if there is one; a string is the user's turn."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else as_messages(prompt)
+    return messages if system_prompt is None else [{"role": "system", "content": system_prompt}, *messages]
 
 
 def as_messages(prompt: Any) -> list[dict[str, Any]]:

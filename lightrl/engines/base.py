@@ -12,6 +12,7 @@ from torch import Tensor
 from lightrl.types import CompletionGroup, EngineContext, GenerationRequest, Routes
 
 __all__ = [
+    "TOLERANCE",
     "Engine",
     "EngineDiedError",
     "EngineRestartedError",
@@ -19,6 +20,10 @@ __all__ = [
     "RequestQueue",
     "StaleWeightsError",
 ]
+
+
+TOLERANCE = {"float32": 5e-4, "float16": 0.05, "bfloat16": 0.15}
+"""dtype -> largest mean difference of log-probs, in nats per token, that rounding explains between equal weights."""
 
 
 class EngineDiedError(RuntimeError):
@@ -191,7 +196,7 @@ class Engine(ABC):
         self._queues: set[RequestQueue] = set()
 
     def check(self, context: EngineContext) -> None:  # noqa: B027 - most engines find out when they start
-        """Looks, before any model is loaded, for what would make `start` fail. Every rank calls it.
+        """Checks, before any model is loaded, for what would make `start` fail. Every rank calls it.
 
         Raises:
             ValueError: what is wrong, and the way out.
@@ -245,7 +250,7 @@ class Engine(ABC):
 
     @abstractmethod
     def check_request(self, request: GenerationRequest) -> None:
-        """Looks whether the started engine can serve a request.
+        """Checks that the started engine can serve a request.
 
         Raises:
             ValueError: it does not fit, or its sampling settings cannot be served; the message says the way out.
@@ -273,7 +278,7 @@ class Engine(ABC):
 
     @abstractmethod
     def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
-        """Log-probs at temperature 1 of tokens 1..n-1 of each sequence given those before; the canary's question.
+        """Log-probs at temperature 1 of tokens 1..n-1 of each sequence given those before, for the canary.
 
         Args:
             sequences: token ids, at least one each.
@@ -303,7 +308,7 @@ class Engine(ABC):
         """
 
     def mark_stale(self) -> None:
-        """Forgets the policy version, so that the next sync pushes the weights even where the version is the same."""
+        """Resets the policy version, so that the next sync pushes the weights even where the version is the same."""
         self.policy_version = -1
 
     @property

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-__all__ = ["Environment", "EnvironmentFailedError", "Message", "Reply", "Step", "ToolCall"]
+__all__ = ["Environment", "EnvironmentFailedError", "Message", "Reply", "Step", "ToolCall", "Tools"]
 
 Message = dict[str, Any]
 """A message as chat templates take it: role, content, and by role `tool_calls`, `name`, `tool_call_id`."""
+Tools = Sequence[dict[str, Any]]
+"""JSON schemas of tools, as chat templates take them."""
 
 
 class EnvironmentFailedError(RuntimeError):
@@ -98,7 +100,7 @@ class Environment(ABC):
     is a failure that the policy did not cause.
     """
 
-    tools: Sequence[dict[str, Any]] = ()
+    tools: Tools = ()
     """JSON schemas of the tools, as chat templates take them; may be set by `reset`."""
 
     @abstractmethod
@@ -142,7 +144,7 @@ class Environment(ABC):
         return {}
 
     async def close(self) -> None:  # noqa: B027 - most environments hold nothing
-        """Gives back what the environment holds. Called once, whatever happened before."""
+        """Frees the environment's resources. Called once, whatever happened before."""
 
 
 def _contents(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Whether the next request extends the tokens of the last one, and with what: proven, or not done."""
+"""Extends the tokens of the last request to the next one, where the chat template is proven to do so."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightrl.environments.base import Message
+from lightrl.environments.base import Message, Tools
 from lightrl.types import ImageInputs
 
-__all__ = ["Bridge", "ImageProcessor", "RendererBridge", "TemplateBridge", "Tokens", "make_renderer"]
+__all__ = ["Bridge", "ImageProcessor", "RendererBridge", "SampledTurn", "TemplateBridge", "Tokens", "make_renderer"]
 
 MARK = "\U000f0e4c"
 """Stands inside literal special-token text while it is rendered, so that it is not read as the token. Private use."""
@@ -35,6 +35,21 @@ class Tokens(list[int]):
         super().__init__(ids)
         self.short = list(ids if short is None else short)
         self.images = list(images)
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """A turn of the policy.
+
+    Attributes:
+        prompt_ids: what the engine was asked.
+        completion_ids: what it sampled.
+        reply: the same as a message.
+    """
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    reply: Message
 
 
 class ImageProcessor(Protocol):
@@ -93,20 +108,20 @@ class Bridge(ABC):
         return {**part, "image": self.processor.images([part["image"]]).images[0]}
 
     @abstractmethod
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Tokens:
+    def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
         """The whole conversation, up to where the assistant's next turn begins.
 
         Raises:
             ValueError: the template refuses the conversation.
         """
 
-    def takes_parallel_calls(self, tools: Sequence[dict[str, Any]]) -> bool:
+    def takes_parallel_calls(self, tools: Tools) -> bool:
         """Whether a message may hold two tool calls. Templates that raise on a second or drop it exist."""
         if bool(tools) not in self._parallel:
             self._parallel[bool(tools)] = self._renders_parallel_calls(tools)
         return self._parallel[bool(tools)]
 
-    def _renders_parallel_calls(self, tools: Sequence[dict[str, Any]]) -> bool:
+    def _renders_parallel_calls(self, tools: Tools) -> bool:
         renderings = []
         for names in (("Qt7", "Qt8"), ("Qt7", "Qt9")):
             calls = [
@@ -129,19 +144,13 @@ class Bridge(ABC):
 
     @abstractmethod
     def extend(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        history: Sequence[Message],
-        reply: Message,
-        new: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
+        self, turn: SampledTurn, history: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> Tokens | None:
         """The tokens to append to prompt and completion so that the assistant's next turn begins.
 
         Args:
-            prompt_ids: what the engine was asked. completion_ids: what it sampled.
-            history: the conversation before `reply`. reply: the completion as a message.
+            turn: what was sampled last.
+            history: the conversation before it.
             new: the messages after it.
             tools: JSON schemas.
 
@@ -151,7 +160,7 @@ class Bridge(ABC):
 
 
 class RendererBridge(Bridge):
-    """The proof that the package `renderers` has for the family of a model.
+    """Extends tokens by the package `renderers`, for the model families that it knows.
 
     Args:
         renderer: from `make_renderer`.
@@ -165,7 +174,7 @@ class RendererBridge(Bridge):
         self.renderer = renderer
         self._special = special_texts(tokenizer)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Tokens:
+    def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
         said = guard(messages, self._special)
         try:
             ids = self.renderer.render_ids(said, tools=list(tools) or None, add_generation_prompt=True)
@@ -174,17 +183,11 @@ class RendererBridge(Bridge):
         return Tokens(ids)
 
     def extend(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        history: Sequence[Message],
-        reply: Message,
-        new: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
+        self, turn: SampledTurn, history: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> Tokens | None:
-        before = [*prompt_ids, *completion_ids]
+        before = [*turn.prompt_ids, *turn.completion_ids]
         extended = self.renderer.bridge_to_next_turn(
-            list(prompt_ids), list(completion_ids), guard(new, self._special), tools=list(tools) or None
+            turn.prompt_ids, turn.completion_ids, guard(new, self._special), tools=list(tools) or None
         )
         if extended is None or list(extended.token_ids[: len(before)]) != before:
             return None
@@ -192,7 +195,7 @@ class RendererBridge(Bridge):
 
 
 class TemplateBridge(Bridge):
-    """Proves by rendering, for any chat template.
+    """Extends tokens for any chat template, where rendering stand-ins proves that it may.
 
     What a template writes after the assistant's turn is found by rendering conversations in which text that nobody
     writes stands for what was sampled: two texts of different lengths, after two histories of different lengths.
@@ -233,7 +236,7 @@ class TemplateBridge(Bridge):
         self._starts: dict[str, str] = {}
         self._ids = functools.lru_cache(_PROMPTS)(functools.partial(encode_marked, tokenizer))
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], form: _Form | None = None) -> str:
+    def _text(self, messages: Sequence[Message], tools: Tools, form: _Form | None = None) -> str:
         form = form or self._form or _Form()
         return str(
             self.tokenizer.apply_chat_template(
@@ -264,7 +267,7 @@ class TemplateBridge(Bridge):
         whole = first + "".join(placeholders + part for placeholders, part in zip(shown.texts, rest, strict=True))
         return Tokens(encode_marked(self.tokenizer, whole), encode_marked(self.tokenizer, text), images)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Tokens:
+    def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:
         self._learn_form(messages[:1], tools)
         first = not any(message["role"] == "assistant" for message in messages)  # all attempts of a group render it
         try:
@@ -276,7 +279,7 @@ class TemplateBridge(Bridge):
             ) from error
         return Tokens(self._ids(text)) if first and not images_of(messages) else self._tokens(text, messages)
 
-    def _learn_form(self, first: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
+    def _learn_form(self, first: Sequence[Message], tools: Tools) -> None:
         """Finds how this template wants a message with tool calls: some want JSON text, some no content."""
         if self._form is not None:
             return
@@ -292,25 +295,19 @@ class TemplateBridge(Bridge):
         self._form = _Form()
 
     def extend(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        history: Sequence[Message],
-        reply: Message,
-        new: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
+        self, turn: SampledTurn, history: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> Tokens | None:
         self._learn_form(history[:1], tools)
-        if self.processor is not None and not self._placeholders.isdisjoint(completion_ids):
+        if self.processor is not None and not self._placeholders.isdisjoint(turn.completion_ids):
             return None  # sampled, it stands for no image; in a new row it is text
         new = guard(new, self._special)
-        ended = self._end_of_turn(completion_ids, history, tools)
+        ended = self._end_of_turn(turn.completion_ids, history, tools)
         if ended is None:
             return None
         end, sampled = ended
-        suffix = self._common_suffix(self._histories(history), reply, new, tools, end)
+        suffix = self._common_suffix(self._histories(history), turn.reply, new, tools, end)
         if suffix is None:  # the real history then, at a cost that grows with it
-            suffix = self._common_suffix([guard(history, self._special)], reply, new, tools, end)
+            suffix = self._common_suffix([guard(history, self._special)], turn.reply, new, tools, end)
         if suffix is None:
             return None
         ids = self._tokens(end + suffix, new)
@@ -326,7 +323,7 @@ class TemplateBridge(Bridge):
         return {self.tokenizer.convert_tokens_to_ids(token) for token in tokens if token is not None}
 
     def _end_of_turn(
-        self, completion_ids: Sequence[int], history: Sequence[Message], tools: Sequence[dict[str, Any]]
+        self, completion_ids: Sequence[int], history: Sequence[Message], tools: Tools
     ) -> tuple[str, bool] | None:
         """The token that ends this turn, and whether it was sampled."""
         if completion_ids and (token := self._special.get(completion_ids[-1])) is not None:
@@ -358,7 +355,7 @@ class TemplateBridge(Bridge):
             longer += [assistant, answer]
         return [prompt, longer]
 
-    def _begun(self, history: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
+    def _begun(self, history: Sequence[Message], tools: Tools) -> str:
         """`_text` of a history, which comes back at every turn, and for all attempts of a group."""
         try:
             key = json.dumps([history, tools, datetime.date.today().isoformat()])  # templates may write the day
@@ -375,7 +372,7 @@ class TemplateBridge(Bridge):
         histories: Sequence[Sequence[Message]],
         reply: Message,
         new: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
+        tools: Tools,
         end: str,
     ) -> str | None:
         """What follows `end`, the same after all histories and replies; None where it is not."""
@@ -411,7 +408,7 @@ class TemplateBridge(Bridge):
         history: Sequence[Message],
         reply: Message,
         new: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
+        tools: Tools,
         tail: str,
     ) -> bool:
         """Whether the reply as it is, thoughts written into its content included, stays in the conversation."""
@@ -525,7 +522,7 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
 
 
 class _MarkedTokenizer:
-    """What `renderers` asks of a tokenizer, with literal special-token text encoded as ordinary tokens."""
+    """A tokenizer for `renderers` that encodes literal special-token text as ordinary tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

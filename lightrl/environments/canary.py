@@ -1,4 +1,4 @@
-"""Whether what is trained is what was sampled: the engine is asked for the log-probs of finished rows."""
+"""Checks that trained tokens are the sampled ones: the engine is asked for the log-probs of finished rows."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Episode(ABC):
         """
 
     async def close(self) -> None:  # noqa: B027 - only some hold anything
-        """Frees what episodes share; nothing runs any more."""
+        """Frees what episodes share, when none runs any more."""
 
 
 class SingleTurn(Episode):

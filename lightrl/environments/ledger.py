@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from lightrl.environments.base import Message
-from lightrl.environments.bridges import Bridge, Tokens
-from lightrl.types import GenerationRequest, ImageInputs, Media, Routes, Support, TrajectoryRow
+from lightrl.environments.base import Message, Tools
+from lightrl.environments.bridges import Bridge, SampledTurn, Tokens
+from lightrl.types import Completion, GenerationRequest, ImageInputs, Media, Routes, Support, TrajectoryRow
 
 __all__ = ["Ledger"]
 
@@ -29,13 +29,13 @@ class Ledger:
         tools: JSON schemas of the tools.
     """
 
-    def __init__(self, bridge: Bridge, tools: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, bridge: Bridge, tools: Tools = ()) -> None:
         self.bridge = bridge
         self.tools = list(tools)
         self.messages: list[Message] = []
         self.turns = 0
         self._rows: list[_Row] = []
-        self._turn: tuple[list[int], list[int], Message] | None = None
+        self._turn: SampledTurn | None = None
         self._sampled: list[tuple[int, int, int, Message]] = []  # of each turn: row, tokens before and with it, reply
 
     def branch(self, messages: Sequence[Message], same: Callable[[Message, Message], bool]) -> Ledger | None:
@@ -71,7 +71,7 @@ class Ledger:
         assert not self._rows, "a ledger records one conversation"
         self.messages = list(messages)
         self._rows.append(row)
-        self._turn = (row.token_ids[:start], row.token_ids[start:], reply)
+        self._turn = SampledTurn(row.token_ids[:start], row.token_ids[start:], reply)
 
     @property
     def request_ids(self) -> list[int]:
@@ -118,36 +118,33 @@ class Ledger:
 
     def sampled(
         self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
+        completion: Completion,
         policy_version: int | Sequence[int],
         reply: Message,
         *,
         trained: bool = True,
-        support: Support | None = None,
-        routes: Routes | None = None,
         turn: int | None = None,
     ) -> None:
         """Records what the engine sampled after `request_ids`.
 
         Args:
-            token_ids: n ids. logprobs: n floats.
+            completion: of n tokens; `support` and `routes` are kept where they were recorded.
             policy_version: of the weights that sampled them; n integers where they changed on the way.
             reply: the same as an assistant's message, as it enters the conversation.
             trained: False makes the turn context.
-            support: what the tokens were drawn from; None where nothing was cut, or it was not recorded.
-            routes: of `request_ids` and the tokens; None where none were recorded.
             turn: its number in the trajectory, where that has other conversations; None counts from 0.
         """
+        token_ids, logprobs = completion.token_ids, completion.logprobs
         if len(token_ids) != len(logprobs):
             raise ValueError(f"{len(token_ids)} sampled tokens came with {len(logprobs)} log-probs.")
         row = self._rows[-1]
-        self._turn = (list(row.token_ids), list(token_ids), reply)
+        self._turn = SampledTurn(list(row.token_ids), list(token_ids), reply)
         start = len(row.token_ids)
         self._sampled.append((len(self._rows) - 1, start, start + len(token_ids), reply))
         row.short += token_ids
-        row.support = Support.joined((len(row.token_ids), row.support), (len(token_ids), support if trained else None))
-        row.routes = Routes.extended(row.routes, routes)
+        support = completion.support if trained else None
+        row.support = Support.joined((len(row.token_ids), row.support), (len(token_ids), support))
+        row.routes = Routes.extended(row.routes, completion.routes)
         row.token_ids.extend(token_ids)
         turn = self.turns if turn is None else turn
         row.turn_ids.extend([turn if trained else -1] * len(token_ids))
@@ -163,10 +160,9 @@ class Ledger:
             ValueError: the template refuses the conversation.
         """
         assert self._turn is not None, "nothing was sampled since the last answer"
-        prompt_ids, completion_ids, reply = self._turn
         new = self.bridge.opened(messages)
-        suffix = self.bridge.extend(prompt_ids, completion_ids, self.messages, reply, new, self.tools)
-        self.messages += [reply, *new]
+        suffix = self.bridge.extend(self._turn, self.messages, new, self.tools)
+        self.messages += [self._turn.reply, *new]
         self._turn = None
         if suffix is None:
             self._begin_row()
@@ -177,7 +173,7 @@ class Ledger:
     @property
     def conversation(self) -> list[Message]:
         """All messages, the last reply included."""
-        return [*self.messages, *([self._turn[2]] if self._turn is not None else [])]
+        return [*self.messages, *([self._turn.reply] if self._turn is not None else [])]
 
     def _upto(self, row: _Row, end: int) -> TrajectoryRow:
         """The first `end` tokens of a row, and what they show."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightrl.arguments import above, at_least, fraction
+from lightrl.background import all_of
 from lightrl.data.prompts import PromptMixture, PromptSource
+from lightrl.environments.base import Tools
 from lightrl.environments.bridges import Bridge, ImageProcessor, RendererBridge, TemplateBridge, make_renderer
 from lightrl.environments.episodes import Ask, Episode, Task
 from lightrl.environments.parsing import ReplyParser, choose_parser
@@ -30,7 +33,7 @@ class Attempt:
         seed: of the group.
         turn_seed: from a turn's number to the seed of its request.
         sampling: the distribution; its `max_new_tokens` is the most that one request may bring.
-        max_tokens: most tokens of a row, context included; None where nothing limits them.
+        max_tokens: most tokens of a row, context included.
         name: how messages call it.
     """
 
@@ -39,7 +42,7 @@ class Attempt:
     seed: int
     turn_seed: Callable[[int], int]
     sampling: SamplingParams
-    max_tokens: int | None
+    max_tokens: int
     name: str
 
 
@@ -120,11 +123,11 @@ class MultiTurn(Episode):
 
     @property
     def bridge(self) -> Bridge:
-        """What carries conversations into tokens; there after `setup`."""
+        """Turns conversations into tokens; set by `setup`."""
         assert self._bridge is not None, "setup comes first"
         return self._bridge
 
-    def parser(self, tools: Sequence[dict[str, Any]]) -> ReplyParser:
+    def parser(self, tools: Tools) -> ReplyParser:
         """The parser of replies where there are these tools."""
         if bool(tools) not in self._parsers:
             self._parsers[bool(tools)] = choose_parser(
@@ -167,74 +170,20 @@ class MultiTurn(Episode):
                 f"{task.name} has media, but an environment's `reset` makes the first messages: set "
                 "prompts.media_columns={}, and put images into content blocks there."
             )
-
-        return await self.group(
-            {**task.columns, "prompt": task.prompt.raw[0]},
-            ask,
-            attempts=task.attempts,
-            seed=task.seed,
-            turn_seed=task.turn_seed,
-            sampling=task.sampling,
-            max_model_len=task.max_model_len,
-            name=task.name,
-            ended=task.ended,
-        )
-
-    async def group(
-        self,
-        row: Mapping[str, Any],
-        ask: Ask,
-        *,
-        attempts: Sequence[int],
-        seed: int,
-        turn_seed: Callable[[int, int], int],
-        sampling: SamplingParams,
-        max_model_len: int | None = None,
-        name: str = "a prompt",
-        ended: Callable[[Trajectory], None] = lambda trajectory: None,
-    ) -> list[Trajectory]:
-        """Plays attempts of one group at once.
-
-        Args:
-            row: a row of the data set.
-            ask: has the engine complete a request.
-            attempts: numbers of the attempts within the group.
-            seed: of the group.
-            turn_seed: from the numbers of attempt and turn to the seed of the request.
-            sampling: the distribution; its `max_new_tokens` is the most that one request may bring.
-            max_model_len: most tokens that the engine holds.
-            name: how messages call the prompt.
-            ended: called with each attempt as soon as it is over.
-
-        Returns:
-            a trajectory per attempt, in their order.
-
-        Raises:
-            ValueError: a mistake of the user's, such as a prompt that does not fit.
-        """
+        row = {**task.columns, "prompt": task.prompt.raw[0]}
+        longest = min(self.max_tokens or task.max_model_len, task.max_model_len)
         places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_environments))
-        room = [limit for limit in (self.max_tokens, max_model_len) if limit is not None]
 
         async def one(number: int, play: Callable[[Attempt], Awaitable[Trajectory]]) -> Trajectory:
-            def seeds(turn: int) -> int:
-                return turn_seed(number, turn)
-
-            longest = min(room) if room else None
+            name, turn_seed = f"attempt {number} at {task.name}", partial(task.turn_seed, number)
             async with places:
                 self.playing += 1
                 try:
-                    called = f"attempt {number} at {name}"
-                    played = await play(Attempt(row, ask, seed, seeds, sampling, longest, called))
+                    played = await play(Attempt(row, ask, task.seed, turn_seed, task.sampling, longest, name))
                 finally:
                     self.playing -= 1
-                ended(played)
+                task.ended(played)
                 return played
 
         async with self.player() as play:
-            tasks = [asyncio.ensure_future(one(number, play)) for number in attempts]
-            try:
-                return list(await asyncio.gather(*tasks))
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)  # all have ended before this returns
+            return await all_of(one(number, play) for number in task.attempts)

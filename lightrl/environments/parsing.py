@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightrl.compat import vllm_parsers
-from lightrl.environments.base import Reply, ToolCall
+from lightrl.environments.base import Reply, ToolCall, Tools
 from lightrl.environments.bridges import Bridge
 from lightrl.types import Completion
 
@@ -37,9 +37,7 @@ class ReplyParser(ABC):
         self.tokenizer = tokenizer
 
     @abstractmethod
-    def parse(
-        self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[dict[str, Any]], *, truncated: bool
-    ) -> Reply:
+    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
         """The reply.
 
         Args:
@@ -49,9 +47,7 @@ class ReplyParser(ABC):
             truncated: whether a limit cut it.
         """
 
-    def read(
-        self, prompt_ids: Sequence[int], completion: Completion, tools: Sequence[dict[str, Any]], bridge: Bridge
-    ) -> Reply:
+    def read(self, prompt_ids: Sequence[int], completion: Completion, tools: Tools, bridge: Bridge) -> Reply:
         """The reply of a completion; where a part of it cannot be read, `errors`, and all of it as text."""
         ids = completion.token_ids
         reply = self.parse(prompt_ids, ids, tools, truncated=completion.finish_reason == "length")
@@ -66,9 +62,7 @@ class ReplyParser(ABC):
 class PlainParser(ReplyParser):
     """Everything is content: for environments without tools. Arguments: those of `ReplyParser`."""
 
-    def parse(
-        self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[dict[str, Any]], *, truncated: bool
-    ) -> Reply:
+    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
         content = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         return Reply(content=content, text=self.tokenizer.decode(token_ids), truncated=truncated)
 
@@ -85,9 +79,7 @@ class RendererParser(ReplyParser):
         super().__init__(tokenizer)
         self.renderer = renderer
 
-    def parse(
-        self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[dict[str, Any]], *, truncated: bool
-    ) -> Reply:
+    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
         parsed = self.renderer.parse_response(list(token_ids), prompt_ids=list(prompt_ids), tools=list(tools) or None)
         reply = Reply(
             content=parsed.content,
@@ -124,9 +116,7 @@ class VLLMParser(ReplyParser):
         self._tools = vllm_parsers.tool_parser(tool_parser, tokenizer) if tool_parser else None
         self._reasoning = vllm_parsers.reasoning_parser(reasoning_parser, tokenizer) if reasoning_parser else None
 
-    def parse(
-        self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[dict[str, Any]], *, truncated: bool
-    ) -> Reply:
+    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools, *, truncated: bool) -> Reply:
         text = self.tokenizer.decode(token_ids)
         ids = list(token_ids)
         while ids and ids[-1] in self.tokenizer.all_special_ids:  # the end of the turn

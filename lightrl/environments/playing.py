@@ -187,14 +187,14 @@ class _Played(Attempt):
         self.ledger = Ledger(self.bridge, environment.tools)
         prompt_ids = self._shown(self.ledger.begin, messages)
         self.states.append(self._state(environment, messages))
-        if self.max_tokens is not None and len(prompt_ids) >= self.max_tokens:
+        if len(prompt_ids) >= self.max_tokens:
             raise ValueError(
                 f"environment: the first messages are {len(prompt_ids)} tokens, which leaves none of {self.max_tokens} "
                 "(max_tokens, or what the engine holds) for a reply. Raise the limit, or leave such rows out."
             )
         while True:
             wanted = min(self.sampling.max_new_tokens, settings.max_tokens_per_turn or self.sampling.max_new_tokens)
-            left = wanted if self.max_tokens is None else self.max_tokens - len(prompt_ids)
+            left = self.max_tokens - len(prompt_ids)
             if left < max(1, self.sampling.min_new_tokens):
                 return "tokens"
             reply = await self._reply(parser, prompt_ids, environment, min(wanted, left))
@@ -242,25 +242,13 @@ class _Played(Attempt):
         turn, sampling = len(self.rewards), self.sampling
         if max_new_tokens != sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=max_new_tokens)
-        request = GenerationRequest(
-            token_ids=prompt_ids,
-            sampling=sampling,
-            seed=self.turn_seed(turn),
-            name=f"turn {turn} of {self.name}",
-        )
+        request = GenerationRequest(prompt_ids, sampling, self.turn_seed(turn), name=f"turn {turn} of {self.name}")
         group = await self.ask(self.ledger.shown(request))
         completion = group.completions[0]
         reply = parser.read(prompt_ids, completion, environment.tools, self.bridge)
         self.parse_errors += bool(reply.errors)
-        self.ledger.sampled(
-            completion.token_ids,
-            completion.logprobs,
-            group.versions(0),
-            reply.message(),
-            trained=self.settings.train_parse_errors or not reply.errors,
-            support=completion.support,
-            routes=completion.routes,
-        )
+        trained = self.settings.train_parse_errors or not reply.errors
+        self.ledger.sampled(completion, group.versions(0), reply.message(), trained=trained)
         self.rewards.append(self.settings.parse_error_reward if reply.errors else 0.0)
         self.last = reply
         return reply

@@ -1,11 +1,11 @@
-"""Environments that live on servers: the tools of an MCP server, and environments of OpenEnv."""
+"""Environments on servers: the tools of an MCP server, and environments of OpenEnv."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from lightrl.arguments import above, require_packages
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step
@@ -28,10 +28,7 @@ class MCPEnvironment(ToolEnvironment):
             streams, as a list.
         factory: as in `ToolEnvironment`: a class with `reset`, `get_reward` and further tools; None leaves rewards to
             the reward functions.
-        tool_timeout: as in `ToolEnvironment`.
-        timeout_message: as in `ToolEnvironment`.
-        error_message: as in `ToolEnvironment`.
-        result_role: as in `ToolEnvironment`.
+        options: the others of `ToolEnvironment`.
 
     Raises:
         ValueError: the package is missing, or a tool of the class has the name of one of the server's.
@@ -39,23 +36,8 @@ class MCPEnvironment(ToolEnvironment):
     Source: https://modelcontextprotocol.io, by the package `mcp`.
     """
 
-    def __init__(
-        self,
-        server: str | list[str],
-        factory: Callable[[], Any] | str | None = None,
-        *,
-        tool_timeout: float | None = 60.0,
-        timeout_message: str = "Error: {name} took longer than {seconds:g} seconds.",
-        error_message: str = "Error: {error}",
-        result_role: Literal["tool", "user"] = "tool",
-    ) -> None:
-        super().__init__(
-            _Nothing if factory is None else factory,
-            tool_timeout=tool_timeout,
-            timeout_message=timeout_message,
-            error_message=error_message,
-            result_role=result_role,
-        )
+    def __init__(self, server: str | list[str], factory: Callable[[], Any] | str | None = None, **options: Any) -> None:
+        super().__init__(_Nothing if factory is None else factory, **options)
         require_packages("MCPEnvironment", "mcp", "mcp")
         if not server:
             raise ValueError(f"server={server!r}: give a URL, or a command as a list.")

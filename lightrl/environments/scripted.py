@@ -15,12 +15,13 @@ from textwrap import shorten
 from typing import Any
 
 from lightrl.background import BackgroundLoop
-from lightrl.environments import Environment, EnvironmentEpisode
-from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
+from lightrl.environments import Environment, EnvironmentEpisode, Task
+from lightrl.types import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams, Trajectory
 
 __all__ = ["EnvironmentCheck", "Played", "play"]
 
 PLAIN = "I do not know."
+MOST_TURNS = 1 << 20
 SLOW = 5.0  # seconds per step from which it is pointed out
 ENDING = 3.0  # seconds that processes and threads have to end in, once all environments are closed
 EXAMPLES = {"string": "a", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
@@ -178,17 +179,32 @@ def play(
         seed: of the groups. replies: texts of a further script, one per turn, the last one again and again.
         reward_functions: whether the run has some, so that the environment need not give rewards.
     """
+    check = EnvironmentCheck([], reward_functions=reward_functions)
     before = _living()
     loop = BackgroundLoop("check-env")  # in a notebook the calling thread has one that runs already
     try:
-        check = loop.run(_play(episode, rows, tokenizer, sampling, seed, replies, reward_functions))
+        for number, row in enumerate(rows):
+            scripts = loop.run(_scripts(episode, row, tokenizer, seed, replies, check.notes))
+            try:
+                check.played += loop.run(_play(episode, number, row, scripts, tokenizer, sampling, seed))
+            except ValueError as error:
+                check.mistake = f"row {number}: {error}"
+                break
     finally:
         loop.close()
+    check.notes = list(dict.fromkeys(check.notes))
     end = time.monotonic() + ENDING
     while (left := _living().items() - before.items()) and time.monotonic() < end:
         time.sleep(0.05)
     check.left = sorted(f"{words} ({number})" for number, words in left)
     return check
+
+
+class _Scripted(Task):
+    """Attempts whose requests tell by their seed which turn of which attempt they are."""
+
+    def turn_seed(self, attempt: int, turn: int) -> int:
+        return attempt * MOST_TURNS + turn
 
 
 def _living() -> dict[str, str]:
@@ -205,53 +221,36 @@ def _living() -> dict[str, str]:
 
 async def _play(
     episode: EnvironmentEpisode,
-    rows: Sequence[Mapping[str, Any]],
+    number: int,
+    row: Mapping[str, Any],
+    scripts: dict[str, list[_Reply]],
     tokenizer: Any,
     sampling: SamplingParams,
     seed: int,
-    replies: Sequence[str],
-    reward_functions: bool,
-) -> EnvironmentCheck:
-    check = EnvironmentCheck([], reward_functions=reward_functions)
-    for number, row in enumerate(rows):
-        scripts = await _scripts(episode, row, tokenizer, seed, replies, check.notes)
-        names = [name for name in scripts for _ in range(2)]
-        said: list[list[list[int]]] = [[] for _ in names]
+) -> list[Played]:
+    """Each script twice at one row."""
+    names = [name for name in scripts for _ in range(2)]
+    said: list[list[list[int]]] = [[] for _ in names]
 
-        async def ask(
-            request: GenerationRequest,
-            names: list[str] = names,
-            said: list[list[list[int]]] = said,
-            scripts: dict[str, list[_Reply]] = scripts,
-        ) -> CompletionGroup:
-            attempt, turn = divmod(request.seed, episode.max_turns)
-            script = scripts[names[attempt]]
-            reply = script[min(turn, len(script) - 1)]
-            ids = reply.ids[: request.sampling.max_new_tokens]
-            cut = reply.cut or len(ids) < len(reply.ids)
-            said[attempt].append(ids)
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            done = Completion(ids, [0.0] * len(ids), text, "length" if cut else "stop")
-            return CompletionGroup(request, [done], 0)
+    async def ask(request: GenerationRequest) -> CompletionGroup:
+        attempt, turn = divmod(request.seed, MOST_TURNS)
+        script = scripts[names[attempt]]
+        reply = script[min(turn, len(script) - 1)]
+        ids = reply.ids[: request.sampling.max_new_tokens]
+        cut = reply.cut or len(ids) < len(reply.ids)
+        said[attempt].append(ids)
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        done = Completion(ids, [0.0] * len(ids), text, "length" if cut else "stop")
+        return CompletionGroup(request, [done], 0)
 
-        try:
-            trajectories = await episode.group(
-                row,
-                ask,
-                attempts=range(len(names)),
-                seed=seed,
-                turn_seed=lambda attempt, turn: attempt * episode.max_turns + turn,
-                sampling=sampling,
-            )
-        except ValueError as error:
-            check.mistake = f"row {number}: {error}"
-            break
-        check.played += [
-            Played(number, name, i % 2 == 1, trajectory, said[i])
-            for i, (name, trajectory) in enumerate(zip(names, trajectories, strict=True))
-        ]
-    check.notes = list(dict.fromkeys(check.notes))
-    return check
+    columns = {name: [value] for name, value in row.items()}
+    prompt = Prompts([[]], [""], columns, raw=[row.get("prompt", "")])
+    task = _Scripted(prompt, tuple(range(len(names))), seed, sampling, tokenizer, max_model_len=1 << 30)
+    trajectories = await episode.run(task, ask)
+    return [
+        Played(number, name, i % 2 == 1, trajectory, said[i])
+        for i, (name, trajectory) in enumerate(zip(names, trajectories, strict=True))
+    ]
 
 
 @dataclass

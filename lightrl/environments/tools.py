@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from lightrl.arguments import above, imported, one_of
-from lightrl.background import in_thread
+from lightrl.background import all_of, in_thread
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step, ToolCall
 
 __all__ = ["ToolEnvironment", "first_messages"]
@@ -85,10 +85,7 @@ class ToolEnvironment(Environment):
     async def step(self, reply: Reply) -> Step:
         if not reply.tool_calls:
             return Step(done=True)
-        if len(reply.tool_calls) == 1:
-            results = [await self._result(reply.tool_calls[0])]
-        else:
-            results = await self._results(reply.tool_calls)
+        results = await self._results(reply.tool_calls)
         if self.result_role == "user":
             content = results[0]
             for result in results[1:]:
@@ -115,13 +112,7 @@ class ToolEnvironment(Environment):
         waits = [inspect.iscoroutinefunction(self._tools.get(call.name)) for call in calls]
         alone = [number for number, wait in enumerate(waits) if not wait]
         running = [in_turn(alone), *(one(number) for number, wait in enumerate(waits) if wait)]
-        tasks = [asyncio.ensure_future(each) for each in running]
-        try:
-            await asyncio.gather(*tasks)
-        finally:  # one failed, or the attempt was given up: no call outlives its turn
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await all_of(running)  # one failed, or the attempt was given up: no call outlives its turn
         return results
 
     async def _result(self, call: ToolCall) -> Any:

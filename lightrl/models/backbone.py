@@ -104,7 +104,7 @@ class Backbone:
                 self._fall_back(reason)
 
     def spread(self, group: Any) -> None:
-        """From now on the ranks of a process group run their rows as one stream (`packing/context.py`).
+        """Turns on context parallelism: ranks of a process group run their rows as one stream (`packing/context.py`).
 
         Raises:
             ValueError: heads that they cannot share out, or a layout without a stream.
@@ -185,12 +185,12 @@ class Backbone:
             return self._run_padded(token_ids, attention_mask, host, rows, hidden)
 
     def _replaying(self, experts: Tensor | None) -> AbstractContextManager[RoutingPass | None]:
-        """Within it the routers take these (N, L, K) experts, as of `Routes.at`."""
+        """Context in which the routers use these (N, L, K) experts, as of `Routes.at`."""
         return nullcontext() if experts is None else self.routers.replaying(experts)
 
     @property
     def routers(self) -> Routers:
-        """Of a mixture of experts; they are looked for when they are first needed."""
+        """The routers of a mixture of experts, looked up on first use."""
         if self._routers is None:
             self._routers = Routers(self.body)
         return self._routers
@@ -238,7 +238,7 @@ class Backbone:
     def _run_spread(
         self, device: torch.device, host: HostRows, rows: list[dict[str, Any]] | None, routes: Sequence[Routes | None]
     ) -> BackboneOutput:
-        """Runs this rank's stretch of its group's stream. Collective over the group."""
+        """Runs this rank's part of its group's stream (context parallelism). Collective over the group."""
         if rows:
             raise ValueError("context_parallel_size above 1 with images, videos or sound: only text is shared out.")
         share = share_stream(

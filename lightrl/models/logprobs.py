@@ -1,8 +1,9 @@
 """Log-probs and entropies of given tokens from hidden states, without a (tokens, vocabulary) matrix.
 
-Logits are made for a tile of tokens and words at a time, reduced to running sums, and dropped; the backward pass makes
-them again, tile by tile, and turns them into gradients in place. On a GPU a tile has all words; on a CPU it fits into
-the processor's cache, and the first tiles are kept, since a second matrix product there costs more than memory.
+Logits are made for a tile of tokens and vocabulary at a time, reduced to running sums, and dropped; the backward pass
+makes them again, tile by tile, and turns them into gradients in place. On a GPU a tile has the whole vocabulary; on a
+CPU it fits into the processor's cache, and the first tiles are kept, since a second matrix product there costs more
+than memory.
 With z = logits / temperature, p = softmax(z) and H the entropy:
 
     d logprob(y) / dz_j = [j = y] - p_j          d H / dz_j = -p_j (log p_j + H)
@@ -113,7 +114,7 @@ def chunked_logprobs(
 
 
 def _tile_size(tokens: int, vocabulary: int, limit: int, narrowest: int) -> tuple[int, int]:
-    """Tokens and words of a tile of at most `limit` elements; all words where at least `narrowest` tokens remain."""
+    """Rows and columns of a tile of at most `limit` logits; the whole vocabulary where `narrowest` rows remain."""
     rows = min(tokens, max(narrowest, limit // vocabulary), limit)
     return max(1, rows), max(1, min(vocabulary, limit // max(1, rows)))
 
@@ -123,7 +124,7 @@ def _chunks(total: int, size: int) -> Iterator[slice]:
 
 
 class _Tiles:
-    """Logits of some tokens and words at a time, in memory that is used again and again."""
+    """Logits of a tile of tokens and vocabulary at a time, in one buffer that is reused."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: Any) -> None:
         self.hidden = hidden
@@ -151,7 +152,7 @@ class _Tiles:
         return self.compute(rows, words, keep=False)
 
     def scratch(self, like: Tensor) -> Tensor:
-        """The common memory in that shape; fresh memory where logits are wider than the head's weight."""
+        """The shared buffer in that shape; a new one where logits are wider than the head's weight."""
         memory = self.memory if self.memory.dtype == like.dtype else like.new_empty(like.numel())
         return memory[: like.numel()].view(like.shape)
 
@@ -176,7 +177,7 @@ class _Tiles:
         return z
 
     def cut(self, z: Tensor, rows: slice, words: slice, support: Support) -> None:
-        """Lowers the logits of words outside of the support so far that their probability is 0, in place."""
+        """Masks the logits outside of the support, in place."""
         z.masked_fill_(_outside(support, self.offsets, rows, words), CUT)
 
     def places(self, rows: slice, words: slice) -> tuple[Tensor, Tensor]:
@@ -187,7 +188,7 @@ class _Tiles:
 
 
 def _outside(support: Support, offsets: list[int], rows: slice, words: slice) -> Tensor:
-    """(C, W) bool, True where a token of `rows` could not become a word of `words`; `offsets` are where ids begin."""
+    """(C, W) bool, True outside of each token's support, for a tile; `offsets` are where ids begin."""
     counts = support.counts[rows]
     ids = support.ids[offsets[rows.start] : offsets[rows.stop]].long()
     owners = torch.repeat_interleave(torch.arange(len(counts), device=ids.device), counts)
@@ -198,7 +199,7 @@ def _outside(support: Support, offsets: list[int], rows: slice, words: slice) ->
 
 
 class _Sums(NamedTuple):
-    """What is known of a token after some of the words: with m the largest z, `total` is the sum of e^(z - m) and
+    """Running softmax sums over part of the vocabulary: with m the largest z, `total` is the sum of e^(z - m) and
     `moment` that of e^(z - m) (z - m)."""
 
     top: Tensor
@@ -390,7 +391,7 @@ def chunked_divergence(
     support: Support | None = None,
     chunk_elements: int | None = None,
 ) -> Tensor:
-    """A divergence between the student's and a teacher's distribution at each of M tokens, over all words.
+    """A divergence between the student's and a teacher's distribution at each of M tokens, over the vocabulary.
 
     Logits of some tokens at a time are made, used and dropped, and made again in the backward pass. Where the heads
     have different numbers of words, both distributions are over those that both have. Against `TopTokens` it is the
@@ -436,7 +437,7 @@ def chunked_divergence(
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:
-    """(C, K) log-probs of some words and, behind them, of all others together: (C, K + 1)."""
+    """(C, K) log-probs of some tokens, followed by that of all others together: (C, K + 1)."""
     others = 1.0 - logprobs.exp().sum(-1, keepdim=True)
     return torch.cat([logprobs, others.clamp(min=torch.finfo(others.dtype).eps).log()], -1)
 
@@ -453,7 +454,7 @@ def chunked_top(
     support: Support | None = None,
     chunk_elements: int | None = None,
 ) -> TopTokens:
-    """The `count` likeliest words of each of M tokens; arguments as of `chunked_logprobs`."""
+    """The `count` most likely tokens at each of M positions; arguments as of `chunked_logprobs`."""
     dtype = weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -468,7 +469,7 @@ def chunked_top(
 
 
 class TokenHead(nn.Linear):
-    """A language head that answers with log-probs where it is given targets, and as before where it is not.
+    """A language head that returns log-probs where it is given targets, and logits where it is not.
 
     An existing `nn.Linear` becomes one by changing its class, so its parameter, its name, its tying to the embedding
     and the hooks that sharding strategies put on it stay. All use of the weight happens inside this module's call:

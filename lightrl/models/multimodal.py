@@ -74,7 +74,7 @@ def _padded(part: Tensor, sizes: list[int]) -> Tensor:
 
 
 def no_token_inputs(body: Any, token_ids: Tensor) -> dict[str, Tensor]:
-    """Zeros for the inputs per token that a model of images insists on in training, for a batch of text.
+    """Zero `token_type_ids` for a batch of text, where a vision-language model requires them in training.
 
     A model of text alone gets none: GPT-2 and its like would add the embedding of token 0 everywhere.
     """
@@ -195,7 +195,7 @@ def _misfit(number: int, reason: str) -> ValueError:
 
 @contextmanager
 def misfits_named(body: Any, token_ids: Tensor, rows: Rows | None) -> Iterator[None]:
-    """Turns the model's own complaint about a whole batch into one that names the row."""
+    """Context in which an error of the model's about a whole batch becomes one that names the row."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -253,13 +253,13 @@ def sampled_placeholders(config: Any, token_ids: Tensor, response_mask: Tensor |
 
 
 def harmless_id(config: Any) -> int:
-    """A token that stands for no feature."""
+    """A token id that is no media placeholder."""
     return next(i for i in range(len(placeholder_ids(config)) + 1) if i not in placeholder_ids(config).values())
 
 
 @contextmanager
 def true_embeddings(body: Any, hidden: Tensor | None, token_ids: Tensor) -> Iterator[None]:
-    """Within it the body embeds `token_ids` where `hidden` is set, whatever ids it is called with there.
+    """Context in which the body embeds `token_ids` where `hidden` is set, whatever ids it is called with there.
 
     A sampled placeholder is a token like any other in generation. In a forward pass it would be taken for a feature, so
     the body is called with another id there, and its embedding layer gets the real one.

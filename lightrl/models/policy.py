@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightrl.compat.deepspeed import whole_parameters
 from lightrl.compat.transformers import block_class_names, router_modules
 from lightrl.models.backbone import Backbone, BackboneOutput
-from lightrl.models.loading import load_backbone
+from lightrl.models.loading import load_backbone, load_causal_lm
 from lightrl.models.logprobs import LogitMap, TeacherStates, install_head
 from lightrl.models.lora import as_reference
 from lightrl.models.spec import Layout, ModelSpec
@@ -83,11 +83,11 @@ class _StreamModel(nn.Module):
 
     @property
     def layout(self) -> Layout:
-        """In which sequences go through the model: as it was asked for, or padded if the model can do no other."""
+        """The layout in use: the one that was asked for, or padded where the model supports no other."""
         return self._backbone.layout
 
     def spread(self, group: Any) -> None:
-        """From now on the ranks of a process group run their rows as one stream; see `Backbone.spread`."""
+        """Turns on context parallelism; see `Backbone.spread`."""
         self._backbone.spread(group)
 
 
@@ -114,6 +114,14 @@ class PolicyModel(_StreamModel):
         body = lm.base_model if lm.base_model is not lm else lm.model  # Llama 4's prefix names nothing
         self._backbone = Backbone(lm, body, layout, cpu_kernels)
         self._checked = False
+
+    @classmethod
+    def from_spec(
+        cls, spec: ModelSpec, *, trainable: bool, in_shards: bool = False, value_head: bool = False
+    ) -> PolicyModel:
+        """Loads a language model; `trainable` and `in_shards` as of `load_causal_lm`."""
+        lm = load_causal_lm(spec, trainable=trainable, in_shards=in_shards)
+        return cls(lm, value_head=value_head, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
 
     def forward(
         self,
@@ -224,7 +232,7 @@ class PolicyModel(_StreamModel):
         return transformer_blocks(self.lm)
 
     def as_reference(self) -> AbstractContextManager[None]:
-        """Within it the policy is the reference of a LoRA run: its base, or that with the adapter it began with."""
+        """Context in which the policy is the reference of a LoRA run: its base, or with the adapter it began with."""
         return as_reference(self.lm)
 
 

@@ -36,7 +36,7 @@ _pass: ContextVar[RoutingPass | None] = ContextVar("routing_pass", default=None)
 
 
 class RoutingPass:
-    """Within it, on this thread, routers record which experts they take. It may be entered again, to recompute.
+    """Context in which the routers of this thread record or replay their choice of experts. It is re-entrant.
 
     Args:
         choices: L tensors (N, K) int64, the experts to take for each of N tokens, -1 leaves a token to the router; None

@@ -26,7 +26,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class Place(NamedTuple):
-    """Where a parameter lies.
+    """Where a parameter is stored.
 
     Attributes:
         file: a safetensors file.

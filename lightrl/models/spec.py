@@ -81,7 +81,7 @@ class LoraSpec:
 
 @dataclass
 class ModelSpec:
-    """A model and how it is held.
+    """A model and how it is loaded.
 
     Args:
         path: folder with a Hugging Face model, or its name on the hub. The folder of a peft LoRA adapter stands for the

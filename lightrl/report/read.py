@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,8 @@ def read_run(folder: Path, argument: str) -> Run:
         ValueError: no `metrics.csv`, or no numbers in it; a file that is broken, or a link out of the folder.
     """
     folders = metric_folders(folder, argument)
-    for path in (path / name for path in folders for name in ("metrics.csv", "samples.jsonl", "config.yaml")):
-        if not inside(path, folder):
-            raise ValueError(
-                f"{path} is a link to {path.resolve()}, outside of {argument}={str(folder)!r}: only files of the run "
-                "are read. Put a copy in its place, or give the folder that it lies in."
-            )
+    for name in ("metrics.csv", "samples.jsonl", "config.yaml"):
+        require_inside([path / name for path in folders], folder, argument)
     tables = [read_metrics(path / "metrics.csv") for path in folders]
     trained = [i for i, table in enumerate(tables) if any(name.startswith(TRAINING) for name in table)]
     used = trained or range(len(tables))  # evaluations of a finished run do not belong to its curves
@@ -93,6 +90,16 @@ def checkpoints(folder: Path) -> list[tuple[int, str]]:
 def inside(path: Path, folder: Path) -> bool:
     """Whether a path lies in a folder, after every link and `..` is followed."""
     return path.resolve().is_relative_to(folder.resolve())
+
+
+def require_inside(paths: Iterable[Path], folder: Path, argument: str) -> None:
+    """Refuses links that lead out of a run's folder with a ValueError; `argument` is what the caller calls it."""
+    for path in paths:
+        if not inside(path, folder):
+            raise ValueError(
+                f"{path} is a link to {path.resolve()}, outside of {argument}={str(folder)!r}: only files of the run "
+                "are read. Put a copy in its place, or give the folder that it lies in."
+            )
 
 
 def metric_folders(folder: Path, argument: str) -> list[Path]:

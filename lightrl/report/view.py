@@ -15,7 +15,7 @@ from lightrl import __version__
 from lightrl.arguments import at_least
 from lightrl.report.assets import asset
 from lightrl.report.atif import write_atif
-from lightrl.report.read import inside
+from lightrl.report.read import inside, require_inside
 from lightrl.storage import atomic_write
 
 __all__ = ["view"]
@@ -69,12 +69,7 @@ def _newest(folder: Path, most: int) -> tuple[list[dict[str, Any]], int]:
         )
     rollouts = [(name, list(files)) for name, files in groupby(found, key=lambda path: path.parent)]
     rollouts.sort(key=lambda pair: pair[0].name)
-    linked = next((path for path in found if not inside(path, folder)), None)
-    if linked is not None:
-        raise ValueError(
-            f"{linked} is a link to {linked.resolve()}, outside of run_dir={str(folder)!r}: only files of the run are "
-            "read. Put a copy in its place, or give the folder that it lies in."
-        )
+    require_inside(found, folder, "run_dir")
     kept: list[dict[str, Any]] = []
     count = 0
     for _, files in reversed(rollouts):

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import Coroutine, Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import httpx
 
@@ -18,9 +18,6 @@ __all__ = ["RetryingReward"]
 
 log = logging.getLogger(__name__)
 _RETRIED_STATUS = frozenset({408, 425, 429})  # "try again later"; every other 4xx is a mistake in the request
-
-
-T = TypeVar("T")
 
 
 class RetryingReward(Reward):
@@ -105,16 +102,6 @@ class RetryingReward(Reward):
             raise ConnectionError(message)
         log.warning("%s. They count as not scored (on_failure='none').", message)
         return None
-
-    @staticmethod
-    async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-        """What all give; where one fails, the run ends, and the others are given up."""
-        tasks = [asyncio.ensure_future(each) for each in work]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
 
     async def close(self) -> None:  # type: ignore[override]
         """Closes the connections; the next request opens new ones."""

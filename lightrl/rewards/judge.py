@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightrl.arguments import at_least
+from lightrl.background import all_of
 from lightrl.rewards.base import RewardError
 from lightrl.rewards.client import RetryingReward
 from lightrl.rewards.media import encode_rows
@@ -105,7 +106,7 @@ class GenerativeJudge(RetryingReward):
     ) -> list[float | None]:
         texts = self._texts(completions, columns)
         pictures = self._pictures(images, videos, len(completions))
-        judgements = await self.all_of(self._ask(*pair) for pair in zip(texts, pictures, strict=True))
+        judgements = await all_of(self._ask(*pair) for pair in zip(texts, pictures, strict=True))
         rewards = [await asyncio.to_thread(self._read, judgement) for judgement in judgements]
         answered = [judgement is not None for judgement in judgements]
         unread = sum(there and reward is None for there, reward in zip(answered, rewards, strict=True))

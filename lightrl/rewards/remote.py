@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightrl.arguments import at_least
+from lightrl.background import all_of
 from lightrl.rewards.base import RewardError
 from lightrl.rewards.client import RetryingReward
 from lightrl.rewards.media import encode_rows
@@ -80,7 +81,7 @@ class RemoteReward(RetryingReward):
         if self.send_media:
             rows = {**{name: encode_rows(values) for name, values in media.items()}, **rows}
         batches = _batches(group_ids, self.batch_size)
-        answers = await self.all_of(self._ask({name: v[a:b] for name, v in rows.items()}, b - a) for a, b in batches)
+        answers = await all_of(self._ask({name: v[a:b] for name, v in rows.items()}, b - a) for a, b in batches)
         if self.on_failure == "none" and log_metric is not None:
             lost = sum(b - a for (a, b), answer in zip(batches, answers, strict=True) if answer is None)
             log_metric("unanswered", lost / max(1, len(completions)))

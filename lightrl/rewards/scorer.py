@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from lightrl.arguments import above, at_least, one_of
-from lightrl.background import BackgroundLoop
+from lightrl.background import BackgroundLoop, all_of
 from lightrl.rewards.base import RewardError, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import MAX_REWARD, CallFailed, CallLog, RewardFunction
 from lightrl.rewards.media import MEDIA
@@ -209,12 +209,7 @@ class RewardScorer:
             )
 
     async def _score(self, rows: Mapping[str, Sequence[Any]], weights: list[dict[str, float]]) -> Scores:
-        tasks = [asyncio.ensure_future(self._part(index, rows, weights)) for index in range(len(self._functions))]
-        try:
-            parts = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # one failed: the others are not worth waiting for
-                task.cancel()
+        parts = await all_of(self._part(index, rows, weights) for index in range(len(self._functions)))
         scores = Scores(total=[], parts={})
         for name, part in zip(self.names, parts, strict=True):
             scores.parts[name] = part.total

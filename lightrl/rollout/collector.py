@@ -116,26 +116,15 @@ class Collector:
     loop: BackgroundLoop = field(default_factory=lambda: BackgroundLoop("lightrl-episodes"), init=False)
     _live: list[Collection] = field(default_factory=list, init=False)
 
-    def start(
-        self,
-        tasks: Sequence[Task],
-        *,
-        recover: bool = True,
-        begun: Mapping[int, list[Completion]] | None = None,
-        pause_at: Callable[[int], list[int]] | None = None,
-    ) -> Collection:
+    def start(self, tasks: Sequence[Task], **how: Any) -> Collection:
         """Starts the episodes of P tasks.
 
         Args:
             tasks: the prompts, at least one.
-            begun: what was sampled before, by `_key` of the requests, which go on from there; None for a collection
-                that will not be suspended.
-            pause_at: (key) gives a request's `pause_at`.
-            recover: push the weights to an engine that restarted and go on, in the thread that waits for groups;
-                False raises, as a thread must that runs while the weights move.
+            how: further arguments of `Collection`.
         """
         self._live = [collection for collection in self._live if not collection.exhausted]
-        collection = Collection(self, tasks, recover=recover, begun=begun, pause_at=pause_at)
+        collection = Collection(self, tasks, **how)
         self._live.append(collection)
         collection.begin()
         return collection
@@ -173,7 +162,15 @@ class _Progress:
 
 
 class Collection:
-    """The groups of P tasks while they come about. Made by `Collector.start`.
+    """The groups of P tasks while they are sampled and scored. Made by `Collector.start`.
+
+    Args:
+        collector: that starts it. tasks: the prompts, at least one.
+        recover: push the weights to an engine that restarted and go on, in the thread that waits for groups; False
+            raises, as a thread must that runs while the weights move.
+        begun: what was sampled before, by `_key` of the requests, which go on from there; None for a collection that
+            will not be suspended.
+        pause_at: (key) gives a request's `pause_at`.
 
     Attributes:
         groups: number of the task -> its group, as far as they are done.
@@ -187,9 +184,9 @@ class Collection:
         collector: Collector,
         tasks: Sequence[Task],
         *,
-        recover: bool,
-        begun: Mapping[int, list[Completion]] | None,
-        pause_at: Callable[[int], list[int]] | None,
+        recover: bool = True,
+        begun: Mapping[int, list[Completion]] | None = None,
+        pause_at: Callable[[int], list[int]] | None = None,
     ) -> None:
         self.tasks = list(tasks)
         self.groups: dict[int, ScoredGroup] = {}

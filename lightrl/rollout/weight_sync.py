@@ -8,15 +8,13 @@ import torch
 
 from lightrl.arguments import above, at_least
 from lightrl.compat.transformers import as_saved
-from lightrl.engines.base import Engine, StaleWeightsError
+from lightrl.engines.base import TOLERANCE, Engine, StaleWeightsError
 from lightrl.models.media_tokens import placeholder_ids
 from lightrl.models.multimodal import harmless_id
 from lightrl.rollout.learner import RolloutLearner
 from lightrl.rollout.sync import EngineSync
 
 __all__ = ["WeightSync"]
-
-TOLERANCE = {"float32": 5e-4, "bfloat16": 0.15, "float16": 0.05}
 
 
 class WeightSync(EngineSync):

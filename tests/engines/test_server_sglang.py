@@ -202,7 +202,7 @@ def test_a_key_is_sent(start: Start, tied_folder: Path, tmp_path: Path, monkeypa
     engine.start(here)
     engine.close()
     monkeypatch.delenv("LIGHTRL_SERVER_API_KEY")
-    given = ServerEngine(engine.urls, kind="sglang", shared_folder=str(tmp_path), api_key="secret")
+    given = ServerEngine(engine._connection.urls, kind="sglang", shared_folder=str(tmp_path), api_key="secret")
     given.check(here)
     given.close()
 
@@ -394,6 +394,8 @@ def test_what_served_teachers_cannot_do_is_refused(tmp_path: Path) -> None:
         quiet_trainer().fit(DistillLightningModule(student, {"far": teacher}), sums_data())
     with pytest.raises(ValueError, match="max_requests=0"):
         ServerTeacher(["http://a:1"], max_requests=0)
+    with pytest.raises(ValueError, match=r"ServerTeacher.urls=.*each once"):
+        ServerTeacher(["http://a:1", "http://a:1/"])
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrl.environments import Environment, EnvironmentEpisode, Reply, Step, ToolCall
+from lightrl.environments import Environment, EnvironmentEpisode, Reply, Step, Task, ToolCall
 from lightrl.environments.multi_turn import MultiTurn
 from lightrl.environments.parsing import ReplyParser
-from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
+from lightrl.types import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams, Trajectory
 
 ADD = {
     "type": "function",
@@ -122,6 +122,13 @@ async def play(
     return engine, trajectory
 
 
+class Numbered(Task):
+    """A task whose requests tell by their seed which turn of which attempt they are."""
+
+    def turn_seed(self, attempt: int, turn: int) -> int:
+        return 100 * attempt + turn
+
+
 async def alone(
     attempts: MultiTurn,
     ask: Any,
@@ -129,16 +136,11 @@ async def alone(
     sampling: SamplingParams,
     number: int = 1,
     seed: int = 1,
+    max_model_len: int = 1 << 30,
 ) -> list[Trajectory]:
     """The trajectories of a group."""
-    return await attempts.group(
-        row,
-        ask,
-        attempts=range(number),
-        seed=seed,
-        turn_seed=lambda attempt, turn: 100 * attempt + turn,
-        sampling=sampling,
-    )
+    prompt = Prompts([[]], [""], {name: [value] for name, value in row.items()}, raw=[row.get("prompt", "")])
+    return await attempts.run(Numbered(prompt, tuple(range(number)), seed, sampling, None, max_model_len), ask)
 
 
 def mismatches(engine: ScriptedEngine, trajectory: Trajectory) -> int:

@@ -471,7 +471,7 @@ def test_reset_draws_one_task_for_a_group_or_the_run_stops() -> None:
 
         async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
             Random.number += 1
-            return [{"role": "user", "content": f"Task {seed if row else Random.number}"}]
+            return [{"role": "user", "content": f"Task {seed if 'row' in row else Random.number}"}]
 
     attempts = ScriptedAttempts(lambda: Random([Turn(Reply("x"), [1])]))
     attempts.turns = [said("hello")]
@@ -571,7 +571,7 @@ def test_an_engine_that_died_is_raised_and_not_a_failed_trajectory() -> None:
 
 def test_images_are_refused_by_name() -> None:
     class Shows:
-        def reset(self) -> None: ...
+        def reset(self, **kwargs: Any) -> None: ...
 
         def look(self) -> list[Any]:
             """Looks."""

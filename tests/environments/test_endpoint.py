@@ -27,7 +27,7 @@ from lightrl.environments import AgentProgram, EnvironmentEpisode, ToolEnvironme
 from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
 from tests.environments import plain_program, programs
 from tests.environments.families import FAMILIES, make_tokenizer
-from tests.environments.scripted import spell
+from tests.environments.scripted import alone, spell
 from tests.waiting import gone, until
 
 TOKENIZER = make_tokenizer(FAMILIES["qwen2.5"])
@@ -68,7 +68,7 @@ def play(
     engine: Any,
     row: dict[str, Any] | None = None,
     number: int = 1,
-    max_model_len: Any = None,
+    max_model_len: int = 1 << 30,
     **settings: Any,
 ) -> list[Trajectory]:
     program = AgentProgram(run, **settings)
@@ -76,17 +76,11 @@ def play(
     return asyncio.run(group(program, engine, row or {}, number, max_model_len))
 
 
-async def group(attempts: Any, engine: Any, row: Any, number: int = 1, max_model_len: Any = None) -> list[Trajectory]:
-    trajectories: list[Trajectory] = await attempts.group(
-        row,
-        engine,
-        attempts=range(number),
-        seed=1,
-        turn_seed=lambda attempt, turn: 100 * attempt + turn,
-        sampling=SamplingParams(max_new_tokens=300),
-        max_model_len=max_model_len,
-    )
-    return trajectories
+async def group(
+    attempts: Any, engine: Any, row: Any, number: int = 1, max_model_len: int = 1 << 30
+) -> list[Trajectory]:
+    sampling = SamplingParams(max_new_tokens=300)
+    return await alone(attempts, engine, row, sampling, number, max_model_len=max_model_len)
 
 
 def sound(trajectory: Trajectory, engine: Engine) -> None:

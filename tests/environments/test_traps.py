@@ -16,7 +16,7 @@ from lightrl.environments import Ledger, Reply, check_trajectories
 from lightrl.environments.bridges import TemplateBridge, encode_marked, guard, make_renderer, special_texts
 from lightrl.objectives.aggregation import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from lightrl.objectives.trajectories import TrajectoryLayout
-from lightrl.types import CompletionGroup, EngineContext, GenerationRequest, SamplingParams, Trajectory
+from lightrl.types import Completion, CompletionGroup, EngineContext, GenerationRequest, SamplingParams, Trajectory
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import Script, ScriptedAttempts, Turn, alone, call, mismatches, play, spell
 from tests.environments.test_ledger import script
@@ -30,7 +30,7 @@ def record(tokenizer: Any, *rounds: tuple[Reply, list[int], list[dict[str, Any]]
     ledger = Ledger(TemplateBridge(tokenizer, template))
     ledger.begin(USER)
     for reply, ids, new in rounds:
-        ledger.sampled(ids, [-1.0] * len(ids), 0, reply.message())
+        ledger.sampled(Completion(ids, [-1.0] * len(ids), "", "stop"), 0, reply.message())
         if new:
             ledger.answer(new)
     return ledger
@@ -154,7 +154,7 @@ def test_a_capture_that_is_incomplete_is_an_error_and_never_guessed() -> None:
     ledger = Ledger(TemplateBridge(QWEN))
     ledger.begin(USER)
     with pytest.raises(ValueError, match="3 sampled tokens came with 2 log-probs"):
-        ledger.sampled([1, 2, 3], [-1.0, -1.0], 0, {"role": "assistant", "content": "x"})
+        ledger.sampled(Completion([1, 2, 3], [-1.0, -1.0], "", "stop"), 0, {"role": "assistant", "content": "x"})
 
 
 def test_cutting_a_trajectory_into_rows_loses_and_repeats_no_sampled_token() -> None:

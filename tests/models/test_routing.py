@@ -30,7 +30,7 @@ from lightrl.models.packing.layouts import make_stream
 from lightrl.models.policy import PolicyModel
 from lightrl.models.routing import Routers
 from lightrl.models.spec import ModelSpec
-from lightrl.types import GenerationRequest, Rollouts, Routes, SamplingParams
+from lightrl.types import Completion, GenerationRequest, Rollouts, Routes, SamplingParams
 from tests.algorithms.toys import fit, sgd, weights
 from tests.models.conftest import VOCAB, Batch
 from tests.models.test_support import NewRow
@@ -333,13 +333,13 @@ def test_the_ledger_keeps_the_experts_over_turns_and_forks() -> None:
     ledger = Ledger(NewRow())  # type: ignore[arg-type]
     ledger.begin([{"role": "user", "content": "x"}])
     reply = {"role": "assistant", "content": "y"}
-    ledger.sampled([5, 6], [-1.0, -1.0], 0, reply, routes=of(1, 2, 3))
+    ledger.sampled(Completion([5, 6], [-1.0, -1.0], "", "stop", routes=of(1, 2, 3)), 0, reply)
     ledger.answer([{"role": "user", "content": "x"}])
     asked = ledger.shown(GenerationRequest(ledger.request_ids, SamplingParams(), seed=0))
     assert asked.token_ids == [1, 2, 5, 6, 7] and asked.routes is not None and len(asked.routes) == 3
-    ledger.sampled([8], [-1.0], 0, reply, routes=of(9, 9, 9, 4, 5))
+    ledger.sampled(Completion([8], [-1.0], "", "stop", routes=of(9, 9, 9, 4, 5)), 0, reply)
     ledger.answer([{"role": "user", "content": "x"}])
-    ledger.sampled([4], [-1.0], 0, reply, routes=of(6, 7))
+    ledger.sampled(Completion([4], [-1.0], "", "stop", routes=of(6, 7)), 0, reply)
     taken = [row.routes.experts.flatten().tolist() for row in ledger.rows]  # type: ignore[union-attr]
     assert taken == [[1, 2, 3, 4, 5], [6, 7]]
 

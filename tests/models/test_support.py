@@ -18,7 +18,7 @@ from lightrl.models.loading import load_causal_lm
 from lightrl.models.logprobs import LogitMap, chunked_logprobs
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
-from lightrl.types import GenerationRequest, Rollouts, SamplingParams, Support
+from lightrl.types import Completion, GenerationRequest, Rollouts, SamplingParams, Support
 from tests.models.conftest import Batch, build
 from tests.toys import quickstart_model
 
@@ -196,11 +196,11 @@ def test_the_ledger_keeps_the_support_over_turns_and_forks() -> None:
     ledger = Ledger(NewRow())  # type: ignore[arg-type]
     ledger.begin([{"role": "user", "content": "x"}])
     reply = {"role": "assistant", "content": "y"}
-    ledger.sampled([5], [-1.0], 0, reply, support=Support.of([[5, 6]]))
+    ledger.sampled(Completion([5], [-1.0], "", "stop", Support.of([[5, 6]])), 0, reply)
     ledger.answer([{"role": "user", "content": "x"}])
-    ledger.sampled([8, 9], [-1.0, -1.0], 0, reply, support=Support.of([[8, 3], [9]]))
+    ledger.sampled(Completion([8, 9], [-1.0, -1.0], "", "stop", Support.of([[8, 3], [9]])), 0, reply)
     ledger.answer([{"role": "user", "content": "x"}])
-    ledger.sampled([4], [-1.0], 0, reply)
+    ledger.sampled(Completion([4], [-1.0], "", "stop"), 0, reply)
     first, second = ledger.rows
     assert first.support is not None and second.support is None
     assert first.support.counts.tolist() == [0, 0, 2, 0, 2, 1] and first.support.ids.tolist() == [5, 6, 8, 3, 9]

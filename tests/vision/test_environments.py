@@ -19,7 +19,7 @@ from lightrl.environments.ledger import Ledger
 from lightrl.models.lora import named_hf_weights
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import GroupRelative
-from lightrl.types import EngineContext, SamplingParams
+from lightrl.types import Completion, EngineContext, SamplingParams
 from tests.rollout.tasks import fit, sgd
 from tests.vision.conftest import picture
 from tests.vision.looking import Looks, played
@@ -43,9 +43,9 @@ def test_a_row_is_what_the_processor_makes_of_the_whole_conversation(folder_of: 
     ]
     ledger.begin(first)
     sampled = ids_of(folder, "yes<|im_end|>")
-    ledger.sampled(sampled, [-1.0] * len(sampled), 0, Reply("yes").message())
+    ledger.sampled(Completion(sampled, [-1.0] * len(sampled), "", "stop"), 0, Reply("yes").message())
     ledger.answer(more)
-    ledger.sampled(ids_of(folder, "no"), [-1.0] * 2, 0, Reply("no").message())
+    ledger.sampled(Completion(ids_of(folder, "no"), [-1.0] * 2, "", "stop"), 0, Reply("no").message())
     (row,) = ledger.rows
     text = folder.tokenizer.apply_chat_template(
         [*first, {"role": "assistant", "content": "yes"}, *more], tokenize=False, add_generation_prompt=True
@@ -65,7 +65,7 @@ def test_images_after_the_last_reply_are_in_no_row(folder_of: Any) -> None:
     folder = folder_of("qwen2_vl")
     ledger = Ledger(TemplateBridge(folder.tokenizer, None, folder.processor))
     ledger.begin([{"role": "user", "content": "a"}])
-    ledger.sampled(ids_of(folder, "yes"), [-1.0] * 3, 0, Reply("yes").message())
+    ledger.sampled(Completion(ids_of(folder, "yes"), [-1.0] * 3, "", "stop"), 0, Reply("yes").message())
     ledger.answer([{"role": "user", "content": [{"type": "image", "image": picture(16, 16)}]}])
     (row,) = ledger.rows
     assert row.inputs is None and row.media is None and row.token_ids[-3:] == ids_of(folder, "yes")
@@ -81,7 +81,7 @@ def test_media_of_a_row_are_those_of_its_tokens_and_none_beyond(folder_of: Any) 
         return [{"role": "user", "content": [{"type": "image", "image": picture(16, 24, seed)}]}]
 
     ledger.begin(shown(1))
-    ledger.sampled(ids_of(folder, "yes<|im_end|>"), [-1.0] * 4, 0, Reply("yes").message())
+    ledger.sampled(Completion(ids_of(folder, "yes<|im_end|>"), [-1.0] * 4, "", "stop"), 0, Reply("yes").message())
     (whole,) = ledger.rows
     ledger.answer(shown(2))
     (row,) = ledger.rows
@@ -96,7 +96,9 @@ def test_a_placeholder_that_the_policy_samples_begins_a_new_row_in_which_it_is_t
     ledger = Ledger(TemplateBridge(folder.tokenizer, None, folder.processor))
     image = folder.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     ledger.begin([{"role": "user", "content": "a"}])
-    ledger.sampled([image, *ids_of(folder, "<|im_end|>")], [-1.0] * 2, 0, Reply("<|image_pad|>").message())
+    ledger.sampled(
+        Completion([image, *ids_of(folder, "<|im_end|>")], [-1.0] * 2, "", "stop"), 0, Reply("<|image_pad|>").message()
+    )
     ledger.answer([{"role": "user", "content": "b"}])
     assert ledger.forks == 1 and image not in ledger.request_ids
 

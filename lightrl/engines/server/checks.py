@@ -5,93 +5,45 @@ Messages name the server and the way out. Every rank runs these checks.
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
-import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrl.engines.server.http import Server, ServerError
+from lightrl.engines.server.http import Server
 from lightrl.engines.server.protocols import ServerProtocol, VLLMProtocol
 from lightrl.types import EngineContext
 
-__all__ = ["API_KEY", "check_length", "check_tokenizer", "learn", "named_servers", "wait_for"]
-
-log = logging.getLogger(__name__)
-
-API_KEY = "LIGHTRL_SERVER_API_KEY"
-"""Environment variable with the servers' key."""
+__all__ = ["check_length", "check_tokenizer", "look_at"]
 
 _PROBES = ("12 + 34 = 46", "The quick brown fox.", "def f(x):\n    return x")
 
 
-def named_servers(
-    urls: Sequence[str], api_key: str | None, timeout: float, progress_timeout: float | None
-) -> list[Server]:
-    """The servers at `urls`, not asked yet; the arguments are those of `ServerEngine`."""
-    key = api_key or os.environ.get(API_KEY)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return [Server(url, headers, timeout, progress_timeout) for url in urls]
-
-
-async def wait_for(servers: Sequence[Server], seconds: float, owner: str) -> None:
-    """Waits for servers that are still starting.
-
-    Args:
-        servers: to wait for.
-        seconds: `start_timeout`.
-        owner: class that has this argument and `urls`.
-
-    Raises:
-        ValueError: one is not healthy by then.
-    """
-    deadline, told = time.monotonic() + seconds, False
-    while missing := [server for server in servers if not await server.healthy()]:
-        names = ", ".join(server.url for server in missing)
-        if time.monotonic() > deadline:
-            raise ValueError(
-                f"No healthy server at {names} after {seconds:g} s ({owner}.start_timeout). Start it there, correct "
-                f"{owner}.urls, or look at its log; docs/scaling.md has the command line."
-            )
-        if not told:
-            log.warning("Waiting for %s.", names)
-            told = True
-        await asyncio.sleep(min(1.0, seconds / 4))
-
-
-async def learn(
-    servers: Sequence[Server], protocol: ServerProtocol, context: EngineContext, model: str | None, folder: str | None
+async def look_at(
+    server: Server, protocol: ServerProtocol, context: EngineContext, model: str | None, folder: str | None
 ) -> None:
-    """Fills in each server's `facts`.
+    """Fills in a server's `facts`.
 
     Args:
-        servers: that are up.
-        protocol: their kind.
+        server: that is up.
+        protocol: its kind.
         context: of the run.
         model: name of the served model; the first where None.
         folder: the shared folder for weights; None where they are transferred.
 
     Raises:
-        ValueError: a server lacks what is needed, or serves another model.
+        ValueError: the server lacks what is needed, or serves another model.
+        ServerError: it answers with an error.
     """
-    for server in servers:
-        await server.revive()
-        try:
-            server.facts = await protocol.facts(server, model)
-            if folder is None and server.facts.transfer_backend is None:
-                raise ValueError(
-                    f"{server.url} takes no weights by transfer: start it with "
-                    """--weight-transfer-config '{"backend": "nccl"}', or use weights: path."""
-                )
-            if folder is not None and isinstance(protocol, VLLMProtocol):
-                await _check_worker(server, protocol, folder, context.model_path)
-            await check_tokenizer(server, protocol, context.model_path)
-        except ServerError as error:
-            way_out = f" Set {API_KEY} or ServerEngine.api_key to its key." if error.status == 401 else ""
-            raise ValueError(f"{error}.{way_out} Is it a server of ServerEngine.kind?") from error
+    server.facts = await protocol.facts(server, model)
+    if folder is None and server.facts.transfer_backend is None:
+        raise ValueError(
+            f"{server.url} takes no weights by transfer: start it with "
+            """--weight-transfer-config '{"backend": "nccl"}', or use weights: path."""
+        )
+    if folder is not None and isinstance(protocol, VLLMProtocol):
+        await _check_worker(server, protocol, folder, context.model_path)
+    await check_tokenizer(server, protocol, context.model_path)
 
 
 async def check_tokenizer(server: Server, protocol: ServerProtocol, path: str) -> None:

@@ -1,7 +1,7 @@
 """`ServerEngine`: rollouts from servers on other machines.
 
-`http` talks HTTP, `protocols` knows the routes of each kind of server, `pool` assigns groups to servers, `weights`
-brings the weights, `checks` looks at servers beforehand.
+`http` sends requests, `protocols` knows the routes of each kind of server, `connection` keeps the servers, `pool`
+assigns groups to them, `weights` brings the weights, `checks` looks at servers beforehand.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightrl.arguments import above, at_least, one_of
+from lightrl.arguments import at_least
 from lightrl.background import BackgroundLoop
 from lightrl.engines.base import Engine, EngineDiedError, RequestQueue, StaleWeightsError
-from lightrl.engines.server.checks import check_length, learn, named_servers, wait_for
+from lightrl.engines.server.checks import check_length, look_at
+from lightrl.engines.server.connection import Connection
 from lightrl.engines.server.pool import ServerPool
-from lightrl.engines.server.protocols import PROTOCOLS
 from lightrl.engines.server.weights import FolderTransport, TransferTransport, Transport
 from lightrl.engines.vllm.requests import check_lengths
 from lightrl.types import CompletionGroup, EngineContext, GenerationRequest, Routes
@@ -93,30 +93,19 @@ class ServerEngine(Engine):
         progress_timeout: float | None = 1800.0,
         start_timeout: float = 60.0,
     ) -> None:
-        if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
-            raise ValueError(f"ServerEngine.urls={urls}: name at least one server, each once.")
-        if not all(url.startswith(("http://", "https://")) for url in urls):
-            raise ValueError(f"ServerEngine.urls={urls}: write each as http://HOST:PORT.")
         if weights == "path" and shared_folder is None:
             raise ValueError("ServerEngine.shared_folder=None: weights: path needs a folder that all machines share.")
         if weights == "transfer" and kind != "vllm":
             raise ValueError(f"ServerEngine.weights='transfer' with kind={kind!r}: vLLM only; use weights: path.")
         super().__init__()
-        self.urls = urls
-        self.kind = one_of("ServerEngine.kind", kind, *PROTOCOLS)
+        self._connection = Connection("ServerEngine", urls, kind, api_key, timeout, progress_timeout, start_timeout)
         self.weights = weights
         self.shared_folder = shared_folder
         self.transfer_address = transfer_address
         self.model = model
         self.requested_dtype = dtype
-        self.api_key = api_key
         self.max_groups = at_least("ServerEngine.max_groups", max_groups, 1)
         self.retries = at_least("ServerEngine.retries", retries, 0)
-        self.timeout = above("ServerEngine.timeout", timeout)
-        self.progress_timeout = above("ServerEngine.progress_timeout", progress_timeout, or_none="for no limit")
-        self.start_timeout = start_timeout
-        self.protocol = PROTOCOLS[kind]()
-        self._loop: BackgroundLoop | None = None
         self._transport: Transport | None = None
         self._rank = 0
         self._world_size = 1
@@ -125,16 +114,13 @@ class ServerEngine(Engine):
 
     def check(self, context: EngineContext) -> None:
         """See `Engine.check`."""
-        if self._loop is not None:
+        connection, folder = self._connection, self.shared_folder if self.weights == "path" else None
+        if connection.loop is not None:
             return
-        self._loop = loop = BackgroundLoop("lightrl-servers")
-        servers = named_servers(self.urls, self.api_key, self.timeout, self.progress_timeout)
-        self._pool = ServerPool(servers, self.protocol, self.max_groups, self.retries)
-        folder = self.shared_folder if self.weights == "path" else None
+        connection.open(lambda server: look_at(server, connection.protocol, context, self.model, folder))
+        self._pool = ServerPool(connection.servers, connection.protocol, self.max_groups, self.retries)
         try:
-            loop.run(wait_for(servers, self.start_timeout, "ServerEngine"))
-            loop.run(learn(servers, self.protocol, context, self.model, folder))
-            check_length(servers, context)
+            check_length(connection.servers, context)
             self._find_dtype(context)
         except BaseException:
             self.close()
@@ -152,20 +138,24 @@ class ServerEngine(Engine):
             return
         self.check(context)
         self._rank, self._world_size = context.rank, context.world_size
-        self._pool.first = context.rank % len(self.urls)  # ranks do not all begin with the same server
+        self._pool.first = context.rank % len(self._pool.servers)  # ranks do not all begin with the same server
         self._transport = self._make_transport(context)
         self.policy_version = -1
 
     def _make_transport(self, context: EngineContext) -> Transport:
-        assert self._loop is not None and self.dtype is not None
+        connection = self._connection
+        assert connection.loop is not None and self.dtype is not None
         dtype: torch.dtype = getattr(torch, self.dtype)
         if self.weights == "transfer":
-            return TransferTransport(self._loop, self.protocol, dtype, self.transfer_address, self.timeout)
+            return TransferTransport(
+                connection.loop, connection.protocol, dtype, self.transfer_address, connection.timeout
+            )
         from transformers import AutoConfig
 
         assert self.shared_folder is not None
         config = AutoConfig.from_pretrained(context.model_path)
-        return FolderTransport(self._loop, self.protocol, dtype, Path(self.shared_folder).absolute(), config)
+        folder = Path(self.shared_folder).absolute()
+        return FolderTransport(connection.loop, connection.protocol, dtype, folder, config)
 
     @property
     def started(self) -> bool:
@@ -186,20 +176,17 @@ class ServerEngine(Engine):
 
     def close(self) -> None:
         """Disconnects from the servers, which go on running, and deletes the weights in the shared folder."""
-        loop, self._loop = self._loop, None
         transport, self._transport = self._transport, None
         self.policy_version, self.dtype = -1, None
         if transport is not None:
             transport.close()
-        if loop is not None:
-            for server in self._pool.servers:
-                loop.run(server.close())
-            loop.close()
+        self._connection.close()
 
     def _running(self) -> BackgroundLoop:
-        if self._loop is None or self._transport is None:
+        loop = self._connection.loop
+        if loop is None or self._transport is None:
             raise RuntimeError("ServerEngine is not started: call start(context) first.")
-        return self._loop
+        return loop
 
     # -- sampling --------------------------------------------------------------------------------------------------
 

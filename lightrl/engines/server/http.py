@@ -119,7 +119,7 @@ class Server:
         return await self.call("POST", path, json=body, **arguments)
 
     async def healthy(self) -> bool:
-        """Whether the server says that it is well; a network that is down is given as long to come back."""
+        """Whether the server reports that it is healthy; waits as long for a network that is down."""
         end = time.monotonic() + self.patience
         while True:
             try:
@@ -130,14 +130,14 @@ class Server:
             await asyncio.sleep(0.2)
 
     def lose(self, reason: str) -> None:
-        """From now on the server counts as dead."""
+        """Marks the server as dead."""
         if self.lost is None:
             log.warning("Server %s is gone (%s).", self.url, reason)
         self.lost, self.loaded = reason, None
         self._gone.set()
 
     async def revive(self) -> bool:
-        """Looks whether the server answers (again), and watches it from then on. Its weights are not ours yet."""
+        """Checks whether the server answers (again), and monitors it from then on. Its weights are not ours yet."""
         if not await self.healthy():
             self.lose("does not answer /health")
             return False

@@ -1,4 +1,4 @@
-"""Several servers as one: who gets the next group, and which answers count."""
+"""Assigns groups to servers and validates their answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from lightrl.engines.base import EngineDiedError, StaleWeightsError
+from lightrl.engines.base import TOLERANCE, EngineDiedError, StaleWeightsError
 from lightrl.engines.server.http import Server, ServerError, ServerLostError
 from lightrl.engines.server.protocols import ServerProtocol
 from lightrl.types import Completion, CompletionGroup, GenerationRequest
@@ -17,9 +17,6 @@ log = logging.getLogger(__name__)
 
 MAX_ABORTED = 100
 """Times that a group is asked for again where servers died, were pushed to, or aborted it."""
-
-_TOLERANCE = {"float32": 5e-4, "float16": 0.05, "bfloat16": 0.15}
-"""Mean gap in nats that rounding may make between two servers with the same weights."""
 
 
 class ServerPool:
@@ -130,7 +127,7 @@ class ServerPool:
         return StaleWeightsError(f"No living server holds the policy's weights. {states}.")
 
     async def begin_push(self) -> None:
-        """From now on groups wait. Looks which servers answer (again)."""
+        """Holds new groups back, and checks which servers answer (again)."""
         self._pushing = True
         await asyncio.gather(*(server.revive() for server in self.servers))
 
@@ -163,7 +160,7 @@ class ServerPool:
                 raise result
         if not answers:
             raise self.all_gone()
-        _compare(answers, _TOLERANCE.get(dtype, 0.15))
+        _compare(answers, TOLERANCE.get(dtype, TOLERANCE["bfloat16"]))
         return answers[0][1]
 
 

@@ -1,4 +1,4 @@
-"""What kinds of servers `ServerEngine` can talk to, and in which words.
+"""The kinds of servers that `ServerEngine` can use, and their routes.
 
 vLLM: its OpenAI-compatible `/v1/completions` and the routes of its development mode. SGLang: its native routes.
 G completions per prompt.
@@ -62,7 +62,7 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     async def facts(self, server: Server, model: str | None) -> Facts:
-        """Asks what the server is.
+        """Asks what the server serves, and how.
 
         Raises:
             ValueError: it lacks something that every use of it needs; the message says how to start it.
@@ -85,11 +85,11 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     async def scores(self, server: Server, ids: Sequence[int], top: int) -> TokenScores:
-        """The same, and the `top` likeliest words at each of these tokens."""
+        """The same, and the `top` most likely tokens at each of these tokens."""
 
     @abstractmethod
     async def pause(self, server: Server, mark: str) -> None:
-        """Ends what runs and holds back what comes; from now on the version is `mark`."""
+        """Aborts running requests and holds new ones back; sets the version to `mark`."""
 
     @abstractmethod
     async def load_files(self, server: Server, folder: str, files: Sequence[str], token: str) -> None:
@@ -222,7 +222,7 @@ class VLLMProtocol(ServerProtocol):
 
 
 def _completion(token_ids: Any, logprobs: Any, text: Any, finish_reason: Any) -> Completion:
-    """A completion out of what a server says.
+    """A completion from a server's answer.
 
     Raises:
         ValueError: it is none: not one log-prob per token, or values that cannot be.

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Sequence
 from typing import Literal
 
-from lightrl.arguments import above, at_least, one_of
-from lightrl.background import BackgroundLoop
+from lightrl.arguments import at_least
 from lightrl.engines.base import EngineDiedError
-from lightrl.engines.server.checks import check_tokenizer, named_servers, wait_for
+from lightrl.engines.server.checks import check_tokenizer
+from lightrl.engines.server.connection import Connection
 from lightrl.engines.server.http import Server, ServerError, ServerLostError
-from lightrl.engines.server.protocols import PROTOCOLS, TokenScores
+from lightrl.engines.server.protocols import TokenScores
 
 __all__ = ["ServerTeacher"]
 
@@ -59,19 +59,9 @@ class ServerTeacher:
         progress_timeout: float | None = 1800.0,
         start_timeout: float = 60.0,
     ) -> None:
-        if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
-            raise ValueError(f"ServerTeacher.urls={urls}: name at least one server, each as http://HOST:PORT.")
-        self.urls = urls
-        self.kind = one_of("ServerTeacher.kind", kind, *PROTOCOLS)
         self.model = model
-        self.api_key = api_key
         self.max_requests = at_least("ServerTeacher.max_requests", max_requests, 1)
-        self.timeout = above("ServerTeacher.timeout", timeout)
-        self.progress_timeout = above("ServerTeacher.progress_timeout", progress_timeout, or_none="for no limit")
-        self.start_timeout = start_timeout
-        self.protocol = PROTOCOLS[kind]()
-        self.servers: list[Server] = []
-        self._loop: BackgroundLoop | None = None
+        self._connection = Connection("ServerTeacher", urls, kind, api_key, timeout, progress_timeout, start_timeout)
 
     def check(self, tokenizer: str) -> None:
         """Waits for the servers and looks what they serve; a second call does nothing.
@@ -82,25 +72,13 @@ class ServerTeacher:
         Raises:
             ValueError: a server that cannot be reached, or has another tokenizer.
         """
-        if self._loop is not None:
-            return
-        self._loop = loop = BackgroundLoop("lightrl-teachers")
-        self.servers = named_servers(self.urls, self.api_key, self.timeout, self.progress_timeout)
-        try:
-            loop.run(wait_for(self.servers, self.start_timeout, "ServerTeacher"))
-            for server in self.servers:
-                loop.run(self._learn(server, tokenizer))
-        except BaseException:
-            self.close()
-            raise
+        if self._connection.loop is None:
+            self._connection.open(lambda server: self._look_at(server, tokenizer))
 
-    async def _learn(self, server: Server, tokenizer: str) -> None:
-        await server.revive()
-        try:
-            server.facts = await self.protocol.served(server, self.model)
-            await check_tokenizer(server, self.protocol, tokenizer)
-        except ServerError as error:
-            raise ValueError(f"{error}. Is it a server of ServerTeacher.kind={self.kind!r}?") from error
+    async def _look_at(self, server: Server, tokenizer: str) -> None:
+        protocol = self._connection.protocol
+        server.facts = await protocol.served(server, self.model)
+        await check_tokenizer(server, protocol, tokenizer)
 
     def scores(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[TokenScores]:
         """The model's log-probs of tokens 1..n-1 of each row, given those before.
@@ -113,11 +91,11 @@ class ServerTeacher:
             EngineDiedError: no server is left.
             ServerError: living servers answered a row with errors of their own, several times.
         """
-        assert self._loop is not None, "call `check` first"
-        return self._loop.run(self._all_scores(rows, top))
+        assert self._connection.loop is not None, "call `check` first"
+        return self._connection.loop.run(self._all_scores(rows, top))
 
     async def _all_scores(self, rows: Sequence[Sequence[int]], top: int) -> list[TokenScores]:
-        room = asyncio.Semaphore(self.max_requests * len(self.servers))
+        room = asyncio.Semaphore(self.max_requests * len(self._connection.servers))
 
         async def one(ids: Sequence[int]) -> TokenScores:
             async with room:
@@ -126,16 +104,16 @@ class ServerTeacher:
         return list(await asyncio.gather(*(one(ids) for ids in rows)))
 
     async def _score(self, ids: Sequence[int], top: int) -> TokenScores:
-        errors = 0
+        errors, servers = 0, self._connection.servers
         while True:
-            living = [server for server in self.servers if server.lost is None]
+            living = [server for server in servers if server.lost is None]
             if not living:
-                said = "; ".join(f"{server.url}: {server.lost}" for server in self.servers)
+                said = "; ".join(f"{server.url}: {server.lost}" for server in servers)
                 raise EngineDiedError(f"All servers of the teacher are gone. {said}. Start them and resume the run.")
             server = min(living, key=lambda s: s.outstanding)
             server.outstanding += 1
             try:
-                return await self.protocol.scores(server, ids, top)
+                return await self._connection.protocol.scores(server, ids, top)
             except ServerLostError:
                 continue
             except ServerError as error:
@@ -150,8 +128,4 @@ class ServerTeacher:
 
     def close(self) -> None:
         """Disconnects from the servers, which go on running."""
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            for server in self.servers:
-                loop.run(server.close())
-            loop.close()
+        self._connection.close()

@@ -32,7 +32,7 @@ Named = tuple[str, Tensor]
 
 
 class Transport(ABC):
-    """Brings weights into servers.
+    """Loads weights into servers.
 
     Args:
         loop: where the servers are talked to.

@@ -65,13 +65,13 @@ class Decoder(Protocol):
         """(R,) tokens, one per row -> (R, V) logits of the tokens after them."""
 
     def remember(self, row: int, tokens: Sequence[int]) -> None:
-        """Says that a row's prompt and completion, `tokens`, may come back as the beginning of a prompt."""
+        """Keeps a row's prompt and completion, `tokens`, for prompts that begin with them."""
 
     def forget(self) -> None:
-        """Drops what it remembers: the weights have changed."""
+        """Drops what `remember` kept: the weights have changed."""
 
     def keep(self, rows: list[int]) -> None:
-        """Row i is from now on what was row `rows[i]`; the others are forgotten."""
+        """Row i becomes what was row `rows[i]`; the others are dropped."""
 
 
 class CacheDecoder:

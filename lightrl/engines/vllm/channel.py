@@ -20,7 +20,7 @@ _GOODBYE_SECONDS = 3.0  # for workers to notice that a push broke off
 
 
 class ChannelClosedError(Exception):
-    """A worker has ended the sync, or its own life."""
+    """A worker ended the sync, or died."""
 
 
 class Channel:
@@ -59,7 +59,7 @@ class Channel:
         return self._num_sent
 
     def wait(self, number: int) -> None:
-        """Waits until every worker has done what message `number` said; 0 is their first sign of life.
+        """Waits until every worker has acknowledged message `number`; 0 is their first acknowledgement.
 
         Raises:
             ChannelClosedError: a worker sends no more.
@@ -75,7 +75,7 @@ class Channel:
             self._num_done += 1
 
     def answers(self) -> list[Any]:
-        """Ends the talk and waits for what the workers' call returns."""
+        """Closes the pipes and waits for what the workers' call returns."""
         for pipe in self._down:  # where one worker has stopped, the others must not wait on
             pipe.close()
         assert self._answers is not None

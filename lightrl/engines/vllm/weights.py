@@ -35,7 +35,7 @@ class _Bucket:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what lies in it."""
+        """Drops its contents."""
         self.layout: list[tuple[str, str, list[int], int, int]] = []
         self.used = self.sent = self.last = 0
         self.filled_by: set[torch.device] = set()
@@ -131,7 +131,7 @@ class WeightSender:
         self.names = self.names if partial else frozenset(names)
 
     def forget(self) -> None:
-        """Makes the next push check everything again: the engine's weights were dropped."""
+        """Makes the next push check everything again, after the engine dropped its weights."""
         self.names = None
 
     def _push_buckets(self, channel: Channel, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""The endpoint: agents written with any SDK talk to the policy as to a model server, and are trained as they are."""
+"""The endpoint: agents written with any SDK use the policy as a model server, and are trained unchanged."""
 
 from lightrl.environments.endpoint.program import AgentProgram
 

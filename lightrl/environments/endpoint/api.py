@@ -1,4 +1,4 @@
-"""What the interfaces of model servers have in common."""
+"""What the APIs of model servers have in common."""
 
 from __future__ import annotations
 

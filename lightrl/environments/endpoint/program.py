@@ -28,7 +28,7 @@ _STARTING = threading.Lock()  # one endpoint at a time starts or stops
 
 
 class AgentProgram(MultiTurn):
-    """Has each attempt made by a program that takes the policy for a model server.
+    """Has each attempt made by a program that uses the policy as a model server.
 
     The program is a function `main(row, base_url, api_key)`, sync or async, that returns a reward or None (the reward
     functions then score the trajectory). `row` has the data set's columns and the column `prompt`. It asks `base_url`

@@ -1,4 +1,4 @@
-"""The loopback server that programs take for a model's."""
+"""The loopback server that programs use as a model server."""
 
 from __future__ import annotations
 

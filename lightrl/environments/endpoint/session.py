@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightrl.environments.base import Message, Reply
+from lightrl.environments.base import Message, Reply, Tools
 from lightrl.environments.bridges import Bridge
 from lightrl.environments.episodes import Ask
 from lightrl.environments.ledger import Ledger
@@ -87,7 +87,7 @@ class _Stream:
     ledger: Ledger
     busy: bool = False
 
-    def rest(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message] | None:
+    def rest(self, messages: Sequence[Message], tools: Tools) -> list[Message] | None:
         """The messages after this conversation; None where they do not continue it."""
         said = self.ledger.conversation
         if self.busy or self.ledger.tools != list(tools) or len(messages) < len(said):
@@ -126,18 +126,18 @@ class Session:
         turn_seed: from a turn's number to its seed.
         sampling: the distribution and the most tokens of a turn.
         max_turns: most turns.
-        max_tokens: most tokens of a row; None for no limit.
+        max_tokens: most tokens of a row.
         max_requests: most requests in flight.
         name: how messages call the attempt.
     """
 
     bridge: Bridge
-    parser: Callable[[Sequence[dict[str, Any]]], ReplyParser]
+    parser: Callable[[Tools], ReplyParser]
     ask: Ask
     turn_seed: Callable[[int], int]
     sampling: SamplingParams
     max_turns: int
-    max_tokens: int | None
+    max_tokens: int
     max_requests: int
     name: str
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop, init=False)
@@ -145,10 +145,10 @@ class Session:
     failure: str | None = field(default=None, init=False)
     refusal: str | None = field(default=None, init=False)
     ended: bool = field(default=False, init=False)
+    completion: str = field(default="", init=False)
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0.0), init=False)
     _limit: StopReason | None = field(default=None, init=False)
     _last: StopReason = field(default="stop", init=False)
-    _completion: str = field(default="", init=False)
     _streams: list[_Stream] = field(default_factory=list, init=False)
     _latest: _Stream | None = field(default=None, init=False)
     _free: list[int] = field(default_factory=list, init=False)
@@ -177,11 +177,6 @@ class Session:
     def limited(self) -> bool:
         """Whether the last request was refused because of a limit."""
         return self._limit is not None
-
-    @property
-    def completion(self) -> str:
-        """Content of the last turn."""
-        return self._completion
 
     @property
     def conversation(self) -> list[Message]:
@@ -286,7 +281,7 @@ class Session:
         stream = None
         try:
             stream, prompt_ids = self._begun(self._as_policy(asked.messages), asked.tools)
-            left = wanted if self.max_tokens is None else self.max_tokens - len(prompt_ids)
+            left = self.max_tokens - len(prompt_ids)
             if left < max(1, self.sampling.min_new_tokens):
                 self._limit = "tokens"
                 raise RefusedError(
@@ -295,12 +290,9 @@ class Session:
                     "reply: the prompt is too long. Shorten it.",
                     code="context_length_exceeded",
                 )
-            request = GenerationRequest(
-                token_ids=prompt_ids,
-                sampling=replace(self.sampling, max_new_tokens=min(wanted, left)),
-                seed=self.turn_seed(number),
-                name=f"turn {number} of {self.name}",
-            )
+            sampling = replace(self.sampling, max_new_tokens=min(wanted, left))
+            name = f"turn {number} of {self.name}"
+            request = GenerationRequest(prompt_ids, sampling, self.turn_seed(number), name=name)
             group = await self.ask(stream.ledger.shown(request))
         except BaseException:
             heapq.heappush(self._free, number)
@@ -311,18 +303,10 @@ class Session:
         completion = group.completions[0]
         reply = self.parser(asked.tools).read(prompt_ids, completion, asked.tools, self.bridge)
         self.counts["parse_errors"] += bool(reply.errors)
-        stream.ledger.sampled(
-            completion.token_ids,
-            completion.logprobs,
-            group.versions(0),
-            reply.message(),
-            support=completion.support,
-            routes=completion.routes,
-            turn=number,
-        )
+        stream.ledger.sampled(completion, group.versions(0), reply.message(), turn=number)
         self._turns.add(number)
         self._latest = stream
-        self._completion = reply.content
+        self.completion = reply.content
         self._limit = None
         self._last = "stop" if not reply.truncated else "tokens" if left < wanted else "length"
         self.counts["tool_calls"] += len(reply.tool_calls)

@@ -1,4 +1,4 @@
-"""What rows begin with alike: their trie, as an order of the rows and how much neighbours in it share.
+"""Common prefixes of rows: their trie, as an order of the rows and how much neighbours in it share.
 
 A common prefix is cut at whole multiples of `GRID` tokens, so that rows which agree by chance for a few tokens stay in
 one piece; besides where a prompt ends that both begin with, and where one row is the beginning of another, which costs
