@@ -357,7 +357,7 @@ def test_a_mistake_gets_a_message(
     changes, expected = MISTAKES[mistake]
     loaded: list[Any] = []
     if mistake not in WHEN_LOADED:
-        monkeypatch.setattr("lightrl.algorithms.ppo.load_causal_lm", lambda *args, **kwargs: loaded.append(args))
+        monkeypatch.setattr("lightrl.models.policy.load_causal_lm", lambda *args, **kwargs: loaded.append(args))
     if (changes.get("model", {}).get("actor") or {}).get("path") == "MODEL":
         changes = {"model": {"actor": changes["model"]["actor"] | {"path": model}}}
     assert expected.replace("MODEL", model) in refused(capsys, "--config", write(**changes))
