@@ -36,7 +36,7 @@ class Example:
 
     Attributes:
         steps: arguments of Python, one tuple per process. run: the folder whose evaluation counts.
-        metric: the curve, where more is better. bar: what its end must reach; None where none is set.
+        metric: the curve, where more is better. bar: what its end must reach; None where the last step fails instead.
     """
 
     steps: tuple[tuple[str, ...], ...]
@@ -58,6 +58,7 @@ EXAMPLES = {
             (*FIT, "examples/vlm/grpo.yaml", SEED, ENGINE),
         ),
         "outputs/vlm/grpo",
+        bar=0.90,
     ),
     "agent": Example(
         (
@@ -80,6 +81,7 @@ EXAMPLES = {
             (*FIT, "examples/rlhf/sft.yaml", SEED),
             (*FIT, "examples/rlhf/reward.yaml", SEED),
             (*FIT, "examples/rlhf/ppo.yaml", SEED, ENGINE),
+            ("-m", "examples.rlhf.win_rate", *(f"outputs/rlhf/{name}/model" for name in ("sft", "ppo", "reward"))),
         ),
         "outputs/rlhf/ppo",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,19 @@ def test_runs_of_an_example_are_judged_by_their_end_and_their_fall(monkeypatch: 
     for example in examples.EXAMPLES.values():
         for path in (part for step in example.steps for part in step if part.endswith(".yaml")):
             assert (ROOT / path).is_file()
+
+
+def test_the_committed_runs_of_examples_end_above_their_bars_and_near_their_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    examples: Any = importlib.import_module("examples_over_seeds")
+    shown = (ROOT / "benchmarks" / "README.md").read_text()
+    committed = json.loads((ROOT / "benchmarks" / "results" / "examples.json").read_text())
+    for name, runs in committed.items():
+        assert examples.failures(runs, examples.EXAMPLES[name].bar, fall=0.03) == []
+        assert {run["seed"] for run in runs} == {1, 2, 3, 4, 5}
+        assert examples.table(runs) in shown
 
 
 def test_an_example_is_run_in_an_empty_folder_and_its_curve_is_read(

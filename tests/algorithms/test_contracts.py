@@ -81,8 +81,8 @@ def test_senseless_numbers_are_refused_from_python_too(make: Any, message: str) 
 
 
 def test_crowds_and_a_warm_up_without_end_are_refused_from_python_too(tmp_path: Path) -> None:
-    module = PPOLightningModule(str(tmp_path), critic=CriticSpec(warmup_rollouts=4))
-    with pytest.raises(ValueError, match="warmup_rollouts=4: the policy would never be trained in this run's 4 roll"):
+    module = PPOLightningModule(str(tmp_path), critic=CriticSpec(warmup_rollouts=5))
+    with pytest.raises(ValueError, match="warmup_rollouts=5: the policy would never be trained in this run's 4 roll"):
         quiet_trainer(max_epochs=1).fit(module, sums_data(rollouts_per_epoch=4))
     for kind in (SFTLightningModule, RewardLightningModule, PPOLightningModule):
         crowd = kind("x")

@@ -71,6 +71,7 @@ class Endpoint:
         )
         self._server = uvicorn.Server(config)
         self._error: BaseException | None = None
+        self._ends = False
         self._thread = threading.Thread(target=self._serve, daemon=True, name="endpoint")
 
     def start(self) -> None:
@@ -89,7 +90,7 @@ class Endpoint:
 
     def _serve(self) -> None:
         try:
-            asyncio.run(serve(self._server, self._socket))
+            asyncio.run(self._listen())
         except BaseException as error:
             self._error = error
             cut(self._server)
@@ -100,12 +101,18 @@ class Endpoint:
         for session in left:
             _fail(session, "endpoint: its thread has ended")
 
+    async def _listen(self) -> None:
+        try:
+            await serve(self._server, self._socket)
+        finally:
+            self._ends = True  # before its connections are closed, of which programs are told at once
+
     @property
     def answers(self) -> bool:
         """Whether it still listens."""
         try:
             with socket.create_connection((HOST, self._port), timeout=5.0):
-                return self._thread.is_alive()
+                return self._thread.is_alive() and not self._ends
         except OSError:
             return False
 
@@ -122,7 +129,7 @@ class Endpoint:
         """The key of a session, which is answered from now on; the session has failed where the endpoint has ended."""
         name, secret = secrets.token_hex(8), secrets.token_urlsafe(32)
         with self._opening:
-            if self._server.should_exit or not self._thread.is_alive():
+            if self._ends or self._server.should_exit or not self._thread.is_alive():
                 session.fail("endpoint: it has ended")
             else:
                 self._sessions[name] = (secret.encode(), session)
