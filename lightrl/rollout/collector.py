@@ -406,7 +406,8 @@ class Collection:
 
     def _unanswered(self) -> bool:
         """Whether the engine left requests that it should have answered."""
-        return not self._suspended and any(self._continued(request).live for request in self._asked)
+        with self._lock:  # `suspend` may be half-way
+            return not self._suspended and any(self._continued(request).live for request in self._asked)
 
     def _moved(self) -> None:
         self._progress.moved = time.monotonic()

@@ -120,6 +120,20 @@ def test_a_kept_cache_is_that_of_the_old_weights(side_model: str) -> None:
         assert worst(module, watch, rollouts, number, number) > 1e-3  # what a fresh prefill does not give
 
 
+def test_an_engine_that_leaves_off_before_the_learner_goes_on_has_lost_nothing(
+    side_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suspend = RequestQueue.suspend
+
+    def interrupted(queue: RequestQueue) -> None:
+        suspend(queue)
+        time.sleep(0.2)  # the system lets other threads run here
+
+    monkeypatch.setattr(RequestQueue, "suspend", interrupted)
+    _, watch = in_flight(side_model, rollouts_per_epoch=3)
+    assert [metrics["rollout/switched"] > 0 for metrics in watch.metrics] == [False, True, True]
+
+
 def test_prompts_and_their_groups_are_those_of_a_run_without_it(side_model: str) -> None:
     """Nothing is dropped or put last: a rollout has its own prompts, with their long completions and their short."""
     (_, ahead), (_, serial) = in_flight(side_model), run(side_model, shuffle=False, rollouts_per_epoch=5)
