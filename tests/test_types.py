@@ -88,9 +88,11 @@ class Thing:
 def test_realized_sets_lazy_defaults_up() -> None:
     lazy = lazy_instance(Thing, size=4)
     assert not hasattr(lazy, "size")
-    assert type(realized(lazy)) is Thing and realized(lazy).size == 4
+    made = realized(lazy, "thing", Thing)
+    assert type(made) is Thing and made.size == 4
     thing = Thing()
-    assert realized(thing) is thing and realized(None) is None
+    assert realized(thing, "thing", Thing) is thing
+    assert realized(None, "thing", Thing, or_none="for none") is None
 
 
 def test_moving_leaves_the_extra_inputs_where_they_are() -> None:
