@@ -245,6 +245,7 @@ class InFlightSource:
         self._begin = begin
         self._ready = ready
         self._version = version
+        self._served = -1  # the engine's, behind the learner's from an update until its weights are pushed
         self._prompts = prompts
         self._flights: deque[_Begun] = deque()
         self._saved: list[dict[str, Any]] = []  # of a run that is resumed, until they begin again
@@ -265,6 +266,7 @@ class InFlightSource:
         if not self._keep:
             self.drain()
         self._ready()
+        self._served = self._version()
         for flight in self._flights:
             flight.collection.resume()
         while len(self._flights) <= min(self.staleness, left):
@@ -308,10 +310,10 @@ class InFlightSource:
         self._saved = list(flights)
 
     def _pause_at(self, key: int) -> list[int]:
-        """After how many tokens the run that is repeated replaced the current weights; empty if none is repeated."""
+        """After how many tokens the run that is repeated replaced the engine's weights; empty if none is repeated."""
         if self._replayed is None:
             return []
-        now, never = self._version(), sys.maxsize
+        now, never = self._served, sys.maxsize
         parts = self._replayed.get(key)
         if parts is None:
             raise ValueError(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from lightrl.engines import ServerEngine
 from lightrl.engines.base import RequestQueue
 from lightrl.environments.episodes import Episode, Task, one_turn
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.rollout.sources import InFlight
+from lightrl.rollout.sources import InFlight, InFlightSource
 from lightrl.types import CompletionGroup, Rollouts, SamplingParams, Trajectory
 from tests.models.test_routing import saved
 from tests.rollout.test_staleness import Watch, run, sgd
@@ -304,6 +305,24 @@ def test_a_run_with_vllm_and_an_adapter_is_resumed_and_repeated(tmp_path: Path) 
 def test_what_cannot_work_is_refused_at_once(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sums_data(**{"engine": ThreadEngine(), "staleness": 1, "in_flight": InFlight(), **arguments})
+
+
+def test_an_update_moves_no_pause_before_its_weights_are_pushed(tmp_path: Path) -> None:
+    (tmp_path / "switches-0.jsonl").write_text('{"prompt": 0, "switches": {"7": [[[0, 4], [1, 3]], [[0, 2]]]}}\n')
+    version, pauses = 0, []
+
+    def begin(cursor: int, begun: Any, pause_at: Callable[[int], list[int]]) -> Any:
+        nonlocal version
+        pauses.append(pause_at(7))
+        version = 1  # the learner is faster than the engine, which still has the weights of before
+        pauses.append(pause_at(7))
+        raise InterruptedError
+
+    replay = InFlight(replay=str(tmp_path))
+    source = InFlightSource(1, replay, begin, lambda: 0.0, lambda: version, prompts=1, rank=0)
+    with pytest.raises(InterruptedError):
+        source.next(0, 1)
+    assert pauses == [[4, sys.maxsize]] * 2
 
 
 def test_a_record_cannot_be_both_written_and_read_and_a_check_of_old_weights_is_refused(
