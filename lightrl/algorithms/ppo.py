@@ -323,13 +323,15 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                 f"trainer.overfit_batches={trainer.overfit_batches}: rollouts are sampled again, so no batch comes "
                 "twice. To see the same prompts again and again give prompts.limit=N, and eval_prompts the same rows."
             )
-        warmup, rollouts = getattr(self.critic_spec, "warmup_rollouts", 0), self._count_rollouts()
-        if warmup > rollouts:
-            raise ValueError(
-                f"critic.warmup_rollouts={warmup}: the policy would never be trained in this run's {rollouts} rollouts."
-            )
-        if warmup == rollouts:
-            rank_zero_warn(f"critic.warmup_rollouts={warmup}: this run trains the critic alone, not the policy.")
+        if self.critic_spec is not None and (warmup := self.critic_spec.warmup_rollouts):
+            rollouts = self._count_rollouts()
+            if warmup > rollouts:
+                raise ValueError(
+                    f"critic.warmup_rollouts={warmup}: the policy would never be trained in this run's {rollouts} "
+                    "rollouts."
+                )
+            if warmup == rollouts:
+                rank_zero_warn(f"critic.warmup_rollouts={warmup}: this run trains the critic alone, not the policy.")
         for callback in trainer.callbacks:
             for base in type(callback).__mro__:
                 if base.__name__ in REFUSED_CALLBACKS:
