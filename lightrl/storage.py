@@ -17,7 +17,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, overload
+from typing import IO, Any, ClassVar, Literal, overload
 from urllib.parse import quote, quote_plus
 
 __all__ = [
@@ -476,20 +476,31 @@ def _finished(kind: str, path: Path, last: Sequence[str]) -> str:
 
 
 class FolderLock:
-    """Holds a folder for this process; the lock goes with the process, however it ends.
+    """Holds a folder for a run of this process; the lock goes with the process, however it ends.
 
     Args:
         folder: made if it is missing. `.lightrl.lock` in it says who holds it.
 
+    Attributes:
+        ended: the run is over, so that another of this process may take the folder.
+
     Raises:
-        ValueError: another process that is alive holds it; the message names it.
+        ValueError: another process that is alive holds it, or another run of this one; the message names it.
         StorageError: the folder cannot be written to.
     """
 
+    _held: ClassVar[list[FolderLock]] = []
+
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / LOCK
+        self.ended = False
+        self._pid = os.getpid()
         with _told(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            for other in self._of_this_process():  # before it is opened: to close a file gives up all locks on it
+                if not other.ended:
+                    raise self._in_use(f"another run of this process ({self._pid})")
+                other.release()
             self._file = self.path.open("a+", encoding="utf-8")
         try:
             # A lock of the process, which processes that it starts do not inherit.
@@ -497,17 +508,29 @@ class FolderLock:
         except (BlockingIOError, PermissionError):
             holder = self._holder()
             self._file.close()
-            raise ValueError(
-                f"{str(folder)!r} is in use by {holder}: two runs in one folder would mix their metrics and "
-                "checkpoints. Wait for it, end it, or give this run a folder of its own (the logger's name or version, "
-                "the checkpoints' dirpath)."
-            ) from None
+            raise self._in_use(holder) from None
         except OSError as error:
             print(f"Cannot lock {folder} ({error}): make sure that no other run writes there.", file=sys.stderr)
         own = {"pid": os.getpid(), "host": socket.gethostname(), "command": redact_text(" ".join(sys.argv))}
         self._file.truncate(0)
         self._file.write(json.dumps(own) + "\n")
         self._file.flush()
+        self._held.append(self)
+
+    def _of_this_process(self) -> list[FolderLock]:
+        """Locks of the same file, whatever the folder is called; those of a process that was forked are not its own."""
+        if not self.path.exists():
+            return []
+        here = self.path.stat()
+        own = [other for other in self._held if other._pid == self._pid]
+        return [other for other in own if os.path.samestat(os.fstat(other._file.fileno()), here)]
+
+    def _in_use(self, holder: str) -> ValueError:
+        return ValueError(
+            f"{str(self.path.parent)!r} is in use by {holder}: two runs in one folder would mix their metrics and "
+            "checkpoints. Wait for it, end it, or give this run a folder of its own (the logger's name or version, the "
+            "checkpoints' dirpath)."
+        )
 
     def _holder(self) -> str:
         self._file.seek(0)
@@ -520,6 +543,7 @@ class FolderLock:
     def release(self) -> None:
         """Lets go. The file stays, empty: another process may be about to lock it."""
         if not self._file.closed:
+            self._held.remove(self)
             self._file.truncate(0)
             self._file.close()
 

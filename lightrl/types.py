@@ -860,6 +860,8 @@ class Experience(_Rows):
         normalizer: what summed policy losses of a micro-batch are divided by: the aggregation's count over the whole
             optimizer batch, all micro-batches and ranks, divided by the number of ranks (which average gradients).
         token_normalizer: the same for losses that are means over tokens (the critic's).
+        num_trained: tokens of all ranks in the optimizer batch that some loss is over, supervised ones too; the update
+            is skipped where there are none.
         metrics: scalars of the making, already reduced over ranks.
         entropy: entropies of the policy that starts the update; None where nothing uses them.
         loss_weights: weight of each token's policy loss, of the whole mini-batch before it is cut; None before that.
@@ -885,6 +887,7 @@ class Experience(_Rows):
     returns: Tensor | None = None
     normalizer: float = 1.0
     token_normalizer: float = 1.0
+    num_trained: int = 1
     inputs: list[dict[str, Any]] = field(default_factory=list)
     supports: list[Support | None] = field(default_factory=list)
     routes: list[Routes | None] = field(default_factory=list)

@@ -215,6 +215,24 @@ def test_a_second_run_is_refused_by_name_until_the_first_is_gone(tmp_path: Path)
     lock.release()
 
 
+def test_a_second_run_of_one_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    first = FolderLock(tmp_path / "run")
+    for name in ("run", "link"):
+        with pytest.raises(ValueError, match=rf"{name}' is in use by another run of this process \({os.getpid()}\)"):
+            FolderLock(tmp_path / name)
+    other = in_a_process("from lightrl.storage import FolderLock as F; F('link')", tmp_path)
+    assert other.wait() == 1, "the refusals did not let go of the first one's lock"
+    first.ended = True
+    second = FolderLock(tmp_path / "link")  # of a run whose predecessor ended by an error
+    first.release()
+    with pytest.raises(ValueError, match="another run of this process"):
+        FolderLock(tmp_path / "run")
+    second.release()
+    FolderLock(tmp_path / "run").release()
+
+
 # ---- secrets ---------------------------------------------------------------------------------------------------------
 
 

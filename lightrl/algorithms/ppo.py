@@ -473,8 +473,10 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                     if piece.last:
                         if not is_whole:
                             experience = self._joined(rollouts, pieces, this_rank)
-                            self._divide_gradients(self.normalized(experience).normalizer)
-                        learnt.add(self.apply_gradients(finite=bool(finite)))
+                            minibatch = self.normalized(experience)
+                            self._divide_gradients(minibatch.normalizer)
+                        learns = minibatch.num_trained > 0
+                        learnt.add(self.apply_gradients(finite=bool(finite)) if learns else self._skip_empty_update())
                         finite = self._all_finite()
         learnt.add(rollouts.metrics)
         metrics = {**experience.metrics, **self._all_ranks.means(learnt), **clock.seconds, **self._coefficients()}
@@ -672,9 +674,11 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         count = self.aggregation.count(TrajectoryLayout(minibatch.trajectory_ids, mask).mask)
         counts = torch.stack([count.double(), mask.sum().double(), learnt.double()])
         ranks = self.trainer.world_size
-        policy, tokens, supervised = (max(x, 1.0) / ranks for x in self.all_sum(counts).tolist())
+        counts = self.all_sum(counts)
+        policy, tokens, supervised = (max(x, 1.0) / ranks for x in counts.tolist())
         ptx = None if ptx is None else replace(ptx, normalizer=supervised)
-        return replace(minibatch, normalizer=policy, token_normalizer=tokens, supervised=ptx)
+        trained = int(counts[1] + counts[2])
+        return replace(minibatch, normalizer=policy, token_normalizer=tokens, num_trained=trained, supervised=ptx)
 
     def micro_batches(
         self, minibatch: Experience, reduction: Reduction | None = None, *, reduce_gradients: bool = True
@@ -826,31 +830,47 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         overflow = norm is not None and not bool(torch.isfinite(norm))
         lost, overflow = self._all_ranks.max(torch.tensor([float(not finite), float(overflow)])).bool().tolist()
         skip = lost or overflow
-        role = {"actor": "policy"}
-        names = [group.get("name", "policy") for group in optimizer.param_groups]
-        rates = [float(group["lr"]) for group in optimizer.param_groups]
-        metrics: dict[str, Tensor | float] = {
-            f"optim/lr_{role.get(name, name)}": rate for name, rate in zip(names, rates, strict=True)
-        }
+        metrics: dict[str, Tensor | float] = self._learning_rates()
         if not skip:
             with strategies.frozen_group(optimizer, "actor") if self.in_critic_warmup else nullcontext():
                 optimizer.step()
             norm, skip = strategies.after_step(strategy, norm)
-        if skip:
-            strategies.discard_gradients(strategy)
-            if scaler is not None:
-                strategies.lower_scale(scaler)
-        else:
+        if not skip:
             schedulers: Any = self.lr_schedulers() or []
             for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
                 scheduler.step()
-        optimizer.zero_grad()
+        elif scaler is not None:
+            strategies.lower_scale(scaler)
+        self._drop_gradients(used=not skip)
         self._count_skips(skip, norm, searching=scale > 1 and not lost)
         if scaler is not None:
             metrics["optim/loss_scale"] = scale
         if norm is not None and not skip:
             metrics["optim/grad_norm"] = norm
         return {"optim/skipped_updates": float(skip), **metrics}
+
+    def _skip_empty_update(self) -> dict[str, Tensor | float]:
+        """Skips an update that trains no token on any rank: momentum and weight decay would move the weights.
+
+        It is counted, and not held against the run.
+        """
+        rank_zero_warn(
+            "An update was skipped: no token of the rollout is left to train (no rewards, or all masked). "
+            "optim/skipped_updates counts such updates."
+        )
+        self._drop_gradients(used=False)
+        self.num_skipped_updates += 1
+        return {"optim/skipped_updates": 1.0, **self._learning_rates()}
+
+    def _drop_gradients(self, *, used: bool) -> None:
+        if not used:
+            strategies.discard_gradients(self.trainer.strategy)
+        self._optimizer.zero_grad()
+
+    def _learning_rates(self) -> dict[str, Tensor | float]:
+        groups = self._optimizer.param_groups
+        names = ["policy" if (name := group.get("name", "actor")) == "actor" else name for group in groups]
+        return {f"optim/lr_{name}": float(group["lr"]) for name, group in zip(names, groups, strict=True)}
 
     @property
     def _optimizer(self) -> Any:

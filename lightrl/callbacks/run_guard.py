@@ -56,8 +56,8 @@ class RunGuard(Callback):
         Raises:
             ValueError: another run holds it; the message names its process.
         """
-        path = Path(folder).absolute()
-        if path in self._locks:
+        path = Path(folder).resolve()  # two names of one folder are one lock
+        if path in self._locks and not self._locks[path].ended:
             return
         self._locks[path] = FolderLock(path)
         cleaned = clean_leftovers(path)
@@ -80,7 +80,7 @@ class RunGuard(Callback):
         if trainer.loggers and folder is not None:
             self._hold_for(trainer, folder)
             own = run_folder(trainer)  # where `--ckpt_path last` looks for it
-            if Path(folder).absolute() in self._locks:
+            if Path(folder).resolve() in self._locks:
                 own.mkdir(parents=True, exist_ok=True)
                 with atomic_write(own / SETTINGS, "w") as file:
                     json.dump(self._settings, file)
@@ -148,7 +148,12 @@ class RunGuard(Callback):
     # ---- the end; after an error the locks go with the process, since others may still save --------------------------
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Has the ranks that this process launched end with it: Lightning leaves them, and a stopped one would stay."""
+        """Lets the next run of this process have the folders, and has the ranks that it launched end with it.
+
+        Lightning leaves them, and a stopped one would stay.
+        """
+        for lock in self._locks.values():
+            lock.ended = True
         launcher = trainer.strategy.launcher
         if trainer.world_size > 1 and launcher is not None and isinstance(exception, Exception):
             atexit.register(launcher.kill, signal.SIGKILL)  # when others have saved and said what they have to

@@ -49,6 +49,8 @@ class PolicyLoss(ABC):
             advantage of 0.
         reads_engine_logprobs: the engine's log-probs are compared with the trainer's.
         replaces_old_logprobs: they also stand for the old ones, which are then not computed.
+        has_engine_ratio: the importance ratio to the engine's policy is a factor already, which no correction may
+            multiply once more.
     """
 
     zero_advantage_is_zero_loss: bool = False
@@ -56,6 +58,7 @@ class PolicyLoss(ABC):
     one_ratio_per_trajectory: bool = False
     reads_engine_logprobs: bool = False
     replaces_old_logprobs: bool = False
+    has_engine_ratio: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Resets what a subclass with a `__call__` of its own would inherit about the loss."""
@@ -69,6 +72,7 @@ class PolicyLoss(ABC):
         self.zero_advantage_is_zero_loss = loss.zero_advantage_is_zero_loss
         self.needs_whole_trajectories = loss.needs_whole_trajectories
         self.one_ratio_per_trajectory = loss.one_ratio_per_trajectory
+        self.has_engine_ratio |= loss.has_engine_ratio
 
     @abstractmethod
     def __call__(

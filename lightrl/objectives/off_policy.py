@@ -77,18 +77,21 @@ class OffPolicyCorrection(WeightedLoss):
     (fraction of tokens whose weight the bounds changed), `off_policy/kl` (k3 estimate of KL(engine || old)).
 
     Args:
-        loss: what is weighted.
+        loss: what is weighted. Not one that has that ratio already (`VESPO`, `EngineRatio`, another correction).
         level: "token" (biased beyond one token, low variance) or "sequence" (unbiased, high variance).
         mode: "truncate" or "mask".
         high: upper bound of the weight, at least 1.
         low: lower bound, in [0, 1].
 
     Raises:
-        ValueError: an argument is out of range; on call, there are no engine log-probs.
+        ValueError: an argument is out of range, the loss has that ratio already; on call, there are no engine
+            log-probs.
 
     Source: TIS https://fengyao.notion.site/off-policy-rl; MIS https://richardli.xyz/rl-collapse; IcePop
         https://ringtech.notion.site/icepop. TRL's `vllm_importance_sampling_mode` has the same four combinations.
     """
+
+    has_engine_ratio = True
 
     def __init__(
         self,
@@ -98,6 +101,11 @@ class OffPolicyCorrection(WeightedLoss):
         high: float = 2.0,
         low: float = 0.0,
     ) -> None:
+        if loss.has_engine_ratio:
+            raise ValueError(
+                f"OffPolicyCorrection(loss={type(loss).__name__}): it has the ratio to the engine's policy already, "
+                "which would count twice; drop the correction, or the other."
+            )
         super().__init__(loss)
         self.level = one_of("OffPolicyCorrection.level", level, "token", "sequence")
         self.mode = one_of("OffPolicyCorrection.mode", mode, "truncate", "mask")
@@ -146,6 +154,7 @@ class EngineRatio(PolicyLoss):
 
     reads_engine_logprobs = True
     replaces_old_logprobs = True
+    has_engine_ratio = True
 
     def __init__(self, loss: PolicyLoss) -> None:
         if loss.reads_engine_logprobs:
@@ -262,6 +271,7 @@ class VESPO(PolicyLoss):
     """
 
     reads_engine_logprobs = True
+    has_engine_ratio = True
     zero_advantage_is_zero_loss = True
 
     def __init__(self, k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0) -> None:

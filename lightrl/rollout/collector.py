@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import hashlib
 import logging
+import math
 import queue
 import sys
 import threading
@@ -602,6 +603,17 @@ def _refuse_other_answers(engine: str, answer: CompletionGroup) -> None:
                 f"{engine}.generate: a completion of {request.name} has {len(part.token_ids)} tokens and "
                 f"{len(part.logprobs)} logprobs: each token needs its log-probability."
             )
+        _refuse_not_finite(f"{engine}.generate: a completion of {request.name}", part.logprobs)
+
+
+def _refuse_not_finite(whose: str, logprobs: Sequence[float]) -> None:
+    if math.isfinite(sum(logprobs)):
+        return
+    place = next(place for place, value in enumerate(logprobs) if not math.isfinite(value))
+    raise ValueError(
+        f"{whose} has the log-prob {logprobs[place]} at its token {place}, with which no loss can be computed. Weights "
+        "that are not finite give such ones, or a dtype whose range is too small: try bfloat16 or float32."
+    )
 
 
 def _refuse_other_trajectories(episode: str, task: Task, trajectories: Any) -> None:
@@ -620,6 +632,7 @@ def _refuse_other_trajectories(episode: str, task: Task, trajectories: Any) -> N
                 f"{episode}.run: a row of {task.name} has {sizes[0]} token_ids, {sizes[1]} turn_ids, {sizes[2]} "
                 f"logprobs and {sizes[3]} policy_versions: each token needs an entry in all of them."
             )
+        _refuse_not_finite(f"{episode}.run: a row of {task.name}", row.logprobs)
 
 
 async def _wait_for(tasks: Sequence[asyncio.Task[None]], seconds: float) -> None:

@@ -19,7 +19,7 @@ from lightrl.objectives.losses import PPOClip
 from lightrl.objectives.off_policy import EngineRatio, OffPolicyCorrection
 from lightrl.types import Experience, SamplingParams
 from tests.algorithms.toys import adam, fit, ppo, sgd, weights
-from tests.toys import Keep, digits_reward, quickstart_model, quiet_trainer, sums_data
+from tests.toys import Keep, ThreadEngine, digits_reward, quickstart_model, quiet_trainer, sums_data
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +205,32 @@ def test_a_nonfinite_update_is_skipped_and_counted(model_path: str) -> None:
     assert [m["optim/skipped_updates"] for m in keep.metrics] == [0.0, 1.0, 0.0]
     assert module.num_skipped_updates == 1 and module.policy_version == 2
     assert bool(weights(module).isfinite().all())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_update_without_a_token_to_train_is_skipped_and_counted(streaming: bool, model_path: str) -> None:
+    """Momentum and weight decay would move the weights; two such rollouts in a row do not end the run."""
+    calls: list[int] = []
+
+    def scores_the_first_rollout(completions: list[str], **_: Any) -> list[float | None]:
+        calls.append(len(completions))
+        scored = sum(calls) <= 32
+        return [float(sum(c in "02468" for c in text)) if scored else None for text in completions]
+
+    module = GRPOLightningModule(model_path, optimizer=adam, max_skipped_updates=1)
+    after: list[Tensor] = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            after.append(weights(module).clone())
+
+    with pytest.warns(UserWarning, match="no token of the rollout is left to train"):
+        data: dict[str, Any] = {"rewards": [scores_the_first_rollout], "engine": ThreadEngine(), "streaming": streaming}
+        keep = fit(module, rollouts=3, callbacks=[Watch()], **data)
+    assert [m["optim/skipped_updates"] for m in keep.metrics] == [0.0, 1.0, 1.0]
+    assert module.num_skipped_updates == 2 and module.skipped_in_a_row == 0 and module.policy_version == 1
+    assert torch.equal(after[0], after[1]) and torch.equal(after[1], after[2])
+    assert keep.metrics[2]["optim/lr_policy"] == keep.metrics[0]["optim/lr_policy"]
 
 
 def test_too_many_skips_in_a_row_stop_the_run(model_path: str) -> None:

@@ -163,6 +163,26 @@ def test_a_second_run_with_the_same_checkpoints_is_refused(model: str, tmp_path:
         first.wait()
 
 
+class Within(Callback):
+    """Begins another run, through a link to the folder, while this one trains."""
+
+    def __init__(self, begin: Any) -> None:
+        self.begin = begin
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.begin()
+
+
+def test_two_runs_of_one_process_in_one_folder(model: str, tmp_path: Path) -> None:
+    """Beside one another: refused. One after the other: also after an error, whose traceback holds the first."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="in use by another run of this process") as held:
+        fit(tmp_path, model, saving(tmp_path), Within(lambda: fit(tmp_path, model, saving(tmp_path / "link"))))
+    for _ in range(2):
+        fit(tmp_path, model, saving(tmp_path))
+    assert held.tb is not None
+
+
 class Send(Callback):
     """Sends signals to this process in the second rollout's update."""
 

@@ -7,7 +7,8 @@ takes seconds. The victim is the trainer, a rank of two, vLLM's engine core, a s
 scores. The invariants:
 
 - exit: the run ends within the bound;
-- cause: its exit status fits the fault, it prints no traceback, and where it ends with an error one message;
+- cause: its exit status fits the fault (0 where the fault's place was never reached), it prints no traceback, and where
+  it ends with an error one message;
 - processes: none of the run is left, and no socket in the folder of temporary files;
 - checkpoint: the newest checkpoint that verifies holds all finished rollouts but the last (one is saved per rollout),
   and `--ckpt_path last` goes on from there;
@@ -65,6 +66,7 @@ COMPILED = str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_fault
 """What vLLM's sampler compiles, which takes longer than a run; else each case would have its own."""
 HELD: list[socket.socket] = []
 """Of the servers of the case that runs."""
+NOT_REACHED = "not reached"
 MARK, END = "<!-- campaign -->", "<!-- end of campaign -->"
 
 PLACES = ("startup", "sampling", "scoring", "update", "sync", "save", "named", "export", "shutdown", "time")
@@ -281,6 +283,7 @@ class Campaign:
                 os.close(writing)
                 os.environ |= {"NOTES": str(kept), "MODEL": self.model, "TMPDIR": str(kept / "tmp")}
                 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", COMPILED)
+                os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # each case its own, for 20 s and more
                 tempfile.tempdir = None
                 network = self.isolated and victim not in ("trainer", "core")
                 os._exit(be_the_run(case, victim, list(arguments), parsed=parsed, network=network))
@@ -358,10 +361,11 @@ class Campaign:
         status, seconds = self.run(folder, kept, case, case.victim, parsed=case.place in PARSED, took=took)
         said = (kept / "output").read_text(errors="replace")
         struck = (kept / "struck").exists()
-        verdict = Verdict(case, "ran to its end" if status == 0 else f"ended with {status}", seconds=round(seconds, 1))
+        outcome = "ran to its end" if status == 0 else f"ended with {status}"
+        verdict = Verdict(case, outcome if struck else f"{NOT_REACHED}, {outcome}", seconds=round(seconds, 1))
         if status is None:
             verdict.broken.append("exit")
-        if struck and not self._tells(case, status, said):
+        if not (self._tells(case, status, said) if struck else status == 0):
             verdict.broken.append("cause")
         if (kept / "left").read_text():
             verdict.broken.append("processes")
@@ -386,8 +390,6 @@ class Campaign:
             verdict.broken.append("resumed")
         if verdict.broken:
             verdict.said += f"{said[-2500:]}\n---- resumed: {again}\n{again_said[-1500:] if again != 0 else ''}"
-        if not struck:
-            verdict.outcome = "not reached"
         return verdict
 
     def _tells(self, case: Case, status: int | None, said: str) -> bool:
@@ -451,7 +453,7 @@ def campaign(options: argparse.Namespace, part: int, *, isolated: bool) -> None:
             if time.monotonic() - start > 60 * options.minutes:
                 break
             verdict = runs.judge(number, case)
-            print(f"{case}: {verdict.outcome} in {verdict.seconds} s, {verdict.broken or 'ok'}", flush=True)
+            print(f"{case}: {verdict.outcome} in {verdict.seconds} s, {judged(verdict)}", flush=True)
             if verdict.broken:
                 print(verdict.said, flush=True)
             with options.results.open("ab", buffering=0) as file:  # one write, so that no other worker's cuts it
@@ -492,10 +494,21 @@ def read_results(path: Path) -> list[Verdict]:
     return [Verdict(**record | {"case": Case(**record["case"])}) for record in records]
 
 
+def judged(verdict: Verdict) -> str:
+    """What a verdict counts as: a fault that was not injected held nothing."""
+    if verdict.broken:
+        return f"broken: {', '.join(verdict.broken)}"
+    return "not counted" if verdict.outcome.startswith(NOT_REACHED) else "ok"
+
+
 def table(verdicts: list[Verdict]) -> str:
-    """Counts of fault x place: those that held all invariants of all that were struck, what broke, and the outcomes."""
+    """Counts of fault x place: those that held all invariants of all that count, what broke, and the outcomes.
+
+    A case whose fault was not injected counts where its run broke an invariant all the same; else it is named below.
+    """
     lines = [f"| victim | fault | {' | '.join(PLACES)} | outcomes |", "|---" * (len(PLACES) + 3) + "|"]
-    reached = [v for v in verdicts if v.outcome != "not reached"]
+    reached = [v for v in verdicts if judged(v) != "not counted"]
+    missed = [v.case for v in verdicts if judged(v) == "not counted"]
     for victim, faults in EXPECTED.items():
         for fault in faults:
             row = [v for v in reached if (v.case.victim, v.case.fault) == (victim, fault)]
@@ -510,8 +523,9 @@ def table(verdicts: list[Verdict]) -> str:
             if row:
                 lines.append(f"| {victim} | {fault} | {' | '.join(cells)} | {told} |")
     held = sum(not v.broken for v in reached)
-    lines += ["", f"{held} of {len(reached)} injected faults held every invariant; {len(verdicts) - len(reached)} more"]
-    lines[-1] += " were drawn for a place that the run had passed or ended before."
+    lines += ["", f"{held} of {len(reached)} injected faults held every invariant; {len(missed)} more"]
+    named = f" ({'; '.join(map(str, missed))})" if missed else ""
+    lines[-1] += f" were drawn for a place that their run did not come to{named}."
     return "\n".join(lines)
 
 

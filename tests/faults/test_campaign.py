@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.campaign import OPEN, SPACING, WORST, cases
+from tests.faults.campaign import OPEN, SPACING, WORST, Campaign, Verdict, cases, judged, table
+from tests.faults.injection import Case
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -58,3 +59,34 @@ def test_the_slow_engines_cases_are_spread_and_the_worst_come_first() -> None:
         (fault, place) for fault in WORST for place in OPEN
     }
     assert len({case.kind for case in drawn}) == len(drawn), "no kind twice before all were had"
+
+
+def test_a_fault_that_was_not_injected_is_named_and_does_not_count(tmp_path: Path) -> None:
+    ended, cut = (Verdict(Case("core", "SIGINT", place, 1, 0.0), "not reached, x") for place in ("sampling", "sync"))
+    cut.broken.append("exit")
+    held = Verdict(Case("core", "SIGINT", "save", 1, 0.0), "ran to its end")
+    assert [judged(each) for each in (ended, cut, held)] == ["not counted", "broken: exit", "ok"]
+    assert table([ended, cut, held]).endswith(
+        "1 of 2 injected faults held every invariant; 1 more were drawn for a place that their run did not come to "
+        "(core: SIGINT, sampling 1)."
+    )
+
+
+def test_a_run_that_ends_by_itself_before_its_fault_is_broken(tmp_path: Path) -> None:
+    """Such as one whose engine took too long to start: resumed from nothing it would hold everything."""
+
+    class Alone(Campaign):
+        def __init__(self) -> None:
+            self.model, self.statuses = "", [1, 0]
+
+        def run(self, folder: Path, kept: Path, *args: object, **kwargs: object) -> tuple[int, float]:
+            (kept / "output").write_text("error: the engine gave no sign for 30 s\n")
+            (kept / "left").write_text("")
+            return self.statuses.pop(0), 1.0
+
+    folder, kept = tmp_path / "run", tmp_path / "notes"
+    for each in (folder, kept):
+        each.mkdir()
+    case = Case("core", "SIGINT", "sampling", 3, 0.0)
+    verdict = Alone()._judge(case, folder, kept, {}, 1.0, restart=False)
+    assert verdict.outcome == "not reached, ended with 1" and "cause" in verdict.broken

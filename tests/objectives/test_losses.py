@@ -202,6 +202,15 @@ def test_off_policy_correction_needs_the_engines_logprobs() -> None:
         OffPolicyCorrection(PPOClip())(OLD, OLD, A, MASK)
 
 
+def test_a_loss_with_the_ratio_to_the_engine_takes_no_correction() -> None:
+    doubled = [VESPO(), EngineRatio(PPOClip()), OffPolicyCorrection(PPOClip()), OffPolicySequenceMask(VESPO())]
+    for loss in doubled:
+        with pytest.raises(ValueError, match=rf"loss={type(loss).__name__}\): .* twice; drop the correction"):
+            OffPolicyCorrection(loss)
+    for loss in (OffPolicySequenceMask(PPOClip()), GeometricEngineMask(DPPO())):
+        assert OffPolicyCorrection(loss).has_engine_ratio
+
+
 def test_off_policy_sequence_mask_by_hand() -> None:
     # mean of log(sampler / pi) with sampler = old, pi / old = 1.5, 0.5, 1: -(0.405465 - 0.693147) / 3 = 0.095894
     loss = OffPolicySequenceMask(PPOClip(), 0.09)

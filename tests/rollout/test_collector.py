@@ -392,6 +392,14 @@ class Cut(ScriptedEngine):
     [
         (Cut(Completion([5, 6], [-0.5, -0.5], "", "stop")), "Cut.generate: 1 completions of prompt 0 .*, 2 were asked"),
         (Cut(Completion([5, 6], [-0.5], "", "stop"), 2), "Cut.generate: .* prompt 0 .* has 2 tokens and 1 logprobs"),
+        (
+            Cut(Completion([5, 6], [-0.5, math.nan], "", "stop"), 2),
+            "Cut.generate: .* prompt 0 .* log-prob nan at its token 1",
+        ),
+        (
+            Cut(Completion([5, 6], [-math.inf, -0.5], "", "stop"), 2),
+            "Cut.generate: .* prompt 0 .* log-prob -inf at its",
+        ),
     ],
 )
 def test_an_engine_that_breaks_its_contract_is_named(engine: Any, message: str, collector: Any) -> None:
@@ -410,6 +418,7 @@ class Answers(Episode):
 
 
 ROW = TrajectoryRow([1, 2, 5], [-1, -1, 0], [0.0, 0.0], [-1, -1, 3])
+NAN = replace(ROW, logprobs=[0.0, 0.0, math.nan])
 
 
 @pytest.mark.parametrize(
@@ -418,6 +427,10 @@ ROW = TrajectoryRow([1, 2, 5], [-1, -1, 0], [0.0, 0.0], [-1, -1, 3])
         (None, "Answers.run gave a NoneType for prompt 0: .* each of the 2 attempts"),
         ([Trajectory([], "")], "Answers.run gave 1 of them for prompt 0: .* each of the 2 attempts"),
         ([Trajectory([ROW], "")] * 2, "Answers.run: a row of prompt 0 has 3 token_ids, 3 turn_ids, 2 logprobs and 3"),
+        (
+            [Trajectory([replace(ROW, logprobs=[0.0, 0.0, math.nan])], "")] * 2,
+            "Answers.run: prompt 0 .* nan at token 2",
+        ),
     ],
 )
 def test_an_episode_that_breaks_its_contract_is_named(answer: Any, message: str, collector: Any) -> None:
