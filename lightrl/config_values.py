@@ -66,7 +66,7 @@ def redacted(config: Any) -> Any:
             "run's folder as ***.",
             file=sys.stderr,
         )
-    return _mapped(config, lambda text, name, path: str(redact(text, name)))
+    return _mapped(config, lambda value, name, path: redact(value, name))
 
 
 def from_environment(config: Any) -> Any:
@@ -74,7 +74,9 @@ def from_environment(config: Any) -> Any:
     given: dict[str, str] = {}
     _mapped(config, lambda text, name, path: given.setdefault(path.strip("."), text))
 
-    def resolved(text: str, name: str, path: str) -> str:
+    def resolved(text: Any, name: str, path: str) -> Any:
+        if not isinstance(text, str):
+            return text
         of_run = path.strip(".").replace("trainer.default_root_dir", "run_dir")  # which sets both
         return resolve_environment(text, of_run if given.get(of_run) == text else path.strip("."))
 
@@ -89,19 +91,19 @@ def _numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
         yield path, value
 
 
-def _mapped(config: Any, text: Callable[[str, str, str], str], path: str = "", name: str = "") -> Any:
-    """A copy of a parsed configuration with each string replaced by text(string, name, dotted path)."""
+def _mapped(config: Any, new: Callable[[Any, str, str], Any], path: str = "", name: str = "") -> Any:
+    """A copy of a parsed configuration with each string and number replaced by new(value, name, dotted path)."""
     from jsonargparse import Namespace
 
-    if isinstance(config, str):
-        return text(config, name, path)
+    if isinstance(config, str | int | float):
+        return new(config, name, path)
     if isinstance(config, Namespace):
-        items = {key: _mapped(value, text, f"{path}.{key}", key) for key, value in vars(config).items()}
+        items = {key: _mapped(value, new, f"{path}.{key}", key) for key, value in vars(config).items()}
         return Namespace(**items)
     if isinstance(config, dict):
-        return {key: _mapped(value, text, f"{path}.{key}", str(key)) for key, value in config.items()}
+        return {key: _mapped(value, new, f"{path}.{key}", str(key)) for key, value in config.items()}
     if isinstance(config, list):
-        return [_mapped(value, text, f"{path}.{i}", name) for i, value in enumerate(config)]
+        return [_mapped(value, new, f"{path}.{i}", name) for i, value in enumerate(config)]
     return config
 
 

@@ -562,7 +562,7 @@ SECRET_VALUE = re.compile(
 )
 URL_LOGIN = re.compile(r"(?<=://)[^/\s@:]*:[^/\s?#]+(?=@)")  # up to the last @, which a password may hold, too
 URL_KEY = re.compile(
-    r"(?i)(?<=[?&#])((?:[\w.-]*[_.-])?(?:token|secret|password|sig|signature|credential)|(?:(?:access|auth)[_-])?key"
+    r"(?i)(?<=[?&#])((?:[\w.-]*[_.-])?(?:token|secret|pass(?:word|wd|phrase)?|pwd|sig|signature|credential)|(?:(?:access|auth)[_-])?key"
     r"|api[_-]?key|\w*accesskey)=([^&\s#'\"]+)"
 )
 REFERENCE = re.compile(r"\$\{env:([A-Za-z_]\w*)\}")
@@ -624,11 +624,13 @@ def redact_messages() -> None:
 
 
 def redact(value: Any, name: str = "") -> Any:
-    """A copy of plain data (dictionaries, lists, tuples, strings) without secrets; anything else as it is.
+    """A copy of plain data (dictionaries, lists, tuples, strings, numbers) without secrets; anything else as it is.
 
-    Redacted are strings under a name such as `token`, `api_key`, `password`, `authorization`, and in all other strings
-    what `redact_text` finds. References to the environment (`${env:NAME}`) stay.
+    Redacted are strings and numbers under a name such as `token`, `api_key`, `password`, `authorization`, and in all
+    other strings what `redact_text` finds. References to the environment (`${env:NAME}`) stay.
     """
+    if _is_number(value):  # YAML reads a password of digits as one
+        return REDACTED if SECRET_NAME.search(name) else value
     if isinstance(value, str):
         whole = SECRET_NAME.search(name) is not None and value and REFERENCE.fullmatch(value) is None
         return REDACTED if whole else redact_text(value)
@@ -639,9 +641,15 @@ def redact(value: Any, name: str = "") -> Any:
     return value
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def plain_secrets(value: Any, name: str = "", path: str = "") -> Iterator[tuple[str, str]]:
     """Where plain data holds secrets themselves: (dotted path, the secret)."""
-    if isinstance(value, str):
+    if _is_number(value) and SECRET_NAME.search(name):
+        yield path, str(value)
+    elif isinstance(value, str):
         if SECRET_NAME.search(name) and value and REFERENCE.fullmatch(value) is None and value != REDACTED:
             yield path, value
             return

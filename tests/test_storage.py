@@ -14,7 +14,9 @@ from urllib.parse import quote, urlencode
 
 import pytest
 import torch
+from jsonargparse import Namespace
 
+from lightrl.config_values import redacted
 from lightrl.storage import (
     DamagedError,
     FolderLock,
@@ -252,6 +254,9 @@ def test_a_second_run_of_one_process_is_refused_until_the_first_has_ended(tmp_pa
         ({"sort_key": "a", "label_column": "key", "padToken_ids": "b", "max_tokens": "3"}, None),
         ({"url": "http://user:p@ss@host/x@y"}, {"url": "http://user:***@host/x@y"}),
         ({"url": "http://host:80/x?mail=a@b"}, None),
+        ({"url": "http://u:1@h/?pwd=12&pass=3"}, {"url": "http://u:***@h/?pwd=***&pass=***"}),
+        ({"kwargs": {"password": 1234, "pwd": "ab"}}, {"kwargs": {"password": "***", "pwd": "***"}}),
+        ({"max_new_tokens": 3, "use_token": True, "pad_token": 0, "compass": 1}, None),
         (
             ["h/?X-Amz-Signature=ab&client_secret=z#access_token=t"],
             ["h/?X-Amz-Signature=***&client_secret=***#access_token=***"],
@@ -261,6 +266,11 @@ def test_a_second_run_of_one_process_is_refused_until_the_first_has_ended(tmp_pa
 def test_what_is_redacted(value: Any, expected: Any) -> None:
     assert redact(value) == (value if expected is None else expected)
     assert bool(list(plain_secrets(value))) == (expected is not None and "${env" not in str(value))
+
+
+def test_a_password_of_digits_is_not_written_with_the_configuration() -> None:
+    config = Namespace(kwargs={"password": 123456, "port": 80}, url="http://u:1@h")
+    assert redacted(config) == Namespace(kwargs={"password": "***", "port": 80}, url="http://u:***@h")
 
 
 def test_text_is_redacted() -> None:

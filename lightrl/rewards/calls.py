@@ -149,10 +149,12 @@ class RewardFunction:
 
 
 async def _settle(call: Any) -> Outcome:
-    """Awaits a reward function and keeps what it raises, apart from what the scorer raises."""
+    """Awaits a reward function and keeps what it raises, SystemExit among it, which would end the event loop."""
     try:
         return "returned", await call
-    except Exception as error:
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
         return "raised", error
 
 

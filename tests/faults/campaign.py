@@ -501,15 +501,22 @@ def judged(verdict: Verdict) -> str:
     return "not counted" if verdict.outcome.startswith(NOT_REACHED) else "ok"
 
 
-def table(verdicts: list[Verdict]) -> str:
+def table(verdicts: list[Verdict], before: str = "") -> str:
     """Counts of fault x place: those that held all invariants of all that count, what broke, and the outcomes.
 
     A case whose fault was not injected counts where its run broke an invariant all the same; else it is named below.
+
+    Args:
+        verdicts: of a campaign.
+        before: an older table, whose rows of victims that this campaign did not strike stay.
     """
+    struck = {v.case.victim for v in verdicts}
+    stay = [line for line in before.splitlines() if line.split(" | ")[0][2:] in EXPECTED.keys() - struck]
     lines = [f"| victim | fault | {' | '.join(PLACES)} | outcomes |", "|---" * (len(PLACES) + 3) + "|"]
     reached = [v for v in verdicts if judged(v) != "not counted"]
     missed = [v.case for v in verdicts if judged(v) == "not counted"]
     for victim, faults in EXPECTED.items():
+        lines += [line for line in stay if line.startswith(f"| {victim} |")]
         for fault in faults:
             row = [v for v in reached if (v.case.victim, v.case.fault) == (victim, fault)]
             cells = []
@@ -522,8 +529,9 @@ def table(verdicts: list[Verdict]) -> str:
             told = "; ".join(f"{name} ({count})" for name, count in sorted(outcomes.items()))
             if row:
                 lines.append(f"| {victim} | {fault} | {' | '.join(cells)} | {told} |")
-    held = sum(not v.broken for v in reached)
-    lines += ["", f"{held} of {len(reached)} injected faults held every invariant; {len(missed)} more"]
+    counts = [tuple(map(int, found)) for line in lines for found in re.findall(r"(?<=\| )(\d+)/(\d+)", line)]
+    held, of = (sum(each) for each in zip(*counts, strict=True)) if counts else (0, 0)
+    lines += ["", f"{held} of {of} injected faults held every invariant; {len(missed)} more"]
     named = f" ({'; '.join(map(str, missed))})" if missed else ""
     lines[-1] += f" were drawn for a place that their run did not come to{named}."
     return "\n".join(lines)
@@ -538,7 +546,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="start no case after so many")
     parser.add_argument("--results", type=Path, help="JSON lines to go on from, and to add to")
     parser.add_argument("--only", default="", help="regular expression of cases, such as 'rank 1: SIGKILL'")
-    parser.add_argument("--table", type=Path, help=f"page whose part from {MARK} to {END} is replaced by the table")
+    parser.add_argument(
+        "--table", type=Path, help=f"page with a table from {MARK} to {END}, whose victims are replaced"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     folder = Path(
@@ -554,7 +564,8 @@ def main() -> None:
     print(table(found))
     if options.table is not None:
         head, _, rest = options.table.read_text().partition(MARK)
-        options.table.write_text(f"{head}{MARK}\n\n{table(found)}\n\n{END}{rest.partition(END)[2]}")
+        before, _, rest = rest.partition(END)
+        options.table.write_text(f"{head}{MARK}\n\n{table(found, before)}\n\n{END}{rest}")
     sys.exit(bool(broken_off) or any(verdict.broken for verdict in found))
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,10 @@ def test_a_fault_that_was_not_injected_is_named_and_does_not_count(tmp_path: Pat
         "1 of 2 injected faults held every invariant; 1 more were drawn for a place that their run did not come to "
         "(core: SIGINT, sampling 1)."
     )
+    other = table([Verdict(Case("reward", "SIGKILL", "sync", 1, 0.0), "ended with 2"), replace(held, case=ended.case)])
+    both = table([cut, held], before=other)
+    assert [line.split(" | ")[0] for line in both.splitlines() if "/1" in line] == ["| core", "| reward"]
+    assert "2 of 3 injected faults" in both, "the other victim's row of the page stays"
 
 
 def test_a_run_that_ends_by_itself_before_its_fault_is_broken(tmp_path: Path) -> None:

@@ -240,6 +240,23 @@ def test_an_exception_keeps_its_origin(scorers, is_async):
     assert ("coroutine" if is_async else "plain") in str(info.value)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, BaseException])
+def test_what_is_no_exception_does_not_end_the_scorer(scorers, kind, is_async):
+    """Such as `sys.exit` in a reward function, which would end the event loop that all of them wait for."""
+
+    def plain(completions):
+        raise kind("out")
+
+    async def coroutine(completions):
+        raise kind("out")
+
+    scorer = scorers([coroutine if is_async else plain])
+    for _ in range(2):
+        with pytest.raises(RewardError, match=f"raised {kind.__name__}: out"):
+            submit(scorer).result(60)
+
+
 def test_on_reward_error_none_leaves_the_rows_out_and_counts_them(scorers, caplog):
     def broken(completions, group_ids):
         if group_ids[0] == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -46,6 +47,11 @@ def score(server, token: str | None = None) -> httpx.Response:
 
 def open_files(server) -> int:
     return len(os.listdir(f"/proc/{server.process.pid}/fd"))
+
+
+@pytest.fixture(scope="module")
+def server_of_lengths(serve):
+    return serve("length")
 
 
 @pytest.mark.parametrize("token", [None, "secret"])
@@ -101,3 +107,35 @@ def test_headers_beyond_the_limit_are_refused(serve):
     client = connect(server, b"POST /score HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 40_000)
     start = time.monotonic()
     assert closed(client) and time.monotonic() - start < 9  # their time ends after ten
+
+
+BODY = b'{"prompts": ["p"], "completions": ["abc"]}'
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        (CHUNKED, b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY), b"200"),
+        (CHUNKED, b"-5\r\nabc", b"400"),
+        (CHUNKED, b"5;" + b"a" * (1 << 20) + b"\r\nabcde\r\n", b"400"),
+        (CHUNKED, (b"10000\r\n" + b" " * 65536 + b"\r\n") * 300, b"413"),
+        (b"Content-Length: -5\r\n", BODY, b"400"),
+        (b"Content-Length: %d\r\n" % 10**30, BODY, b"400"),
+        (b"X: " + b"a" * (1 << 20) + b"\r\n", b"", b"400"),
+        (b"Content-Length: 400000\r\n", b"[" * 400_000, b"422"),
+    ],
+    ids=["chunked", "negative chunk", "1 MB of chunk", "19 MB", "negative", "huge", "1 MB of header", "nested"],
+)
+def test_hostile_framing_is_answered(server_of_lengths, headers, body, status):
+    with socket.create_connection(("127.0.0.1", server_of_lengths.port), timeout=60) as client:
+        with contextlib.suppress(ConnectionError):  # refused before all of it was sent
+            client.sendall(b"POST /score HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n" + body)
+        assert client.recv(4096).startswith(b"HTTP/1.1 " + status)
+    assert score(server_of_lengths).json() == {"rewards": [3.0]}
+
+
+def test_a_body_that_never_comes_is_waited_for_as_long_as_any(serve):
+    server = serve("length", read_timeout=2.0)
+    client = connect(server, b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n{" % 10**18)
+    assert closed(client) and score(server).json() == {"rewards": [3.0]}
