@@ -354,14 +354,25 @@ def _told(path: Path) -> Iterator[None]:
         yield
     except StorageError:
         raise
-    except OSError as error:
+    except Exception as raised:
+        error = _os_error(raised)
+        if error is None:
+            raise
         folder = next(p for p in path.absolute().parents if p.exists())
         free = shutil.disk_usage(folder).free / 2**20
         raise StorageError(
             f"{str(path)!r} cannot be written: {error.strerror or error}. What stood there before is untouched. "
             f"{free:,.0f} MiB are free in {str(folder)!r}; free some, check its permissions and limits, or write to "
             "another folder."
-        ) from error
+        ) from raised
+
+
+def _os_error(error: Exception) -> OSError | None:
+    """What the system said; safetensors, as libraries in Rust do, tells it in the text of an error of its own."""
+    if isinstance(error, OSError):
+        return error
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return None if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
 
 
 # ---- checksums -------------------------------------------------------------------------------------------------------

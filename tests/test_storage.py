@@ -15,6 +15,7 @@ from urllib.parse import quote, urlencode
 import pytest
 import torch
 from jsonargparse import Namespace
+from safetensors.torch import save_file
 
 from lightrl.config_values import redacted
 from lightrl.storage import (
@@ -88,6 +89,19 @@ def test_a_full_disk_is_one_message_and_leaves_the_file_before(write: str, tmp_p
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_weights_for_a_full_disk_are_one_message(tmp_path: Path) -> None:
+    """An export, whose writer in Rust has errors of its own."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        message = "model' cannot be written: File too large.*is untouched"
+        with pytest.raises(StorageError, match=message), atomic_folder(tmp_path / "model") as folder:
+            save_file({"x": torch.zeros(10_000)}, folder / "model.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_is_replaced_as_a_whole_and_what_others_put_there_stays(tmp_path: Path) -> None:
