@@ -529,12 +529,15 @@ class FolderLock:
         self._held.append(self)
 
     def _of_this_process(self) -> list[FolderLock]:
-        """Locks of the same file, whatever the folder is called; those of a process that was forked are not its own."""
+        """Locks of the same file, whatever the folder is called."""
         if not self.path.exists():
             return []
-        here = self.path.stat()
-        own = [other for other in self._held if other._pid == self._pid]
-        return [other for other in own if os.path.samestat(os.fstat(other._file.fileno()), here)]
+        file = self.path.stat()
+        return [other for other in self._held if other.locks(file)]
+
+    def locks(self, file: os.stat_result) -> bool:
+        """Whether it is this file that this process locks by it; a process that was forked has none of its locks."""
+        return self._pid == os.getpid() and os.path.samestat(os.fstat(self._file.fileno()), file)
 
     def _in_use(self, holder: str) -> ValueError:
         return ValueError(
