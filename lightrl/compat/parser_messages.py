@@ -179,7 +179,8 @@ def wrong_arguments(value: Any, hint: Any = None, path: str = "") -> Iterator[tu
         return
     if isinstance(value.get("class_path"), str):
         owner = _imported(value["class_path"])
-        arguments, path = value.get("init_args") or {}, f"{path}.init_args"
+        arguments = value.get("init_args") or {}
+        path = path if _has_rows(owner) else f"{path}.init_args"  # a source is mostly given without its class
     else:
         fitting = (each for each in _members(hint) if dataclasses.is_dataclass(each))
         owner = next((each for each in fitting if value.keys() <= _hints(each).keys()), None)
