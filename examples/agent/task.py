@@ -61,7 +61,7 @@ class Demonstrations:
         seed: of all choices.
     """
 
-    def __init__(self, size: int = 6000, careful: float = 0.4, seed: int = 1) -> None:
+    def __init__(self, size: int = 12000, careful: float = 0.4, seed: int = 1) -> None:
         self.size = size
         self.careful = careful
         self.seed = seed
