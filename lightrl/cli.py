@@ -189,6 +189,8 @@ LOST_RANK = re.compile(r"gloo/|Gloo|NCCL|ProcessGroup")
 INTERRUPTED = 130
 UNREAD = 141
 """Status where nobody reads the output any more: that of SIGPIPE."""
+STEP_OF = "LIGHTRL_QUICKSTART_PID"
+"""Environment variable by which a step of the quickstart knows the process that it ends with."""
 PREEMPTED = 75
 """Status after SIGTERM or SIGUSR1: "try again" (EX_TEMPFAIL of sysexits.h), for a scheduler to requeue the job."""
 
@@ -258,6 +260,8 @@ def _main(args: Sequence[str] | None) -> None:
         expand_configs(arguments)
     if arguments == given and arguments[0] in (*RUNS, *SPEAKING):
         quiet()
+    if STEP_OF in os.environ:  # not handed down to what this process starts
+        end_with_parent(int(os.environ.pop(STEP_OF)), grace=0.0)
     if arguments[0] in COMMANDS:
         if (
             arguments[0] == "init"
@@ -276,7 +280,7 @@ def _main(args: Sequence[str] | None) -> None:
         _call(getattr(import_module(module), function), arguments[0], options)
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        end_with_parent()
+        end_with_parent(os.getppid(), grace=30.0)
     from lightrl.compat import parser_messages  # noqa: F401 - to tell an error when no more files can be opened
 
     run(arguments)
@@ -305,19 +309,23 @@ def _call(function: Callable[..., Any], command: str, options: Sequence[str]) ->
     function(**{name: given[name] for name in names})
 
 
-def end_with_parent(grace: float = 30.0) -> None:
+def end_with_parent(parent: int, grace: float) -> None:
     """Ends this process some seconds after the one that started it is gone.
 
     A rank that Lightning's or torchrun's launcher started would otherwise outlive a killed launcher and, with NCCL,
     wait for the missing rank until the collective's timeout. A rank that is only the last to finish has the seconds.
+    A step of a killed quickstart would go on writing where the next quickstart begins.
+
+    Args:
+        parent: id of the process that started this one.
+        grace: seconds, 0 or more.
     """
-    parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1)
         time.sleep(grace)
-        print("error: the process that started this rank is gone; ending.", file=sys.stderr, flush=True)
+        print("error: the process that started this one is gone; ending.", file=sys.stderr, flush=True)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="end-with-parent").start()

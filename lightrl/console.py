@@ -36,7 +36,7 @@ class _Without(logging.Filter):
 
 
 def quiet() -> None:
-    """For this process: no tips of dependencies, no bars for loaded weights, no notes on what they deprecate.
+    """For this process: no tips of dependencies, no bars for loaded weights and rows, no notes on what they deprecate.
 
     Warnings of LightRL and of the user's own code are shown as before, and so are the dependencies' other ones.
     """
@@ -46,6 +46,12 @@ def quiet() -> None:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     else:  # it asks when it is loaded, which a command that is refused does not wait for
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if "datasets" in sys.modules:
+        from datasets.utils import disable_progress_bars
+
+        disable_progress_bars()
+    else:
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     for category in (DeprecationWarning, FutureWarning, PendingDeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=DEPENDENCIES)
     for message in MESSAGES:

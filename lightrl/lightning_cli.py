@@ -9,7 +9,7 @@ import warnings
 from tempfile import mkdtemp
 from typing import Any, Literal
 
-from jsonargparse import Namespace
+from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import CSVLogger
@@ -30,6 +30,7 @@ from lightrl.callbacks.run_guard import RunGuard
 from lightrl.compat.jsonargparse import start_from_own_defaults
 from lightrl.compat.lightning import YamlCLI, begin_table
 from lightrl.config_values import from_environment, plain, redacted, refuse_senseless
+from lightrl.data import PromptSource
 from lightrl.distributed.strategies import refuse_crowd
 from lightrl.engines import Engine
 from lightrl.objectives.advantages import AdvantageEstimator
@@ -43,6 +44,7 @@ __all__ = ["LightRLCLI"]
 for name in lightrl.engines.__all__:  # engines are imported when they are asked for
     getattr(lightrl.engines, name)
 EVALUATIONS = ("validate", "test", "predict")
+set_parsing_settings(subclasses_enabled=[PromptSource])  # of dataclasses YAML may name none otherwise
 start_from_own_defaults(Engine, AdvantageEstimator, Aggregation, KLPenalty, PolicyLoss)
 
 

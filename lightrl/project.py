@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightrl.arguments import at_least
+from lightrl.cli import STEP_OF
 from lightrl.config_files import SHIPPED
 from lightrl.storage import atomic_write
 
@@ -129,10 +131,13 @@ def quickstart(rollouts: int | None = None, fresh: bool = False) -> None:
 
 
 def _run_step(command: list[str]) -> int:
-    """The exit status of a command that is waited for also after Ctrl-C, which it gets, too: it saves and ends."""
+    """The exit status of a command that is waited for also after Ctrl-C, which it gets, too: it saves and ends.
+
+    Where this process is killed, the command ends, too.
+    """
     previous = signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        return subprocess.run(command).returncode
+        return subprocess.run(command, env={**os.environ, STEP_OF: str(os.getpid())}).returncode
     finally:
         signal.signal(signal.SIGINT, previous)
 

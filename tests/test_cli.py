@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import lightrl.rewards
 import lightrl.rollout
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.cli import main, run
+from lightrl.data import PromptSource
 from lightrl.engines import EngineContext, EngineDiedError, StaleWeightsError
 from lightrl.report.read import read_run
 from lightrl.rollout.collector import RolloutStalledError
@@ -225,6 +227,21 @@ def test_a_class_named_anew_starts_from_its_own_defaults(write: Callable[..., st
     assert loss("--model.init_args.loss", "GSPO", "--model.init_args.loss.eps_high", "0.5") == ("GSPO", 3e-4, 0.5)
     module = run(["--config", config, "--config", "gspo.yaml"], run=False).model
     assert module.kl.estimator == "k1"  # not KLInLoss's k3
+
+
+@dataclass
+class Endless(PromptSource):
+    """A source of one's own, with an argument that `PromptSource` has not."""
+
+    spice: int = 1
+
+
+def test_a_prompt_source_of_ones_own_is_named_in_yaml(write: Callable[..., str]) -> None:
+    own = {"class_path": f"{__name__}.Endless", "init_args": {"rows": ARITHMETIC, "spice": 3}}
+    data = {"prompts": own, "eval_prompts": {"sources": [own, {"rows": ARITHMETIC}]}}
+    built = run(["--config", write(data=data), "--data.init_args.prompts.limit=5"], run=False).datamodule
+    assert isinstance(built.prompts, Endless) and (built.prompts.spice, built.prompts.limit) == (3, 5)
+    assert [type(source) for source in built.eval_prompts[""].sources] == [Endless, PromptSource]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -193,15 +193,24 @@ def test_the_console_is_quiet_and_v_brings_everything_back(config: Callable[...,
         "import sys\nfrom lightrl.cli import main\n"
         "for arguments in (['fit', '-v'], ['fit']):\n"
         "    print('====', file=sys.stderr, flush=True)\n"
+        "    open('rows.jsonl', 'a').write('{\"prompt\": \"9+1=\", \"sum\": 10}\\n')\n"  # read anew, not from the cache
         "    sys.argv = ['lightrl', *arguments]\n"
         f"    main([*arguments, '--config', {config()!r}, '--trainer.enable_progress_bar=false'])\n"
         "import warnings\nwarnings.warn('of my own', FutureWarning)\n"
     )
     env = {**os.environ, "PYTHONWARNINGS": "default"}
+    env.pop("HF_DATASETS_DISABLE_PROGRESS_BARS", None)  # which the tests set for themselves
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=550, env=env)
     assert done.returncode == 0, done.stderr
     _, loud, quiet = done.stderr.split("====")
-    noise = ("💡 Tip", "Loading weights", "LightningCLI's args", "deprecated", "Total length of `list`")
+    noise = (
+        "💡 Tip",
+        "Loading weights",
+        "Generating train split",
+        "LightningCLI's args",
+        "deprecated",
+        "Total length of `list`",
+    )
     assert [text for text in noise if text not in loud] == []
     assert [text for text in noise if text in quiet] == []
     assert "of my own" in quiet and "`Trainer.fit` stopped" in quiet

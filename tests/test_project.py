@@ -16,7 +16,7 @@ from examples.vlm.make_model import main as make_vlm
 from lightrl.cli import main
 from lightrl.project import TASKS
 from tests.toys import quickstart_model
-from tests.waiting import until
+from tests.waiting import gone, until
 
 SMALL = [
     *("--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"),
@@ -140,6 +140,25 @@ def test_an_interrupted_quickstart_waits_for_its_step_and_says_where_it_stopped(
     said, _ = quickstart.communicate(timeout=550)
     assert quickstart.returncode == 1 and (tmp_path / "saved").exists()
     assert "Stopped in step 1/3 supervised warm start. The same command goes on from here" in said
+
+
+def test_a_killed_quickstart_takes_its_step_along(tmp_path: Path) -> None:
+    """Else the step would go on writing where the next quickstart begins."""
+    (tmp_path / "x.yaml").write_text("trainer: {}")
+    step = (
+        "import os, pathlib, time\nfrom lightrl import cli\n"
+        "def run(_):\n    pathlib.Path('begun').write_text(str(os.getpid()))\n    time.sleep(500)\n"
+        "cli.run = run\ncli.main(['fit', '--config', 'x.yaml'])"
+    )
+    code = (
+        "from lightrl import project\nrun = project._run_step\n"
+        f"project._run_step = lambda command: run([command[0], '-c', {step!r}])\nproject.quickstart()"
+    )
+    quickstart = subprocess.Popen([sys.executable, "-c", code])
+    assert until(lambda: (tmp_path / "begun").exists() and (tmp_path / "begun").read_text() != "")
+    quickstart.kill()
+    quickstart.wait()
+    assert gone(int((tmp_path / "begun").read_text()))
 
 
 def test_an_interrupted_quickstart_goes_on_where_it_was(

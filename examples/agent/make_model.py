@@ -62,7 +62,7 @@ def make_model(folder: str | Path) -> None:
         num_key_value_heads=2,
         max_position_embeddings=256,
         initializer_range=0.08,  # with the usual 0.02 it takes many more updates until it copies
-        # Digits are copied by their place: with the usual 10,000, made for long texts, places a few tokens apart look alike.
+        # Digits are copied by their place: with the usual 10,000, places a few tokens apart look much alike.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         tie_word_embeddings=True,
         architectures=["Qwen2ForCausalLM"],

@@ -179,7 +179,8 @@ def wrong_arguments(value: Any, hint: Any = None, path: str = "") -> Iterator[tu
         return
     if isinstance(value.get("class_path"), str):
         owner = _imported(value["class_path"])
-        arguments, path = value.get("init_args") or {}, f"{path}.init_args"
+        arguments = value.get("init_args") or {}
+        path = path if _has_rows(owner) else f"{path}.init_args"  # a source is mostly given without its class
     else:
         fitting = (each for each in _members(hint) if dataclasses.is_dataclass(each))
         owner = next((each for each in fitting if value.keys() <= _hints(each).keys()), None)
@@ -196,7 +197,8 @@ def wrong_arguments(value: Any, hint: Any = None, path: str = "") -> Iterator[tu
         kind = typing.get_origin(hint) if ours and typing.get_origin(hint) in (dict, list, tuple) else hint
         own = inspect.isclass(hint) and hint.__module__.startswith("lightrl.")
         records: list[Any] = [each for each in _members(hint) if dataclasses.is_dataclass(each)]
-        alone = bool(records) and {*records, type(None)} >= {*_members(hint), *typing.get_args(hint)}
+        single = bool(records) and typing.get_origin(hint) is not list
+        alone = single and {*records, type(None)} >= {*_members(hint), *typing.get_args(hint)}
         if inner is None and (own or kind in (int, float, bool, str, dict, list, tuple)):
             yield where, f"null: expected {kind.__name__}; leave it out for the default"
         elif inner is not None and not isinstance(inner, Mapping) and alone:

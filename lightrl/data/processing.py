@@ -97,8 +97,9 @@ class MediaProcessor:
                 self._loaded = AutoProcessor.from_pretrained(self.path, **self._kwargs)
             except ImportError as error:
                 raise ValueError(
-                    f"The processor of {self.path!r} cannot be loaded: {str(error).strip()} Prompts with media "
-                    "need it; `scripts/setup.sh` shows how to get torchvision beside torch for CPU."
+                    f"The processor of {self.path!r} cannot be loaded, and prompts with media need it: "
+                    f"{str(error).strip().splitlines()[0]} Install what it names (pip install torchvision, a build that "
+                    "fits torch)."
                 ) from error
             if not hasattr(self._loaded, "tokenizer"):
                 raise ValueError(f"{self.path!r} holds no processor (preprocessor_config.json), so it takes text only.")

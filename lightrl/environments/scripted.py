@@ -108,7 +108,9 @@ class EnvironmentCheck:
         return list(dict.fromkeys(found))
 
     def lines(self) -> list[str]:
-        """The report: a line per script, then totals."""
+        """The report: a line per script, then totals; nothing where a mistake ended the play before the first."""
+        if not self.played:
+            return []
         width = max(len(p.script) for p in self.played)
         out = [f"{'script':<{width}}  row  ended by  turns  reward  rows  trained tokens  s/step"]
         for p in self.played:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lightrl.data.processing import MediaProcessor
 from lightrl.data.templates import encode, load_tokenizer, render_prompt
 
 TEMPLATE = (
@@ -92,3 +93,15 @@ def test_a_missing_model_folder_is_named(path: str) -> None:
 def test_a_hub_name_that_cannot_be_had_is_named() -> None:
     with pytest.raises(ValueError, match="no-such-owner/no-such-model.*not in the cache of the Hugging Face hub"):
         load_tokenizer("no-such-owner/no-such-model")
+
+
+def test_a_processor_without_what_it_needs_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(*_: object, **__: object) -> None:
+        raise ImportError("It requires the Torchvision library.\nSee the page of installation.")
+
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lacking)
+    with pytest.raises(
+        ValueError, match=r"requires the Torchvision library. Install .*pip install torchvision"
+    ) as told:
+        MediaProcessor("some/model", None, {}, {}).processor  # type: ignore[arg-type]  # noqa: B018
+    assert "\n" not in str(told.value)

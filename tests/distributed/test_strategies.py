@@ -237,7 +237,10 @@ def test_vllm_follows_on_both_ranks(place: Path) -> None:
 
 def test_a_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:
     """Whatever it hangs in: with NCCL that is the collective that the dead rank is missing from."""
-    rank = "import time; from lightrl.cli import end_with_parent as f; f(0.5); print('up', flush=True); time.sleep(600)"
+    rank = (
+        "import os, time; from lightrl.cli import end_with_parent as f; f(os.getppid(), 0.5); "
+        "print('up', flush=True); time.sleep(600)"
+    )
     start = f"subprocess.Popen([sys.executable, '-c', {rank!r}])"
     launcher = f"import subprocess, sys; child = {start}; print(child.pid, flush=True); child.wait()"
     process = subprocess.Popen([sys.executable, "-c", launcher], cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -162,6 +162,11 @@ def test_processes_that_outlive_the_environments_are_found(monkeypatch: pytest.M
     assert check(Says).left == []
 
 
+def test_a_mistake_that_ends_the_play_before_the_first_attempt_is_what_is_told() -> None:
+    found = EnvironmentCheck([], mistake="row 0: no parser is known")
+    assert found.lines() == [] and found.problems() == ["row 0: no parser is known"]
+
+
 def test_nothing_of_the_run_is_left_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.chdir(tmp_path)
