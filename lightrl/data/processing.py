@@ -98,8 +98,8 @@ class MediaProcessor:
             except ImportError as error:
                 raise ValueError(
                     f"The processor of {self.path!r} cannot be loaded, and prompts with media need it: "
-                    f"{str(error).strip().splitlines()[0]} Install what it names (pip install torchvision, a build that "
-                    "fits torch)."
+                    f"{str(error).strip().splitlines()[0]} Install what it names (pip install torchvision, a build "
+                    "that fits torch)."
                 ) from error
             if not hasattr(self._loaded, "tokenizer"):
                 raise ValueError(f"{self.path!r} holds no processor (preprocessor_config.json), so it takes text only.")

@@ -100,8 +100,7 @@ def test_a_processor_without_what_it_needs_says_what_to_install(monkeypatch: pyt
         raise ImportError("It requires the Torchvision library.\nSee the page of installation.")
 
     monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lacking)
-    with pytest.raises(
-        ValueError, match=r"requires the Torchvision library. Install .*pip install torchvision"
-    ) as told:
+    asked = r"requires the Torchvision library. Install .*pip install torchvision"
+    with pytest.raises(ValueError, match=asked) as told:
         MediaProcessor("some/model", None, {}, {}).processor  # type: ignore[arg-type]  # noqa: B018
     assert "\n" not in str(told.value)
