@@ -852,14 +852,13 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def _skip_empty_update(self) -> dict[str, Tensor | float]:
         """Skips an update that trains no token on any rank: momentum and weight decay would move the weights.
 
-        It is counted, and not held against the run.
+        The metric tells of it; it is not held against the run.
         """
         rank_zero_warn(
             "An update was skipped: no token of the rollout is left to train (no rewards, or all masked). "
             "optim/skipped_updates counts such updates."
         )
         self._drop_gradients(used=False)
-        self.num_skipped_updates += 1
         return {"optim/skipped_updates": 1.0, **self._learning_rates()}
 
     def _drop_gradients(self, *, used: bool) -> None:

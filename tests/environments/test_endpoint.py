@@ -690,6 +690,7 @@ def test_an_endpoint_that_dies_in_the_middle_of_a_request_is_a_failure_and_the_n
 
     failed, again = asyncio.run(run())
     assert failed.stop_reason == "failure" and failed.failure and failed.turn_rewards == []
+    assert again.failure is None, again.failure
     assert (again.stop_reason, again.turn_rewards, len(engine.asked)) == ("stop", [0.5], 2)
     gc.collect()  # what a loop held that broke off, and what earlier tests left
     assert until(lambda: listening() <= before)

@@ -274,7 +274,7 @@ def _run(s: Settings, folder: Path) -> str:
     moved = any(not torch.equal(now[name], start[name]) for name in now)
     if watch.to_learn > 0 and not moved:
         raise BrokenError("advantages differ from 0, but no weight moved")
-    if watch.to_learn > 0 and module.num_skipped_updates:  # else there was no token to train, perhaps
+    if module.num_skipped_updates:
         raise BrokenError(f"{module.num_skipped_updates} updates were skipped")
     return "trained" if moved else "nothing to learn"
 
