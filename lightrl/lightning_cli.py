@@ -25,6 +25,7 @@ import lightrl.rewards
 import lightrl.rollout
 from lightrl.algorithms.hyperparameters import versions
 from lightrl.algorithms.saving import SavesPretrained
+from lightrl.algorithms.schedule import LRSchedule
 from lightrl.callbacks import Throughput
 from lightrl.callbacks.run_guard import RunGuard
 from lightrl.compat.jsonargparse import start_from_own_defaults
@@ -44,7 +45,7 @@ __all__ = ["LightRLCLI"]
 for name in lightrl.engines.__all__:  # engines are imported when they are asked for
     getattr(lightrl.engines, name)
 EVALUATIONS = ("validate", "test", "predict")
-set_parsing_settings(subclasses_enabled=[PromptSource])  # of dataclasses YAML may name none otherwise
+set_parsing_settings(subclasses_enabled=[PromptSource, LRSchedule])  # dataclasses whose class YAML may name, and keeps
 start_from_own_defaults(Engine, AdvantageEstimator, Aggregation, KLPenalty, PolicyLoss)
 
 

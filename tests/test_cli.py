@@ -28,8 +28,10 @@ import lightrl.engines
 import lightrl.objectives
 import lightrl.rewards
 import lightrl.rollout
+from lightrl.algorithms import LRSchedule
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.cli import main, run
+from lightrl.config_values import redacted
 from lightrl.data import PromptSource
 from lightrl.engines import EngineContext, EngineDiedError, StaleWeightsError
 from lightrl.report.read import read_run
@@ -242,6 +244,24 @@ def test_a_prompt_source_of_ones_own_is_named_in_yaml(write: Callable[..., str])
     built = run(["--config", write(data=data), "--data.init_args.prompts.limit=5"], run=False).datamodule
     assert isinstance(built.prompts, Endless) and (built.prompts.spice, built.prompts.limit) == (3, 5)
     assert [type(source) for source in built.eval_prompts[""].sources] == [Endless, PromptSource]
+
+
+@pytest.mark.parametrize("schedule", [{"name": "cosine"}, {"class_path": "LRSchedule", "init_args": {"warmup": 0.1}}])
+def test_the_configuration_of_a_run_is_one_that_can_be_run(
+    schedule: dict[str, Any], write: Callable[..., str], tmp_path: Path
+) -> None:
+    """Rows that stand in it and a schedule by name are objects of its own, which must be written as they were read."""
+    rows = [{"prompt": "1+1=", "answer": "two"}, {"prompt": "2+2=", "answer": "four"}]
+    config = write(model={"lr_scheduler": schedule}, data={"prompts": {"rows": rows}})
+    first = run(["--config", config], run=False)
+    saved = tmp_path / "saved.yaml"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of the parser, where it cannot write a value
+        saved.write_text(first.parser.dump(redacted(first.config)))
+    again = run(["--config", str(saved)], run=False)
+    assert again.datamodule.prompts.rows == rows
+    made = [cli.model.lr_scheduler_factory for cli in (first, again)]
+    assert isinstance(made[0], LRSchedule) and made[0] == made[1] == LRSchedule(**schedule.get("init_args", schedule))
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
