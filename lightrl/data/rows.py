@@ -54,7 +54,7 @@ class RowSource:
     """
 
     path: str | None = None
-    rows: list[dict[str, Any]] | Callable[[], Any] | None = None  # in this order, else YAML cannot keep a list
+    rows: Callable[[], Any] | list[dict[str, Any]] | None = None
     name: str | None = None
     split: str = "train"
     limit: int | None = None
