@@ -40,4 +40,4 @@ def faults(*arguments: str) -> int:
 def test_kept_memory_is_used_again_without_page_faults() -> None:
     pages_of_five_steps = 5 * 20 * 8 * 2**20 // 4096
     assert faults() > pages_of_five_steps / 2
-    assert faults("keep") < pages_of_five_steps / 100
+    assert faults("keep") <= pages_of_five_steps / 50  # one of 100 blocks of 8 MiB is often faulted
