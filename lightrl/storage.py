@@ -528,6 +528,10 @@ class FolderLock:
         self._file.flush()
         self._held.append(self)
 
+    def end_run(self) -> None:
+        """Says that the run is over: the lock stays until another run of this process wants the folder."""
+        self.ended = True
+
     def _of_this_process(self) -> list[FolderLock]:
         """Locks of the same file, whatever the folder is called."""
         if not self.path.exists():

@@ -240,7 +240,7 @@ def test_a_second_run_of_one_process_is_refused_until_the_first_has_ended(tmp_pa
             FolderLock(tmp_path / name)
     other = in_a_process("from lightrl.storage import FolderLock as F; F('link')", tmp_path)
     assert other.wait() == 1, "the refusals did not let go of the first one's lock"
-    first.ended = True
+    first.end_run()
     second = FolderLock(tmp_path / "link")  # of a run whose predecessor ended by an error
     first.release()
     with pytest.raises(ValueError, match="another run of this process"):

@@ -855,7 +855,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         The metric tells of it; it is not held against the run.
         """
         rank_zero_warn(
-            "An update was skipped: no token of the rollout is left to train (no rewards, or all masked). "
+            "An update was skipped: none of its tokens is left to train (no rewards, or all masked). "
             "optim/skipped_updates counts such updates."
         )
         self._drop_gradients(used=False)

@@ -153,7 +153,7 @@ class RunGuard(Callback):
         Lightning leaves them, and a stopped one would stay.
         """
         for lock in self._locks.values():
-            lock.ended = True
+            lock.end_run()
         launcher = trainer.strategy.launcher
         if trainer.world_size > 1 and launcher is not None and isinstance(exception, Exception):
             atexit.register(launcher.kill, signal.SIGKILL)  # when others have saved and said what they have to

@@ -224,7 +224,7 @@ def test_an_update_without_a_token_to_train_is_skipped_and_counted(streaming: bo
         def on_train_batch_end(self, *_: Any) -> None:
             after.append(weights(module).clone())
 
-    with pytest.warns(UserWarning, match="no token of the rollout is left to train"):
+    with pytest.warns(UserWarning, match="none of its tokens is left to train"):
         data: dict[str, Any] = {"rewards": [scores_the_first_rollout], "engine": ThreadEngine(), "streaming": streaming}
         keep = fit(module, rollouts=3, callbacks=[Watch()], **data)
     assert [m["optim/skipped_updates"] for m in keep.metrics] == [0.0, 1.0, 1.0]
