@@ -67,6 +67,7 @@ EXAMPLES = {
             (*FIT, "examples/agent/grpo.yaml", SEED, ENGINE),
         ),
         "outputs/agent/grpo",
+        bar=0.80,
     ),
     "endpoint": Example(
         (
@@ -75,6 +76,7 @@ EXAMPLES = {
             (*FIT, "examples/endpoint/grpo.yaml", SEED, ENGINE),
         ),
         "outputs/endpoint/grpo",
+        bar=0.80,
     ),
     "rlhf": Example(
         (

@@ -12,6 +12,7 @@ import sys
 import openai
 
 MAX_CALLS = 3
+CLIENT = openai.OpenAI(api_key="of each attempt")  # one for all: each new client reads its certificates anew
 
 
 def schema(name: str, does: str, a: str, b: str) -> dict:
@@ -29,15 +30,15 @@ TOOLS = [
 
 def solve(messages: list, base_url: str | None, api_key: str) -> str:
     """The model's last word, after at most `MAX_CALLS` rounds with the calculator; all is added to the messages."""
-    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
-        for _ in range(MAX_CALLS + 1):
-            answer = client.chat.completions.create(model="gpt-5-mini", messages=messages, tools=TOOLS)
-            message = answer.choices[0].message
-            messages.append(message)
-            if not message.tool_calls:
-                return message.content or ""
-            for call in message.tool_calls:
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": calculate(call.function)})
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)  # on the same connections
+    for _ in range(MAX_CALLS + 1):
+        answer = client.chat.completions.create(model="gpt-5-mini", messages=messages, tools=TOOLS)
+        message = answer.choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            return message.content or ""
+        for call in message.tool_calls:
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": calculate(call.function)})
     return ""
 
 
