@@ -23,6 +23,7 @@ import httpx
 import openai
 import pytest
 
+from lightrl.compat.uvicorn import serve
 from lightrl.environments import AgentProgram, EnvironmentEpisode, ToolEnvironment
 from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
 from tests.environments import plain_program, programs
@@ -671,16 +672,26 @@ def ends(endpoint: threading.Thread) -> None:
 
 @pytest.mark.parametrize("process", [False, True])
 def test_an_endpoint_that_dies_in_the_middle_of_a_request_is_a_failure_and_the_next_attempt_has_another(
-    process: bool,
+    process: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = AgentProgram(f"{PLAIN}:once", process=process, max_seconds=60)
     program.setup(TOKENIZER)
     engine, before = Engine("Hi"), listening()
 
+    async def serve_and_end_late(*arguments: Any) -> None:
+        try:
+            await serve(*arguments)
+        finally:
+            await asyncio.sleep(0.5)  # its requests are given up before, and the next attempt comes meanwhile
+
+    monkeypatch.setattr("lightrl.environments.endpoint.server.serve", serve_and_end_late)
+
     async def wait(request: GenerationRequest) -> None:
         if len(engine.asked) == 1:
             (thread,) = [thread for thread in threading.enumerate() if thread.name == "endpoint"]
             await asyncio.to_thread(ends, thread)
+        else:
+            await asyncio.sleep(1)  # past the end of the first one
 
     engine.wait = wait
 

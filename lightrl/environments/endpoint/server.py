@@ -89,23 +89,22 @@ class Endpoint:
             time.sleep(0.005)
 
     def _serve(self) -> None:
+        loop = asyncio.new_event_loop()
         try:
-            asyncio.run(self._listen())
+            loop.run_until_complete(serve(self._server, self._socket))
         except BaseException as error:
             self._error = error
-            cut(self._server)
+        self._ends = True  # before requests are given up, of which programs are told at once
+        with contextlib.suppress(BaseException):  # broken off once more
+            loop.run_until_complete(_give_up_requests())
+        loop.close()
+        cut(self._server)
         self._socket.close()
         with self._opening:
             left = [session for _, session in self._sessions.values()]
             self._sessions.clear()
         for session in left:
             _fail(session, "endpoint: its thread has ended")
-
-    async def _listen(self) -> None:
-        try:
-            await serve(self._server, self._socket)
-        finally:
-            self._ends = True  # before its connections are closed, of which programs are told at once
 
     @property
     def answers(self) -> bool:
@@ -252,6 +251,14 @@ async def _turn(session: Session, asked: Asked, request: Request) -> Answered | 
     finally:
         answer.cancel()
         gone.cancel()
+
+
+async def _give_up_requests() -> None:
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 def _fail(session: Session, cause: str) -> None:
