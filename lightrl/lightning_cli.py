@@ -28,7 +28,7 @@ from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule
 from lightrl.callbacks import Throughput
 from lightrl.callbacks.run_guard import RunGuard
-from lightrl.compat.jsonargparse import start_from_own_defaults
+from lightrl.compat.jsonargparse import keep_lists, start_from_own_defaults
 from lightrl.compat.lightning import YamlCLI, begin_table
 from lightrl.config_values import from_environment, plain, redacted, refuse_senseless
 from lightrl.data import PromptSource
@@ -46,6 +46,7 @@ for name in lightrl.engines.__all__:  # engines are imported when they are asked
     getattr(lightrl.engines, name)
 EVALUATIONS = ("validate", "test", "predict")
 set_parsing_settings(subclasses_enabled=[PromptSource, LRSchedule])  # dataclasses whose class YAML may name, and keeps
+keep_lists()
 start_from_own_defaults(Engine, AdvantageEstimator, Aggregation, KLPenalty, PolicyLoss)
 
 

@@ -262,6 +262,22 @@ def test_the_configuration_of_a_run_is_one_that_can_be_run(
     assert isinstance(made[0], LRSchedule) and made[0] == made[1] == LRSchedule(**schedule.get("init_args", schedule))
 
 
+def test_rows_that_stand_in_yaml_are_read_and_written_as_they_are(write: Callable[..., str], tmp_path: Path) -> None:
+    """Text in quotes stays text, also where it looks like a number, which a reward would compare in vain."""
+    row = {"prompt": [{"role": "user", "content": "12"}], "answer": "3", "id": "007", "n": 3, "x": 0.5, "ok": True}
+    row |= {"none": None, "list": [1, "2"], "record": {"1": "2", "n": 2}, "lists": [[1.5, "text"]]}
+    config = write(data={"prompts": {"rows": [row]}})
+    first = run(["--config", config], run=False)
+    saved = tmp_path / "saved.yaml"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of the parser, where it cannot write a value
+        saved.write_text(first.parser.dump(redacted(first.config)))
+    again = run(["--config", str(saved)], run=False)
+    for cli in (first, again):
+        (read,) = cli.datamodule.prompts.rows
+        assert read == row and {name: type(v) for name, v in read.items()} == {name: type(v) for name, v in row.items()}
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_predict_writes_completions_with_rewards(suffix: str, write: Callable[..., str], tmp_path: Path) -> None:
     target = tmp_path / f"out.{suffix}"

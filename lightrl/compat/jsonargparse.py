@@ -8,7 +8,7 @@ from jsonargparse.typing import _LazyInitBaseClass
 
 from lightrl.arguments import instance_of
 
-__all__ = ["deferred", "realized", "start_from_own_defaults"]
+__all__ = ["deferred", "keep_lists", "realized", "start_from_own_defaults"]
 
 T = TypeVar("T")
 
@@ -69,3 +69,24 @@ def start_from_own_defaults(*classes: type) -> None:
 
     discard.wrapped = original  # type: ignore[attr-defined]
     _typehints.discard_init_args_on_class_path_change = discard
+
+
+def keep_lists() -> None:
+    """A list or dictionary that stands where a function may is written as it was read.
+
+    Of `Callable[..., Any] | list[...]` jsonargparse tries the first alone, and writes "Unable to serialize instance" in
+    the list's place: a saved configuration that cannot be run. Its function is wrapped, once for all parsers of the
+    process, to refuse what is no function; the next member of the union is tried then.
+    """
+    from jsonargparse import _typehints
+
+    original: Any = _typehints.serialize_as_import_path
+    original = getattr(original, "wrapped", original)
+
+    def serialize(value: Any) -> Any:
+        if isinstance(value, list | dict):
+            raise ValueError(f"{type(value).__name__} has no import path")
+        return original(value)
+
+    serialize.wrapped = original  # type: ignore[attr-defined]
+    _typehints.serialize_as_import_path = serialize

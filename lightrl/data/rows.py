@@ -27,6 +27,10 @@ from lightrl.data.files import BUILDERS, PROGRESS_SECONDS, nth_line, one_line, r
 
 __all__ = ["RowError", "RowSource", "require_columns", "shuffled_order"]
 
+# As the command line reads them: text is tried first, else "007" in quotes would become a number.
+Text = str | Any
+Row = dict[str, str | list[dict[str, Text]] | list[Text] | dict[str, Text] | Any]
+
 
 class RowError(ValueError):
     """A row that cannot be used: a column of a wrong type, a conversation without roles, an empty prompt."""
@@ -54,7 +58,7 @@ class RowSource:
     """
 
     path: str | None = None
-    rows: Callable[[], Any] | list[dict[str, Any]] | None = None
+    rows: Callable[[], Any] | list[Row] | None = None
     name: str | None = None
     split: str = "train"
     limit: int | None = None

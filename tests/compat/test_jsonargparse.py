@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonargparse import ArgumentParser, _typehints, lazy_instance
 
-from lightrl.compat.jsonargparse import deferred, realized, start_from_own_defaults
+from lightrl.compat.jsonargparse import deferred, keep_lists, realized, start_from_own_defaults
 
 
 class Base:
@@ -72,3 +73,19 @@ def test_importing_the_package_builds_no_parser(root: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
+
+
+def dumped(rows: list[Any]) -> str:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--rows", type=Callable[[], Any] | list[Any])
+    return parser.dump(parser.parse_object({"rows": rows}))
+
+
+def test_a_list_where_a_function_may_stand_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = _typehints.serialize_as_import_path
+    monkeypatch.setattr(_typehints, "serialize_as_import_path", getattr(function, "wrapped", function))
+    with pytest.warns(UserWarning, match="Unable to serialize"):  # else jsonargparse has changed: the wrapper may go
+        dumped([{"a": 1}])
+    keep_lists()
+    keep_lists()  # wraps once
+    assert dumped([{"a": 1}]) == "rows:\n- a: 1\n"
