@@ -20,6 +20,7 @@ from lightrl.callbacks.run_folder import run_folder
 from lightrl.data.curriculum import PromptCurriculum
 from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.distributed.checkpoint_io import CheckedCheckpointIO
+from lightrl.distributed.consolidate import require_optimizer_states
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.storage import FolderLock, atomic_write, clean_leftovers
 
@@ -111,13 +112,10 @@ class RunGuard(Callback):
         """
         if trainer.state.fn != "fit":
             return
-        if "optimizer_states" not in checkpoint:
-            raise ValueError(
-                "ckpt_path: the checkpoint holds no optimizer_states: it was saved with save_weights_only, or changed. "
-                "Start over from its weights (lightrl export)."
-            )
+        if trainer.strategy.lightning_restore_optimizer:  # else the strategy has loaded them, perhaps from shards
+            require_optimizer_states(checkpoint)
         record = checkpoint.get(RECORD, {})
-        states = checkpoint.get("optimizer_states", [])
+        states = checkpoint.get("optimizer_states", [{}] * len(record.get("optimizers", [])))
         names = record.get("optimizers", [None] * len(states))
         self._saved_optimizers = [(name, _settings_of(state)) for name, state in zip(names, states, strict=False)]
         self._refuse_another_optimizer(trainer)  # sharded strategies have theirs before the checkpoint

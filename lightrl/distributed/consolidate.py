@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch import Tensor
 from lightrl.compat.lightning import load_distributed_checkpoint
 from lightrl.storage import DamagedError, checkpoint_kind, verify
 
-__all__ = ["by_name", "read_checkpoint", "unreadable"]
+__all__ = ["by_name", "read_checkpoint", "require_optimizer_states", "unreadable"]
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -44,6 +44,19 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     with unreadable(path, kind):
         verify(path)
         return read(path)
+
+
+def require_optimizer_states(checkpoint: Mapping[str, Any]) -> None:
+    """Refuses to go on from weights alone.
+
+    Raises:
+        ValueError: it is so.
+    """
+    if "optimizer_states" not in checkpoint:
+        raise ValueError(
+            "ckpt_path: the checkpoint holds no optimizer_states: it was saved with save_weights_only, or changed. "
+            "Start over from its weights (lightrl export)."
+        )
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightrl.arguments import at_least
 from lightrl.compat.deepspeed import flat_groups, flat_part, gathered, is_partitioned
 from lightrl.compat.lightning import load_module_state, set_data_parallel_size, writes_parts
-from lightrl.distributed.consolidate import by_name, read_checkpoint, unreadable
+from lightrl.distributed.consolidate import by_name, read_checkpoint, require_optimizer_states, unreadable
 from lightrl.storage import DamagedError, checkpoint_kind, finish_folder, partial_folder, remove, verify
 
 __all__ = ["FSDP2Strategy", "ZeROStrategy"]
@@ -144,9 +144,11 @@ class FSDP2Strategy(ModelParallelStrategy):
 
         assert self.model is not None
         checkpoint = read_checkpoint(path)
+        if self.optimizers:
+            require_optimizer_states(checkpoint)
         load_module_state(checkpoint["state_dict"], self.model)
         options = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True)
-        for optimizer, states in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+        for optimizer, states in zip(self.optimizers, checkpoint.get("optimizer_states", []), strict=False):
             # Lightning numbers all parameters here, frozen ones included, and an optimizer only its own
             named = by_name(states, _group_names(self.model, optimizer))
             set_optimizer_state_dict(self.model, optimizer, optim_state_dict=named, options=options)
@@ -225,6 +227,7 @@ class ZeROStrategy(DeepSpeedStrategy):
                 _write(parameter, state[name])
         complete = all(p in names for p in module.parameters() if p.requires_grad)  # else the module refuses it
         if module.trainer.training and complete:
+            require_optimizer_states(checkpoint)
             self._load_optimizer(checkpoint["optimizer_states"][0], state, names)
 
     def _load_optimizer(self, states: dict[str, Any], weights: Mapping[str, Tensor], names: Mapping[Any, str]) -> None:

@@ -88,6 +88,24 @@ class Die(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class DieSaving(Callback):
+    """Ends a rank when its part of the third checkpoint of its process is written, after one with its copy `last`."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.savings = rank, 0
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        wait = trainer.strategy.barrier
+
+        def barrier(name: str | None = None) -> None:
+            self.savings += name == "checkpoint_written"
+            if self.savings == 3 and trainer.global_rank == self.rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            wait(name)
+
+        trainer.strategy.barrier = barrier
+
+
 class Sharded(Callback):
     """Each backward leaves this rank its shards of the gradients, and not whole ones that wait for the last."""
 
@@ -107,6 +125,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "experts": {"kind": "experts", "engine": OtherExperts()},
     "kill0": {"callbacks": [Die(0)]},
     "kill1": {"callbacks": [Die(1)]},
+    "saving0": {"callbacks": [DieSaving(0)]},
+    "saving1": {"callbacks": [DieSaving(1)]},
 }
 
 
@@ -170,15 +190,16 @@ def train(
 
 
 def main(strategy: str, path: str, folder: Path, steps: list[str]) -> None:
-    """Runs each step: KIND, KIND@CHECKPOINT to go on from one, or the name of an entry of `VARIANTS`."""
+    """Runs each step: KIND or the name of an entry of `VARIANTS`, or either with @CHECKPOINT or @last to go on."""
     torch.set_num_threads(1)
     (folder / f"pid-{os.environ.get('LOCAL_RANK', '0')}").write_text(str(os.getpid()))
     for step in steps:
         kind, _, source = step.partition("@")
         variant = VARIANTS.get(kind, {})
-        target = folder / strategy / kind if kind == step and not variant else None
+        target = folder / strategy / kind if (kind == step and not variant) or "saving" in kind else None
         run = {"kind": "ppo" if variant else kind, "strategy": strategy, "devices": 2, **variant}
-        done = train(path=path, folder=target, resume=folder / source if source else None, **run)
+        resume = "last" if source == "last" else folder / source if source else None
+        done = train(path=path, folder=target, resume=resume, **run)
         torch.save(done, folder / f"{strategy}-{step.replace('/', '+')}-{torch.distributed.get_rank()}.pt")
 
 

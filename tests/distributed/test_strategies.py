@@ -210,17 +210,39 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("zero3", 1)])
-def test_a_dead_rank_ends_the_run(strategy: str, rank: int, place: Path) -> None:
-    """Killed in the middle of an update: the other rank ends within a minute, with an error."""
+def dies(place: Path, strategy: str, step: str, rank: int) -> None:
+    """Runs a step in which a rank is killed: the other one ends within a minute, with an error."""
     begin = time.perf_counter()
-    done = launch(place, strategy, f"kill{rank}", timeout=550)
+    done = launch(place, strategy, step, timeout=550)
     assert done.returncode != 0
     survivor = int((place / f"pid-{1 - rank}").read_text())
     while alive(survivor) and time.perf_counter() - begin < 250:
         time.sleep(0.2)
     assert not alive(survivor), "the other rank hangs"
-    assert not (place / f"{strategy}-kill{rank}-{1 - rank}.pt").exists()
+    assert not (place / f"{strategy}-{step}-{1 - rank}.pt").exists()
+
+
+@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("zero3", 1)])
+def test_a_dead_rank_ends_the_run(strategy: str, rank: int, place: Path) -> None:
+    """Killed in the middle of an update."""
+    dies(place, strategy, f"kill{rank}", rank)
+
+
+@pytest.mark.parametrize(("strategy", "rank"), [("fsdp2", 1), ("zero2", 0)])
+def test_a_rank_that_dies_while_parts_are_saved_costs_that_checkpoint(
+    strategy: str, rank: int, place: Path, one: dict[str, Any]
+) -> None:
+    step = f"saving{rank}"
+    folder = place / strategy / step
+    dies(place, strategy, step, rank)
+    assert {path.name for path in folder.glob("*.ckpt")} == {MIDDLE, "last.ckpt"}, "what is not whole has no name"
+    done = launch(place, strategy, f"{step}@last")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert {path.name for path in folder.iterdir()} >= {MIDDLE, END} and not [*folder.glob(".*.partial")]
+    for number in range(2):
+        rest = torch.load(place / f"{strategy}-{step}@last-{number}.pt", weights_only=True)
+        assert len(rest["gaps"]) == ROLLOUTS // 2
+        assert_same_weights(rest["weights"], one["ppo"]["weights"])
 
 
 @pytest.mark.vllm
