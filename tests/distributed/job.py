@@ -25,7 +25,7 @@ from lightrl.distributed import strategies as adapters
 from lightrl.distributed.fsdp2 import FSDP2Strategy
 from lightrl.engines import VLLMEngine
 from lightrl.models.spec import LoraSpec, ModelSpec
-from tests.toys import OtherExperts, quiet_trainer, some_flat, sums_data
+from tests.toys import OtherExperts, digits_reward, quiet_trainer, some_flat, sums_data
 
 ROLLOUTS = 4
 
@@ -114,6 +114,15 @@ class Sharded(Callback):
         assert all((parameter.grad is None) == zero for parameter in module.actor.parameters())
 
 
+def scores_run_out(completions: list[str], **columns: Any) -> list[float | None]:
+    """None for all of rank 0's from its second rollout on, and of rank 1's from its third."""
+    scores = digits_reward(completions=completions, **columns)
+    _SCORED.append(len(scores))
+    groups = 4 * (1 + torch.distributed.get_rank())  # each rank has four of a rollout, scored one by one
+    return [score if len(_SCORED) <= groups else None for score in scores]
+
+
+_SCORED: list[int] = []
 VARIANTS: dict[str, dict[str, Any]] = {
     "offload": {"options": {"cpu_offload": True}, "model": {"gradient_checkpointing": True}},
     "bf16": {"options": {"param_dtype": "bfloat16"}},  # the engine's dtype, too, or the canary stops the run
@@ -123,6 +132,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "vllm-lora": {"kind": "lora", "engine": VLLMEngine(max_model_len=24)},
     "live": {"kind": "live"},
     "experts": {"kind": "experts", "engine": OtherExperts()},
+    "unrewarded": {"rewards": [scores_run_out]},
     "kill0": {"callbacks": [Die(0)]},
     "kill1": {"callbacks": [Die(1)]},
     "saving0": {"callbacks": [DieSaving(0)]},

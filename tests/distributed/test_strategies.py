@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MIDDLE, END = f"rollout={ROLLOUTS // 2:06d}.ckpt", f"rollout={ROLLOUTS:06d}.ckpt"
 STRATEGIES = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 EXTRA = {
-    "ddp": ["live", "experts"],
+    "ddp": ["live", "experts", "unrewarded"],
     "fsdp2": ["offload", "bf16", "every", "live", f"lora@one/lora/{MIDDLE}"],
-    "zero2": ["every", "every-broken", "experts"],
+    "zero2": ["every", "every-broken", "experts", "unrewarded"],
     "zero3": ["every", "every-broken", "live"],
 }
 
@@ -187,6 +187,17 @@ def test_experts_are_replayed_on_both_ranks(ranks: Any, place: Path) -> None:
     assert (one["weights"][router] - free["weights"][router]).abs().max() > 1e-3, (
         "the toy's experts are not the router's"
     )
+
+
+@pytest.mark.parametrize("ranks", ["ddp", "zero2"], indirect=True)
+def test_an_update_is_skipped_where_no_rank_has_a_token_to_train(ranks: Any) -> None:
+    """One that has none beside one that has takes part."""
+    _, steps = ranks
+    first, second = steps["unrewarded"]
+    for rank in (first, second):
+        assert [m["optim/skipped_updates"] for m in rank["metrics"]] == [0.0, 0.0, 1.0, 1.0]
+        assert_same_weights(rank["weights"], first["weights"])
+        assert len(rank["gaps"]) == ROLLOUTS and max(rank["gaps"]) < 1e-5
 
 
 @pytest.mark.parametrize("ranks", ["fsdp2", "zero2", "zero3"], indirect=True)
