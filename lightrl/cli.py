@@ -29,7 +29,7 @@ USAGE = """LightRL: reinforcement fine-tuning as an ordinary Lightning job.
   lightrl validate --config x.yaml   evaluate on the evaluation prompts
   lightrl test --config x.yaml       the same, on test prompts
   lightrl predict --config x.yaml    write completions with their rewards
-  lightrl report RUN_DIR             plots and samples of a run as one HTML page; of several runs: a comparison
+  lightrl report RUN_DIR             plots and samples of a run as one HTML page; several: a comparison or index
   lightrl view RUN_DIR               saved trajectories, token by token, as one HTML page
   lightrl serve-reward ...           serve a reward function over HTTP
   lightrl check-env --config x.yaml  play the environment of a run with scripted replies, without a model

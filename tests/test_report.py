@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import base64
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -204,6 +206,25 @@ def test_running_mean_skips_gaps() -> None:
 
 def evaluated(*rewards: float) -> list[dict[str, Any]]:
     return [{"step": 10 * i, "eval/reward": reward, "kl/ref": 0.1} for i, reward in enumerate(rewards)]
+
+
+def test_a_folder_of_runs_becomes_an_index_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest first, linked where a run has a page of its own; one that cannot be read hides no other."""
+    folders = [write_run(tmp_path / "a b" / f"run{i}" / "version_0", evaluated(0.1, i / 10)).parent for i in range(8)]
+    write_run(tmp_path / "begun", [])
+    for i, folder in enumerate([*folders, tmp_path / "begun"]):
+        for path in [folder, *folder.rglob("*")]:
+            os.utime(path, (i, i))
+    report(folders[6])
+    main(["report", str(tmp_path)])
+    page = Path(capsys.readouterr().out.splitlines()[-1])
+    text = page.read_text()
+    assert page == tmp_path / "report" / "report.html" and "<h1>8 runs</h1>" in text
+    assert re.findall(r"<tr><td>(?:<a [^>]*>)?a b/run(\d)", text) == list("76543210")
+    (link,) = re.findall(r'<a href="([^"]*)">a b/run6</a>', text)
+    assert (page.parent / unquote(link)).resolve() == folders[6] / "report" / "report.html"
+    assert len(re.findall(r"Left out: .*begun.*wait for the first rollout", text)) == 1
+    assert "newest 6" in text and "a b/run1" not in text[text.index("Over the runs") :]
 
 
 def test_several_runs_are_compared_in_one_page(

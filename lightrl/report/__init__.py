@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
-from lightrl.report.read import read_run
+from lightrl.report.read import Run, read_run, runs_below
 from lightrl.storage import atomic_write
 
 __all__ = ["report"]
+
+DRAWN = 6
+"""Most runs whose lines an index draws: as many as there are colours."""
 
 
 def report(
@@ -28,7 +32,8 @@ def report(
         run_dir: folder of a run logged by Lightning's `CSVLogger`: it holds `metrics.csv`, or `version_*` folders that
             do. Folders of a run that was interrupted and resumed are joined by step; where a later folder starts again
             from an earlier step, it replaces what came after that step. `samples.jsonl` of `SampleLog` and
-            `config.yaml` are used where they are there.
+            `config.yaml` are used where they are there. Or a folder with several runs below it: the page is an index of
+            them, the newest first, with links to the pages of their own that were made, and the six newest drawn.
         baseline: run folder of an evaluation before training (`lightrl validate` on the start model); its numbers are
             drawn at 0 rollouts and its samples are the "before" ones. Without it the run's first evaluation is, which
             is one before training with the `EvaluateFirst` callback.
@@ -37,7 +42,7 @@ def report(
         others: further runs, whose lines are drawn beside the first one's; `lightrl report RUN RUN ...` is the same.
 
     Returns:
-        the path of the page: one file without links to others, for a wide screen or a phone, light or dark. Over a
+        the path of the page: one file that needs no other, for a wide screen or a phone, light or dark. Over a
         plot it shows the values under the mouse; dragging over rollouts draws these alone, a double click all again.
 
     Raises:
@@ -46,6 +51,9 @@ def report(
     """
     if others:
         return _compare([Path(run_dir), *map(Path, others)], baseline, Path("comparison") if out is None else Path(out))
+    below = runs_below(Path(run_dir)) if baseline is None else []
+    if len(below) > 1:
+        return _index(Path(run_dir), below, Path(run_dir) / "report" if out is None else Path(out))
     run = read_run(Path(run_dir), "run_dir")
     before = None if baseline is None else read_run(Path(baseline), "baseline")
     folder = Path(run_dir) / "report" if out is None else Path(out)
@@ -63,6 +71,25 @@ def report(
     return page
 
 
+def _index(root: Path, folders: Sequence[Path], out: Path) -> Path:
+    runs, pages, notes = [], {}, []
+    for folder in folders:
+        name = folder.relative_to(root).as_posix()
+        try:
+            runs.append(replace(read_run(folder, "run"), name=name))
+        except ValueError as error:  # one that has just begun, or is broken, hides no other
+            notes.append(f"Left out: {error}")
+            continue
+        own = folder / "report" / "report.html"
+        if own.is_file():
+            pages[name] = quote(Path(os.path.relpath(own, out)).as_posix())
+    if not runs:
+        raise ValueError(f"run_dir={str(root)!r}: none of {len(folders)} runs can be shown. {notes[0]}")
+    if len(runs) > DRAWN:
+        notes.append(f"Drawn are the newest {DRAWN}; `lightrl report RUN RUN ...` draws others.")
+    return _write(runs, runs[:DRAWN], out, pages, notes)
+
+
 def _compare(folders: Sequence[Path], baseline: Path | str | None, out: Path) -> Path:
     if baseline is not None:
         raise ValueError(f"baseline={str(baseline)!r} with {len(folders)} runs: give it among them, or one run only.")
@@ -75,11 +102,21 @@ def _compare(folders: Sequence[Path], baseline: Path | str | None, out: Path) ->
         replace(read_run(folder, "run"), name=os.path.relpath(place, above))
         for folder, place in zip(folders, places, strict=True)
     ]
+    return _write(runs, runs, out)
+
+
+def _write(
+    runs: Sequence[Run],
+    drawn: Sequence[Run],
+    out: Path,
+    pages: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
+) -> Path:
     from lightrl.report.page import render_comparison
     from lightrl.report.plots import draw_comparison
 
     page = out / "report.html"
     with atomic_write(page, "w") as file:
-        file.write(render_comparison(runs, draw_comparison(runs)))
+        file.write(render_comparison(runs, draw_comparison(drawn), pages, notes))
     print(page)
     return page

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -63,12 +63,20 @@ def document(title: str, body: Sequence[str]) -> str:
     )
 
 
-def render_comparison(runs: Sequence[Run], images: Sequence[Image]) -> str:
+def render_comparison(
+    runs: Sequence[Run],
+    images: Sequence[Image],
+    pages: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
+) -> str:
     """The page of several runs: a table of them, and plots with a line for each.
 
     Args:
         runs: with names that differ. images: drawn panels.
+        pages: name -> URL of the run's own page, for those that have one.
+        notes: lines to say above the table.
     """
+    pages = pages or {}
     summaries = {run.name: {row["label"]: row for row in summary_rows(run, None)} for run in runs}
     labels = [label for _, label, _, _ in SUMMARY if any(label in rows for rows in summaries.values())]
     head = "".join(f"<th>{escape(label)}</th>" for label in labels)
@@ -79,10 +87,14 @@ def render_comparison(runs: Sequence[Run], images: Sequence[Image]) -> str:
             row = summaries[run.name].get(label)
             best = "" if row is None or row["best"] is None else f" <small>best {number(row['best'][1])}</small>"
             cells.append(f"<td>{'-' if row is None else number(row['last'][1])}{best}</td>")
-        lines.append(f"<tr><td>{escape(run.name)}</td><td>{run.num_rollouts:,}</td>{''.join(cells)}</tr>")
+        name = escape(run.name)
+        if run.name in pages:
+            name = f'<a href="{escape(pages[run.name])}">{name}</a>'
+        lines.append(f"<tr><td>{name}</td><td>{run.num_rollouts:,}</td>{''.join(cells)}</tr>")
     table = f"<table><tr><th>Run</th><th>Rollouts</th>{head}</tr>{''.join(lines)}</table>"
     body = [
         f"<h1>{len(runs)} runs</h1><p class=soft>LightRL run comparison: last values, best ones beside them.</p>",
+        *(f"<p class=soft>{escape(note)}</p>" for note in notes),
         *(fallen(run) for run in runs),
         f"<div class='card wide'>{table}</div>",
         f"<h2>Over the runs</h2><div class=grid>{''.join(plot(image) for image in images)}</div>",

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-__all__ = ["Run", "Series", "read_run"]
+__all__ = ["Run", "Series", "read_run", "runs_below"]
 
 Series = dict[int, float]
 """Step, as in the loggers (0 is the first rollout, -1 before it), -> value. Sorted by step."""
@@ -100,6 +100,19 @@ def require_inside(paths: Iterable[Path], folder: Path, argument: str) -> None:
                 f"{path} is a link to {path.resolve()}, outside of {argument}={str(folder)!r}: only files of the run "
                 "are read. Put a copy in its place, or give the folder that it lies in."
             )
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """Folders of runs that lie below one that is no run itself, the one written to last first."""
+    written: dict[Path, float] = {}
+    if [*folder.glob("metrics.csv"), *folder.glob("version_*/metrics.csv")]:
+        return []
+    for path in folder.glob("*/**/metrics.csv"):
+        if inside(path, folder):
+            version = re.fullmatch(r"version_\d+", path.parent.name) is not None
+            run = path.parent.parent if version else path.parent
+            written[run] = max(written.get(run, 0.0), path.stat().st_mtime)
+    return sorted(written, key=lambda run: (-written[run], run))
 
 
 def metric_folders(folder: Path, argument: str) -> list[Path]:
