@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -39,6 +40,7 @@ class Scripted(ThreadEngine):
     def __init__(self, learnt: int = 0) -> None:
         super().__init__()
         self.learnt = learnt
+        self.waiting: set[int] = set()  # the threads of completions that have left off
 
     def _groups(self, queue: RequestQueue) -> Iterator[CompletionGroup]:
         row = int(queue.waiting()[0].name.rpartition(" ")[2].rstrip(")")) if queue.waiting() else 0
@@ -46,10 +48,13 @@ class Scripted(ThreadEngine):
             take, looks, begun = queue.take, itertools.count(), self.policy_version
 
             def gated(wait: bool) -> Any:
+                thread = threading.get_ident()
                 while next(looks) >= FIRST and not (queue.suspended or queue.stopped):
                     if self.policy_version not in (begun, -1):
                         break
+                    self.waiting.add(thread)
                     time.sleep(0.002)
+                self.waiting.discard(thread)
                 return take(wait)
 
             queue.take = gated  # type: ignore[method-assign]
@@ -57,6 +62,16 @@ class Scripted(ThreadEngine):
 
 
 class Count(RLCallback):
+    """Counts rollouts learnt from; an update begins when all completions have come to where they leave off."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        engine, end = trainer.datamodule.engine, time.monotonic() + 10
+        while isinstance(engine, Scripted) and time.monotonic() < end:
+            sampling = {thread.ident for thread in threading.enumerate() if thread.name == "lightrl-sampling"}
+            if sampling <= engine.waiting:
+                break
+            time.sleep(0.002)
+
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         engine = trainer.datamodule.engine
         if isinstance(engine, Scripted):
