@@ -246,19 +246,23 @@ def test_a_prompt_source_of_ones_own_is_named_in_yaml(write: Callable[..., str])
     assert [type(source) for source in built.eval_prompts[""].sources] == [Endless, PromptSource]
 
 
+def twice(config: str, folder: Path) -> list[Any]:
+    """The run, and the run of the configuration that it writes."""
+    first = run(["--config", config], run=False)
+    saved = folder / "saved.yaml"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of the parser, where it cannot write a value
+        saved.write_text(first.parser.dump(redacted(first.config)))
+    again = run(["--config", str(saved)], run=False)
+    return [first, again]
+
+
 @pytest.mark.parametrize("schedule", [{"name": "cosine"}, {"class_path": "LRSchedule", "init_args": {"warmup": 0.1}}])
 def test_the_configuration_of_a_run_is_one_that_can_be_run(
     schedule: dict[str, Any], write: Callable[..., str], tmp_path: Path
 ) -> None:
     """A schedule by name is an object of its own among functions that make one, and must be written as it was read."""
-    config = write(model={"lr_scheduler": schedule})
-    first = run(["--config", config], run=False)
-    saved = tmp_path / "saved.yaml"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of the parser, where it cannot write a value
-        saved.write_text(first.parser.dump(redacted(first.config)))
-    again = run(["--config", str(saved)], run=False)
-    made = [cli.model.lr_scheduler_factory for cli in (first, again)]
+    made = [cli.model.lr_scheduler_factory for cli in twice(write(model={"lr_scheduler": schedule}), tmp_path)]
     assert isinstance(made[0], LRSchedule) and made[0] == made[1] == LRSchedule(**schedule.get("init_args", schedule))
 
 
@@ -266,14 +270,7 @@ def test_rows_that_stand_in_yaml_are_read_and_written_as_they_are(write: Callabl
     """Text in quotes stays text, also where it looks like a number, which a reward would compare in vain."""
     row = {"prompt": [{"role": "user", "content": "12"}], "answer": "3", "id": "007", "n": 3, "x": 0.5, "ok": True}
     row |= {"none": None, "list": [1, "2"], "record": {"1": "2", "n": 2}, "lists": [[1.5, "text"]]}
-    config = write(data={"prompts": {"rows": [row]}})
-    first = run(["--config", config], run=False)
-    saved = tmp_path / "saved.yaml"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of the parser, where it cannot write a value
-        saved.write_text(first.parser.dump(redacted(first.config)))
-    again = run(["--config", str(saved)], run=False)
-    for cli in (first, again):
+    for cli in twice(write(data={"prompts": {"rows": [row]}}), tmp_path):
         (read,) = cli.datamodule.prompts.rows
         assert read == row and {name: type(v) for name, v in read.items()} == {name: type(v) for name, v in row.items()}
 

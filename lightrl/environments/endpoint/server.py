@@ -91,10 +91,10 @@ class Endpoint:
     def _serve(self) -> None:
         loop = asyncio.new_event_loop()
         try:
-            loop.run_until_complete(serve(self._server, self._socket))
+            loop.run_until_complete(self._listen())
         except BaseException as error:
             self._error = error
-        self._ends = True  # before requests are given up, of which programs are told at once
+        self._ends = True  # also where the loop broke off, before its requests are given up
         with contextlib.suppress(BaseException):  # broken off once more
             loop.run_until_complete(_give_up_requests())
         loop.close()
@@ -105,6 +105,12 @@ class Endpoint:
             self._sessions.clear()
         for session in left:
             _fail(session, "endpoint: its thread has ended")
+
+    async def _listen(self) -> None:
+        try:
+            await serve(self._server, self._socket)
+        finally:
+            self._ends = True  # before its connections are closed, of which programs are told at once
 
     @property
     def answers(self) -> bool:
