@@ -111,7 +111,7 @@ class MultiTurn(Episode):
         """Takes the policy's tokenizer, and the processor of a model that sees images. Once, before the first attempt.
 
         Raises:
-            ValueError: it has no chat template, or `renderer` names none.
+            ValueError: it has no chat template, `renderer` names none, or vLLM has no parser of a name.
         """
         self._tokenizer = tokenizer
         self._parsers = {}
@@ -120,6 +120,8 @@ class MultiTurn(Episode):
             self._bridge = RendererBridge(self._renderer, tokenizer)
         else:
             self._bridge = TemplateBridge(tokenizer, self.template_kwargs, processor)
+        if self.tool_parser is not None or self.reasoning_parser is not None:
+            self.parser(())  # which refuses names that vLLM does not know, before any model loads
 
     @property
     def bridge(self) -> Bridge:

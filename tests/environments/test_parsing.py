@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from lightrl.environments import EnvironmentEpisode
 from lightrl.environments.parsing import PlainParser, RendererParser, choose_parser
 from tests.environments.families import FAMILIES, make_tokenizer
-from tests.environments.scripted import ADD, spell
+from tests.environments.scripted import ADD, Script, spell
 
 QWEN = make_tokenizer(FAMILIES["qwen2.5"])
 GOOD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -77,6 +78,15 @@ def test_a_template_whose_calls_nobody_knows_is_refused_with_the_way_out() -> No
     pytest.importorskip("vllm")
     with pytest.raises(ValueError, match="vLLM has no 'hermess'"):
         chosen(tool_parser="hermess")
+
+
+@pytest.mark.parametrize("argument", ["tool_parser", "reasoning_parser"])
+def test_names_that_vllm_does_not_know_are_refused_at_set_up(argument: str) -> None:
+    """The data module sets episodes up before any model loads."""
+    pytest.importorskip("vllm")
+    episode = EnvironmentEpisode(lambda: Script([]), **{argument: "hermess"})
+    with pytest.raises(ValueError, match=f"{argument}: vLLM has no 'hermess'"):
+        episode.setup(QWEN)
 
 
 def test_a_renderer_reads_calls_thoughts_and_broken_calls() -> None:
