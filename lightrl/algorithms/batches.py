@@ -297,7 +297,8 @@ def _without_response(rows: Rows) -> Rows:
 def join_pieces(rollouts: Rollouts, done: list[tuple[Piece, Experience]]) -> Experience:
     """The pieces' experience in the rows and columns of the whole rollout, which gets the pieces' rewards.
 
-    What is no tensor or list of rows is the first piece's.
+    Token ids (padding is no zero), turns and images are the rollout's: a piece has none of the latter two where only
+    others do. What is no tensor or list of rows is the first piece's.
     """
     total, width = rollouts.token_ids.shape
     first_piece, first = done[0][0].rollouts, done[0][1]
@@ -307,8 +308,10 @@ def join_pieces(rollouts: Rollouts, done: list[tuple[Piece, Experience]]) -> Exp
         name: _gathered([(piece.rows, piece.rollouts.reward_parts[name]) for piece, _ in done], total, 0)
         for name in first_piece.reward_parts
     }
-    joined: dict[str, Any] = {}
+    joined = {name: getattr(rollouts, name) for name in ("token_ids", "turn_ids", "inputs")}
     for field in fields(first):
+        if field.name in joined:
+            continue
         value = getattr(first, field.name)
         parts = [(piece.rows, getattr(experience, field.name)) for piece, experience in done]
         if isinstance(value, Tensor) and value.ndim:
@@ -316,7 +319,6 @@ def join_pieces(rollouts: Rollouts, done: list[tuple[Piece, Experience]]) -> Exp
         elif isinstance(value, list) and value:
             merged = {row: item for rows, items in parts for row, item in zip(rows.tolist(), items, strict=True)}
             joined[field.name] = [merged[row] for row in range(total)]
-    joined["token_ids"] = rollouts.token_ids  # padded as the rollout is, not with zeros
     return replace(first, **joined)
 
 

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule, RLOOLightningModule
+from lightrl.algorithms.batches import join_pieces, start_experience
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import RewardNormalization, WeightSync
 from lightrl.data.sft import SFTSource
@@ -20,7 +21,8 @@ from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import GAE, GroupRelative
 from lightrl.objectives.aggregation import SequenceMean
 from lightrl.objectives.kl import KLInLoss, KLInReward
-from lightrl.types import Experience, Rollouts, SamplingParams
+from lightrl.rollout.collation import ScoredGroup, collate
+from lightrl.types import Experience, Piece, Prompts, Rollouts, SamplingParams, Trajectory, TrajectoryRow
 from tests.toys import Keep, ThreadEngine, digits_reward, quiet_trainer, sgd, sums_data
 from tests.waiting import until
 
@@ -167,6 +169,33 @@ def test_rows_without_advantage_are_not_run(order: Callable[[list[Any]], Any], s
     common: dict[str, Any] = {"rollouts": 1, "rewards": [only_first_sum], "prompts_per_rollout": 16}
     compare(fit(modules[0], **common), fit(modules[1], engine=engine, streaming=True, **common))
     assert pieces == [4] * 16 and 4 <= sum(rows) < 16
+
+
+def episode(turns: int, shown: int) -> ScoredGroup:
+    """A group of one attempt: turns of a token each with a token between, and this many images."""
+    tokens = 2 * turns
+    row = TrajectoryRow(
+        list(range(5, 5 + tokens)),
+        [turn for i in range(turns) for turn in (-1, i)],
+        [0.0, -1.0] * turns,
+        [-1, 3] * turns,
+        inputs={"pixel_values": torch.ones(shown)} if shown else None,
+    )
+    return ScoredGroup(Prompts([[5]], ["5"]), [Trajectory([row], "6", turn_rewards=[1.0] * turns)], None)
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_what_only_some_pieces_have_is_that_of_the_whole(order: list[int]) -> None:
+    """Turns after the first, and images that an environment shows."""
+    groups = [episode(1, 0), episode(3, 2)]
+    whole = collate(groups, 0, 1.0)
+    pieces = [Piece(torch.tensor([n]), collate([groups[n]], 0, 1.0, [n]), last=n == order[-1]) for n in order]
+    assert [piece.rollouts.turn_ids is None for piece in pieces] == [n == 0 for n in order]
+    joined = join_pieces(whole, [(piece, start_experience(piece.rollouts)) for piece in pieces])
+    expected = start_experience(whole)
+    for name in ("token_ids", "response_mask", "engine_logprobs", "trajectory_ids", "turn_ids", "rewards"):
+        assert torch.equal(getattr(joined, name), getattr(expected, name)), name
+    assert [len(inputs.get("pixel_values", ())) for inputs in joined.inputs] == [0, 2]
 
 
 class Changes(RLCallback):
