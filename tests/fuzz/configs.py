@@ -43,7 +43,7 @@ def place() -> Path:
     """A folder with a tiny model and rows like those of the shipped tasks."""
     folder = Path(tempfile.mkdtemp(prefix="lightrl-fuzz-"))
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    quickstart_model(folder / "model", num_hidden_layers=1, **sizes)
+    quickstart_model(folder / "model", num_hidden_layers=1, max_position_embeddings=1024, **sizes)  # examples, too
     settings = json.loads((folder / "model" / "tokenizer_config.json").read_text())
     (folder / "model" / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
     texts = [(f"{a}+{a}=", f"{a} and {a}\n#### {2 * a}") for a in range(8)]
@@ -92,6 +92,7 @@ def whole() -> dict[str, dict[str, Any]]:
             arguments["reference"] = {"path": model}
         if arguments.get("teachers"):
             arguments["teachers"] = {key: {"path": model} for key in arguments["teachers"]}
+        arguments.pop("aux_loss_coef", None)  # the small model has no experts
         found[name] = config
     return found
 
@@ -206,7 +207,7 @@ def judge_configs(case: tuple[tuple[str, Key], str, int, int]) -> str:
                 message = users_error(error)
                 if message is None:
                     raise
-                _require_clear(message, key if change != "delete" else ())
+                _require_clear(message, key if change != "delete" else (), VALUES[number])
                 return ERROR
     assert not must_fail(name, key, change, number), "accepted silently"
     return WORKS
@@ -220,12 +221,13 @@ def _quick(trainer: Any, key: Key, change: str, number: int) -> bool:
     return sampled_here and one_process and not huge and bool(trainer.fast_dev_run) and number % 2 == 0
 
 
-def _require_clear(message: str, key: Key) -> None:
-    """One message that names what is wrong; of what is missing only its reader can be named."""
+def _require_clear(message: str, key: Key, value: Any) -> None:
+    """One message that names what is wrong, or shows it; of what is missing only its reader can be named."""
     lines = message.strip().splitlines()
     assert len(lines) <= 12 and "Traceback" not in message, f"{len(lines)} lines: {message[:1000]}"
     named = [step.rstrip("+") for step in key if isinstance(step, str) and step not in ("init_args", "class_path")]
     words = [word for step in named[-3:] for word in (step, step.rstrip("s"))]
+    words += [repr(value)] if words and isinstance(value, str) and len(value) > 2 else []
     assert not words or any(word in message for word in words), f"names none of {words}: {message[:600]}"
 
 

@@ -380,9 +380,12 @@ def judge_rewards(case: dict[str, Any]) -> str:
         name = function.__name__
         assert f"'{name}'" in str(error) or f"{name}=" in str(error), error
         return ERROR
-    assert case["how"] != "raises"
+    except ValueError as error:
+        assert weight == 0 and "weights=" in str(error), error
+        return ERROR
+    assert case["how"] != "raises" and weight != 0
     for value, part, total in zip(returned, scores.parts[function.__name__], scores.total, strict=True):
-        if value is None or weight == 0:
+        if value is None:
             assert math.isnan(total) and (math.isnan(part) or value is not None)
         else:
             assert part == float(value) and abs(total) <= MAX_REWARD

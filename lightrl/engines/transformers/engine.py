@@ -191,10 +191,11 @@ class TransformersEngine(Engine):
                 "weights there. Use VLLMEngine, or leave data.init_args.in_flight out."
             )
         if length + sampling.max_new_tokens > self.max_model_len:
+            room = self.max_model_len - length
+            lower = f"Lower max_new_tokens to {room} or shorten" if room > 0 else "Shorten"
             raise ValueError(
                 f"max_new_tokens={sampling.max_new_tokens}: with the {length} tokens of {request.name} that is "
-                f"more than the model's {self.max_model_len}. Lower max_new_tokens to "
-                f"{max(self.max_model_len - length, 0)} or shorten the prompt."
+                f"more than the model's {self.max_model_len}. {lower} the prompt."
             )
 
     # -------------------------------------------------------------------------------------------------- weights
