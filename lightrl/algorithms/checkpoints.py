@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lightrl.models.spec import ModelSpec
+from lightrl.storage import redact
 
 __all__ = ["FORMAT", "description", "refuse_foreign", "require_weights"]
 
@@ -25,7 +26,8 @@ def description(module_class: str, models: dict[str, ModelSpec], tokenizer: str 
     for role, spec in models.items():
         specs[role] = {**asdict(replace(spec)), "path": spec.name}  # without a live model, which `replace` leaves out
         del specs[role]["live"]
-    return {"format": FORMAT, "class": module_class, "models": specs, "tokenizer": tokenizer}
+    # Redacted here, too: Lightning's own sharding strategies write what they are given.
+    return {"format": FORMAT, "class": module_class, "models": redact(specs), "tokenizer": tokenizer}
 
 
 def refuse_foreign(stored: dict[str, Any], module_class: str) -> None:

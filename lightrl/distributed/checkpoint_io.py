@@ -13,7 +13,7 @@ from torch import Tensor
 from lightrl.distributed.consolidate import unreadable
 from lightrl.storage import atomic_write, checkpoint_kind, redact, remove, require_entries, verify
 
-__all__ = ["CheckedCheckpointIO", "first_nan_state", "first_nonfinite"]
+__all__ = ["CheckedCheckpointIO", "first_nan_state", "first_nonfinite", "without_secrets"]
 
 
 WRITTEN_BY_LIGHTNING: dict[str, type] = {
@@ -50,9 +50,8 @@ class CheckedCheckpointIO(TorchCheckpointIO):
                 f"The weights are not finite ({bad}), so {str(path)!r} is not written: what it held before is the "
                 "newest state to go on from. Lower the learning rate, or bound max_grad_norm."
             )
-        hidden = {key: redact(dict(value)) for key, value in checkpoint.items() if _holds_settings(key, value)}
         with atomic_write(path, checksum=True) as file:
-            torch.save({**checkpoint, **hidden}, file)
+            torch.save(without_secrets(checkpoint), file)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads the file.
@@ -104,6 +103,12 @@ def first_nan_state(state: Mapping[Any, Any]) -> str | None:
             if isinstance(local, Tensor) and local.is_floating_point() and bool(torch.isnan(local).any()):
                 return f"the optimizer's {name} of parameter {number}"
     return None
+
+
+def without_secrets(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint whose settings are redacted; everything else is the same objects."""
+    hidden = {key: redact(dict(value)) for key, value in checkpoint.items() if _holds_settings(key, value)}
+    return {**checkpoint, **hidden}
 
 
 def _holds_settings(key: str, value: Any) -> bool:

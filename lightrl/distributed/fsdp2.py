@@ -21,6 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightrl.arguments import at_least
 from lightrl.compat.deepspeed import flat_groups, flat_part, gathered, is_partitioned
 from lightrl.compat.lightning import load_module_state, set_data_parallel_size, writes_parts
+from lightrl.distributed.checkpoint_io import without_secrets
 from lightrl.distributed.consolidate import by_name, read_checkpoint, require_optimizer_states, unreadable
 from lightrl.storage import DamagedError, checkpoint_kind, finish_folder, partial_folder, remove, verify
 
@@ -123,7 +124,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         with _published(self, filepath) as folder:
-            super().save_checkpoint(checkpoint, folder, storage_options)
+            super().save_checkpoint(without_secrets(checkpoint), folder, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes the folder, or the file, and its checksums."""
@@ -186,7 +187,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self.exclude_frozen_parameters = frozen.isdisjoint(checkpoint["state_dict"])
         with _published(self, filepath) as folder:
-            super().save_checkpoint(checkpoint, folder, storage_options)
+            super().save_checkpoint(without_secrets(checkpoint), folder, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes the folder, or a file, and its checksums."""

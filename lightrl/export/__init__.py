@@ -47,13 +47,14 @@ def export(checkpoint: str = "", output: str = "", what: What = "model", model: 
         require_model_folder(model)
     import torch
 
+    from lightrl.distributed.checkpoint_io import without_secrets
     from lightrl.distributed.consolidate import read_checkpoint
     from lightrl.export.models import export_model
 
     loaded = read_checkpoint(checkpoint)
     if what == "checkpoint":
         with atomic_write(target, checksum=True) as file:
-            torch.save(loaded, file)
+            torch.save(without_secrets(loaded), file)  # an earlier version's may hold some
     else:
         with atomic_folder(target) as folder:
             export_model(loaded, folder, what, model)
