@@ -46,6 +46,8 @@ __all__ = [
 REDACTED = "***"
 MANIFEST = "SHA256SUMS"
 LOCK = ".lightrl.lock"
+PARTIAL, OLD = ".lightrl.partial", ".lightrl.old"
+"""Ends of the hidden names of what is half written, and of what is being replaced."""
 BLOCK = 1 << 20
 
 
@@ -196,13 +198,14 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     """A folder to fill, which takes the place of `path`, with a checksum of each file, when the block ends.
 
     Args:
-        path: the folder; `finish_folder` says what becomes of what stands there.
+        path: the folder; `finish_folder` says what becomes of what stands there. Of a link the folder that it leads to.
 
     Raises:
+        ValueError: no folder can be called that, or it is the root of all.
         StorageError: the disk is full, the folder cannot be written to, or the like.
     """
-    path = Path(path)
-    partial = _partial(path)
+    path = _resolved(path)
+    partial = _partial(path / "new") if _stays(path) else _partial(path)
     try:
         with _told(path):
             partial.mkdir(parents=True)
@@ -212,20 +215,40 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _resolved(path: str | Path) -> Path:
+    try:
+        found = Path(path).resolve()
+    except (ValueError, RuntimeError, OSError) as error:  # NUL; links in a circle
+        raise ValueError(f"{str(path)!r}: no folder can be called that ({error}): give another.") from error
+    if found == found.parent:
+        raise ValueError(f"{str(path)!r} is the root of all folders: give a folder below it.")
+    return found
+
+
+def _stays(path: Path) -> bool:
+    """A folder that another cannot take the place of: where a disk is mounted, or one that this process stands in."""
+    if not path.is_dir():
+        return False
+    with contextlib.suppress(FileNotFoundError):  # somebody removed what this process stood in
+        if Path.cwd().is_relative_to(path):
+            return True
+    return path.is_mount()
+
+
 def partial_folder(path: str | Path) -> Path:
     """Where several processes together write the folder `path`, until one of them calls `finish_folder`."""
     path = Path(path)
-    return path.with_name(f".{path.name}.shared.partial")
+    return path.with_name(f".{path.name}.shared{PARTIAL}")
 
 
 def finish_folder(partial: Path, path: Path) -> None:
     """Brings a written folder to the disk, lists its files' checksums in it, and gives it its name.
 
     What this function put there before is replaced as a whole; files that others put beside it stay. A folder that it
-    did not write is filled file by file.
+    did not write, that a disk is mounted at, or that this process stands in is filled file by file, the list last.
 
     Args:
-        partial: the folder that was written, beside `path`.
+        partial: the folder that was written, beside `path`, or inside one that stays.
         path: the name it gets.
 
     Raises:
@@ -238,14 +261,20 @@ def finish_folder(partial: Path, path: Path) -> None:
                 os.fsync(file.fileno())
         with atomic_write(partial / MANIFEST, "w") as manifest:
             manifest.writelines(f"{_sha256(partial / name)}  {name}\n" for name in files)
-        if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
+        stays = _stays(path.resolve())
+        if stays or (path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file()):
+            before = {Path(name) for name, _ in _manifest(path) if (path / name).resolve().is_relative_to(path.resolve())}
             for name in [*files, Path(MANIFEST)]:
                 (path / name).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(partial / name, path / name)
+            for name in before - set(files):
+                if (path / name).is_file():
+                    (path / name).unlink()
+            _sync_folder(path)
             return
         if path.is_dir():
             _link_others(path, partial)
-        old = path.with_name(f".{path.name}.old")
+        old = path.with_name(f".{path.name}{OLD}")
         remove(old)
         if path.exists():
             os.rename(path, old)  # a run that dies here is repaired by `clean_leftovers`
@@ -285,11 +314,15 @@ def remove(path: str | Path) -> None:
     _sums_path(path).unlink(missing_ok=True)
 
 
-def clean_leftovers(folder: str | Path) -> list[Path]:
-    """Removes what runs that died left half written in a folder; the caller holds its lock.
+def clean_leftovers(folder: str | Path, *, other_hosts: bool = True) -> list[Path]:
+    """Removes what runs that died left half written in a folder; the caller holds its lock, and has not yet written.
+
+    Only names of the form that this module gives count, and of what earlier versions left what cannot be another's.
 
     Args:
         folder: looked at without the folders below it.
+        other_hosts: also what runs of hosts of other names left (a container has a new one at each start), none of
+            which can be alive. Where the lock is not known to hold, such a one may be.
 
     Returns:
         what was removed, or brought back: a folder that was being replaced.
@@ -298,13 +331,14 @@ def clean_leftovers(folder: str | Path) -> list[Path]:
     if not folder.is_dir():
         return []
     for path in sorted(folder.glob(".*")):
-        if path.name.endswith(".old"):
-            target = path.with_name(path.name[1 : -len(".old")])
+        replaced = _replaced_name(path)
+        if replaced:
+            target = path.with_name(replaced)
             if not target.exists():
                 os.rename(path, target)
             else:
                 remove(path)
-        elif path.name.endswith(".partial") and not _writer_lives(path.name):
+        elif _is_partial(path) and not _writer_lives(path, other_hosts):
             remove(path)
         else:
             continue
@@ -312,15 +346,37 @@ def clean_leftovers(folder: str | Path) -> list[Path]:
     return found
 
 
+def _replaced_name(path: Path) -> str:
+    """Of what was being replaced, the name it had; "" where it is something else."""
+    if path.name.endswith(OLD):
+        return path.name[1 : -len(OLD)]
+    earlier = path.name.endswith(".old") and path.is_dir() and (path / MANIFEST).is_file()
+    return path.name[1 : -len(".old")] if earlier else ""
+
+
 def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{_host()}.{os.getpid()}.partial")
+    return path.with_name(f".{path.name}.{_host()}.{os.getpid()}{PARTIAL}")
 
 
-def _writer_lives(name: str) -> bool:
-    found = re.fullmatch(r".*\.([^.]+)\.(\d+)\.partial", name)
+WRITER = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<pid>\d+)(?P<own>\.lightrl)?\.partial")
+
+
+def _is_partial(path: Path) -> bool:
+    if path.name.endswith((f".shared{PARTIAL}", ".ckpt.shared.partial")):
+        return path.is_dir()
+    found = WRITER.fullmatch(path.name)
+    if found is None:
+        return False
+    return bool(found["own"]) or found["host"] == _host() or found["name"].endswith((".ckpt", ".ckpt.sha256"))
+
+
+def _writer_lives(path: Path, other_hosts: bool) -> bool:
+    found = WRITER.fullmatch(path.name)
     if found is None:  # of several processes, whose lock the caller holds
         return False
-    return found[1] != _host() or (int(found[2]) != os.getpid() and _alive(int(found[2])))
+    if found["host"] != _host():
+        return not other_hosts
+    return int(found["pid"]) != os.getpid() and _alive(int(found["pid"]))
 
 
 def _host() -> str:
@@ -335,6 +391,15 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _started(pid: int) -> str | None:
+    """When a process that lives began, as the system counts; None where there is none, or no /proc."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else rest[18]
 
 
 def _sync_folder(folder: Path) -> None:
@@ -376,6 +441,10 @@ def _os_error(error: Exception) -> OSError | None:
 
 
 # ---- checksums -------------------------------------------------------------------------------------------------------
+
+
+DATA = {".pt", ".bin", ".distcp", ".safetensors", ".metadata", "latest"}
+"""Endings and names of what a checkpoint is read from; notes and the like may be put beside it."""
 
 
 def _sha256(path: Path) -> str:
@@ -420,11 +489,21 @@ def verify(path: str | Path) -> None:
 
 
 def _verify_folder(path: Path) -> None:
-    for name, digest in _manifest(path):
+    listed = _manifest(path)
+    for name, digest in listed:
+        if not name:
+            raise DamagedError(f"its list {MANIFEST} is damaged")
         if not (path / name).is_file():
             raise DamagedError(f"{name} is missing")
         if _sha256(path / name) != digest:
             raise DamagedError(f"the bytes of {name} are not those that were written ({MANIFEST} says so)")
+    if not (path / MANIFEST).is_file():
+        return
+    if not listed:
+        raise DamagedError(f"its list {MANIFEST} is empty")
+    others = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file() and (p.suffix in DATA or p.name in DATA)}
+    for name in sorted(others - {name for name, _ in listed}):
+        raise DamagedError(f"{MANIFEST} lacks {name}: one of them was changed (a file of yours is to lie elsewhere)")
 
 
 def require_entries(state: Any, kinds: Mapping[str, type | tuple[type, ...]], where: str = "") -> None:
@@ -489,11 +568,15 @@ def _finished(kind: str, path: Path, last: Sequence[str]) -> str:
 class FolderLock:
     """Holds a folder for a run of this process; the lock goes with the process, however it ends.
 
+    The system forgets a lock when anything in its process closes the file, as a backup of the folder does. So what the
+    file says counts, too: where it names a living process of this host, the folder is in use.
+
     Args:
         folder: made if it is missing. `.lightrl.lock` in it says who holds it.
 
     Attributes:
         ended: the run is over, so that another of this process may take the folder.
+        sure: the file system has locks, so that no other host's run is in the folder.
 
     Raises:
         ValueError: another process that is alive holds it, or another run of this one; the message names it.
@@ -504,7 +587,7 @@ class FolderLock:
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / LOCK
-        self.ended = False
+        self.ended, self.sure = False, True
         self._pid = os.getpid()
         with _told(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -521,8 +604,16 @@ class FolderLock:
             self._file.close()
             raise self._in_use(holder) from None
         except OSError as error:
+            self.sure = False
             print(f"Cannot lock {folder} ({error}): make sure that no other run writes there.", file=sys.stderr)
-        own = {"pid": os.getpid(), "host": socket.gethostname(), "command": redact_text(" ".join(sys.argv))}
+        if self._named_lives():
+            holder = self._holder()
+            self._file.close()
+            raise self._in_use(holder)
+        own = {
+            **{"pid": os.getpid(), "host": socket.gethostname(), "command": redact_text(" ".join(sys.argv))},
+            **{"started": _started(os.getpid()), "file": os.fstat(self._file.fileno()).st_ino},
+        }
         self._file.truncate(0)
         self._file.write(json.dumps(own) + "\n")
         self._file.flush()
@@ -557,6 +648,21 @@ class FolderLock:
             return f"process {holder['pid']} on {holder['host']} ({holder['command']})"
         except (ValueError, KeyError, TypeError):
             return "another process"
+
+    def _named_lives(self) -> bool:
+        """Whether the process that the file names is another one of this host that lives, and wrote it.
+
+        One that got its number later began at another time, and a copied file has another number of its own.
+        """
+        self._file.seek(0)
+        try:
+            named = json.loads(self._file.read())
+            pid, started, file = int(named["pid"]), named["started"], named["file"]
+            if pid == os.getpid() or named["host"] != socket.gethostname() or started is None:
+                return False
+        except (ValueError, KeyError, TypeError):  # nothing, or of an earlier version
+            return False
+        return bool(file == os.fstat(self._file.fileno()).st_ino and _started(pid) == started)
 
     def release(self) -> None:
         """Lets go. The file stays, empty: another process may be about to lock it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,12 +131,81 @@ def test_a_folder_of_someone_else_keeps_its_files(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["SHA256SUMS", "config.json", "thesis.tex"]
 
 
+def listing(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_the_folder_one_stands_in_is_filled_and_stays_the_same_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    number = os.stat(".").st_ino
+    for name in ("a", "b"):
+        with atomic_folder(".") as folder:
+            (folder / name).write_text(name)
+        assert listing(Path()) == {name, "SHA256SUMS"} and listing(tmp_path) == {"here", f"here/{name}", "here/SHA256SUMS"}
+        verify(tmp_path / "here")
+    assert os.stat(tmp_path / "here").st_ino == number
+
+
+def test_a_folder_that_a_disk_is_mounted_at_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "disk")
+    number = (tmp_path / "disk").stat().st_ino
+    with atomic_folder(tmp_path / "disk") as folder:
+        assert folder.parent == tmp_path / "disk", "nothing can be renamed into another file system"
+        (folder / "a").write_text("a")
+    assert (tmp_path / "disk").stat().st_ino == number and listing(tmp_path / "disk") == {"a", "SHA256SUMS"}
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for name in ("a", "b"):
+        with atomic_folder(tmp_path / "link") as folder:
+            (folder / name).write_text(name)
+    assert (tmp_path / "link").is_symlink() and listing(tmp_path / "real") == {"b", "SHA256SUMS"}
+
+
+@pytest.mark.parametrize(("path", "message"), [("/", "is the root.*below it"), ("a\0b", "no folder can be called that")])
+def test_what_no_folder_can_be_is_one_message(path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message), atomic_folder(path):
+        pass
+
+
 def test_a_folder_whose_replacement_was_interrupted_comes_back(tmp_path: Path) -> None:
-    (tmp_path / ".last.ckpt.old").mkdir()
-    (tmp_path / ".last.ckpt.old" / "x").write_text("x")
-    (tmp_path / ".last.ckpt.shared.partial").mkdir()
+    (tmp_path / ".a.ckpt.lightrl.old").mkdir()
+    (tmp_path / ".b.ckpt.old").mkdir()  # of an earlier version
+    for folder in list(tmp_path.iterdir()):
+        (folder / "x").write_text("x")
+        (folder / "SHA256SUMS").touch()
+    (tmp_path / ".a.ckpt.shared.lightrl.partial").mkdir()
+    (tmp_path / ".b.ckpt.shared.partial").mkdir()
     clean_leftovers(tmp_path)
-    assert (tmp_path / "last.ckpt" / "x").read_text() == "x" and len(list(tmp_path.iterdir())) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt"]
+    assert all((tmp_path / name / "x").read_text() == "x" for name in ("a.ckpt", "b.ckpt"))
+
+
+def test_hidden_files_of_others_are_neither_cleaned_nor_renamed(tmp_path: Path) -> None:
+    mine = [".notes.partial", ".env.old", ".thesis.old", ".report.2024.11.partial", ".x.shared.partial", "model"]
+    for name in mine:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / ".model.old").mkdir()
+    assert clean_leftovers(tmp_path) == []
+    with atomic_folder(tmp_path / "out") as folder:
+        (folder / "a").write_text("a")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*mine, ".model.old", "out"])
+
+
+def test_what_a_run_of_another_host_left_is_cleaned_where_the_lock_holds(tmp_path: Path) -> None:
+    """A container has another name after each restart."""
+    names = [".last.ckpt.pod-1.77.partial", ".model.pod-2.1.lightrl.partial"]
+    for name in names:
+        (tmp_path / name).write_text("half")
+    assert clean_leftovers(tmp_path, other_hosts=False) == []
+    assert [path.name for path in clean_leftovers(tmp_path)] == names
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_lines_are_appended_after_half_a_line_was_cut_away(tmp_path: Path) -> None:
@@ -212,6 +282,20 @@ def test_a_folder_with_a_changed_or_missing_file_is_found(tmp_path: Path) -> Non
         verify(tmp_path / "f")
 
 
+def test_a_list_of_checksums_that_was_shortened_is_found(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "f") as folder:
+        for name in ("a.bin", "b.bin", "notes"):
+            (folder / name).write_text(name)
+    (tmp_path / "f" / "README.md").write_text("of somebody else")
+    verify(tmp_path / "f")
+    manifest = tmp_path / "f" / "SHA256SUMS"
+    lines = manifest.read_text().splitlines(keepends=True)
+    for text, message in (("", "is empty"), (lines[1], "lacks a.bin"), ("junk\n", "is damaged")):
+        manifest.write_text(text)
+        with pytest.raises(DamagedError, match=f"SHA256SUMS {message}"):
+            verify(tmp_path / "f")
+
+
 # ---- one run at a time -----------------------------------------------------------------------------------------------
 
 
@@ -229,6 +313,43 @@ def test_a_second_run_is_refused_by_name_until_the_first_is_gone(tmp_path: Path)
     lock = FolderLock(tmp_path / "run")  # taken over from the dead one
     assert json.loads(lock.path.read_text())["pid"] == os.getpid()
     lock.release()
+
+
+def test_a_run_whose_lock_the_system_forgot_keeps_its_folder_while_it_lives(tmp_path: Path) -> None:
+    """Whatever opens and closes the file in its process takes the lock with it: a backup of the folder does."""
+    code = "import time; from lightrl.storage import FolderLock as F; held = F('run'); open('run/.lightrl.lock').close(); "
+    code += "print('held', flush=True); time.sleep(600)"
+    first = in_a_process(code, tmp_path)
+    try:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"in use by process {first.pid} on .*two runs in one folder"):
+                FolderLock(tmp_path / "run")
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        FolderLock(tmp_path / "copy").release()
+    finally:
+        first.kill()
+        os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet waited for
+    lock = FolderLock(tmp_path / "run")
+    lock.release()
+    first.wait()
+
+
+@pytest.mark.parametrize("change", [{"started": "1"}, {"host": "another"}, {"started": None}, {"pid": 2**22 + 1}])
+def test_a_record_of_a_process_that_is_gone_holds_nothing(change: dict[str, Any], tmp_path: Path) -> None:
+    """Its number may have been given to another, here to the parent of this process."""
+    lock = FolderLock(tmp_path)
+    record = {**json.loads(lock.path.read_text()), "pid": os.getppid(), "started": started(os.getppid())}
+    lock.release()
+    lock.path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=f"in use by process {os.getppid()}"):
+        FolderLock(tmp_path)
+    lock.path.write_text(json.dumps(record | change))
+    FolderLock(tmp_path).release()
+
+
+def started(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 def test_a_second_run_of_one_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:

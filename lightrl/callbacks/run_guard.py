@@ -60,8 +60,8 @@ class RunGuard(Callback):
         path = Path(folder).resolve()  # two names of one folder are one lock
         if path in self._locks and not self._locks[path].ended:
             return
-        self._locks[path] = FolderLock(path)
-        cleaned = clean_leftovers(path)
+        lock = self._locks[path] = FolderLock(path)
+        cleaned = clean_leftovers(path, other_hosts=lock.sure)
         if cleaned:
             rank_zero_info(f"Removed what a run that died left half written: {', '.join(map(str, cleaned))}")
 

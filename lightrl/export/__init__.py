@@ -36,6 +36,9 @@ def export(checkpoint: str = "", output: str = "", what: What = "model", model: 
     """
     if not checkpoint or not output:
         raise ValueError("lightrl export needs --checkpoint (what a run saved) and --output (where to write).")
+    for name, given in (("checkpoint", checkpoint), ("output", output)):
+        if "\0" in given:
+            raise ValueError(f"{name}={given!r}: nothing can be called that (NUL): give another path.")
     checkpoint_kind(checkpoint)
     target = Path(output)
     if target.is_dir() if what == "checkpoint" else target.is_file():
