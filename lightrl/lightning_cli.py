@@ -27,6 +27,7 @@ from lightrl.algorithms.hyperparameters import versions
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule
 from lightrl.callbacks import Throughput
+from lightrl.callbacks.checkpoint import take_whole_ones
 from lightrl.callbacks.run_guard import RunGuard
 from lightrl.compat.jsonargparse import keep_lists, start_from_own_defaults
 from lightrl.compat.lightning import YamlCLI, begin_table
@@ -144,6 +145,7 @@ class LightRLCLI(YamlCLI):
         if wanted and not any(isinstance(callback, Throughput) for callback in callbacks):
             callbacks.insert(0, Throughput())
         callbacks.insert(0, self.guard)
+        take_whole_ones(trainer)
         return trainer
 
     def before_fit(self) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 
 from lightrl.algorithms.checkpoints import description
+from lightrl.callbacks import RolloutCheckpoint
 from lightrl.distributed.fsdp2 import FSDP2Strategy, ZeROStrategy
 from lightrl.export import export
+from lightrl.lightning_cli import LightRLCLI
 from lightrl.models.spec import ModelSpec
+from lightrl.storage import atomic_write
+from tests.toys import QUICKSTART_MODEL
 
 SECRET = "open-sesame-Zq"
 
@@ -55,3 +62,62 @@ def test_how_models_are_built_is_said_without_secrets() -> None:
     """Lightning's own sharding strategies write what the module gives them."""
     said = description("Module", {"actor": ModelSpec("org/model", kwargs={"token": SECRET})}, None)
     assert said["models"]["actor"]["kwargs"] == {"token": "***"}
+
+
+# ---- the one to go on from -------------------------------------------------------------------------------------------
+
+
+def lightnings(path: Path, step: int = 1) -> Path:
+    entries = {"pytorch-lightning_version": "2.6", "state_dict": {}, "epoch": 0, "global_step": step}
+    with atomic_write(path, checksum=True) as file:
+        torch.save(entries, file)
+    return path
+
+
+def with_others_beside(folder: Path) -> Path:
+    """A checkpoint, and newer than it what its folder may hold, too."""
+    good = lightnings(folder / "last.ckpt")
+    torch.save({"weights": torch.zeros(1)}, folder / "weights.ckpt")
+    torch.save({"module": torch.nn.Linear(1, 1)}, folder / "module.ckpt")
+    (folder / "moved.ckpt").symlink_to("/nonexistent/x.ckpt")
+    (folder / "backup.ckpt").mkdir()
+    os.utime(good, (0, 0))
+    return good
+
+
+OTHERS = ("weights.ckpt", "module.ckpt", "moved.ckpt", "backup.ckpt")
+
+
+def test_last_skips_files_of_others_and_says_so(tmp_path: Path) -> None:
+    good = with_others_beside(tmp_path)
+    trainer = Trainer(logger=False, default_root_dir=tmp_path, accelerator="cpu")
+    with pytest.warns(UserWarning, match="goes on from .*last.ckpt, and skips") as told:
+        assert RolloutCheckpoint(dirpath=str(tmp_path)).last_checkpoints(trainer) == {str(good)}
+    assert all(name in str(told[0].message) for name in OTHERS)
+    good.unlink()
+    with pytest.raises(ValueError, match="no checkpoint is whole"):
+        RolloutCheckpoint(dirpath=str(tmp_path)).last_checkpoints(trainer)
+
+
+def test_last_skips_a_damaged_one_with_lightnings_callback_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the command line builds the trainer."""
+    lightnings(tmp_path / "last.ckpt", 2).write_bytes(b"")
+    good = lightnings(tmp_path / "step=1.ckpt")
+    os.utime(good, (0, 0))
+    monkeypatch.setattr("sys.argv", ["lightrl"])
+    save = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": str(tmp_path), "save_last": True}}
+    trainer = {"accelerator": "cpu", "logger": False, "callbacks": [save], "default_root_dir": str(tmp_path)}
+    arguments = {"model": {"class_path": "SFTLightningModule", "init_args": {"actor": {"path": str(QUICKSTART_MODEL)}}}}
+    cli = LightRLCLI(
+        subclass_mode_model=True,
+        model_class=LightningModule,
+        args={**arguments, "trainer": trainer},
+        run=False,
+        save_config_callback=None,
+        auto_configure_optimizers=False,
+    )
+    found = [each for each in cli.trainer.checkpoint_callbacks if type(each) is ModelCheckpoint]
+    with pytest.warns(UserWarning, match="skips .*last.ckpt: it is empty"):
+        assert [each._find_last_checkpoints(cli.trainer) for each in found] == [{str(good)}]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import signal
 import time
 from pathlib import Path
@@ -10,16 +12,17 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightrl.arguments import above, at_least
 from lightrl.callbacks.run_guard import RunGuard, other_settings
-from lightrl.compat.lightning import SavingCheckpoint, flush_step_metrics, set_logged_step
-from lightrl.distributed.checkpoint_io import first_nan_state, first_nonfinite
+from lightrl.compat.lightning import SavingCheckpoint, choose_last, flush_step_metrics, set_logged_step
+from lightrl.distributed.checkpoint_io import WRITTEN_BY_LIGHTNING, first_nan_state, first_nonfinite
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.storage import StorageError, checkpoint_kind, verify
+from lightrl.storage import StorageError, checkpoint_kind, require_entries, verify
 
-__all__ = ["Preempted", "RolloutCheckpoint"]
+__all__ = ["Preempted", "RolloutCheckpoint", "newest_whole", "take_whole_ones"]
 
 
 class Preempted(KeyboardInterrupt):
@@ -121,27 +124,11 @@ class RolloutCheckpoint(SavingCheckpoint):
                     f"ckpt_path=last: the runs in {folder} began with other settings ({differing}), so none is this "
                     "run's. Give the checkpoint itself to go on from one, or leave ckpt_path out to start over."
                 )
-            newest = max(runs, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.ckpt")), default=None)
+            newest = max(runs, key=lambda run: max(_time(path) for path in run.glob("*.ckpt")), default=None)
             found = set(newest.glob("*.ckpt")) if newest is not None else set()
         else:
             found |= {other for path in found for other in path.parent.glob("*.ckpt")}
-        skipped: list[str] = []
-        for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
-            damage = _damage(path)
-            if damage is None:
-                last = path.with_name(f"{self.CHECKPOINT_NAME_LAST}.ckpt")
-                if last != path and last in found and _damage(last) is None and _step(last) > _step(path):
-                    path = last
-                if skipped:
-                    rank_zero_warn(f"ckpt_path=last goes on from {path}, and skips {'; '.join(skipped)}.")
-                return {str(path)}
-            skipped.append(f"{path}: {damage}")
-        if skipped:
-            raise ValueError(
-                f"ckpt_path=last: no checkpoint is whole ({'; '.join(skipped)}). Give one of another folder, or leave "
-                "ckpt_path out to start over."
-            )
-        return set()
+        return newest_whole(found)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs handlers of Ctrl-C and SIGTERM."""
@@ -267,15 +254,75 @@ def _nonfinite(trainer: Trainer) -> str | None:
     return bad
 
 
+def newest_whole(found: set[Path]) -> set[str]:
+    """Of checkpoints the newest that is whole, as `RolloutCheckpoint.last_checkpoints` has it; nothing of nothing.
+
+    Raises:
+        ValueError: there are some, and none is whole.
+    """
+    skipped: list[str] = []
+    for path in sorted(found, key=_time, reverse=True):
+        damage = _damage(path)
+        if damage is None:
+            last = path.with_name(f"{RolloutCheckpoint.CHECKPOINT_NAME_LAST}.ckpt")
+            if last != path and last in found and _damage(last) is None and _step(last) > _step(path):
+                path = last
+            if skipped:
+                rank_zero_warn(f"ckpt_path=last goes on from {path}, and skips {'; '.join(skipped)}.")
+            return {str(path)}
+        skipped.append(f"{path}: {damage}")
+    if skipped:
+        raise ValueError(
+            f"ckpt_path=last: no checkpoint is whole ({'; '.join(skipped)}). Give one of another folder, or leave "
+            "ckpt_path out to start over."
+        )
+    return set()
+
+
+def take_whole_ones(trainer: Trainer) -> None:
+    """Has `--ckpt_path last` skip what is not whole with Lightning's `ModelCheckpoint`, too."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and not isinstance(callback, SavingCheckpoint):
+            choose_last(callback, _newest_beside)
+
+
+def _newest_beside(found: set[str]) -> set[str]:
+    """Of all checkpoints in the folders of those that Lightning would choose from, which services keep elsewhere."""
+    if any("://" in path for path in found):
+        return found
+    return newest_whole({other for path in found for other in Path(path).parent.glob("*.ckpt")})
+
+
+def _time(path: Path) -> int:
+    """When a file was changed; of a link that leads nowhere the link."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return path.lstat().st_mtime_ns
+
+
 def _step(path: Path) -> int:
     """`trainer.global_step` of a checkpoint in one file; 0 for those in folders, whose files were written together."""
-    return int(torch.load(path, weights_only=True, mmap=True)["global_step"]) if path.is_file() else 0
+    with contextlib.suppress(pickle.UnpicklingError):
+        return int(_opened(path)["global_step"]) if path.is_file() else 0
+    return 0
+
+
+def _opened(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _damage(path: Path) -> str | None:
+    """Why a run cannot go on from there; None where it can."""
     try:
         checkpoint_kind(path)
         verify(path)
+        if path.is_file():
+            require_entries(_opened(path), WRITTEN_BY_LIGHTNING)
     except ValueError as error:
         return str(error)
+    except Exception as error:  # what unpickling meets in a file of something else; errors of the disk
+        if isinstance(error, pickle.UnpicklingError) and Path(f"{path}.sha256").is_file():
+            return None  # a run's own, with objects of its classes
+        return f"it cannot be read ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
     return None

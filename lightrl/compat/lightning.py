@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "SavingCheckpoint",
     "YamlCLI",
     "begin_table",
+    "choose_last",
     "empty_table",
     "flush_step_metrics",
     "is_compiled",
@@ -121,6 +123,15 @@ class SavingCheckpoint(ModelCheckpoint):
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         return self.last_checkpoints(trainer)
+
+
+def choose_last(callback: ModelCheckpoint, choose: Callable[[set[str]], set[str]]) -> None:
+    """Has `ckpt_path="last"` take the newest of what `choose` leaves of a callback's files."""
+    callback._find_last_checkpoints = partial(_chosen_last, callback, choose)  # type: ignore[method-assign]
+
+
+def _chosen_last(callback: ModelCheckpoint, choose: Callable[[set[str]], set[str]], trainer: Any) -> set[str]:
+    return choose(type(callback)._find_last_checkpoints(callback, trainer))
 
 
 def tensor_parallel_size(strategy: ModelParallelStrategy) -> int | str:

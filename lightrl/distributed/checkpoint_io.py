@@ -13,7 +13,7 @@ from torch import Tensor
 from lightrl.distributed.consolidate import unreadable
 from lightrl.storage import atomic_write, checkpoint_kind, redact, remove, require_entries, verify
 
-__all__ = ["CheckedCheckpointIO", "first_nan_state", "first_nonfinite", "without_secrets"]
+__all__ = ["WRITTEN_BY_LIGHTNING", "CheckedCheckpointIO", "first_nan_state", "first_nonfinite", "without_secrets"]
 
 
 WRITTEN_BY_LIGHTNING: dict[str, type] = {
