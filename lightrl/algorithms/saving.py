@@ -19,6 +19,7 @@ from lightrl.algorithms.hyperparameters import hyperparameters
 from lightrl.compat.lightning import begin_table, empty_table
 from lightrl.data.templates import why_not_pushed
 from lightrl.distributed import strategies
+from lightrl.distributed.checkpoint_io import first_nonfinite, refuse_nonfinite
 from lightrl.distributed.consolidate import read_checkpoint
 from lightrl.models.loading import save_hf_folder
 from lightrl.models.lora import named_hf_weights
@@ -181,12 +182,15 @@ class SavesPretrained(LightningModule):
         Raises:
             RuntimeError: the module has neither been given to a Trainer nor loaded from a checkpoint, so there is no
                 model.
+            ValueError: weights are not finite; what is there stays.
         """
         strategy = self._strategy()
-        state, zero = {}, strategy.is_global_zero
+        state, zero, bad = {}, strategy.is_global_zero, None
         for name, tensor in self.named_policy_weights():
             if zero:
                 state[name] = tensor.cpu().clone()
+                bad = bad or first_nonfinite({name: tensor})
+        refuse_nonfinite(strategy.broadcast(bad), folder)  # on every rank
         if zero:
             model, spec = self.trained_model
             with atomic_folder(Path(folder)) as new:

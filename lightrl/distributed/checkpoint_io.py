@@ -13,7 +13,14 @@ from torch import Tensor
 from lightrl.distributed.consolidate import unreadable
 from lightrl.storage import atomic_write, checkpoint_kind, redact, remove, require_entries, verify
 
-__all__ = ["WRITTEN_BY_LIGHTNING", "CheckedCheckpointIO", "first_nan_state", "first_nonfinite", "without_secrets"]
+__all__ = [
+    "WRITTEN_BY_LIGHTNING",
+    "CheckedCheckpointIO",
+    "first_nan_state",
+    "first_nonfinite",
+    "refuse_nonfinite",
+    "without_secrets",
+]
 
 
 WRITTEN_BY_LIGHTNING: dict[str, type] = {
@@ -45,11 +52,7 @@ class CheckedCheckpointIO(TorchCheckpointIO):
         bad = first_nonfinite(checkpoint.get("state_dict", {}))
         for state in checkpoint.get("optimizer_states", ()):
             bad = bad or first_nan_state(state.get("state", {}) if isinstance(state, Mapping) else {})
-        if bad is not None:
-            raise ValueError(
-                f"The weights are not finite ({bad}), so {str(path)!r} is not written: what it held before is the "
-                "newest state to go on from. Lower the learning rate, or bound max_grad_norm."
-            )
+        refuse_nonfinite(bad, path)
         with atomic_write(path, checksum=True) as file:
             torch.save(without_secrets(checkpoint), file)
 
@@ -83,6 +86,15 @@ class CheckedCheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
         else:
             remove(Path(path))
+
+
+def refuse_nonfinite(bad: str | None, path: Any) -> None:
+    """Raises a `ValueError` where something is not finite; `bad` names it. What `path` held stays."""
+    if bad is not None:
+        raise ValueError(
+            f"The weights are not finite ({bad}), so {str(path)!r} is not written: what it held before is the "
+            "newest state to go on from. Lower the learning rate, or bound max_grad_norm."
+        )
 
 
 def first_nonfinite(tensors: Mapping[str, Any]) -> str | None:

@@ -32,7 +32,8 @@ def export(checkpoint: str = "", output: str = "", what: What = "model", model: 
         model: folder or hub name of the model that training began with; where the run found it if left out.
 
     Raises:
-        ValueError: there is no checkpoint, it was not finished, or it does not hold what is asked for.
+        ValueError: there is no checkpoint, it was not finished, it does not hold what is asked for, or its weights
+            are not finite.
     """
     if not checkpoint or not output:
         raise ValueError("lightrl export needs --checkpoint (what a run saved) and --output (where to write).")
@@ -50,11 +51,12 @@ def export(checkpoint: str = "", output: str = "", what: What = "model", model: 
         require_model_folder(model)
     import torch
 
-    from lightrl.distributed.checkpoint_io import without_secrets
+    from lightrl.distributed.checkpoint_io import first_nonfinite, refuse_nonfinite, without_secrets
     from lightrl.distributed.consolidate import read_checkpoint
     from lightrl.export.models import export_model
 
     loaded = read_checkpoint(checkpoint)
+    refuse_nonfinite(first_nonfinite(loaded["state_dict"]), target)
     if what == "checkpoint":
         with atomic_write(target, checksum=True) as file:
             torch.save(without_secrets(loaded), file)  # an earlier version's may hold some

@@ -12,11 +12,12 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, seed_everything
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import HFExport, WeightSync
+from lightrl.export import export
 from lightrl.models.spec import LoraSpec, ModelSpec
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
@@ -66,6 +67,34 @@ def test_every_n_rollouts_and_the_default_folder(model: str, tmp_path: Path) -> 
 def test_a_fast_dev_run_leaves_a_real_runs_folder_alone(model: str, tmp_path: Path) -> None:
     fit(ModelSpec(model), HFExport(dirpath=str(tmp_path / "out")), fast_dev_run=True)
     assert not (tmp_path / "out").exists()
+
+
+class Spoil(Callback):
+    """Makes a weight infinite after the second rollout."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            with torch.no_grad():
+                next(pl_module.actor.parameters()).fill_(float("inf"))
+
+
+def test_weights_that_are_not_finite_take_no_good_exports_place(model: str, tmp_path: Path) -> None:
+    seed_everything(0, verbose=False)
+    module = PPOLightningModule(model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+    callbacks = [WeightSync(), Spoil(), HFExport(str(tmp_path), every_n_rollouts=1)]
+    module_before = PPOLightningModule(model)
+    quiet_trainer(callbacks=[WeightSync(), HFExport(str(tmp_path))]).fit(module_before, sums_data(rollouts_per_epoch=1))
+    good = (tmp_path / "model.safetensors").read_bytes()
+    trainer = quiet_trainer(callbacks=callbacks)
+    with pytest.raises(ValueError, match="weights are not finite.*embed_tokens.*rollout=2' is not written"):
+        trainer.fit(module, sums_data(rollouts_per_epoch=2))
+    assert not (tmp_path / "rollout=2").exists()
+    with pytest.raises(ValueError, match="weights are not finite"):
+        module.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == good
+    trainer.save_checkpoint(tmp_path / "bad.ckpt")
+    with pytest.raises(ValueError, match="weights are not finite.*out' is not written"):
+        export(str(tmp_path / "bad.ckpt"), str(tmp_path / "out"))
 
 
 def test_zero_rollouts_between_exports_are_refused() -> None:
