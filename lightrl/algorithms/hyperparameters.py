@@ -7,6 +7,7 @@ import inspect
 import shlex
 import sys
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -59,7 +60,12 @@ def described(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return {str(key): described(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=str)  # in the same order in each process
+    if isinstance(value, partial):  # as a configuration gives what is called later
+        name = getattr(value.func, "__qualname__", type(value.func).__name__)
+        return {"class_path": f"{value.func.__module__}.{name}", "init_args": described(value.keywords)}
+    if isinstance(value, list | tuple):
         return f"{len(value)} entries" if len(value) > MOST_ROWS else [described(inner) for inner in value]
     if isinstance(value, torch.dtype | torch.device | torch.Tensor | Path):
         return str(value)

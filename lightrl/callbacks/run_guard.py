@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightrl.algorithms.hyperparameters import described
 from lightrl.callbacks.run_folder import run_folder
 from lightrl.data.curriculum import PromptCurriculum
 from lightrl.data.prompts import PromptMixture, PromptSource
+from lightrl.data.rows import RowSource
 from lightrl.distributed.checkpoint_io import CheckedCheckpointIO
-from lightrl.distributed.consolidate import require_optimizer_states
+from lightrl.distributed.consolidate import require_fitting_states, require_optimizer_states
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.storage import FolderLock, atomic_write, clean_leftovers
+from lightrl.storage import FolderLock, atomic_write, clean_leftovers, redact
 
 __all__ = ["RunGuard", "data_fingerprint", "other_settings"]
 
@@ -42,14 +44,15 @@ class RunGuard(Callback):
     - checkpoint files are written by `CheckedCheckpointIO`, also those of Lightning's `ModelCheckpoint`, unless the
       Trainer was given another plugin for it;
     - the folder gets `run_settings.json`, by which `--ckpt_path last` knows a run's own checkpoints from others';
-    - a resumed run is refused another optimizer, and warned, once, of other prompts, another group size, number of
-      prompts or seed than the checkpoint's.
+    - a resumed run is refused another optimizer, and warned, once, of other prompts and rows, another group size, seed,
+      batch size, and of each other argument of the module, the data module and the optimizer that learning depends on.
     """
 
     def __init__(self) -> None:
         self._locks: dict[Path, FolderLock] = {}
         self._settings: dict[str, Any] = {}
-        self._saved_optimizers: list[tuple[str | None, set[str]]] = []
+        self._arguments: dict[str, Any] = {}
+        self._resumed: Mapping[str, Any] | None = None  # the checkpoint, until it has been compared
 
     def hold(self, folder: str | Path) -> None:
         """Locks a folder until the run ends, and removes leftovers of runs that died there.
@@ -77,6 +80,7 @@ class RunGuard(Callback):
         if stage != "fit":
             return
         self._settings = run_settings(trainer)  # before a checkpoint's seed takes the place of the given one
+        self._arguments = given_arguments(trainer)
         folder = trainer.log_dir  # every rank asks, because Lightning answers with rank 0's
         if trainer.loggers and folder is not None:
             self._hold_for(trainer, folder)
@@ -91,7 +95,7 @@ class RunGuard(Callback):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
                 self._hold_for(trainer, callback.dirpath)
-        self._refuse_another_optimizer(trainer)
+        self._compare(trainer)
 
     def _hold_for(self, trainer: Trainer, folder: str | Path) -> None:
         if trainer.is_global_zero and not trainer.fast_dev_run and "://" not in str(folder):  # type: ignore[attr-defined]
@@ -102,7 +106,11 @@ class RunGuard(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the names of the optimizers and the settings that a resumed run is compared with."""
         names = [_optimizer_name(optimizer) for optimizer in trainer.optimizers]
-        checkpoint[RECORD] = {"optimizers": names, "settings": self._settings}
+        given = [_plain(getattr(_innermost(optimizer), "defaults", {})) for optimizer in trainer.optimizers]
+        checkpoint[RECORD] = {
+            **{"optimizers": names, "settings": self._settings},
+            **{"arguments": self._arguments, "optimizer_arguments": given},
+        }
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Compares the checkpoint with this run.
@@ -112,29 +120,51 @@ class RunGuard(Callback):
         """
         if trainer.state.fn != "fit":
             return
+        self._resumed = checkpoint
         if trainer.strategy.lightning_restore_optimizer:  # else the strategy has loaded them, perhaps from shards
-            require_optimizer_states(checkpoint)
-        record = checkpoint.get(RECORD, {})
-        states = checkpoint.get("optimizer_states", [{}] * len(record.get("optimizers", [])))
-        names = record.get("optimizers", [None] * len(states))
-        self._saved_optimizers = [(name, _settings_of(state)) for name, state in zip(names, states, strict=False)]
-        self._refuse_another_optimizer(trainer)  # sharded strategies have theirs before the checkpoint
-        saved = record.get("settings", {})
+            if checkpoint.get("optimizer_states") != [] or _record(checkpoint, "optimizers", list) != []:
+                require_optimizer_states(checkpoint, str(trainer.ckpt_path))
+        if trainer.optimizers:  # sharded strategies have theirs before the checkpoint
+            self._compare(trainer)
+
+    def _compare(self, trainer: Trainer) -> None:
+        """With the checkpoint, once both it and the optimizers are there."""
+        if self._resumed is None:
+            return
+        checkpoint, self._resumed = self._resumed, None
+        states = checkpoint.get("optimizer_states", [])
+        self._refuse_another_optimizer(trainer, checkpoint, states)
+        if trainer.strategy.lightning_restore_optimizer:
+            require_fitting_states(trainer.optimizers, states, str(trainer.ckpt_path))
+        saved = _record(checkpoint, "settings", dict)
         changed = [
             f"{name}={self._settings[name]} (the checkpoint's: {saved[name]})"
             for name in self._settings
             if name in saved and saved[name] != self._settings[name]
         ]
+        pairs = [(_record(checkpoint, "arguments", dict), self._arguments, "")]
+        for optimizer, given in zip(trainer.optimizers, _record(checkpoint, "optimizer_arguments", list), strict=False):
+            pairs.append((given, _plain(getattr(_innermost(optimizer), "defaults", {})), "optimizer"))
+        said = tuple(f"data.{name}" for name in saved) + (("model.actor.path",) if "actor" in saved else ())
+        changed += [
+            f"{name}={now:.60} (the checkpoint's: {old:.60})"
+            for before, given, part in pairs
+            for name, old, now in _differences(before, given, part)
+            if not f"{name}.".startswith(tuple(f"{each}." for each in said))
+        ]
         if changed:
             rank_zero_warn(
                 f"This run goes on with other settings than its checkpoint was written with: {', '.join(changed)}. The "
-                "checkpoint's seed and place in the prompts count; the rest is as given now, so the run is no longer "
-                "the one that began."
+                "optimizer's settings (learning rate) and, with rollouts, the seed and the place in the prompts stay the "
+                "checkpoint's; the rest is as given now, so the run is no longer the one that began."
             )
 
-    def _refuse_another_optimizer(self, trainer: Trainer) -> None:
-        for optimizer, (name, settings) in zip(trainer.optimizers, self._saved_optimizers, strict=False):
-            own = _optimizer_name(optimizer)
+    def _refuse_another_optimizer(self, trainer: Trainer, checkpoint: Mapping[str, Any], states: Any) -> None:
+        recorded = _record(checkpoint, "optimizers", list)
+        states = states or [{}] * len(recorded)
+        names = recorded or [None] * len(states)
+        for optimizer, name, state in zip(trainer.optimizers, names, states, strict=False):
+            own, settings = _optimizer_name(optimizer), _settings_of(state)
             missing = sorted(getattr(optimizer, "defaults", {}).keys() - settings) if settings else []
             if (name is not None and name != own) or (name is None and missing):
                 was = name or f"another one, without {', '.join(missing)}"
@@ -161,16 +191,68 @@ class RunGuard(Callback):
         self.release()
 
 
-def _optimizer_name(optimizer: Any) -> str:
-    """Of the optimizer itself, inside what Lightning and DeepSpeed wrap around it."""
+def _innermost(optimizer: Any) -> Any:
+    """The optimizer itself, inside what Lightning and DeepSpeed wrap around it."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
-    return type(optimizer).__name__
+    return optimizer
+
+
+def _optimizer_name(optimizer: Any) -> str:
+    return type(_innermost(optimizer)).__name__
 
 
 def _settings_of(state: Any) -> set[str]:
     groups = state.get("param_groups", []) if isinstance(state, Mapping) else []
     return set(groups[0]) if groups else set()
+
+
+def _record(checkpoint: Mapping[str, Any], name: str, kind: type) -> Any:
+    """What `RunGuard` put into a checkpoint, if it did; an empty one of its kind where not."""
+    record = checkpoint.get(RECORD)
+    found = record.get(name) if isinstance(record, Mapping) else None
+    return found if isinstance(found, kind) else kind()
+
+
+WITHOUT_EFFECT = {"engine", "micro_batch_tokens", "stall_timeout", "max_concurrency", "rows", "optimizer"}
+"""Arguments that nothing is learned differently by; and rows and optimizer, which are compared as they are."""
+
+
+def given_arguments(trainer: Trainer) -> dict[str, Any]:
+    """Those of the module and the data module, as far as they keep them, and what tells the rows they train on."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    rows, contents = getattr(data, "train", None), {}
+    if isinstance(rows, RowSource) and isinstance(rows.rows, list | None):
+        contents = {"train.rows": _digest(_rows_described(rows))}
+    return _plain({"model": described(trainer.lightning_module), "data": described(data), **contents})
+
+
+def _plain(value: Any) -> Any:
+    """As it is read again from a checkpoint without code, and without secrets."""
+    return json.loads(json.dumps(redact(described(value)), default=str))
+
+
+def _differences(before: Any, now: Any, name: str) -> Iterator[tuple[str, str, str]]:
+    """(dotted name, before, now) of what differs. What only one of both has is passed over: versions add arguments."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        kind, other = before.get("class_path"), now.get("class_path")
+        if kind != other:
+            yield name, _shown(before), _shown(now)
+            return
+        if kind is not None:
+            before, now = before.get("init_args", {}), now.get("init_args", {})
+        for key in [key for key in now if key in before and key not in WITHOUT_EFFECT]:
+            yield from _differences(before[key], now[key], f"{name}.{key}".strip("."))
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for number, (old, new) in enumerate(zip(before, now, strict=True)):
+            yield from _differences(old, new, f"{name}.{number}")
+    elif before != now:
+        yield name, _shown(before), _shown(now)
+
+
+def _shown(value: Any) -> str:
+    kind = value.get("class_path") if isinstance(value, Mapping) else None
+    return str(value) if kind is None else str(kind).rpartition(".")[2]
 
 
 def run_settings(trainer: Trainer) -> dict[str, Any]:
@@ -198,8 +280,11 @@ def data_fingerprint(source: PromptSource | PromptMixture | PromptCurriculum) ->
     Of a local file its size and its first and last 64 KiB count, not its name; of a folder the names and sizes of its
     files; of a hub data set its name; of a list the number of rows, the first and the last.
     """
-    digest = hashlib.sha256(json.dumps(_described(source), sort_keys=True, default=_class_name).encode())
-    return digest.hexdigest()[:12]
+    return _digest(_described(source))
+
+
+def _digest(plain: Any) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=_class_name).encode()).hexdigest()[:12]
 
 
 def _described(source: Any) -> Any:
@@ -210,7 +295,7 @@ def _described(source: Any) -> Any:
     return [_rows_described(source), source.name, source.split, source.limit, source.prompt_column]
 
 
-def _rows_described(source: PromptSource) -> Any:
+def _rows_described(source: PromptSource | RowSource) -> Any:
     rows = source.rows
     if isinstance(rows, list):
         return [len(rows), rows[:1], rows[-1:]]

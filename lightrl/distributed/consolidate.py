@@ -11,6 +11,7 @@ A plain checkpoint is what Lightning writes without sharding. It is read on the 
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from torch import Tensor
 from lightrl.compat.lightning import load_distributed_checkpoint
 from lightrl.storage import DamagedError, checkpoint_kind, verify
 
-__all__ = ["by_name", "read_checkpoint", "require_optimizer_states", "unreadable"]
+__all__ = ["by_name", "read_checkpoint", "require_fitting_states", "require_optimizer_states", "unreadable"]
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -46,17 +47,71 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         return read(path)
 
 
-def require_optimizer_states(checkpoint: Mapping[str, Any]) -> None:
+def require_optimizer_states(checkpoint: Mapping[str, Any], path: str | Path) -> None:
     """Refuses to go on from weights alone.
 
     Raises:
         ValueError: it is so.
     """
-    if "optimizer_states" not in checkpoint:
+    if not checkpoint.get("optimizer_states"):
         raise ValueError(
-            "ckpt_path: the checkpoint holds no optimizer_states: it was saved with save_weights_only, or changed. "
+            f"ckpt_path={str(path)!r}: the checkpoint holds no optimizer_states: it was saved with save_weights_only, or changed. "
             "Start over from its weights (lightrl export)."
         )
+
+
+def require_fitting_states(optimizers: Sequence[Any], states: Sequence[Any], path: str | Path) -> None:
+    """Looks whether optimizers can load their states of a plain checkpoint, and take their next step from them.
+
+    Raises:
+        ValueError: they cannot; the message names the file.
+    """
+    problem = None
+    if len(states) != len(optimizers):
+        problem = f"{len(states)} optimizer_states for this run's {len(optimizers)}"
+    for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
+        found = _misfit(optimizer, state)
+        problem = problem or (found and f"optimizer_states.{number}{found}")
+    if problem is not None:
+        raise ValueError(
+            f"ckpt_path={str(path)!r}: the checkpoint has {problem}: it was changed by hand, or is of another run. Take "
+            "another one, or start over from its weights (lightrl export)."
+        )
+
+
+SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+"""What the optimizers of PyTorch keep in the shape of each parameter."""
+NEEDED = dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), ("step", "exp_avg", "exp_avg_sq"))
+
+
+def _misfit(optimizer: Any, state: Any) -> str | None:
+    """What is wrong with an optimizer's state, for a message."""
+    parts = state if isinstance(state, Mapping) else {}
+    groups, of = parts.get("param_groups"), parts.get("state")
+    if not isinstance(groups, list) or not isinstance(of, Mapping) or not all(isinstance(g, Mapping) for g in groups):
+        return " without state and param_groups"
+    sizes, own = ([len(group.get("params", ())) for group in each] for each in (groups, optimizer.param_groups))
+    if sizes != own:
+        return f".param_groups of {sizes} parameters, not {own}"
+    for group in groups:
+        rate = group.get("lr", 0.0)
+        if not isinstance(rate, int | float | Tensor) or not math.isfinite(float(rate)):
+            return f".param_groups with lr={str(rate)[:60]!r}"
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return None
+    numbers = [number for group in groups for number in group["params"]]
+    for number, parameter in zip(numbers, (p for g in optimizer.param_groups for p in g["params"]), strict=True):
+        kept = of.get(number)
+        if kept is None:  # no step yet
+            continue
+        for name in NEEDED.get(type(optimizer).__name__, ()):
+            if not isinstance(kept, Mapping) or name not in kept:
+                return f".state.{number} without {name}"
+        for name in SHAPED:
+            value = kept.get(name)
+            if isinstance(value, Tensor) and value.shape != parameter.shape:
+                return f".state.{number}.{name} of shape {list(value.shape)}, not {list(parameter.shape)}"
+    return None
 
 
 @contextmanager

@@ -146,7 +146,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         assert self.model is not None
         checkpoint = read_checkpoint(path)
         if self.optimizers:
-            require_optimizer_states(checkpoint)
+            require_optimizer_states(checkpoint, path)
         load_module_state(checkpoint["state_dict"], self.model)
         options = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True)
         for optimizer, states in zip(self.optimizers, checkpoint.get("optimizer_states", []), strict=False):
@@ -228,7 +228,7 @@ class ZeROStrategy(DeepSpeedStrategy):
                 _write(parameter, state[name])
         complete = all(p in names for p in module.parameters() if p.requires_grad)  # else the module refuses it
         if module.trainer.training and complete:
-            require_optimizer_states(checkpoint)
+            require_optimizer_states(checkpoint, module.trainer.ckpt_path)
             self._load_optimizer(checkpoint["optimizer_states"][0], state, names)
 
     def _load_optimizer(self, states: dict[str, Any], weights: Mapping[str, Tensor], names: Mapping[Any, str]) -> None:

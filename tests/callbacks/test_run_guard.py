@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,16 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightrl.algorithms import PPOLightningModule
+from lightrl.algorithms import PPOLightningModule, SFTLightningModule
 from lightrl.callbacks import RolloutCheckpoint, RunGuard, SaveRollouts, WeightSync
 from lightrl.callbacks.checkpoint import Preempted
 from lightrl.callbacks.run_guard import data_fingerprint
 from lightrl.data.prompts import PromptSource
+from lightrl.data.sft import SFTDataModule, SFTSource
+from lightrl.objectives.kl import KLInReward
+from lightrl.objectives.losses import CISPO
 from lightrl.storage import StorageError, verify
+from lightrl.types import SamplingParams
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 
@@ -47,14 +52,15 @@ def fit(
     optimizer: Any = adam,
     resume: Any = None,
     trainer: Any = None,
+    module: Any = None,
     **data: Any,
 ) -> Any:
-    module = PPOLightningModule(model, optimizer=optimizer, ppo_epochs=1)
+    learner = PPOLightningModule(model, **{"optimizer": optimizer, "ppo_epochs": 1, **(module or {})})
     arguments = {"max_epochs": 1 if resume is None else 2, **(trainer or {})}
     run = quiet_trainer(
         callbacks=[WeightSync(), *callbacks], enable_checkpointing=True, default_root_dir=folder, **arguments
     )
-    run.fit(module, sums_data(**{"rollouts_per_epoch": 2, "seed": 0, **data}), ckpt_path=resume)
+    run.fit(learner, sums_data(**{"rollouts_per_epoch": 2, "seed": 0, **data}), ckpt_path=resume)
     return run
 
 
@@ -84,6 +90,97 @@ def test_other_settings_on_resume_are_warned_of_once(model: str, last: str, tmp_
     for words in ("group_size=2 (the checkpoint's: 4)", "seed=7 (the checkpoint's: 0)", "prompts="):
         assert words in told[0]
     assert "prompts_per_rollout" not in told[0]
+
+
+def told_of(caught: list[warnings.WarningMessage]) -> str:
+    (told,) = [str(w.message) for w in caught if "other settings" in str(w.message)]
+    return told
+
+
+def test_another_loss_penalty_reward_sampling_or_rate_is_warned_of(model: str, last: str, tmp_path: Path) -> None:
+    others = {"loss": CISPO(), "kl": KLInReward(coef=0.5), "optimizer": partial(torch.optim.AdamW, lr=0.5)}
+    sampling = SamplingParams(max_new_tokens=6, temperature=0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(tmp_path, model, saving(tmp_path), resume=last, module=others, sampling=sampling, reward_weights=[2.0])
+    told = told_of(caught)
+    for words in (
+        "model.loss=CISPO (the checkpoint's: PPOClip)",
+        "model.kl.coef=0.5 (the checkpoint's: 0.05)",
+        "data.sampling.temperature=0.5 (the checkpoint's: 1.0)",
+        "data.rewards.weights.digits_reward=2.0 (the checkpoint's: 1.0)",
+        "optimizer.lr=0.5 (the checkpoint's: 0.001)",
+    ):
+        assert words in told
+    assert "seed=" not in told and "actor" not in told and "engine" not in told
+
+
+def test_supervised_runs_are_compared_too(model: str, tmp_path: Path) -> None:
+    def run(rows: int, resume: str | None = None, **data: Any) -> None:
+        source = SFTSource(rows=[{"prompt": "01+01=", "completion": str(number % 10)} for number in range(rows)])
+        trainer = quiet_trainer(callbacks=[RunGuard()], max_epochs=1 if resume is None else 2, default_root_dir=tmp_path)
+        trainer.fit(
+            SFTLightningModule(model, optimizer=adam), SFTDataModule(source, **{"batch_size": 4, **data}), ckpt_path=resume
+        )
+        trainer.save_checkpoint(tmp_path / "sft.ckpt")
+
+    run(30)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(30, str(tmp_path / "sft.ckpt"))
+    assert not [w for w in caught if "other settings" in str(w.message)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(40, str(tmp_path / "sft.ckpt"), batch_size=5, seed=3)
+    told = told_of(caught)
+    for words in ("train.rows=", "data.batch_size=5 (the checkpoint's: 4)", "data.seed=3 (the checkpoint's: 0)"):
+        assert words in told
+
+
+def test_a_checkpoint_without_a_record_is_gone_on_from_without_a_word(model: str, last: str, tmp_path: Path) -> None:
+    stored = torch.load(last, weights_only=True)
+    for record in (None, [1], {"optimizers": 3, "settings": [2]}):
+        torch.save(stored | {"lightrl_run": record}, tmp_path / "old.ckpt")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(tmp_path, model, saving(tmp_path), resume=str(tmp_path / "old.ckpt"), seed=7)
+        assert not [w for w in caught if "other settings" in str(w.message)]
+
+
+def spoilt(change: str, stored: dict[str, Any]) -> None:
+    """What somebody does to a checkpoint's optimizer by hand."""
+    (state,) = stored["optimizer_states"]
+    first = next(iter(state["state"].values()))
+    if change == "states":
+        stored["optimizer_states"] = []
+    elif change == "groups":
+        state["param_groups"] = []
+    elif change == "rate":
+        state["param_groups"][0]["lr"] = float("nan")
+    elif change == "missing":
+        del first["exp_avg"]
+    else:
+        first["exp_avg"] = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("states", "by_hand.ckpt.*holds no optimizer_states"),
+        ("groups", r"by_hand.ckpt.*optimizer_states.0.param_groups of \[\] parameters"),
+        ("rate", "by_hand.ckpt.*param_groups with lr='nan'"),
+        ("missing", "by_hand.ckpt.*state.* without exp_avg"),
+        ("shape", r"by_hand.ckpt.*exp_avg of shape \[3\], not"),
+    ],
+)
+def test_an_optimizers_state_that_was_changed_by_hand_is_one_message(
+    change: str, message: str, model: str, last: str, tmp_path: Path
+) -> None:
+    stored = torch.load(last, weights_only=True)
+    spoilt(change, stored)
+    torch.save(stored, tmp_path / "by_hand.ckpt")
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, model, saving(tmp_path), resume=str(tmp_path / "by_hand.ckpt"))
 
 
 def test_the_same_settings_are_not_warned_of(model: str, last: str, tmp_path: Path) -> None:
