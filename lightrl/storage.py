@@ -263,7 +263,9 @@ def finish_folder(partial: Path, path: Path) -> None:
             manifest.writelines(f"{_sha256(partial / name)}  {name}\n" for name in files)
         stays = _stays(path.resolve())
         if stays or (path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file()):
-            before = {Path(name) for name, _ in _manifest(path) if (path / name).resolve().is_relative_to(path.resolve())}
+            before = {
+                Path(name) for name, _ in _manifest(path) if (path / name).resolve().is_relative_to(path.resolve())
+            }
             for name in [*files, Path(MANIFEST)]:
                 (path / name).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(partial / name, path / name)
@@ -587,7 +589,8 @@ class FolderLock:
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / LOCK
-        self.ended, self.sure = False, True
+        self.ended = False
+        self.sure = True
         self._pid = os.getpid()
         with _told(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)

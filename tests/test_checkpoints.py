@@ -99,9 +99,7 @@ def test_last_skips_files_of_others_and_says_so(tmp_path: Path) -> None:
         RolloutCheckpoint(dirpath=str(tmp_path)).last_checkpoints(trainer)
 
 
-def test_last_skips_a_damaged_one_with_lightnings_callback_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_skips_a_damaged_one_with_lightnings_callback_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the command line builds the trainer."""
     lightnings(tmp_path / "last.ckpt", 2).write_bytes(b"")
     good = lightnings(tmp_path / "step=1.ckpt")

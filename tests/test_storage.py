@@ -144,7 +144,11 @@ def test_the_folder_one_stands_in_is_filled_and_stays_the_same_folder(
     for name in ("a", "b"):
         with atomic_folder(".") as folder:
             (folder / name).write_text(name)
-        assert listing(Path()) == {name, "SHA256SUMS"} and listing(tmp_path) == {"here", f"here/{name}", "here/SHA256SUMS"}
+        assert listing(Path()) == {name, "SHA256SUMS"} and listing(tmp_path) == {
+            "here",
+            f"here/{name}",
+            "here/SHA256SUMS",
+        }
         verify(tmp_path / "here")
     assert os.stat(tmp_path / "here").st_ino == number
 
@@ -168,7 +172,9 @@ def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink() and listing(tmp_path / "real") == {"b", "SHA256SUMS"}
 
 
-@pytest.mark.parametrize(("path", "message"), [("/", "is the root.*below it"), ("a\0b", "no folder can be called that")])
+@pytest.mark.parametrize(
+    ("path", "message"), [("/", "is the root.*below it"), ("a\0b", "no folder can be called that")]
+)
 def test_what_no_folder_can_be_is_one_message(path: str, message: str) -> None:
     with pytest.raises(ValueError, match=message), atomic_folder(path):
         pass
@@ -317,8 +323,8 @@ def test_a_second_run_is_refused_by_name_until_the_first_is_gone(tmp_path: Path)
 
 def test_a_run_whose_lock_the_system_forgot_keeps_its_folder_while_it_lives(tmp_path: Path) -> None:
     """Whatever opens and closes the file in its process takes the lock with it: a backup of the folder does."""
-    code = "import time; from lightrl.storage import FolderLock as F; held = F('run'); open('run/.lightrl.lock').close(); "
-    code += "print('held', flush=True); time.sleep(600)"
+    code = "import time; from lightrl.storage import FolderLock as F; held = F('run'); "
+    code += "open('run/.lightrl.lock').close(); print('held', flush=True); time.sleep(600)"
     first = in_a_process(code, tmp_path)
     try:
         assert first.stdout is not None and first.stdout.readline() == "held\n"

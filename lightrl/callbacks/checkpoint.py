@@ -314,6 +314,8 @@ def _opened(path: Path) -> Any:
 
 def _damage(path: Path) -> str | None:
     """Why a run cannot go on from there; None where it can."""
+    if not path.exists():
+        return "the link leads to nothing"
     try:
         checkpoint_kind(path)
         verify(path)
@@ -322,7 +324,7 @@ def _damage(path: Path) -> str | None:
     except ValueError as error:
         return str(error)
     except Exception as error:  # what unpickling meets in a file of something else; errors of the disk
-        if isinstance(error, pickle.UnpicklingError) and Path(f"{path}.sha256").is_file():
-            return None  # a run's own, with objects of its classes
+        if isinstance(error, pickle.UnpicklingError):  # with sums a run's own, which may hold objects of its classes
+            return None if Path(f"{path}.sha256").is_file() else "it holds objects of code, and has no checksum"
         return f"it cannot be read ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
     return None

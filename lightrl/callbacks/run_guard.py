@@ -121,9 +121,9 @@ class RunGuard(Callback):
         if trainer.state.fn != "fit":
             return
         self._resumed = checkpoint
-        if trainer.strategy.lightning_restore_optimizer:  # else the strategy has loaded them, perhaps from shards
-            if checkpoint.get("optimizer_states") != [] or _record(checkpoint, "optimizers", list) != []:
-                require_optimizer_states(checkpoint, str(trainer.ckpt_path))
+        none = checkpoint.get("optimizer_states") == [] == _record(checkpoint, "optimizers", list)
+        if trainer.strategy.lightning_restore_optimizer and not none:  # else the strategy has loaded them from shards
+            require_optimizer_states(checkpoint, str(trainer.ckpt_path))
         if trainer.optimizers:  # sharded strategies have theirs before the checkpoint
             self._compare(trainer)
 
@@ -155,8 +155,8 @@ class RunGuard(Callback):
         if changed:
             rank_zero_warn(
                 f"This run goes on with other settings than its checkpoint was written with: {', '.join(changed)}. The "
-                "optimizer's settings (learning rate) and, with rollouts, the seed and the place in the prompts stay the "
-                "checkpoint's; the rest is as given now, so the run is no longer the one that began."
+                "optimizer's (learning rate) and, with rollouts, the seed and the place in the prompts stay those of the "
+                "checkpoint; the rest is as given now, so the run is no longer the one that began."
             )
 
     def _refuse_another_optimizer(self, trainer: Trainer, checkpoint: Mapping[str, Any], states: Any) -> None:

@@ -55,8 +55,8 @@ def require_optimizer_states(checkpoint: Mapping[str, Any], path: str | Path) ->
     """
     if not checkpoint.get("optimizer_states"):
         raise ValueError(
-            f"ckpt_path={str(path)!r}: the checkpoint holds no optimizer_states: it was saved with save_weights_only, or changed. "
-            "Start over from its weights (lightrl export)."
+            f"ckpt_path={str(path)!r}: the checkpoint holds no optimizer_states: it was saved with save_weights_only, "
+            "or changed. Start over from its weights (lightrl export)."
         )
 
 
@@ -74,7 +74,7 @@ def require_fitting_states(optimizers: Sequence[Any], states: Sequence[Any], pat
         problem = problem or (found and f"optimizer_states.{number}{found}")
     if problem is not None:
         raise ValueError(
-            f"ckpt_path={str(path)!r}: the checkpoint has {problem}: it was changed by hand, or is of another run. Take "
+            f"ckpt_path={str(path)!r}: the checkpoint has {problem}: it was changed by hand, or is another run's. Take "
             "another one, or start over from its weights (lightrl export)."
         )
 

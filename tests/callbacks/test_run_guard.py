@@ -118,9 +118,13 @@ def test_another_loss_penalty_reward_sampling_or_rate_is_warned_of(model: str, l
 def test_supervised_runs_are_compared_too(model: str, tmp_path: Path) -> None:
     def run(rows: int, resume: str | None = None, **data: Any) -> None:
         source = SFTSource(rows=[{"prompt": "01+01=", "completion": str(number % 10)} for number in range(rows)])
-        trainer = quiet_trainer(callbacks=[RunGuard()], max_epochs=1 if resume is None else 2, default_root_dir=tmp_path)
+        trainer = quiet_trainer(
+            callbacks=[RunGuard()], max_epochs=1 if resume is None else 2, default_root_dir=tmp_path
+        )
         trainer.fit(
-            SFTLightningModule(model, optimizer=adam), SFTDataModule(source, **{"batch_size": 4, **data}), ckpt_path=resume
+            SFTLightningModule(model, optimizer=adam),
+            SFTDataModule(source, **{"batch_size": 4, **data}),
+            ckpt_path=resume,
         )
         trainer.save_checkpoint(tmp_path / "sft.ckpt")
 
