@@ -145,7 +145,8 @@ class RunGuard(Callback):
         pairs = [(_record(checkpoint, "arguments", dict), self._arguments, "")]
         for optimizer, given in zip(trainer.optimizers, _record(checkpoint, "optimizer_arguments", list), strict=False):
             pairs.append((given, _plain(getattr(_innermost(optimizer), "defaults", {})), "optimizer"))
-        said = tuple(f"data.{name}" for name in saved) + (("model.actor.path",) if "actor" in saved else ())
+        own_names = {"prompts": "data.prompts.path", "actor": "model.actor.path"}
+        said = tuple(own_names.get(name, f"data.{name}") for name in saved)
         changed += [
             f"{name}={now:.60} (the checkpoint's: {old:.60})"
             for before, given, part in pairs
@@ -155,7 +156,7 @@ class RunGuard(Callback):
         if changed:
             rank_zero_warn(
                 f"This run goes on with other settings than its checkpoint was written with: {', '.join(changed)}. The "
-                "optimizer's (learning rate) and, with rollouts, the seed and the place in the prompts stay those of the "
+                "optimizer's (learning rate) and, with rollouts, the seed and place in the prompts are those of the "
                 "checkpoint; the rest is as given now, so the run is no longer the one that began."
             )
 
@@ -214,8 +215,17 @@ def _record(checkpoint: Mapping[str, Any], name: str, kind: type) -> Any:
     return found if isinstance(found, kind) else kind()
 
 
-WITHOUT_EFFECT = {"engine", "micro_batch_tokens", "stall_timeout", "max_concurrency", "rows", "optimizer"}
-"""Arguments that nothing is learned differently by; and rows and optimizer, which are compared as they are."""
+PASSED_OVER = {
+    *(
+        "engine",
+        "micro_batch_tokens",
+        "stall_timeout",
+        "max_concurrency",
+        "eval_sampling",
+    ),  # nothing is learned by them
+    *("rows", "functions", "optimizer"),  # compared by contents, names and what was built
+}
+"""Arguments of which a difference is not told."""
 
 
 def given_arguments(trainer: Trainer) -> dict[str, Any]:
@@ -224,7 +234,10 @@ def given_arguments(trainer: Trainer) -> dict[str, Any]:
     rows, contents = getattr(data, "train", None), {}
     if isinstance(rows, RowSource) and isinstance(rows.rows, list | None):
         contents = {"train.rows": _digest(_rows_described(rows))}
-    return _plain({"model": described(trainer.lightning_module), "data": described(data), **contents})
+    steps = {
+        name: getattr(trainer, name, None) for name in ("precision", "accumulate_grad_batches", "gradient_clip_val")
+    }
+    return _plain({"model": trainer.lightning_module, "data": data, "trainer": steps, **contents})
 
 
 def _plain(value: Any) -> Any:
@@ -241,7 +254,7 @@ def _differences(before: Any, now: Any, name: str) -> Iterator[tuple[str, str, s
             return
         if kind is not None:
             before, now = before.get("init_args", {}), now.get("init_args", {})
-        for key in [key for key in now if key in before and key not in WITHOUT_EFFECT]:
+        for key in [key for key in now if key in before and key not in PASSED_OVER]:
             yield from _differences(before[key], now[key], f"{name}.{key}".strip("."))
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         for number, (old, new) in enumerate(zip(before, now, strict=True)):

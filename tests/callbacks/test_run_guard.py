@@ -116,10 +116,13 @@ def test_another_loss_penalty_reward_sampling_or_rate_is_warned_of(model: str, l
 
 
 def test_supervised_runs_are_compared_too(model: str, tmp_path: Path) -> None:
-    def run(rows: int, resume: str | None = None, **data: Any) -> None:
+    def run(rows: int, resume: str | None = None, steps: int = 1, **data: Any) -> None:
         source = SFTSource(rows=[{"prompt": "01+01=", "completion": str(number % 10)} for number in range(rows)])
         trainer = quiet_trainer(
-            callbacks=[RunGuard()], max_epochs=1 if resume is None else 2, default_root_dir=tmp_path
+            callbacks=[RunGuard()],
+            accumulate_grad_batches=steps,
+            max_epochs=1 if resume is None else 2,
+            default_root_dir=tmp_path,
         )
         trainer.fit(
             SFTLightningModule(model, optimizer=adam),
@@ -135,9 +138,14 @@ def test_supervised_runs_are_compared_too(model: str, tmp_path: Path) -> None:
     assert not [w for w in caught if "other settings" in str(w.message)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run(40, str(tmp_path / "sft.ckpt"), batch_size=5, seed=3)
+        run(40, str(tmp_path / "sft.ckpt"), steps=2, batch_size=5, seed=3)
     told = told_of(caught)
-    for words in ("train.rows=", "data.batch_size=5 (the checkpoint's: 4)", "data.seed=3 (the checkpoint's: 0)"):
+    for words in (
+        "train.rows=",
+        "data.batch_size=5 (the checkpoint's: 4)",
+        "data.seed=3 (the checkpoint's: 0)",
+        "trainer.accumulate_grad_batches=2 ",
+    ):
         assert words in told
 
 
