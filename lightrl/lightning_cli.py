@@ -39,7 +39,7 @@ from lightrl.objectives.advantages import AdvantageEstimator
 from lightrl.objectives.aggregation import Aggregation
 from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.losses import PolicyLoss
-from lightrl.storage import redact_text
+from lightrl.storage import redact_arguments
 
 __all__ = ["LightRLCLI"]
 
@@ -170,7 +170,7 @@ class LightRLCLI(YamlCLI):
     def _record(self) -> dict[str, Any]:
         """What loggers call hyperparameters: the whole configuration, versions, the command."""
         written = self._of_command(self._written)
-        command = redact_text(shlex.join(["lightrl", *sys.argv[1:]]))
+        command = shlex.join(["lightrl", *redact_arguments(sys.argv[1:])])
         given = {name: value for name, value in plain(written).items() if name != "config"}  # files, merged by now
         return {**given, "versions": versions(), "command": command}
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import yaml
 
+from lightrl.storage import redact
+
 __all__ = ["convert_trl", "from_trl"]
 
 REWARDS: dict[str, Any] = {
@@ -115,7 +117,7 @@ class _Options:
 
     def rest(self) -> list[str]:
         return [
-            f"{name}: {value!r} has no counterpart"
+            f"{name}: {redact(value, name)!r} has no counterpart"
             + (f"; {NO_COUNTERPART[name]}." if name in NO_COUNTERPART else ", and was left out.")
             for name, value in self._left.items()
         ]

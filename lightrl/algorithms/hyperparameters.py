@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightrl.storage import redact, redact_text
+from lightrl.storage import redact, redact_arguments
 
 __all__ = ["described", "hyperparameters", "versions"]
 
@@ -45,7 +45,7 @@ def hyperparameters(trainer: Any) -> dict[str, Any]:
         },
         "optimizers": [_optimizer(optimizer) for optimizer in trainer.optimizers],
     }
-    return {**redact(record), "versions": versions(), "command": redact_text(shlex.join(sys.argv))}
+    return {**redact(record), "versions": versions(), "command": shlex.join(redact_arguments(sys.argv))}
 
 
 def versions() -> dict[str, str]:

@@ -13,6 +13,7 @@ import httpx
 
 from lightrl.arguments import above, at_least, one_of
 from lightrl.rewards.base import Reward, RewardError
+from lightrl.storage import redact_text, remember_secret
 
 __all__ = ["RetryingReward"]
 
@@ -59,6 +60,7 @@ class RetryingReward(Reward):
             raise ValueError(f"{owner}: url={url!r}; must start with http:// or https://.")
         if token_env is not None and not os.environ.get(token_env):
             raise ValueError(f"{owner}: token_env={token_env!r}, but that environment variable is not set.")
+        remember_secret("" if token_env is None else os.environ[token_env])  # a server may quote it
         self.url = url
         self.token_env = token_env
         self.on_failure = one_of(f"{owner}.on_failure", on_failure, "error", "none")
@@ -96,7 +98,7 @@ class RetryingReward(Reward):
                 continue
             if response.status_code < 500 and response.status_code not in _RETRIED_STATUS:
                 return self._answer(response)
-            problem = f"status {response.status_code}: {response.text[:200]}"
+            problem = f"status {response.status_code}: {redact_text(response.text)[:200]}"
         message = f"{self.url} did not score {what} in {self.retries + 1} attempts; the last: {problem}"
         if self.on_failure == "error":
             raise ConnectionError(message)
@@ -110,22 +112,25 @@ class RetryingReward(Reward):
             await client.aclose()
 
     def _answer(self, response: httpx.Response) -> Any:
+        said = redact_text(response.text)[:200]
         if response.status_code != 200:
             hints = {401: " Set token_env.", 403: " Set token_env.", 413: " Send less in one request (batch_size)."}
             hint = hints.get(response.status_code, "")
-            raise RewardError(
-                f"{self.url} refused the request with {response.status_code}: {response.text[:200]}.{hint}"
-            )
+            raise RewardError(f"{self.url} refused the request with {response.status_code}: {said}.{hint}")
         try:
             answer = response.json()
         except (ValueError, RecursionError) as error:
-            raise RewardError(f"{self.url} answered {response.text[:200]!r}, which is not JSON.") from error
+            raise RewardError(f"{self.url} answered {said!r}, which is not JSON.") from error
         if answer is None:  # which stands for "did not answer"
             raise RewardError(f"{self.url} answered null.")
         return answer
 
     def _headers(self) -> dict[str, str]:
-        return {} if self.token_env is None else {"Authorization": f"Bearer {os.environ[self.token_env]}"}
+        if self.token_env is None:
+            return {}
+        token = os.environ[self.token_env]
+        remember_secret(token)
+        return {"Authorization": f"Bearer {token}"}
 
     def _open(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
         loop = asyncio.get_running_loop()

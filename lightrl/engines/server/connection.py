@@ -14,6 +14,7 @@ from lightrl.arguments import above, one_of
 from lightrl.background import BackgroundLoop
 from lightrl.engines.server.http import Server, ServerError
 from lightrl.engines.server.protocols import PROTOCOLS
+from lightrl.storage import remember_secret
 
 __all__ = ["Connection"]
 
@@ -67,6 +68,7 @@ class Connection:
             ValueError: a server cannot be reached, or is refused.
         """
         key = self.api_key or os.environ.get(API_KEY)
+        remember_secret(key or "")  # a server may quote it
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.servers = [Server(url, headers, self.timeout, self.progress_timeout) for url in self.urls]
         self.loop = BackgroundLoop("lightrl-servers")

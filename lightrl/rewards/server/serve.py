@@ -13,6 +13,7 @@ from typing import Any, Optional
 from lightrl.arguments import above, at_least, require_packages
 from lightrl.rewards.base import RewardFn, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
+from lightrl.storage import remember_secret
 
 __all__ = ["serve_reward"]
 
@@ -65,6 +66,7 @@ def serve_reward(
     if (reward is None) == (model is None):
         raise ValueError(f"serve_reward: reward={reward!r}, model={model!r}: give exactly one of the two.")
     token = token or os.environ.get(token_env) or None
+    remember_secret(token or "")
     if token is None and not _is_loopback(host):
         raise ValueError(
             f"serve_reward: host={host!r} can be reached from other machines: set a token in ${token_env}, "
