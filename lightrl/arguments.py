@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ __all__ = [
     "one_of",
     "require_model_folder",
     "require_packages",
+    "user_path",
     "whole_number",
 ]
 
@@ -117,6 +119,22 @@ def require_packages(owner: str, extra: str, *packages: str) -> None:
         raise ValueError(f"{owner} needs {' and '.join(missing)}: pip install 'lightrl[{extra}]'.")
 
 
+def user_path(name: str, path: str) -> Path:
+    """The path with `~` and `~user` replaced by that home.
+
+    Args:
+        name: what the message calls the argument.
+        path: as it was given.
+
+    Raises:
+        ValueError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{name}={path!r}: there is no home of that user here; write the path in full.") from error
+
+
 def require_model_folder(path: str) -> None:
     """Checks cheaply that a model can be there, before anything heavy starts.
 
@@ -126,19 +144,19 @@ def require_model_folder(path: str) -> None:
     Raises:
         ValueError: neither holds.
     """
-    folder = Path(path).expanduser()
+    folder = user_path("actor.path", path)
     if not path:
         raise ValueError("actor.path='': give a folder that `save_pretrained` wrote, or a hub name.")
-    if folder.is_dir():
+    if os.path.isdir(folder):
         if not (folder / "config.json").is_file():
             raise ValueError(
                 f"Model folder {path!r} has no config.json: give a folder that `save_pretrained` wrote, or a hub name."
             )
-    elif folder.exists():
+    elif os.path.exists(folder):
         raise ValueError(f"Model path {path!r} is a file: give the folder that holds its config.json.")
     elif not HUB_NAME.fullmatch(path):
         raise ValueError(f"Model folder {path!r} does not exist, and it cannot be a hub name (organisation/name).")
-    elif "/" in path and Path(path).parent.is_dir():
+    elif "/" in path and os.path.isdir(Path(path).parent):
         raise ValueError(
             f"Model folder {path!r} does not exist, although {str(Path(path).parent)!r} does. Create it first, or give "
             "a hub name that does not start like a local folder."

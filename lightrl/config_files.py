@@ -9,9 +9,14 @@ from typing import Any
 
 import yaml
 
-__all__ = ["SHIPPED", "expand_configs", "recipes", "shipped_configs"]
+from lightrl.arguments import user_path
+from lightrl.storage import remember_arguments, remember_secrets
+
+__all__ = ["SHIPPED", "expand_configs", "read_yaml", "recipes", "shipped_configs"]
 
 PREFIX = "lightrl:"
+MOST_VALUES = 100_000
+"""Of one file, references (`*name`) counted as often as they stand there."""
 _PACKAGE = Path(__file__).parent
 SHIPPED = next(folder for folder in (_PACKAGE / "_configs", _PACKAGE.parent / "configs") if folder.is_dir())
 """The folder of the configurations that come with LightRL: inside the wheel, or `configs/` of a clone."""
@@ -33,6 +38,83 @@ def recipes() -> None:
         print(f"lightrl:{name:45s} {title}")
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses what the safe loader takes silently, or without saying where: ValueErrors with the line."""
+
+    def get_single_node(self) -> Any:
+        """The document, looked through before values are made of it."""
+        node = super().get_single_node()
+        sizes: dict[int, int] = {}
+        if node is not None and _size(node, sizes) > max(MOST_VALUES, 10 * len(sizes)):
+            raise ValueError(f"its references (*name) stand for more than {MOST_VALUES:,} values.")
+        return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """A value."""
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:
+            if not isinstance(node, yaml.ScalarNode):
+                raise
+            shown = node.value if len(node.value) <= 40 else f"{node.value[:40]}..."
+            why = "too long for a number" if "digits" in str(error) else str(error)
+            raise ValueError(f"line {_line(node)}: {shown}: {why}; put text in quotes.") from error
+
+
+def _line(node: Any) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _size(node: Any, sizes: dict[int, int]) -> int:
+    """How many values a node stands for; refuses keys that stand in a mapping twice, and nodes within themselves."""
+    if id(node) in sizes:
+        if not sizes[id(node)]:
+            raise ValueError(f"line {_line(node)}: what stands here refers to itself (*name).")
+        return sizes[id(node)]
+    sizes[id(node)], size = 0, 1
+    if isinstance(node, yaml.MappingNode):
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if (key.tag, key.value) in lines:
+                    raise ValueError(
+                        f"line {_line(key)}: {key.value!r} is given a second time and would replace what stands in "
+                        f"line {lines[key.tag, key.value]}: put both together."
+                    )
+                lines[key.tag, key.value] = _line(key)
+            size += _size(key, sizes) + _size(value, sizes)
+    elif isinstance(node, yaml.SequenceNode):
+        size += sum(_size(value, sizes) for value in node.value)
+    sizes[id(node)] = size
+    return size
+
+
+def read_yaml(path: Path, name: str = "") -> Any:
+    """What stands in a YAML file, of which secrets are remembered for messages.
+
+    Args:
+        path: the file.
+        name: the argument that names it, for messages.
+
+    Raises:
+        ValueError: it cannot be read or is no YAML, a key stands in a mapping twice, or its references stand for more
+            than a configuration can mean.
+    """
+    place = f"{name}={path}" if name else str(path)
+    try:
+        content = yaml.load(path.read_text(), _Loader)
+    except OSError as error:
+        raise ValueError(f"{place} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{place} cannot be read as YAML: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{place} cannot be read as YAML: its lists and mappings are nested too deeply.") from None
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    remember_secrets(content)
+    return content
+
+
 def expand_configs(args: Sequence[str]) -> list[str]:
     """Command-line arguments in which every `--config` names an existing file, those it builds on before it.
 
@@ -45,6 +127,7 @@ def expand_configs(args: Sequence[str]) -> list[str]:
     Raises:
         ValueError: a file that is not there, is no YAML mapping, or builds on itself.
     """
+    remember_arguments(args)
     out: list[str] = []
     rest = iter(args)
     for argument in rest:
@@ -84,8 +167,12 @@ def _located(name: str, folder: Path, asked_by: str) -> Path:
                 f"{asked_by}={name}: no such configuration comes with LightRL; `lightrl recipes` lists them.{hint}"
             )
         return path
-    path = folder / Path(name).expanduser()
-    if not path.is_file():
+    path = folder / user_path(asked_by, name)
+    try:
+        there = path.is_file()
+    except OSError as error:  # a name that is too long
+        raise ValueError(f"{asked_by}={name[:80]}...: no file can be called that: {error.strerror}.") from error
+    if not there:
         where = "" if Path(name).is_absolute() else f" (looked in {folder})"
         raise ValueError(
             f"{asked_by}={name} does not exist{where}. `lightrl recipes` lists those that come with LightRL."
@@ -97,10 +184,7 @@ def _chain(path: Path, above: tuple[Path, ...]) -> list[Path]:
     """A file after those that it builds on."""
     if path.resolve() in above:
         raise ValueError(f"{path}: base: the file builds on itself, by way of {' -> '.join(map(str, above))}.")
-    try:
-        content: Any = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as YAML: {error}") from error
+    content = read_yaml(path)
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"{path}: expected settings by name (trainer, model, data), found {found}.")

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from lightrl.arguments import user_path
 from lightrl.data.media import COLUMNS, KINDS, MediaError, MediaSource, decode
 from lightrl.data.templates import ChatTemplate, as_messages, conversation, encode, render_prompt
 from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
@@ -50,7 +51,7 @@ def load_processor(path: str, tokenizer: PreTrainedTokenizerBase, **kwargs: Any)
         tokenizer: the run's; the processor's own is not used.
         **kwargs: further arguments of `AutoProcessor.from_pretrained`.
     """
-    local = Path(path).expanduser()
+    local = user_path("tokenizer or actor.path", path)
     try:
         config = AutoConfig.from_pretrained(str(local) if local.is_dir() else path, **kwargs)
     except (OSError, ValueError):  # a folder that holds a tokenizer alone

@@ -22,7 +22,7 @@ from datasets import (
 )
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightrl.arguments import at_least, one_of
+from lightrl.arguments import at_least, one_of, user_path
 from lightrl.data.files import BUILDERS, PROGRESS_SECONDS, nth_line, one_line, require_readable
 
 __all__ = ["RowError", "RowSource", "require_columns", "shuffled_order"]
@@ -101,7 +101,7 @@ class RowSource:
 
     def where(self, row: int) -> str:
         """How messages name a row: source and number, and the line where the source is a JSONL file."""
-        local = None if self.path is None else Path(self.path).expanduser()
+        local = None if self.path is None else user_path("path", self.path)
         line = None
         if local is not None and local.is_file() and "[" not in self.split and not self.streaming:
             line = nth_line(local, row)
@@ -205,7 +205,7 @@ class RowSource:
         return data
 
     def _from_path(self, path: str) -> Any:
-        local = Path(path).expanduser()
+        local = user_path("path", path)
         if local.is_file():
             builder = BUILDERS.get(local.suffix.lower())
             if builder is None:
@@ -229,7 +229,7 @@ class RowSource:
 
     def _require_readable_files(self) -> None:
         """Names the broken line of a local file; with `load_kwargs` a file may have a form that only they tell."""
-        local = Path(self.path or "").expanduser()
+        local = user_path("path", self.path or "")
         if self.path is None or self.load_kwargs:
             return
         for file in [local] if local.is_file() else sorted(local.rglob("*")) if local.is_dir() else []:

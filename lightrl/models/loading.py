@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from lightrl.arguments import require_model_folder
+from lightrl.arguments import require_model_folder, user_path
 from lightrl.compat.torch import persistent_buffers
 from lightrl.compat.transformers import cached_path, model_class, with_from_config
 from lightrl.models.lora import add_lora
@@ -56,7 +56,7 @@ def require_model(spec: ModelSpec) -> None:
         ValueError: there is no model, or a configuration alone.
     """
     require_model_folder(spec.path)
-    folder = Path(spec.path).expanduser()
+    folder = user_path("actor.path", spec.path)
     read = not spec.random_init and spec.live is None and folder.is_dir()
     if read and not any(file.suffix in WEIGHTS for file in folder.rglob("*")):
         raise ValueError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightrl.arguments import above, at_least, fraction, one_of
+from lightrl.arguments import above, at_least, fraction, one_of, user_path
 
 __all__ = ["Layout", "LoraSpec", "ModelSpec", "read_chat_template"]
 
@@ -263,7 +263,7 @@ def read_chat_template(given: str, argument: str) -> str:
 
 def _adapter_config(folder: str) -> dict[str, Any]:
     """`adapter_config.json` of a folder, if it is one of a plain LoRA adapter."""
-    file = Path(folder).expanduser() / ADAPTER_FILE
+    file = user_path("actor.path", str(folder)) / ADAPTER_FILE
     if not file.is_file():
         raise ValueError(f"lora.adapter={folder!r}: give a local folder with {ADAPTER_FILE}, as peft writes it.")
     config: dict[str, Any] = {"r": 8, "lora_alpha": 8, **json.loads(file.read_text())}
@@ -286,7 +286,7 @@ def _base_of(adapter: str) -> str:
     """The base that an adapter's folder names."""
     base = _adapter_config(adapter).get("base_model_name_or_path") or ""
     local = base[:1] in (".", "/", "~") or base.count("/") > 1
-    if not base or (local and not Path(base).expanduser().is_dir()):
+    if not base or (local and not user_path("actor.path", base).is_dir()):
         raise ValueError(
             f"Adapter {adapter!r} names the base {base!r}, which is not here. Give the base yourself: "
             f"{{path: BASE, lora: {{adapter: {adapter}}}}}."
