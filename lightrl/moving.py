@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from lightrl.storage import redact
+from lightrl.arguments import user_path
+from lightrl.config_files import read_yaml
+from lightrl.storage import atomic_write, plain_secrets, redact
 
 __all__ = ["convert_trl", "from_trl"]
 
@@ -76,20 +79,25 @@ def from_trl(
     Raises:
         ValueError: the file is no mapping, sizes do not fit one another, or `output` is there already.
     """
-    try:
-        options = yaml.safe_load(Path(script).read_text())
-    except OSError as error:
-        raise ValueError(f"script={script} cannot be read: {error.strerror}.") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"script={script} cannot be read as YAML: {error}") from error
+    options = read_yaml(user_path("script", script), "script")
     if not isinstance(options, dict):
         raise ValueError(f"script={script}: expected names and values, found {type(options).__name__}.")
-    target = Path(output)
-    if target.exists():
+    target = user_path("output", output)
+    if os.path.lexists(target):
         raise ValueError(f"output={output} is there already and would be overwritten: name another file.")
-    converted, notes = convert_trl(options, algorithm, devices)
+    try:
+        converted, notes = convert_trl(options, algorithm, devices)
+    except (TypeError, AttributeError) as error:  # text for a number, a list for a name
+        wrong = f"{type(error).__name__}: {error}"
+        raise ValueError(f"script={script}: a value is not of the type that TRL takes ({wrong}).") from error
+    notes += [
+        f"{path}: a secret stands in the script and is not copied: replace *** by ${{env:NAME}}."
+        for path in dict.fromkeys(path for path, _ in plain_secrets(converted))
+    ]
+    converted = redact(converted)
     header = [f"# From {Path(script).name} of TRL's {algorithm}.", *(f"#   {note}" for note in notes)]
-    target.write_text("\n".join(header) + "\n" + yaml.safe_dump(converted, sort_keys=False))
+    with atomic_write(target, "w") as file:
+        file.write("\n".join(header) + "\n" + yaml.safe_dump(converted, sort_keys=False))
     print(f"Wrote {output}." + "".join(f"\n  {note}" for note in notes))
     print(f"  lightrl fit --config {output}")
 
@@ -168,8 +176,16 @@ def _part(name: str, **arguments: Any) -> dict[str, Any]:
 
 def _sizes(given: _Options, devices: int) -> dict[str, Any]:
     accumulation, group = given.take("gradient_accumulation_steps", 1), given.take("num_generations", 8)
-    device_batch = given.take("per_device_train_batch_size", 8) * devices
+    device_batch = given.take("per_device_train_batch_size", 8)
     steps, batch = given.take("steps_per_generation"), given.take("generation_batch_size")
+    for name, value in (
+        ("gradient_accumulation_steps", accumulation),
+        ("num_generations", group),
+        ("per_device_train_batch_size", device_batch),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name}={value!r}: must be a number.")
+    device_batch *= devices
     if min(accumulation, group, device_batch) < 1:
         raise ValueError("num_generations, per_device_train_batch_size, gradient_accumulation_steps: at least 1 each.")
     if batch is None:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from lightrl.arguments import at_least
+from lightrl.arguments import at_least, user_path
 from lightrl.cli import STEP_OF
 from lightrl.config_files import SHIPPED
 from lightrl.storage import atomic_write
@@ -44,15 +44,15 @@ def init(
     Raises:
         ValueError: a file that would be written is there already.
     """
-    folder = Path(dir).expanduser()
+    folder = user_path("dir", dir)
     model = model or ("Qwen/Qwen2.5-VL-3B-Instruct" if task == "vlm" else "Qwen/Qwen2.5-0.5B-Instruct")
-    path = Path(model).expanduser()
+    path = user_path("model", model)
     values = {"MODEL": str(path.resolve()) if path.is_dir() else model, "ENGINE": _engine()}
     sources = sorted(
         file for file in (TEMPLATES / task).rglob("*") if file.is_file() and "__pycache__" not in file.parts
     )
     targets = {source: folder / source.relative_to(TEMPLATES / task) for source in sources}
-    there = [str(target) for target in targets.values() if target.exists()]
+    there = [str(target) for target in targets.values() if os.path.lexists(target)]
     if there:
         raise ValueError(
             f"dir={dir}: {', '.join(there)} exist(s) already and would be overwritten: name another folder."
@@ -61,8 +61,13 @@ def init(
         text = source.read_text()
         for name, value in values.items():
             text = text.replace("{{" + name + "}}", value)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text)
+        except (OSError, ValueError) as error:  # the latter: NUL
+            shown = dir if len(dir) <= 80 else f"{dir[:80]}..."
+            why = getattr(error, "strerror", None) or error
+            raise ValueError(f"dir={shown!r}: this folder cannot be written to ({why}): name another.") from error
     here = folder.resolve() == Path.cwd()
     where = "this folder" if here else str(folder)
     print(f"Wrote {', '.join(sorted(target.name for target in targets.values()))} to {where}. Next:\n")

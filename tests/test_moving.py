@@ -13,7 +13,7 @@ import yaml
 import lightrl
 from lightrl.cli import main, run
 from lightrl.compat.parser_messages import parameters
-from lightrl.moving import convert_trl
+from lightrl.moving import convert_trl, from_trl
 from tests.toys import quickstart_model
 
 SCRIPT: dict[str, Any] = {
@@ -94,6 +94,40 @@ def test_what_a_script_says_in_other_forms_means_the_same() -> None:
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="generation_batch_size=8 .* multiple of num_generations=3"):
         convert_trl({"model_name_or_path": "m", "dataset_name": "d", "num_generations": 3})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 2023-02-31", "line 1: 2023-02-31: day is out of range"),
+        ("a: " + "[" * 2000, "cannot be read as YAML"),
+        ("num_generations: null", "num_generations=None: must be a number"),
+        ("per_device_train_batch_size: x", "per_device_train_batch_size='x': must be a number"),
+        ("model_name_or_path: m\ndataset_name: d\nreward_funcs: 3", "a value is not of the type that TRL takes"),
+    ],
+)
+def test_a_script_that_cannot_be_meant_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "trl.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        from_trl(str(tmp_path / "trl.yaml"), str(tmp_path / "mine.yaml"))
+    assert not (tmp_path / "mine.yaml").exists()
+
+
+def test_secrets_of_a_script_are_neither_printed_nor_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {
+        "model_name_or_path": "m",
+        "dataset_name": "d",
+        "hub_token": "hunter2",
+        "output_dir": "https://me:hunter2@h",
+    }
+    options["model_init_kwargs"] = {"token": "hunter2"}
+    (tmp_path / "trl.yaml").write_text(yaml.safe_dump(options))
+    from_trl(str(tmp_path / "trl.yaml"), str(tmp_path / "new" / "mine.yaml"))  # whose folder is made
+    written, said = (tmp_path / "new" / "mine.yaml").read_text(), "".join(capsys.readouterr())
+    assert "hunter2" not in written + said
+    assert "model.init_args.actor.kwargs.token: a secret stands in the script and is not copied" in said
 
 
 def test_the_command_line_trains_with_what_was_written(

@@ -14,7 +14,7 @@ import pytest
 from examples.agent.make_model import make_model
 from examples.vlm.make_model import main as make_vlm
 from lightrl.cli import main
-from lightrl.project import TASKS
+from lightrl.project import TASKS, init
 from tests.toys import quickstart_model
 from tests.waiting import gone, until
 
@@ -112,6 +112,14 @@ def test_what_is_there_is_not_overwritten(model: str, tmp_path: Path, capsys: py
     assert "would be overwritten" in capsys.readouterr().err
     assert (tmp_path / "mine" / "rewards.py").read_text() == "# mine"
     assert not (tmp_path / "mine" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("folder", ["a_file", "/proc/x", "a\0b", "x" * 300, "~nosuchuser/x"])
+def test_a_folder_that_cannot_be_is_refused(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_file").write_text("mine")
+    with pytest.raises(ValueError, match="^dir="):
+        init(folder)
 
 
 def test_a_folder_with_spaces_and_umlauts_can_be_entered_as_printed(
