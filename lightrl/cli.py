@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import inspect
 import json
+import logging
+import multiprocessing
 import os
 import re
 import select
@@ -114,15 +117,17 @@ def users_error(error: BaseException) -> str | None:
 
     from lightrl.compat.parser_messages import short_message
     from lightrl.rewards.base import RewardError
-    from lightrl.storage import StorageError
+    from lightrl.storage import StorageError, redact_text
 
     if isinstance(error, ArgumentError):
-        return f"{short_message(str(error), _known_names())}\n`lightrl COMMAND --help` explains the arguments."
+        said = short_message(redact_text(str(error)), _known_names())
+        return f"{said}\n`lightrl COMMAND --help` explains the arguments."
     outer = error
     while _raised_in(error, "jsonargparse") and error.__cause__ is not None:
         error = error.__cause__  # the parser wraps what a constructor raises
     if isinstance(error, ValueError) and _raised_in(error, "jsonargparse"):
-        return short_message(str(outer), _known_names())  # of a union, the cause is that of one alternative only
+        # Of a union, the cause is that of one alternative only.
+        return short_message(redact_text(str(outer)), _known_names())
     users = MisconfigurationException | ValueError | TypeError | RuntimeError  # the last: a metric to monitor
     if isinstance(error, users) and _raised_in(error, "lightning"):
         packages = _packages(error)
@@ -191,13 +196,39 @@ UNREAD = 141
 """Status where nobody reads the output any more: that of SIGPIPE."""
 STEP_OF = "LIGHTRL_QUICKSTART_PID"
 """Environment variable by which a step of the quickstart knows the process that it ends with."""
+LEFT_BEHIND_SECONDS = 10.0
+"""How long a command that failed waits at its end for threads that somebody's code left running."""
 PREEMPTED = 75
 """Status after SIGTERM or SIGUSR1: "try again" (EX_TEMPFAIL of sysexits.h), for a scheduler to requeue the job."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point of the `lightrl` command: shows a user's error as one message and exits with status 2."""
+    """Entry point of the `lightrl` command: shows a user's error as one message and exits with status 2.
+
+    Args:
+        args: command line without the program's name. None takes `sys.argv`, and ends the process after a failure
+            whatever threads it leaves behind.
+    """
+    if args is not None:
+        return _told(args)
+    try:
+        _told(sys.argv[1:])
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            end_in_time(stop.code if isinstance(stop.code, int) else 1, LEFT_BEHIND_SECONDS)
+        raise
+    except BaseException:
+        end_in_time(1, LEFT_BEHIND_SECONDS)
+        raise
+
+
+def _told(args: Sequence[str]) -> None:
+    """Runs a command; what a user can mend is told in one message."""
+    from lightrl.storage import redact_messages, redact_text, remember_arguments
+
     debug = os.environ.get("LIGHTRL_DEBUG") == "1"
+    redact_messages()
+    remember_arguments(args)
     try:
         _main(args)
         sys.stdout.flush()
@@ -209,15 +240,14 @@ def main(args: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         if debug:
             raise
-        print("Interrupted before training began; nothing was saved.", file=sys.stderr)
+        fit = "fit" in args[:2]  # `-v` may stand before it
+        print(f"Interrupted{' before training began; nothing was saved' if fit else ''}.", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except SystemExit as stop:
         if type(stop.__context__).__name__ == "Preempted":  # Lightning exits with 1 after any interrupt
             sys.exit(PREEMPTED)
         raise
     except Exception as error:
-        from lightrl.storage import redact_text
-
         message, status = users_error(error), 2
         if message is None:
             message, status = lost_part(error), 1
@@ -234,8 +264,8 @@ def _nobody_reads() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _main(args: Sequence[str] | None) -> None:
-    given = list(sys.argv[1:] if args is None else args)
+def _main(args: Sequence[str]) -> None:
+    given = list(args)
     arguments = [argument for argument in given if argument not in ("-v", "--verbose")]
     # Threads that spin while they wait make two busy processes on shared cores ten times slower than sleeping ones.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -303,10 +333,48 @@ def _call(function: Callable[..., Any], command: str, options: Sequence[str]) ->
         given = parser.instantiate(parser.parse_args(options))
     except ArgumentError as error:
         from lightrl.compat.parser_messages import short_message
+        from lightrl.storage import redact_text
 
-        said = short_message(str(error), names).rstrip(".")
+        said = short_message(redact_text(str(error)), names).rstrip(".")
         raise ValueError(f"{said}{'' if said[-1] == '?' else '.'} `lightrl {command} --help` explains more.") from error
     function(**{name: given[name] for name in names})
+
+
+def end_in_time(status: int, grace: float) -> None:
+    """Ends this process some seconds from now where threads would keep it for ever.
+
+    Python waits at its end for every thread that is no daemon, and for those of a ThreadPoolExecutor: also for one in
+    which a reward function hangs. What is registered with `atexit` has its time where no such thread is left.
+
+    Args:
+        status: the process's.
+        grace: seconds, 0 or more.
+    """
+    main_thread = threading.main_thread()
+
+    def say(left: list[str]) -> None:
+        print(f"Left behind at the end: {', '.join(left)} (threads that do not end).", file=sys.stderr)
+        for flush in (logging.shutdown, sys.stdout.flush, sys.stderr.flush):
+            with contextlib.suppress(Exception):
+                flush()
+
+    def watch() -> None:
+        deadline = time.monotonic() + grace
+        while left := [t.name for t in threading.enumerate() if not t.daemon and t is not main_thread]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        else:
+            return
+        for child in multiprocessing.active_children():
+            if child.daemon:  # as Python ends them
+                child.terminate()
+        last = threading.Thread(target=say, args=(left,), daemon=True)  # a left thread may hold a lock that this takes
+        last.start()
+        last.join(2.0)
+        os._exit(status)
+
+    threading.Thread(target=watch, daemon=True, name="end-in-time").start()
 
 
 def end_with_parent(parent: int, grace: float) -> None:

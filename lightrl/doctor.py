@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightrl.config_files import expand_configs
+from lightrl.storage import redact_text
 
 __all__ = ["diagnose", "doctor"]
 
@@ -42,7 +43,7 @@ def doctor(config: str | None = None) -> None:
     problems = 0
     for kind, text in diagnose(config):
         problems += kind == "problem"
-        print(f"{kind:>7}  {text}", flush=True)
+        print(f"{kind:>7}  {redact_text(text)}", flush=True)
     if problems:
         print(f"{problems} problem{'s' * (problems > 1)}.")
         sys.exit(1)

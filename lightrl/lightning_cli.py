@@ -45,6 +45,8 @@ __all__ = ["LightRLCLI"]
 
 for name in lightrl.engines.__all__:  # engines are imported when they are asked for
     getattr(lightrl.engines, name)
+LONGEST_NAME = 255
+"""Bytes of a file's or folder's name, on the file systems of Linux."""
 EVALUATIONS = ("validate", "test", "predict")
 set_parsing_settings(subclasses_enabled=[PromptSource, LRSchedule])  # dataclasses whose class YAML may name, and keeps
 keep_lists()
@@ -98,6 +100,7 @@ class LightRLCLI(YamlCLI):
         if config.run_dir is not None:
             config.trainer.default_root_dir = config.run_dir
         _require_folder(config.trainer.default_root_dir, name)
+        _require_remote(config.get("ckpt_path"))
         if config.run_dir is None:
             return
         folder = config.run_dir
@@ -175,6 +178,21 @@ class LightRLCLI(YamlCLI):
         return {**given, "versions": versions(), "command": command}
 
 
+def _require_remote(path: str | os.PathLike[str] | None) -> None:
+    """Raises a ValueError where a checkpoint at scheme://... cannot be read; local ones are looked at when loaded."""
+    if path is None or "://" not in str(path):
+        return
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    try:
+        files, place = url_to_fs(str(path))
+        there, why = files.exists(place), "there is nothing"
+    except Exception as error:  # whatever its service's package raises, and ImportError where that is missing
+        there, why = False, f"{type(error).__name__}: {error}"
+    if not there:
+        raise ValueError(f"ckpt_path={path}: cannot be read: {why}. Copy it to a local disk and give its path.")
+
+
 def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
     """Raises a ValueError where a run could not make its folder; scheme://... is left to its service."""
     if path is None or "://" in str(path):
@@ -183,6 +201,8 @@ def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
         raise ValueError(f"{name}={str(path)!r}: no folder can be called that (NUL): give another.")
     place = os.path.abspath(path)
     while not os.path.exists(place):
+        if len(os.path.basename(os.fsencode(place))) > LONGEST_NAME:
+            raise ValueError(f"{name}={str(path)[:80]!r}...: no folder can be called that (too long): give another.")
         place = os.path.dirname(place)
     try:
         os.rmdir(mkdtemp(prefix=".lightrl-", dir=place))  # permissions do not tell of /proc and its like

@@ -632,6 +632,53 @@ def test_secrets_stay_out_of_what_a_run_writes(
     assert "model.init_args.actor.kwargs.proxies.https: a secret stands in the configuration" in output
 
 
+SAID = {  # what the parser refuses beside a secret, and quotes
+    "engine": {
+        "data": {"engine": {"class_path": "ServerEngine", "init_args": {"urls": ["http://h"], "api_key": ["%"]}}}
+    },
+    "actor": {"model": {"actor": [{"token": "%"}]}},
+    "headers": {"model": {"actor": [{"h": [["Authorization", "%"]]}]}},
+    "variable": {"model": {"actor": ["${env:HUNTER}"], "clip": "${env:HUNTER}"}},
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_a_secret_that_the_parser_quotes_is_not_shown(
+    case: str, write: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightrl.storage._secrets", set())
+    monkeypatch.setenv("HUNTER", "hunter2-Zq")
+    config = write(**json.loads(json.dumps(SAID[case]).replace("%", "hunter2-Zq")))
+    assert "hunter2" not in refused(capsys, "--config", config)
+    with pytest.raises(SystemExit):
+        main(["doctor", "--config", config])
+    said = "".join(capsys.readouterr())
+    assert "problem" in said and "hunter2" not in said
+
+
+def test_a_secret_on_the_command_line_is_not_shown(
+    write: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightrl.storage._secrets", set())
+    assert "hunter2" not in refused(capsys, "--config", write(), '--model.init_args.actor=[{"token": "hunter2-Zq"}]')
+    assert "hunter2" not in refused(capsys, "--config", write(), "--data.init_args.engine.api_key", "hunter2-Zq")
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--ckpt_path=nosuch://bucket/last.ckpt", "ckpt_path=nosuch://bucket/last.ckpt: cannot be read"),
+        ("--ckpt_path=memory://last.ckpt", "cannot be read: there is nothing. Copy it to a local disk"),
+        ("--run_dir=" + "x" * 300, "no folder can be called that (too long)"),
+        ("--model.init_args.actor.path=~nosuchuser/x", "actor.path='~nosuchuser/x': there is no home of that user"),
+    ],
+)
+def test_a_path_that_cannot_be_is_refused(
+    argument: str, message: str, write: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, "--config", write(), argument)
+
+
 def test_an_interrupt_before_training_is_one_line(
     write: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -643,6 +690,65 @@ def test_an_interrupt_before_training_is_one_line(
         main(["fit", "--config", write()])
     assert stop.value.code == 130
     assert capsys.readouterr().err == "Interrupted before training began; nothing was saved.\n"
+
+
+def test_an_interrupt_elsewhere_says_nothing_of_training(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightrl.doctor.diagnose", interrupt)
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor"])
+    assert (stop.value.code, capsys.readouterr().err) == (130, "Interrupted.\n")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "import runpy; runpy.run_module('lightrl', run_name='__main__')",
+        "from lightrl.__main__ import command; command()",
+    ],
+)
+def test_an_interrupt_while_the_command_line_loads_is_one_line(start: str) -> None:
+    script = f"""
+import sys
+class Interrupting:
+    def find_spec(self, name, *args):
+        if name == "lightrl.config_files":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+{start}
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "Interrupted.\n")
+    assert 'lightrl = "lightrl.__main__:command"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_a_thread_that_hangs_does_not_keep_a_command_that_failed(tmp_path: Path) -> None:
+    """Neither an own one nor that of a pool, both of which Python would wait for."""
+    (tmp_path / "hanging.py").write_text("""
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from lightrl import cli
+
+def fail(args):
+    ThreadPoolExecutor(1, "pool").submit(time.sleep, 600)
+    threading.Thread(target=time.sleep, args=(600,), name="own").start()
+    raise ValueError("no such thing")
+
+fail.__globals__["__name__"] = "lightrl.somewhere"
+cli._main = fail
+cli.LEFT_BEHIND_SECONDS = 1.0
+cli.main()
+""")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "hanging.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no such thing\nLeft behind at the end: ")
+    assert "own" in done.stderr and "pool_0" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_reward_functions_that_fail(
