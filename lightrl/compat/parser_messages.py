@@ -24,6 +24,9 @@ WHERE = re.compile(r'^Parser key "([^"]+)":?')
 NO_SUBCLASS = re.compile(r"^Import path (?:(\S+) )?does not correspond to a subclass of (\w+)")
 CALLABLE = re.compile(r"^Type typing\.Callable.* expects a function or a callable class: ")
 OF_CALLABLE = re.compile(r"^Option '([^']+)' is not accepted\. Got value: Namespace\(class_path='([^']+)'")
+WHOLE = re.compile(r"\. Got value: Namespace\(class_path=.*")
+PLAIN = {"float", "int", "bool"}
+"""Types that say enough, where an object named by an import path would do as well."""
 UNKNOWN = re.compile(r"^unrecognized arguments: --([^\s=]+)")
 SUBCLASS = re.compile(r"^Not a valid subclass of (\w+)(?:\. Got value: (.*))?")
 CLASS = re.compile(r"^Problem with given class_path '([^']+)'")
@@ -52,7 +55,13 @@ def short_message(text: str, known: Iterable[str] = ()) -> str:
             if not findings:
                 where.append(found[1])
             line = line[found.end() :].strip()
-        line = CALLABLE.sub("", line)
+        if (bare := CALLABLE.sub("", line)) != line:
+            line = bare
+            if found := WHERE.match(line):  # an argument of what the callable is
+                where.append(found[1])
+                line = line[found.end() :].strip()
+        if line.startswith(("Given value: ", "Expected a")):
+            line = WHOLE.sub("", line)
         if (found := OF_CALLABLE.match(line)) and found[2].startswith("typing."):
             continue  # what the callable returns, taken for a class: an alternative that nobody meant
         if found := CLASS.match(line):
@@ -79,7 +88,7 @@ def short_message(text: str, known: Iterable[str] = ()) -> str:
         if not (where and types):
             return text
         names = [name for name in types if not name.startswith("dot import path")]
-        if names != types:
+        if names != types and not PLAIN.intersection(names):
             name = next(name for name in types if name not in names).rpartition(": ")[2]
             return f"{place}'{name}' is no known class and no import path.{_suggestion(name, known)}"
         return f"{'.'.join(where)}={given!r}: expected {' or '.join(dict.fromkeys(names))}."
