@@ -35,8 +35,10 @@ MOST_COEF = 1e6
 """Largest weight of a term of a loss or reward, whose others are about 1e-3 to 10."""
 
 
-def at_least(name: str, value: T, low: float, note: str = "", *, or_none: str | None = None) -> T:
-    """The value if it is `low` or more.
+def at_least(
+    name: str, value: T, low: float, note: str = "", *, or_none: str | None = None, most: int | None = None
+) -> T:
+    """The value if it is `low` or more, and not above `most`.
 
     Args:
         name: what the message calls the argument, such as `SampleLog.num_samples`.
@@ -44,11 +46,13 @@ def at_least(name: str, value: T, low: float, note: str = "", *, or_none: str | 
         low: the smallest that is allowed.
         note: end of the message, behind what is allowed.
         or_none: what None stands for, such as "for no limit"; without it None is refused.
+        most: the largest that can be meant; None is no bound.
 
     Raises:
         ValueError: with the name, the value and what is allowed.
     """
-    return _checked(name, value, lambda x: x >= low, f"at least {low:g}{note}", or_none)
+    _checked(name, value, lambda x: x >= low, f"at least {low:g}{note}", or_none)
+    return _at_most(name, value, most)
 
 
 def above(name: str, value: T, low: float = 0, note: str = "", *, or_none: str | None = None) -> T:
@@ -78,13 +82,14 @@ def one_of(name: str, value: T, *choices: T) -> T:
     return _checked(name, value, lambda x: x in choices, f"{', '.join(most)} or {last}", None)
 
 
-def whole_number(name: str, value: T, low: int = 0, *, or_none: str | None = None) -> T:
-    """The value if it is an integer of `low` or more; otherwise as `at_least`."""
+def whole_number(name: str, value: T, low: int = 0, *, or_none: str | None = None, most: int | None = None) -> T:
+    """The value if it is an integer of `low` or more, and not above `most`; otherwise as `at_least`."""
 
     def ok(x: Any) -> bool:
         return isinstance(x, int) and not isinstance(x, bool) and x >= low
 
-    return _checked(name, value, ok, f"at least {low}, a whole number", or_none)
+    _checked(name, value, ok, f"at least {low}, a whole number", or_none)
+    return _at_most(name, value, most)
 
 
 def instance_of(name: str, value: T, *kinds: type, or_none: str | None = None) -> T:
@@ -102,6 +107,13 @@ def instance_of(name: str, value: T, *kinds: type, or_none: str | None = None) -
         "" if or_none is None else f", or None {or_none}"
     )
     raise ValueError(f"{name}={repr(value)[:60]} ({type(value).__name__}): give {allowed}.")
+
+
+def _at_most(name: str, value: T, most: int | None) -> T:
+    """The value if it is no larger than anybody means: a count that would keep a run busy for hours, or for ever."""
+    if most is not None and isinstance(value, int | float) and value > most:
+        raise ValueError(f"{name}={value!r}: must be at most {most:,}; more cannot be meant.")
+    return value
 
 
 def _checked(name: str, value: T, ok: Callable[[Any], bool], allowed: str, or_none: str | None) -> T:

@@ -13,6 +13,9 @@ __all__ = ["from_environment", "plain", "redacted", "refuse_senseless"]
 AT_LEAST = {"check_val_every_n_epoch": 1, "log_every_n_steps": 0, "num_sanity_val_steps": -1}
 """What Lightning takes silently: argument of the trainer -> least value."""
 
+AT_MOST = {"devices": 100_000, "num_nodes": 1_000_000}
+"""What Lightning would make lists of: argument of the trainer -> largest value that can be meant."""
+
 
 def refuse_senseless(parsed: Any) -> None:
     """Refuses values of the right type that would train nothing, or do nothing, silently.
@@ -35,6 +38,11 @@ def refuse_senseless(parsed: Any) -> None:
         value = trainer.get(name)
         if isinstance(value, int) and value < least:
             raise ValueError(f"trainer.{name}={value}: must be at least {least}.")
+    for name, most in AT_MOST.items():
+        value = trainer.get(name)
+        number = int(value[:9]) if isinstance(value, str) and value.isdecimal() else value
+        if isinstance(number, int) and number > most:
+            raise ValueError(f"trainer.{name}={value}: must be at most {most:,}; more cannot be meant.")
     seed = config.get("seed_everything")
     if isinstance(seed, int) and not 0 <= seed < 2**32:
         raise ValueError(f"seed_everything={seed}: must be from 0 to {2**32 - 1}, or true for a random one.")

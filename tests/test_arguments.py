@@ -29,6 +29,18 @@ MODULE = "tests.environments.plain_program"
     ("check", "accepted", "refused", "message"),
     [
         (lambda x: at_least("A.x", x, 1), [1, 2.5], [0, NAN], "A.x={}: must be at least 1."),
+        (
+            lambda x: at_least("A.x", x, 1, most=9),
+            [1, 9],
+            [9.5, 10],
+            "A.x={}: must be at most 9; more cannot be meant.",
+        ),
+        (
+            lambda x: whole_number("A.x", x, most=2000),
+            [2000],
+            [2001],
+            "A.x={}: must be at most 2,000; more cannot be meant.",
+        ),
         (lambda x: at_least("A.x", x, 1), [1], [float("inf"), float("-inf")], "A.x={}: must be finite."),
         (
             lambda x: coefficient("A.x", x),
@@ -62,6 +74,8 @@ MODULE = "tests.environments.plain_program"
     ],
     ids=[
         "at_least",
+        "most",
+        "most_whole",
         "infinite",
         "coefficient",
         "negative_coefficient",

@@ -348,6 +348,27 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"kl": {"class_path": "KLInLoss", "init_args": {"coef": -1.0}}}},
         "coef=-1.0: must be at",
     ),
+    **{
+        f"too many {name}": ({"trainer": {name: 10**9}}, f"trainer.{name}=1000000000: must be at most")
+        for name in ("devices", "num_nodes")
+    },
+    **{
+        f"too large {name}": ({"data": {name: 10**7}}, f"{name}=10000000: must be at most")
+        for name in ("group_size", "prompts_per_rollout", "eval_group_size")
+    },
+    "too large lora": (
+        {"model": {"actor": {"path": "MODEL", "lora": {"r": 10**6}}}},
+        "lora.r=1000000: must be at most",
+    ),
+    "too many epochs": ({"model": {"ppo_epochs": 10**9}}, "ppo_epochs=1000000000: must be at most 10,000"),
+    "too many sequences": (
+        {"trainer": {"callbacks": [{"class_path": "WeightSync", "init_args": {"num_sequences": 10**6}}]}},
+        "WeightSync.num_sequences=1000000: must be at most 4,096",
+    ),
+    "no model length": (
+        {"data": {"engine": {"class_path": "TransformersEngine", "init_args": {"max_model_len": -1}}}},
+        "TransformersEngine.max_model_len=-1: must be at least 3, or None",
+    ),
     "minibatch_size": ({"model": {"minibatch_size": 3}}, "minibatch_size=3 does not divide the rollout's 8 sequences"),
     "max_new_tokens": ({"data": {"sampling": {"max_new_tokens": 99}}}, "more than the model's 64"),
     "scheduler": (
@@ -417,6 +438,14 @@ ONE_LINE: dict[str, tuple[dict[str, Any], str]] = {
     "null for a record": ({"data": {"sampling": None}}, "data.init_args.sampling=null: expected SamplingParams"),
     "null in a record": ({"data": {"sampling": {"temperature": None}}}, "sampling.temperature=null: expected float"),
     "null for a part": ({"model": {"advantage": None}}, "advantage=null: expected AdvantageEstimator"),
+    "word for a rate": (
+        {"model": {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": "abc"}}}},
+        "model.optimizer.lr='abc': expected float.",
+    ),
+    "one beta": (
+        {"model": {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"betas": [0.9]}}}},
+        "model.optimizer.betas='[0.9]': expected tuple with 2 elements.",
+    ),
     "rate": (
         {"model": {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": {}}}}},
         "optimizer.init_args.lr={'class_path': 'torch.Tensor'}: must be a number",

@@ -107,6 +107,7 @@ class CriticSpec:
         above("CriticSpec.clip", self.clip, or_none="(null) to turn it off")
 
 
+MOST_EPOCHS = 10_000
 WHOLE_FROM_ONE = ("ppo_epochs", "micro_batch_tokens", "max_skipped_updates")
 REFUSED_CALLBACKS = {
     "BatchSizeFinder": "micro_batch_tokens bounds the memory; `lightrl plan` says what fits.",
@@ -280,7 +281,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         if self.max_grad_norm is not None and self.max_grad_norm > MOST_NORM:
             raise ValueError(f"max_grad_norm={self.max_grad_norm:g}: would never clip; None (null) turns clipping off.")
         for name in WHOLE_FROM_ONE:
-            whole_number(name, getattr(self, name), 1)
+            whole_number(name, getattr(self, name), 1, most=MOST_EPOCHS if name == "ppo_epochs" else None)
         whole_number("minibatch_size", self.minibatch_size, 1, or_none="(null in YAML) to turn it off")
         for name in ABOVE_ZERO_OR_NONE:
             above(name, getattr(self, name), or_none="(null in YAML) to turn it off")

@@ -57,7 +57,7 @@ class LoraSpec:
     def __post_init__(self) -> None:
         if self.adapter is not None:
             self._take_over(_adapter_config(self.adapter))
-        at_least("lora.r", self.r, 1)
+        at_least("lora.r", self.r, 1, most=1 << 16)
         above("lora.alpha", self.alpha, note=", or the adapter has no effect")
         fraction("lora.dropout", self.dropout, "[0, 1)")
 

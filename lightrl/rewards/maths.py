@@ -22,6 +22,7 @@ from lightrl.rewards.base import Reward, RewardError
 
 __all__ = ["MathVerify"]
 
+MOST_WORKERS = 1024
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 2.0
 
@@ -57,7 +58,7 @@ class MathVerify(Reward):
         self.column = column
         self.timeout = above("MathVerify.timeout", timeout, note=" seconds")
         self.timeout_value = timeout_value
-        self.max_concurrency = at_least("MathVerify.num_workers", num_workers, 1)
+        self.max_concurrency = at_least("MathVerify.num_workers", num_workers, 1, most=MOST_WORKERS)
         self._workers = [_Worker() for _ in range(num_workers)]
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # last in, first out: few workers are ever started
         for worker in self._workers:

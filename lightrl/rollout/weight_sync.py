@@ -48,7 +48,7 @@ class WeightSync(EngineSync):
     ) -> None:
         self.canary = canary
         self.tolerance = above("WeightSync.tolerance", tolerance, or_none="(null) for the dtype's own")
-        self.num_sequences = at_least("WeightSync.num_sequences", num_sequences, 1)
+        self.num_sequences = at_least("WeightSync.num_sequences", num_sequences, 1, most=4096)
         self.num_tokens = at_least("WeightSync.num_tokens", num_tokens, 2)
         self.last_gap: float | None = None
         """Mean absolute log-prob gap in nats of the last canary."""

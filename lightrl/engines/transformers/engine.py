@@ -76,7 +76,8 @@ class TransformersEngine(Engine):
         super().__init__()
         self.max_sequences = at_least("TransformersEngine.max_sequences", max_sequences, 1)
         self.max_batch_tokens = at_least("TransformersEngine.max_batch_tokens", max_batch_tokens, 1)
-        self._max_model_len = max_model_len
+        shortest = "TransformersEngine.max_model_len", max_model_len, 3  # what the canary of the weights asks for
+        self._max_model_len = at_least(*shortest, or_none="for the model's own")
         self.cpu_kernels = cpu_kernels
         self._dtype = dtype
         self._device = device
