@@ -12,7 +12,7 @@ from typing import Any, Literal
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 # All rooms whose classes YAML may name without a path.
 import lightrl.algorithms
@@ -155,6 +155,7 @@ class LightRLCLI(YamlCLI):
         """Holds the run's folder before a logger begins a file in it; tells the loggers what the run is."""
         if not self.trainer.is_global_zero or getattr(self.trainer, "fast_dev_run", False):
             return
+        self._begin_loggers()
         for logger in self.trainer.loggers:
             folder = getattr(logger, "log_dir", None)
             if isinstance(folder, str) and "://" not in folder:
@@ -165,6 +166,26 @@ class LightRLCLI(YamlCLI):
             self.model.leave_hyperparameters()
         for logger in self.trainer.loggers:
             logger.log_hyperparams(self._record())
+
+    def before_validate(self) -> None:
+        """Begins the loggers that record the command."""
+        self._begin_loggers()
+
+    before_test = before_predict = before_validate
+
+    def _begin_loggers(self) -> None:
+        """Begins those that record the command, as Weights & Biases and Comet do, while it shows no secrets.
+
+        It is put back at once: Lightning starts further ranks by it.
+        """
+        given = sys.argv
+        sys.argv = redact_arguments(given)
+        try:
+            for logger in self.trainer.loggers if self.trainer.is_global_zero else ():
+                if sys.argv != given and not isinstance(logger, CSVLogger | TensorBoardLogger):
+                    _ = logger.experiment  # type: ignore[attr-defined]
+        finally:
+            sys.argv = given
 
     def _of_command(self, config: Any) -> Any:
         """The part of a configuration that the command reads; all of it with `run=False`."""

@@ -661,6 +661,47 @@ def test_secrets_stay_out_of_what_a_run_writes(
     assert "model.init_args.actor.kwargs.proxies.https: a secret stands in the configuration" in output
 
 
+def test_a_logger_that_records_the_command_and_the_hyperparameters_show_no_secret_of_it(
+    write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one with quotes; the command itself stays, since Lightning starts further ranks by it."""
+    (tmp_path / "recording.py").write_text("""
+import sys
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+
+class Recording(DummyLogger):
+    begun = []
+
+    @property
+    def experiment(self):
+        self.begun.append(list(sys.argv))
+        return super().experiment
+""")
+    command = [
+        "fit",
+        "--config",
+        write(),
+        "--model.init_args.actor.kwargs.token=it's-a-Secret",
+        "--trainer.max_steps=0",
+    ]
+    loggers = [
+        {"class_path": "recording.Recording"},
+        {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "."}},
+    ]
+    config = write(trainer={"logger": loggers}, run_dir="run")
+    monkeypatch.setattr("sys.argv", ["lightrl", *command])
+    main(["fit", "--config", config, *command[3:]])
+    import recording  # type: ignore[import-not-found]
+
+    (begun, *_) = recording.Recording.begun
+    assert begun[:2] == ["lightrl", "fit"] and not any("Secret" in argument for argument in begun)
+    assert sys.argv == ["lightrl", *command]
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".yaml", ".0", ".csv")]
+    assert any("hparams" in path.name for path in written)
+    assert not [path for path in written if b"Secret" in path.read_bytes()]
+
+
 SAID = {  # what the parser refuses beside a secret, and quotes
     "engine": {
         "data": {"engine": {"class_path": "ServerEngine", "init_args": {"urls": ["http://h"], "api_key": ["%"]}}}
