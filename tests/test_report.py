@@ -16,7 +16,7 @@ import pytest
 
 from lightrl.cli import main
 from lightrl.report import report
-from lightrl.report.plots import other_time, running_mean
+from lightrl.report.plots import _plain, other_time, running_mean
 from lightrl.report.read import read_run
 from tests.report.browser import open_browser, why_not
 
@@ -169,11 +169,105 @@ def test_a_file_of_the_run_that_is_a_link_out_of_it_is_refused(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("line", ["[1]", "{}", '{"step": "x", "phase": 1, "prompt": [], "completion": null}'])
-def test_a_line_that_is_no_sample_is_named(tmp_path: Path, line: str) -> None:
-    run = write_run(tmp_path / "run", training(0, 1))
-    (run / "samples.jsonl").write_text(f"{line}\n")
-    with pytest.raises(ValueError, match=r"samples\.jsonl, line 1: not a record of SampleLog"):
+def test_a_line_that_is_no_sample_is_named(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", training(0, 1), [sample(0, "train", "a good prompt", "2", 1.0)])
+    with (run / "samples.jsonl").open("a") as file:
+        file.write(f"{line}\n{line}\n")
+    text = report(run).read_text()
+    reason = r"Left out:.* 2 of the samples in .*samples\.jsonl; the first: line 2: not a record of SampleLog"
+    assert re.search(reason, text) and re.search(reason, capsys.readouterr().err) and "a good prompt" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reward", "<b>"),
+        ("reward", [1]),
+        pytest.param("reward", 10**400, id="huge_reward"),
+        ("reward_parts", [1, 2]),
+        ("reward_parts", {"a": "x", "b": "y"}),
+        ("extra", "boo"),
+        ("media", 5),
+        pytest.param("step", 10**300, id="huge_step"),
+    ],
+)
+def test_a_record_of_wrong_kinds_costs_that_record(
+    tmp_path: Path, name: str, value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = sample(0, "train", "a good prompt", "2", 1.0)
+    run = write_run(tmp_path / "run", training(0, 1), [{**good, "prompt": "a bad one", name: value}, good])
+    text = report(run).read_text()
+    assert "a good prompt" in text and "<pre>a bad one" not in text
+    assert (
+        f"one of the samples in {run}/samples.jsonl; the first: line 1: not a record of SampleLog: its {name} cannot"
+        in (capsys.readouterr().err)
+    )
+
+
+def test_texts_that_are_none_and_links_in_a_circle_are_shown_without(tmp_path: Path) -> None:
+    samples = [
+        {**sample(0, "train", "half \ud800 of a pair", "2", 1.0), "thumbnail": "a", "extra": {"deep": [[1]], "n": None}}
+    ]
+    run = write_run(tmp_path / "run", training(0, 1), samples)
+    (run / "a").symlink_to("b")
+    (run / "b").symlink_to("a")
+    text = report(run).read_text()
+    assert "half ? of a pair" in text and "[[1]]" in text and "Left out" not in text
+
+
+def test_only_regular_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe would be waited for without end."""
+    run = tmp_path / "run"
+    for i in (0, 1):
+        (run / f"version_{i}").mkdir(parents=True)
+    os.mkfifo(run / "version_0" / "metrics.csv")
+    (run / "version_1" / "metrics.csv").mkdir()
+    with pytest.raises(ValueError, match=r"no metrics.csv in .*version_[01]/metrics.csv is not a regular file"):
         report(run)
+    write_run(run / "version_2", training(0, 1))
+    os.mkfifo(run / "version_2" / "samples.jsonl")
+    os.mkfifo(run / "version_2" / "config.yaml")
+    text = report(run).read_text()
+    told = capsys.readouterr().err.splitlines()
+    names = ["version_0/metrics.csv", "version_1/metrics.csv", "version_2/config.yaml", "version_2/samples.jsonl"]
+    assert sorted(told) == [f"Left out: {run}/{name} is not a regular file." for name in names]
+    assert all(f"{run}/{name} is not a regular file." in text for name in names)
+
+
+def test_numbers_that_cannot_be_drawn_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows: list[dict[str, Any]] = [*training(0, 3), {"step": "9" * 5000, "reward/mean": 1.0}]
+    rows += [{"step": 3, "reward/mean": "1e308", "time/step": "1e308"}, {"step": 4, "reward/mean": "-1e308"}]
+    rows += [{"step": 5, "reward/mean": "many", "kl/ref": 1.0}]
+    run = write_run(tmp_path / "run", rows)
+    (run / "config.yaml").write_text(
+        f"trainer: {{callbacks: [{{class_path: AdaptiveKL, init_args: {{target: 1{'0' * 400}}}}}]}}\n"
+    )
+    text = report(run).read_text()
+    told = capsys.readouterr().err
+    assert f"5 of the steps and numbers in {run}/metrics.csv; the first: step '9999" in told
+    assert f"one of the targets of AdaptiveKL in {run}/config.yaml; the first: 1000" in told
+    assert "5 of the steps and numbers" in text and "first: 0<" in text
+    assert read_run(run, "run_dir").metrics["reward/mean"] == pytest.approx(
+        {0: 0.0, 1: 0.1, 2: 0.2, 3: float("nan"), 4: float("nan"), 5: float("nan")}, nan_ok=True
+    )
+
+
+def test_a_name_is_drawn_as_it_stands(tmp_path: Path) -> None:
+    """Neither as a formula nor with control characters; one that begins with _ is in the legend."""
+    names = ["eval/pass@$\\frac{$", "eval/pass@\a", "eval/pass@1"]
+    page = report(write_run(tmp_path / "run", [{"step": 0, **{name: i / 4 for i, name in enumerate(names)}}]))
+    assert {label for data in plotted(page.read_text()) for label in data["lines"]} >= {"pass@$\\frac{$", "pass@1"}
+    assert _plain("_$x$\a" + "y" * 100) == r" _\$x\$?" + "y" * 55
+
+
+def test_a_page_is_not_written_through_a_link_out_of_the_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", training(0, 1))
+    (tmp_path / "outside").mkdir()
+    (run / "report").symlink_to(tmp_path / "outside")
+    with pytest.raises(ValueError, match=r"run/report is a link to .*outside, outside of run_dir=.*Remove it, or give"):
+        report(run)
+    assert not list((tmp_path / "outside").iterdir())
+    assert report(run, out=run / "report") == run / "report" / "report.html"
 
 
 @pytest.mark.parametrize("content", ["", "epoch,step,reward/mean\n"])

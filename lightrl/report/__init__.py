@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
-from lightrl.report.read import Run, read_run, runs_below
+from lightrl.report.read import Run, inside, read_run, runs_below
 from lightrl.storage import atomic_write
 
 __all__ = ["report"]
@@ -44,22 +45,24 @@ def report(
     Returns:
         the path of the page: one file that needs no other, for a wide screen or a phone, light or dark. Over a
         plot it shows the values under the mouse; dragging over rollouts draws these alone, a double click all again.
+        Records and numbers that cannot be read are left out, which the page and stderr say.
 
     Raises:
         ValueError: there is no `metrics.csv` in a run's folder, or nothing was logged to it; one is given twice, or a
-            baseline with several runs.
+            baseline with several runs; `run_dir/report` is a link out of the run.
     """
     if others:
         return _compare([Path(run_dir), *map(Path, others)], baseline, Path("comparison") if out is None else Path(out))
     below = runs_below(Path(run_dir)) if baseline is None else []
     if len(below) > 1:
-        return _index(Path(run_dir), below, Path(run_dir) / "report" if out is None else Path(out))
+        return _index(Path(run_dir), below, _folder_of_page(Path(run_dir), out))
     run = read_run(Path(run_dir), "run_dir")
     before = None if baseline is None else read_run(Path(baseline), "baseline")
-    folder = Path(run_dir) / "report" if out is None else Path(out)
+    folder = _folder_of_page(Path(run_dir), out)
     from lightrl.report.page import render_page  # matplotlib, which a wrong folder need not wait for
     from lightrl.report.plots import draw_panels
 
+    _tell([run] if before is None else [run, before])
     images = draw_panels(run, before)
     for image in images:
         with atomic_write(folder / f"{image.name}.png") as file:
@@ -71,13 +74,32 @@ def report(
     return page
 
 
+def _folder_of_page(run_dir: Path, out: Path | str | None) -> Path:
+    """Where to write: what the user gave, or `report` in the run, which may not lead out of it."""
+    if out is not None:
+        return Path(out)
+    folder = run_dir / "report"
+    if not inside(folder, run_dir):
+        raise ValueError(
+            f"{folder} is a link to {os.path.realpath(folder)}, outside of run_dir={str(run_dir)!r}: only files of the "
+            "run are written. Remove it, or give --out."
+        )
+    return folder
+
+
+def _tell(runs: Sequence[Run]) -> None:
+    """Says on stderr what is not on the page."""
+    for line in (line for run in runs for line in run.left_out):
+        print(f"Left out: {line}", file=sys.stderr)
+
+
 def _index(root: Path, folders: Sequence[Path], out: Path) -> Path:
     runs, pages, notes = [], {}, []
     for folder in folders:
         name = folder.relative_to(root).as_posix()
         try:
             runs.append(replace(read_run(folder, "run"), name=name))
-        except ValueError as error:  # one that has just begun, or is broken, hides no other
+        except (ValueError, OSError) as error:  # one that has just begun, or is broken, hides no other
             notes.append(f"Left out: {error}")
             continue
         own = folder / "report" / "report.html"
@@ -115,6 +137,7 @@ def _write(
     from lightrl.report.page import render_comparison
     from lightrl.report.plots import draw_comparison
 
+    _tell(runs)
     page = out / "report.html"
     with atomic_write(page, "w") as file:
         file.write(render_comparison(runs, draw_comparison(drawn), pages, notes))

@@ -45,6 +45,7 @@ def render_page(run: Run, before: Run | None, images: Sequence[Image]) -> str:
     body = [
         f"<h1>{escape(run.name)}</h1><p class=soft>LightRL run report: {', '.join(facts)}.</p>",
         fallen(run),
+        missing([run] if before is None else [run, before]),
         f"<div class=tiles>{''.join(tile(row) for row in rows[:TILES])}</div>",
         f"<h2>First, last and best</h2>{summary_table(rows)}" if rows else "",
         f"<h2>Over the run</h2><div class=grid>{''.join(plot(image) for image in images)}</div>" if images else "",
@@ -54,13 +55,14 @@ def render_page(run: Run, before: Run | None, images: Sequence[Image]) -> str:
 
 
 def document(title: str, body: Sequence[str]) -> str:
-    """The whole file."""
-    return (
+    """The whole file, with "?" for what is no text (halves of pairs of UTF-16)."""
+    text = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{asset('report.css')}</style></head>"
         f"<body><main>{''.join(body)}</main><script>{asset('report.js')}</script></body></html>\n"
     )
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def render_comparison(
@@ -96,6 +98,7 @@ def render_comparison(
         f"<h1>{len(runs)} runs</h1><p class=soft>LightRL run comparison: last values, best ones beside them.</p>",
         *(f"<p class=soft>{escape(note)}</p>" for note in notes),
         *(fallen(run) for run in runs),
+        missing(runs),
         f"<div class='card wide'>{table}</div>",
         f"<h2>Over the runs</h2><div class=grid>{''.join(plot(image) for image in images)}</div>",
     ]
@@ -126,6 +129,12 @@ def fallen(run: Run) -> str:
         f"<p class='card warn'><b>{escape(run.name)} peaked and fell.</b> {escape(row['label'])} was "
         f"{number(values[top])} after {steps[top]:,} rollouts and ended at {number(values[-1])}: {escape(way)}.</p>"
     )
+
+
+def missing(runs: Sequence[Run]) -> str:
+    """A note on what of the runs could not be read; "" where all could."""
+    lines = "<br>".join(escape(line) for run in runs for line in run.left_out)
+    return f"<p class='card warn'><b>Left out:</b> {lines}</p>" if lines else ""
 
 
 def duration(seconds: float) -> str:
@@ -273,7 +282,7 @@ def completion(record: dict[str, Any], when: str, better_than: dict[str, Any] | 
     cut = ", cut" if record.get("truncated") else ""
     parts = record.get("reward_parts") or {}
     given = {name: number(value) for name, value in parts.items() if value is not None} if len(parts) > 1 else {}
-    given |= {name: str(value) for name, value in (record.get("extra") or {}).items() if value is not None}
+    given |= record.get("extra") or {}
     more = "".join(f"<div class=label><span>{escape(n)}</span><span>{escape(v)}</span></div>" for n, v in given.items())
     return (
         f"<div><div class=label><span>{escape(when)}</span><span{' class=up' if rose else ''}>{text}"

@@ -37,6 +37,8 @@ THEMES = {
 SMOOTH_FROM = 60
 """Number of points from which on a running mean is drawn over the raw line."""
 SMOOTH_PARTS = 30
+LONGEST = 60
+"""Characters of a label that are shown."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ def draw(
 ) -> tuple[bytes, tuple[float, ...]]:
     """One panel as PNG, and where in it the axes are (`Image.frame`)."""
     colors, palette = THEMES[theme], THEMES[theme].lines
+    lines = [(name, _plain(label), series) for name, label, series in lines]
     figure = Figure(figsize=SIZE, dpi=DPI, facecolor=colors.background, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor=colors.background)
@@ -208,6 +211,12 @@ def draw(
     figure.savefig(buffer, format="png")
     box = axes.get_position()
     return buffer.getvalue(), (box.x0, box.x1, 1 - box.y1, 1 - box.y0, *axes.get_xlim())
+
+
+def _plain(label: str) -> str:
+    """A label that matplotlib draws as it stands: no formula, no control characters, and none that hides it."""
+    text = "".join(x if x.isprintable() else "?" for x in label[:LONGEST]).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
 
 
 def draw_line(axes: Any, series: Series, label: str, color: str) -> None:
