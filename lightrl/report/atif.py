@@ -11,7 +11,10 @@ from typing import Any
 
 from lightrl.storage import atomic_write
 
-__all__ = ["write_atif"]
+__all__ = ["BROKEN", "write_atif"]
+
+BROKEN = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
+"""What reading a record raises that somebody else, or half a disk, wrote."""
 
 SCHEMA = "ATIF-v1.7"
 SOURCES = {"system": "system", "developer": "system", "assistant": "agent"}  # all else is the user's
@@ -27,7 +30,9 @@ class _Turn:
     text: str
 
 
-def write_atif(records: Sequence[dict[str, Any]], folder: Path, session: str, version: str) -> list[Path]:
+def write_atif(
+    records: Sequence[dict[str, Any]], folder: Path, session: str, version: str, left_out: list[str]
+) -> list[Path]:
     """Writes a file for each trajectory: its conversation as steps, and per turn the sampled ids and their log-probs.
 
     A turn that is in the conversation is its agent step; a turn of another one (a sub-agent's, or from before a
@@ -39,6 +44,7 @@ def write_atif(records: Sequence[dict[str, Any]], folder: Path, session: str, ve
         folder: where to write.
         session: name of the run.
         version: of LightRL.
+        left_out: gets a line for each record that is not written, since it is broken.
 
     Returns:
         the files.
@@ -50,14 +56,19 @@ def write_atif(records: Sequence[dict[str, Any]], folder: Path, session: str, ve
         places = [f"{key}{record.get(key, 0)}" for key in ("rank", "group", "trajectory")]
         name = "-".join([f"rollout{int(record.get('rollout') or 0):06d}", *places])
         path = folder / f"{name}.json"
-        with atomic_write(path, "w") as file:
+        try:
             made = _trajectory(record, folder, name) | {"session_id": session}
             made["agent"] = {"name": "lightrl", "version": version}
             for part in made.get("subagent_trajectories", []):
                 part["agent"] = made["agent"]
             # Columns and arguments may hold NaN.
             finite = json.loads(json.dumps(made), parse_constant=lambda name: None)
-            json.dump(finite, file, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(finite, ensure_ascii=False, allow_nan=False)
+        except BROKEN as error:
+            left_out.append(f"{record['place']}: not a trajectory of SaveRollouts: {type(error).__name__}: {error}")
+            continue
+        with atomic_write(path, "w") as file:
+            file.write(text.encode("utf-8", "replace").decode("utf-8"))
         paths.append(path)
     return paths
 

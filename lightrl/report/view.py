@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from base64 import b64encode
 from collections.abc import Iterator
 from html import escape
@@ -14,8 +15,8 @@ from typing import Any
 from lightrl import __version__
 from lightrl.arguments import at_least
 from lightrl.report.assets import asset
-from lightrl.report.atif import write_atif
-from lightrl.report.read import inside, require_inside
+from lightrl.report.atif import BROKEN, write_atif
+from lightrl.report.read import is_file_inside, is_number, regular_files, require_inside, tell
 from lightrl.storage import atomic_write
 
 __all__ = ["view"]
@@ -40,42 +41,52 @@ def view(
             None writes none.
 
     Returns:
-        the path of the page: it opens without a server or a network, and runs nothing that a trajectory says.
+        the path of the page: it opens without a server or a network, and runs nothing that a trajectory says. Lines
+        that are no trajectories are left out, which the page and stderr say.
 
     Raises:
-        ValueError: no trajectories were saved in `run_dir`, or a file of them is damaged.
+        ValueError: no trajectories were saved in `run_dir`, or all that were are damaged.
     """
     at_least("max_trajectories", max_trajectories, 1)
     folder = Path(run_dir)
     page = Path(out) if out is not None else folder / "trajectories.html"
-    records, left_out = _newest(folder, max_trajectories)
+    left_out: list[str] = []
+    records, older = _newest(folder, max_trajectories, left_out)
+    text = render(records, folder.resolve().name, older, left_out)
+    for line in left_out:
+        print(f"Left out: {line}", file=sys.stderr)
     with atomic_write(page, "w") as file:
-        file.write(render(records, folder.resolve().name, left_out))
+        file.write(text)
     if atif is not None:
-        print(f"{len(write_atif(records, Path(atif), folder.resolve().name, __version__))} trajectories in {atif}")
+        left_out.clear()
+        files = write_atif(records, Path(atif), folder.resolve().name, __version__, left_out)
+        for line in left_out:
+            print(f"Left out: {line}", file=sys.stderr)
+        print(f"{len(files)} trajectories in {atif}")
     print(page)
     return page
 
 
-def _newest(folder: Path, most: int) -> tuple[list[dict[str, Any]], int]:
-    """Records of the newest rollouts, the oldest of them first, and the number of rollouts left out."""
+def _newest(folder: Path, most: int, left_out: list[str]) -> tuple[list[dict[str, Any]], int]:
+    """Records of the newest rollouts, the oldest of them first, and the number of rollouts that are older."""
     found = sorted(folder.glob("**/rollout=*/rank*.jsonl")) or sorted(folder.glob("rank*.jsonl"))
     if not folder.is_dir():
         raise ValueError(f"run_dir={str(folder)!r}: there is no such folder.")
+    require_inside(found, folder, "run_dir")
+    found = regular_files(found, left_out)
     if not found:
         raise ValueError(
             f"run_dir={str(folder)!r}: no saved trajectories (rollouts/rollout=*/rank*.jsonl) in it. Train with the "
-            "callback SaveRollouts."
+            f"callback SaveRollouts.{''.join(f' {line}' for line in left_out)}"
         )
     rollouts = [(name, list(files)) for name, files in groupby(found, key=lambda path: path.parent)]
     rollouts.sort(key=lambda pair: pair[0].name)
-    require_inside(found, folder, "run_dir")
     kept: list[dict[str, Any]] = []
     count = 0
     for _, files in reversed(rollouts):
         if count and len(kept) >= most:
             break
-        kept = [record for path in files for record in _read(path)] + kept
+        kept = [record for path in files for record in _read(path, left_out)] + kept
         count += 1
     if len(kept) > most:
         begin = len(kept) - most
@@ -90,64 +101,86 @@ def _group_key(record: dict[str, Any]) -> tuple[Any, ...]:
     return record.get("rollout"), record.get("rank"), record.get("group")
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+def _read(path: Path, left_out: list[str]) -> Iterator[dict[str, Any]]:
+    odd = []
+    # Not `splitlines`: a text may hold other ends of lines.
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
+        if not line.strip():
+            continue
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_constant=lambda name: None)  # NaN, which browsers do not read
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
+            odd.append(f"line {number}: not JSON: {error}")
+            continue
         if not isinstance(record, dict) or "rows" not in record:
-            raise ValueError(f"{path}, line {number}: not a trajectory of SaveRollouts: {line[:80]}")
+            odd.append(f"line {number}: not a trajectory of SaveRollouts: {line[:80]}")
+            continue
         record["folder"], record["place"] = path.parent, f"{path}, line {number}"
         yield record
+    tell(left_out, path, "lines", odd)
 
 
-def render(records: list[dict[str, Any]], name: str, left_out: int = 0) -> str:
-    """The page of some records of `SaveRollouts`, each with its `folder`.
+def render(records: list[dict[str, Any]], name: str, older: int, left_out: list[str]) -> str:
+    """The page of some records of `SaveRollouts`, each with its `folder` and `place`.
 
     Texts stand in the page as JSON without a "<" and become text nodes, so that nothing in them is ever run.
+
+    Args:
+        records: those that cannot be shown are taken out, and said in `left_out`.
+        name: of the run. older: number of rollouts that are not on the page. left_out: what is not, beside these.
     """
     pieces: dict[str, int] = {}
     pictures: dict[Path, int] = {}
-    shown = []
+    shown, good, has = [], [], set()
+    odd: list[str] = []
     for record in records:
         try:
-            shown.append(_shown(record, pieces, pictures))
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            where = record.get("place", record["folder"])
-            raise ValueError(f"{where}: not a trajectory of SaveRollouts: {type(error).__name__}: {error}") from error
-    has = {name for _, detail in shown for row in detail["rows"] for name in row["values"]}
+            summary, detail = _shown(record, pieces, pictures)
+            shown.append((_json(summary), _json(detail)))
+        except BROKEN as error:
+            odd.append(f"{record['place']}: not a trajectory of SaveRollouts: {type(error).__name__}: {error}")
+            continue
+        good.append(record)
+        has |= {name for row in detail["rows"] for name in row["values"]}
+    records[:] = good
+    if odd:
+        left_out.append(f"{'one trajectory' if len(odd) == 1 else f'{len(odd)} trajectories'}; the first: {odd[0]}")
+    if not shown:
+        raise ValueError(f"No trajectory of run {name!r} can be shown. {' '.join(left_out)}")
     head = {
         "name": name,
-        "leftOut": left_out,
+        "leftOut": older,
         "has": sorted(has),
-        "pictures": [_data_url(path) for path in pictures],
-        "list": [summary for summary, _ in shown],
+        "pictures": [_data_url(path, left_out) for path in pictures],
+        "missing": left_out,
     }
+    start = f'{_json(head)[:-1]},"list":[{",".join(summary for summary, _ in shown)}]}}'
     details = "".join(
-        f'<script type="application/json" id="t{i}">{_json(detail)}</script>' for i, (_, detail) in enumerate(shown)
+        f'<script type="application/json" id="t{i}">{detail}</script>' for i, (_, detail) in enumerate(shown)
     )
+    title = escape(name.encode("utf-8", "replace").decode("utf-8"))
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
-        f"<title>{escape(name)} - trajectories</title><style>{asset('viewer.css')}</style></head><body>"
-        f'<script type="application/json" id="head">{_json(head)}</script>'
+        f"<title>{title} - trajectories</title><style>{asset('viewer.css')}</style></head><body>"
+        f'<script type="application/json" id="head">{start}</script>'
         f'<script type="application/json" id="pieces">{_json(list(pieces))}</script>'
         f"{details}<script>{asset('viewer.js')}</script></body></html>\n"
     )
 
 
 def _json(value: Any) -> str:
-    """ASCII JSON that cannot end the element it stands in."""
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+    """ASCII JSON that cannot end the element it stands in; a ValueError for infinity, which browsers do not read."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _shown(
     record: dict[str, Any], pieces: dict[str, int], pictures: dict[Path, int]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the list and the filters need of a record, and what only a trajectory that is looked at needs."""
+    _require_numbers(record)
     rows = []
     for row in record["rows"]:
         turns = row["turns"]
@@ -178,7 +211,7 @@ def _shown(
     }
     media = record.get("media") or {}
     images = [record["folder"] / name for name in media.get("images", [])]
-    found = [path for path in images if inside(path, record["folder"]) and path.is_file()]
+    found = [path for path in images if is_file_inside(path, record["folder"])]
     detail = {
         "rows": rows,
         "turns": record.get("turns", []),
@@ -192,12 +225,34 @@ def _shown(
     return summary, detail
 
 
+def _require_numbers(record: dict[str, Any]) -> None:
+    """A ValueError where what the page, or the name of a file, takes for a number is none, or a mapping is none."""
+    for name in ("rollout", "rank", "group", "trajectory"):
+        if not isinstance(record.get(name), int | None):
+            raise ValueError(f"{name}={str(record[name])[:40]!r} is no whole number")
+    turns = record.get("turns", [])
+    maps = {f"rewards of turn {i}": turn.get("rewards", {}) for i, turn in enumerate(turns)}
+    maps |= {name: record.get(name, {}) for name in ("reward_parts", "columns")}
+    for name, value in maps.items():
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}={str(value)[:40]!r} is no mapping")
+    numbers = [("reward", record.get("reward")), *record.get("reward_parts", {}).items()]
+    numbers += [
+        (name, x)
+        for turn in turns
+        for name, x in [*turn.get("rewards", {}).items(), ("advantage", turn.get("advantage"))]
+    ]
+    for name, value in numbers:
+        if not is_number(value):
+            raise ValueError(f"{name}={str(value)[:40]!r} is no number")
+
+
 def _said(message: Any) -> str:
     return message["content"] if isinstance(message.get("content"), str) else json.dumps(message, default=str)
 
 
-def _data_url(path: Path) -> str:
-    """A small copy of a picture."""
+def _data_url(path: Path, left_out: list[str]) -> str:
+    """A small copy of a picture; "" where it cannot be read, which `left_out` then says."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -206,5 +261,6 @@ def _data_url(path: Path) -> str:
             picture.thumbnail((THUMBNAIL, THUMBNAIL))
             picture.save(buffer, format="PNG")
     except Exception as error:  # of broken files PIL raises nearly anything
-        raise ValueError(f"{path} cannot be read as a picture: {error}. Remove it.") from error
+        left_out.append(f"{path} cannot be read as a picture: {error}.")
+        return ""
     return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"

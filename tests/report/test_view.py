@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -219,6 +220,62 @@ def test_the_newest_rollouts_are_kept_in_whole_groups(tmp_path: Path) -> None:
     assert head["leftOut"] == 1
 
 
+def head_of(page: Path) -> dict[str, Any]:
+    return json.loads(page.read_text().split('id="head">')[1].split("</script>")[0])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reward", "much"),
+        pytest.param("reward", 10**400, id="huge_reward"),
+        ("reward_parts", [1]),
+        ("turns", [{"turn": 0, "tokens": 1, "advantage": "high"}]),
+        ("messages", [5]),
+        ("media", ["x"]),
+        ("rank", "../../../elsewhere"),
+        ("columns", {"size": "HUGE"}),
+    ],
+)
+def test_a_broken_record_costs_that_record(
+    tmp_path: Path, name: str, value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = record(0, 0, random.Random(0))
+    run = write(tmp_path / "run", [{**good, "trajectory": 1, name: value}, good])
+    path = next(run.glob("rollouts/*/rank0.jsonl"))
+    path.write_text(path.read_text().replace('"HUGE"', "1e999") + '{"half')
+    head = head_of(view(run, atif=tmp_path / "atif"))
+    assert [t["trajectory"] for t in head["list"]] == [0] and len(head["missing"]) == 2
+    told = capsys.readouterr().err
+    assert all(line in told for line in head["missing"])
+    assert "one of the lines in" in told and "line 3: not JSON" in told
+    assert "line 1: not a trajectory of SaveRollouts: " in told
+    assert [path.name for path in (tmp_path / "atif").iterdir()] == ["rollout000010-rank0-group0-trajectory0.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["atif", "run"]
+
+
+def test_what_somebody_else_wrote_is_shown_as_far_as_it_can_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names of pictures that no file can have, a circle of links, a picture that is none, NaN, texts that are none."""
+    names = ["a" * 5000, "circle", "nul\0", "broken.png"]
+    one = {**record(0, 0, random.Random(0), text="ends\u2028 of\x85 lines, \ud800"), "media": {"images": names}}
+    run = write(tmp_path / "run", [{**one, "columns": {"score": float("nan")}}])
+    folder = run / "rollouts" / "rollout=000010"
+    (folder / "circle").symlink_to("back")
+    (folder / "back").symlink_to("circle")
+    (folder / "broken.png").write_text("none")
+    path = folder / "rank0.jsonl"
+    path.write_text(path.read_text().replace("\\u2028", "\u2028").replace("\\x85", "\x85"))
+    os.mkfifo(folder / "rank1.jsonl")
+    head = head_of(view(run, atif=tmp_path / "atif"))
+    assert len(head["list"]) == 1 and head["pictures"] == [""]
+    pipe, picture = head["missing"]
+    assert pipe == f"{folder}/rank1.jsonl is not a regular file." and "broken.png cannot be read as a pict" in picture
+    assert "lines, ?" in next((tmp_path / "atif").iterdir()).read_text()
+    assert capsys.readouterr().err.splitlines() == [f"Left out: {line}" for line in head["missing"]]
+
+
 def test_a_folder_without_trajectories_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no saved trajectories.*SaveRollouts"):
         view(tmp_path)
@@ -226,8 +283,8 @@ def test_a_folder_without_trajectories_and_a_damaged_file_are_refused(tmp_path: 
         view(tmp_path, max_trajectories=0)
     run = write(tmp_path, [record(0, 0, random.Random(0))])
     path = next(run.glob("rollouts/*/rank0.jsonl"))
-    path.write_text(path.read_text() + '{"half')
-    with pytest.raises(ValueError, match=r"rank0.jsonl, line 2: not JSON"):
+    path.write_text('{"half')
+    with pytest.raises(ValueError, match=r"one of the lines in .*rank0.jsonl; the first: line 1: not JSON"):
         view(run)
     path.write_text(json.dumps({"rows": [{"turns": [0], "token_ids": 3}]}) + "\n")
     with pytest.raises(ValueError, match=r"rank0.jsonl, line 1: not a trajectory of SaveRollouts: TypeError"):

@@ -63,6 +63,7 @@ const legend = make("span", header); legend.id = "legend";
 const low = make("span", legend), bar = make("span", legend), high = make("span", legend);
 bar.id = "bar";
 const count = make("span", header); count.id = "count";
+if (head.missing.length) make("span", header, "Left out: " + head.missing.join(" "), "missing");
 const nav = make("nav", document.body), main = make("main", document.body), tip = make("div", document.body);
 tip.id = "tip";
 
@@ -145,7 +146,7 @@ const trajectory = i => {
   for (const [name, value] of Object.entries(d.columns)) {
     make("dt", facts, name); make("dd", facts, typeof value === "string" ? value : JSON.stringify(value));
   }
-  for (const p of d.pictures) { const img = make("img", box); img.src = head.pictures[p]; img.alt = "picture " + p; }
+  for (const p of d.pictures.filter(p => head.pictures[p])) { const img = make("img", box); img.src = head.pictures[p]; img.alt = "picture " + p; }
   if (d.media.length) make("p", box, d.media.join(", "), "soft");
   const of = new Map(d.turns.map(turn => [turn.turn, turn]));
   d.rows.forEach((row, r) => {
@@ -156,7 +157,7 @@ const trajectory = i => {
         const line = make("div", box, null, "turn"), info = of.get(turn);
         make("b", line, `turn ${turn + 1}`);
         if (info) {
-          for (const [name, value] of Object.entries(info.rewards)) {
+          for (const [name, value] of Object.entries(info.rewards ?? {})) {
             make("span", line, `${name} ${signed(value)}`, direction(value));
           }
           make("span", line, `advantage ${signed(info.advantage)}`, direction(info.advantage));
