@@ -24,13 +24,20 @@ __all__ = [
     "one_of",
     "require_model_folder",
     "require_packages",
+    "rollouts_between",
+    "sensible",
     "user_path",
     "whole_number",
 ]
 
+MOST_ENTROPY_COEF = 1e3
+"""Largest weight of the entropy, which is about 0.1 to 10 nats per token."""
+
 T = TypeVar("T")
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+MOST_REWARD = 1e16
+"""Largest reward in size: rewards and their squares are summed in float32."""
 MOST_COEF = 1e6
 """Largest weight of a term of a loss or reward, whose others are about 1e-3 to 10."""
 
@@ -60,11 +67,26 @@ def above(name: str, value: T, low: float = 0, note: str = "", *, or_none: str |
     return _checked(name, value, lambda x: x > low, f"above {low:g}{note}", or_none)
 
 
-def coefficient(name: str, value: float, low: float = 0, note: str = "") -> float:
-    """The weight of a term if it is from `low` to 1e6, which leaves something of the other terms."""
-    if abs(value) > MOST_COEF:
-        raise ValueError(f"{name}={value:g}: would leave nothing of the other terms; the most is {MOST_COEF:g}.")
+def coefficient(name: str, value: float, low: float = 0, note: str = "", high: float = MOST_COEF) -> float:
+    """The weight of a term if it is from `low` to `high`, which leaves something of the other terms."""
+    if abs(value) > high:
+        raise ValueError(f"{name}={value:g}: would leave nothing of the other terms; the most is {high:g}.")
     return at_least(name, value, low, note)
+
+
+def sensible(name: str, value: T, low: float, high: float, note: str) -> T:
+    """The value if it is None, 0, or from `low` to `high` in size, outside of which nobody can mean it.
+
+    For ranges that have no end of their own, behind a check such as `above`: `note` says what other values would do.
+    """
+    if value and not low <= abs(value) <= high:  # type: ignore[arg-type]
+        raise ValueError(f"{name}={value!r}: {note}; give {low:g} to {high:g}.")
+    return value
+
+
+def rollouts_between(name: str, value: T, *, or_none: str | None = None) -> T:
+    """How often something is done, if it is from 1 to 1e6 rollouts; otherwise as `at_least`."""
+    return sensible(name, at_least(name, value, 1, or_none=or_none), 1, 1e6, "would never come")
 
 
 def fraction(name: str, value: T, bounds: str = "[0, 1]", note: str = "", *, or_none: str | None = None) -> T:

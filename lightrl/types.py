@@ -56,13 +56,16 @@ class SamplingParams:
     Args:
         max_new_tokens: upper bound on the completion's length in tokens, at least 1.
         min_new_tokens: no end-of-sequence or stop before this many tokens.
-        temperature: logits are divided by it; 0 is greedy, which is only allowed for evaluation and prediction.
+        temperature: logits are divided by it, from 1e-6 to 1e6; 0 is greedy, which is only allowed for evaluation and
+            prediction.
         fire_temperature: temperature of each completion's first token in its place (FIRE sampling,
-            https://arxiv.org/abs/2410.21236, which takes 10), above 0; None is off. Greedy sampling is left alone.
+            https://arxiv.org/abs/2410.21236, which takes 10), from 1e-6 to 1e6; None is off. Greedy sampling is left
+            alone.
         top_p: nucleus: smallest set of tokens whose probabilities add up to this, in (0, 1]; 1 is off.
         top_k: keep the k likeliest tokens; 0 is off.
         min_p: drop tokens less likely than this times the likeliest, in [0, 1); 0 is off.
-        repetition_penalty: divides (positive) or multiplies (negative) logits of seen tokens; 1 is off.
+        repetition_penalty: divides (positive) or multiplies (negative) logits of seen tokens, from 1e-3 to 1e3; 1 is
+            off.
         stop: strings that end a completion; its tokens and its text are kept up to and with the stop string.
         stop_token_ids: token ids that end a completion, beside the tokenizer's end-of-sequence token.
         ignore_eos: go on after end-of-sequence until `max_new_tokens`.
@@ -93,12 +96,21 @@ class SamplingParams:
         checks = {
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
-            "temperature": (self.temperature >= 0, "0 (greedy) or more"),
-            "fire_temperature": (self.fire_temperature is None or self.fire_temperature > 0, "above 0, or null (off)"),
+            "temperature": (
+                self.temperature == 0 or 1e-6 <= self.temperature <= 1e6,
+                "0 (greedy) or more, from 1e-6 to 1e6",
+            ),
+            "fire_temperature": (
+                self.fire_temperature is None or 1e-6 <= self.fire_temperature <= 1e6,
+                "above 0, from 1e-6 to 1e6, or null (off)",
+            ),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]; 1 turns it off"),
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "min_p": (0 <= self.min_p < 1, "in [0, 1); 0 turns it off"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0; 1 turns it off"),
+            "repetition_penalty": (
+                1e-3 <= self.repetition_penalty <= 1e3,
+                "above 0, from 1e-3 to 1e3; 1 turns it off",
+            ),
             "stop": ("" not in (self.stop or []), "texts that are not empty"),
             "stop_token_ids": (all(token >= 0 for token in self.stop_token_ids or []), "token ids, 0 or more"),
         }

@@ -18,6 +18,8 @@ from lightrl.arguments import (
     instance_of,
     one_of,
     require_packages,
+    rollouts_between,
+    sensible,
     whole_number,
 )
 
@@ -42,6 +44,13 @@ MODULE = "tests.environments.plain_program"
             "A.x={}: must be at most 2,000; more cannot be meant.",
         ),
         (lambda x: at_least("A.x", x, 1), [1], [float("inf"), float("-inf")], "A.x={}: must be finite."),
+        (
+            lambda x: sensible("A.x", x, 0.5, 8, "would do nothing"),
+            [None, 0, 0.5, -8],
+            [9.0, -9.0, NAN],
+            "A.x={}: would do nothing; give 0.5 to 8.",
+        ),
+        (lambda x: rollouts_between("A.x", x), [1, 10**6], [10**6 + 1], "A.x={}: would never come; give 1 to 1e+06."),
         (
             lambda x: coefficient("A.x", x),
             [0, 1e6],
@@ -77,6 +86,8 @@ MODULE = "tests.environments.plain_program"
         "most",
         "most_whole",
         "infinite",
+        "sensible",
+        "rollouts_between",
         "coefficient",
         "negative_coefficient",
         "above",

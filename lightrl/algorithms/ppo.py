@@ -38,13 +38,15 @@ from lightrl.algorithms.hooks import RLCallback, rl_callbacks
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, refuse_factories, with_schedule
 from lightrl.arguments import (
-    MOST_COEF,
+    MOST_ENTROPY_COEF,
+    MOST_REWARD,
     above,
     at_least,
     coefficient,
     fraction,
     instance_of,
     require_model_folder,
+    sensible,
     whole_number,
 )
 from lightrl.compat.jsonargparse import deferred, realized
@@ -82,9 +84,9 @@ class CriticSpec:
     Args:
         model: backbone of the critic; None starts from the actor's model.
         shared: a value head on the actor's own backbone instead of a second one; `model` is then not used.
-        lr: learning rate of the critic's parameters, above 0; None takes the optimizer's.
+        lr: learning rate of the critic's parameters, 1e-10 to 100; None takes the optimizer's.
         loss_coef: weight of the critic's loss, at least 0.
-        clip: range of the clipped value loss, above 0, in units of value; None is the plain squared error.
+        clip: range of the clipped value loss, 1e-10 to 1e6, in units of value; None is the plain squared error.
         warmup_rollouts: this many first rollouts train the critic only.
 
     Raises:
@@ -104,7 +106,9 @@ class CriticSpec:
         coefficient("CriticSpec.loss_coef", self.loss_coef)
         at_least("CriticSpec.warmup_rollouts", self.warmup_rollouts, 0)
         above("CriticSpec.lr", self.lr, or_none="(null) for the optimizer's")
+        sensible("CriticSpec.lr", self.lr, LEAST, MOST_RATE, "no critic learns at such a rate")
         above("CriticSpec.clip", self.clip, or_none="(null) to turn it off")
+        sensible("CriticSpec.clip", self.clip, LEAST, 1e6, "nothing, or everything, would be clipped")
 
 
 MOST_EPOCHS = 10_000
@@ -117,6 +121,9 @@ REFUSED_CALLBACKS = {
     "WeightAveraging": "take lightrl.callbacks.EMA, whose average is evaluated and exported.",
 }
 MOST_NORM = 1e6
+MOST_RATE = 100.0
+LEAST = 1e-10
+"""Smallest bound and rate of which anything is left in float32."""
 ABOVE_ZERO_OR_NONE = ("max_grad_norm", "advantage_clip", "reward_clip")
 
 
@@ -277,7 +284,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             self.advantage.refuse_shaped_rewards(f"reward_clip={self.reward_clip}")
         coefficient("ptx_coef", self.ptx_coef)
         coefficient("aux_loss_coef", self.aux_loss_coef)
-        coefficient("entropy_coef", self.entropy_coef, -MOST_COEF)
+        coefficient("entropy_coef", self.entropy_coef, -MOST_ENTROPY_COEF, high=MOST_ENTROPY_COEF)
         if self.max_grad_norm is not None and self.max_grad_norm > MOST_NORM:
             raise ValueError(f"max_grad_norm={self.max_grad_norm:g}: would never clip; None (null) turns clipping off.")
         for name in WHOLE_FROM_ONE:
@@ -285,7 +292,10 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         whole_number("minibatch_size", self.minibatch_size, 1, or_none="(null in YAML) to turn it off")
         for name in ABOVE_ZERO_OR_NONE:
             above(name, getattr(self, name), or_none="(null in YAML) to turn it off")
+            sensible(name, getattr(self, name), LEAST, MOST_REWARD, "everything, or nothing, would be clipped")
         kept = fraction("top_entropy_fraction", self.top_entropy_fraction, "(0, 1]", "; 1 trains every token")
+        sensible("top_entropy_fraction", kept, 1e-4, 1, "next to no token would be trained")
+        sensible("success_reward", self.success_reward, 0, MOST_REWARD, "no reward is so large")
         if kept < 1 and self.loss.one_ratio_per_trajectory:
             raise ValueError(
                 f"top_entropy_fraction={kept} with loss={type(self.loss).__name__}: its one ratio per trajectory "
@@ -994,6 +1004,10 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def needs_groups(self) -> bool:
         """Whether the advantage compares the attempts at one prompt."""
         return self.advantage.needs_groups
+
+    def refuse_group_size(self, size: int) -> None:
+        """Refuses groups that are too small for the advantage."""
+        self.advantage.refuse_group_size(size)
 
     @property
     def compares_engine_logprobs(self) -> bool:

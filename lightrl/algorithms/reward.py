@@ -12,7 +12,7 @@ from torchmetrics.classification import BinaryAccuracy
 
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, refuse_factories, with_schedule
-from lightrl.arguments import coefficient
+from lightrl.arguments import at_least, coefficient, sensible
 from lightrl.distributed import strategies
 from lightrl.models.loading import require_model
 from lightrl.models.reward import RewardModel
@@ -38,7 +38,7 @@ class RewardLightningModule(SavesPretrained):
         model: what to start from: a causal language model (an SFT export), whose backbone gets a new head, or a
             sequence-classification model. With LoRA the head is trained too.
         optimizer: called with the parameter groups `backbone` and `head`.
-        head_lr: learning rate of the head's group; None takes the optimizer's.
+        head_lr: learning rate of the head's group, 0 or 1e-10 to 100; None takes the optimizer's.
         lr_scheduler: `{name: cosine, warmup: 0.03}` (`LRSchedule`, over all updates of the run), or what is called
             with the optimizer; stepped after every update. None keeps the rate constant.
         centering_coef: c, at least 0. Above 0 keeps scores near 0 on average, which preferences alone leave open.
@@ -60,7 +60,8 @@ class RewardLightningModule(SavesPretrained):
         super().__init__()
         self.model_spec = ModelSpec.given(model, argument="model")
         self.optimizer_factory = optimizer
-        self.head_lr = head_lr
+        self.head_lr = at_least("head_lr", head_lr, 0, or_none="for the optimizer's")
+        sensible("head_lr", head_lr, 1e-10, 100, "no head learns at such a rate")
         self.lr_scheduler_factory = lr_scheduler
         refuse_factories(optimizer, lr_scheduler)
         self.centering_coef = coefficient("centering_coef", centering_coef, 0, "; 0 turns it off")

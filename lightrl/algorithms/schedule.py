@@ -58,7 +58,7 @@ class LRSchedule:
 
     def __post_init__(self) -> None:
         one_of("LRSchedule.name", self.name, *_SHAPES)
-        if self.warmup < 0 or (self.warmup > 1 and self.warmup != int(self.warmup)):
+        if not 0 <= self.warmup < math.inf or (self.warmup > 1 and self.warmup != int(self.warmup)):
             raise ValueError(f"LRSchedule.warmup={self.warmup}: a whole number of updates, or a fraction below 1.")
         fraction("LRSchedule.floor", self.floor)
 

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightrl.arguments import above, at_least
+from lightrl.arguments import above, rollouts_between
 from lightrl.callbacks.run_guard import RunGuard, other_settings
 from lightrl.compat.lightning import SavingCheckpoint, choose_last, flush_step_metrics, set_logged_step
 from lightrl.distributed.checkpoint_io import WRITTEN_BY_LIGHTNING, first_nan_state, first_nonfinite
@@ -75,7 +75,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             save_on_train_epoch_end=False,
             enable_version_counter=False,
         )
-        self.every_n_rollouts = at_least("RolloutCheckpoint.every_n_rollouts", every_n_rollouts, 1)
+        self.every_n_rollouts = rollouts_between("RolloutCheckpoint.every_n_rollouts", every_n_rollouts)
         self.save_every_minutes = above(
             "RolloutCheckpoint.save_every_minutes", save_every_minutes, or_none="for none by time"
         )

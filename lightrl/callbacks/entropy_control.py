@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.arguments import above
+from lightrl.arguments import MOST_ENTROPY_COEF, above, coefficient, sensible
 from lightrl.ops.entropy import adaptive_entropy_coef
 
 __all__ = ["AdaptiveEntropy"]
@@ -23,11 +23,11 @@ class AdaptiveEntropy(RLCallback):
     which nothing is trained has no entropy and leaves all as it is.
 
     Args:
-        target: entropy in nats per token, above 0.
-        step: change of the coefficient per rollout, above 0.
+        target: entropy in nats per token, above 0 and at most 1e3.
+        step: change of the coefficient per rollout, above 0 and at most 1e3.
         start: first coefficient.
         minimum: lower bound of the coefficient, at least 0.
-        maximum: upper bound of the coefficient.
+        maximum: upper bound of the coefficient, at most 1e3.
 
     Raises:
         ValueError: a value is out of range.
@@ -47,7 +47,9 @@ class AdaptiveEntropy(RLCallback):
                 "<= maximum."
             )
         self.target = above("AdaptiveEntropy.target", target)
-        self.step = above("AdaptiveEntropy.step", step)
+        sensible("AdaptiveEntropy.target", target, 0, 1e3, "no policy has so much entropy per token")
+        self.step = coefficient("AdaptiveEntropy.step", above("AdaptiveEntropy.step", step), high=MOST_ENTROPY_COEF)
+        coefficient("AdaptiveEntropy.maximum", maximum, high=MOST_ENTROPY_COEF)
         self.minimum = minimum
         self.maximum = maximum
         self.coef = start

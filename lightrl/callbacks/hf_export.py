@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.arguments import at_least
+from lightrl.arguments import rollouts_between
 from lightrl.callbacks.ema import EMA
 from lightrl.callbacks.run_folder import run_folder
 
@@ -30,7 +30,9 @@ class HFExport(Callback):
 
     def __init__(self, dirpath: str | None = None, every_n_rollouts: int | None = None, ema: bool = False) -> None:
         self.dirpath = dirpath
-        self.every_n_rollouts = at_least("HFExport.every_n_rollouts", every_n_rollouts, 1, or_none="for the end alone")
+        self.every_n_rollouts = rollouts_between(
+            "HFExport.every_n_rollouts", every_n_rollouts, or_none="for the end alone"
+        )
         self.ema = ema
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.arguments import above, at_least
+from lightrl.arguments import above, at_least, coefficient, sensible
 
 __all__ = ["AdaptiveKL", "LinearKL"]
 
@@ -31,7 +31,7 @@ class AdaptiveKL(_KLControl):
     of which nothing is trained says nothing about the KL and leaves the coefficient as it is.
 
     Args:
-        target: KL to hold, nats per response token, above 0.
+        target: KL to hold, nats per response token, above 0 and at most 1e3.
         horizon: trajectories after which a constant 20 % error has multiplied the coefficient by about e^0.2, in
             (0, 1e8].
 
@@ -43,6 +43,7 @@ class AdaptiveKL(_KLControl):
         if horizon > 1e8:
             raise ValueError(f"AdaptiveKL.horizon={horizon:g}: the coefficient would never move; drop the callback.")
         self.target = above("AdaptiveKL.target", target)
+        sensible("AdaptiveKL.target", target, 0, 1e3, "no policy goes so far per token")
         self.horizon = above("AdaptiveKL.horizon", horizon)
         self.coef: float | None = None
 
@@ -75,8 +76,8 @@ class LinearKL(_KLControl):
     """Moves the KL coefficient linearly from `start` to `end` over the first `num_rollouts` rollouts, then holds it.
 
     Args:
-        start: coefficient of the first rollout.
-        end: coefficient from rollout `num_rollouts` on.
+        start: coefficient of the first rollout, 0 to 1e6.
+        end: coefficient from rollout `num_rollouts` on, 0 to 1e6.
         num_rollouts: length of the ramp, at least 1.
 
     Raises:
@@ -84,8 +85,8 @@ class LinearKL(_KLControl):
     """
 
     def __init__(self, start: float, end: float, num_rollouts: int) -> None:
-        self.start = at_least("LinearKL.start", start, 0)
-        self.end = at_least("LinearKL.end", end, 0)
+        self.start = coefficient("LinearKL.start", start)
+        self.end = coefficient("LinearKL.end", end)
         self.num_rollouts = at_least("LinearKL.num_rollouts", num_rollouts, 1)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:

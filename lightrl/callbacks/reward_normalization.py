@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.arguments import above
+from lightrl.arguments import above, sensible
 from lightrl.objectives.trajectories import first_rows
 from lightrl.types import Rollouts
 
@@ -24,7 +24,7 @@ class RewardNormalization(RLCallback):
 
     Args:
         center: subtract the mean. Group estimators do it anyway; it matters for REINFORCE and GAE.
-        min_std: floor of the standard deviation, above 0.
+        min_std: floor of the standard deviation, above 0 and at most 1e6.
     """
 
     changes_rewards = True
@@ -32,6 +32,7 @@ class RewardNormalization(RLCallback):
     def __init__(self, center: bool = True, min_std: float = 1e-4) -> None:
         self.center = center
         self.min_std = above("RewardNormalization.min_std", min_std)
+        sensible("RewardNormalization.min_std", min_std, 0, 1e6, "would leave nothing of the rewards")
         self.count = 0.0
         self.mean = 0.0
         self.sum_squares = 0.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightrl.arguments import above, at_least, fraction, one_of, user_path
+from lightrl.arguments import above, at_least, fraction, one_of, sensible, user_path
 
 __all__ = ["Layout", "LoraSpec", "ModelSpec", "read_chat_template"]
 
@@ -35,7 +35,7 @@ class LoraSpec:
 
     Args:
         r: rank of the update, at least 1.
-        alpha: scale of the update, above 0, which is multiplied by alpha / r.
+        alpha: scale of the update, 1e-6 to 1e6, which is multiplied by alpha / r.
         dropout: on the adapter's input, in [0, 1). Above 0 log-probs are noisy, and with them the policy ratio.
         target_modules: names of linear layers that get an adapter; "all-linear" is all but the output head and, of a
             mixture of experts, the parts with the experts, which are no linear layers.
@@ -59,6 +59,7 @@ class LoraSpec:
             self._take_over(_adapter_config(self.adapter))
         at_least("lora.r", self.r, 1, most=1 << 16)
         above("lora.alpha", self.alpha, note=", or the adapter has no effect")
+        sensible("lora.alpha", self.alpha, 1e-6, 1e6, "the adapter would have no effect, or nothing else would")
         fraction("lora.dropout", self.dropout, "[0, 1)")
 
     def _take_over(self, config: dict[str, Any]) -> None:

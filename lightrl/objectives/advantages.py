@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightrl.arguments import above, at_least, fraction, one_of
+from lightrl.arguments import MOST_REWARD, above, at_least, fraction, one_of, sensible
 from lightrl.objectives.kl import KLInReward, KLPenalty
 from lightrl.ops.advantages import (
     gae,
@@ -173,6 +173,9 @@ class AdvantageEstimator(ABC):
                 "normalisation would hide the first. Set whiten_advantages=False."
             )
 
+    def refuse_group_size(self, size: int) -> None:  # noqa: B027 - most estimators take any
+        """Raises a ValueError where groups of `size` attempts teach nothing; by default none does."""
+
     def refuse_shaped_rewards(self, shaping: str) -> None:
         """Refuses what changes the summed reward where the estimator does not read it.
 
@@ -295,6 +298,10 @@ class ReinforcePlusPlus(AdvantageEstimator):
         return masked_whiten(returns, given.trained, all_sum=given.all_sum), None
 
 
+def _eps(name: str, eps: float) -> float:
+    return sensible(name, above(name, eps), 0, 1e6, "would leave nothing of the advantages")
+
+
 class GroupRelative(SequenceEstimator):
     """Score relative to its group: `A_i = (s_i - mean) / (std + eps)`, the std unbiased. GRPO, Dr. GRPO and CPGD.
 
@@ -317,7 +324,7 @@ class GroupRelative(SequenceEstimator):
 
     def __init__(self, scale: Literal["group", "batch", "none"] = "group", eps: float = 1e-4) -> None:
         self.scale = one_of("GroupRelative.scale", scale, "group", "batch", "none")
-        self.eps = above("GroupRelative.eps", eps)
+        self.eps = _eps("GroupRelative.eps", eps)
         self.scope = "batch" if scale == "batch" else "group"
         self.normalizes = scale == "batch"
 
@@ -407,10 +414,10 @@ class PassAtK(SequenceEstimator):
 
     Args:
         k: samples per attempt, at least 1; needs `group_size >= k`.
-        threshold: a score above it is a success.
+        threshold: a score above it is a success; at most 1e16 in size.
 
     Raises:
-        ValueError: k is below 1.
+        ValueError: a value is out of its range; at set-up, groups are smaller than k.
 
     Source: https://arxiv.org/abs/2508.10751, eq. 14-15.
     """
@@ -420,7 +427,15 @@ class PassAtK(SequenceEstimator):
 
     def __init__(self, k: int = 4, threshold: float = 0.5) -> None:
         self.k = at_least("PassAtK.k", k, 1)
-        self.threshold = threshold
+        self.threshold = sensible("PassAtK.threshold", threshold, 0, MOST_REWARD, "no score is so large")
+
+    def refuse_group_size(self, size: int) -> None:
+        """Refuses groups of which no subset has k samples."""
+        if size < self.k:
+            raise ValueError(
+                f"PassAtK.k={self.k} with group_size={size}: no k samples are in a group, so that every advantage "
+                f"would be 0. Set data.group_size to {self.k} or more (2 k is usual), or lower k."
+            )
 
     def sequence_advantages(self, given: EstimatorInput) -> Tensor:
         """See the class."""
@@ -451,7 +466,7 @@ class GDPO(AdvantageEstimator):
     normalizes = True
 
     def __init__(self, eps: float = 1e-4) -> None:
-        self.eps = above("GDPO.eps", eps)
+        self.eps = _eps("GDPO.eps", eps)
 
     def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:
         """See the class."""

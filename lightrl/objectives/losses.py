@@ -453,10 +453,10 @@ class DRO(PolicyLoss):
     it slower. Without bounds there are no clip fractions.
 
     Args:
-        beta: weight of the penalty, above 0.
+        beta: weight of the penalty, above 0 and at most 1e6.
 
     Raises:
-        ValueError: beta is not above 0.
+        ValueError: beta is out of its range.
 
     Source: Kimi k1.5, https://arxiv.org/abs/2501.12599 eq. 3, and DRO, https://arxiv.org/abs/2405.19107, whose penalty
         is on the log-ratio of the whole response; per token as here: verl's `dro`, ROLL's `kimi15`, both with 0.1.
@@ -465,7 +465,7 @@ class DRO(PolicyLoss):
     needs_whole_trajectories = False
 
     def __init__(self, beta: float = 0.1) -> None:
-        self.beta = above("DRO.beta", beta)
+        self.beta = coefficient("DRO.beta", above("DRO.beta", beta))
 
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
@@ -510,4 +510,6 @@ def _clip_metrics(clipped: ClippedLoss, mask: Tensor) -> Metrics:
 def _bounds(owner: str, eps_low: float, eps_high: float) -> tuple[float, float]:
     fraction(f"{owner}.eps_low", eps_low, note="; the lower bound of the ratio is 1 - eps_low")
     at_least(f"{owner}.eps_high", eps_high, 0, "; the upper bound of the ratio is 1 + eps_high")
+    if eps_low == eps_high == 0:
+        raise ValueError(f"{owner}.eps_low=0 with eps_high=0: every change is clipped, so nothing is learnt.")
     return eps_low, eps_high

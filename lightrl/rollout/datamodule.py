@@ -248,6 +248,7 @@ class RolloutDataModule(LightningDataModule):
         spec = module.actor_spec
         self.tokenizer = load_tokenizer(self.tokenizer_path or spec.path, chat_template=spec.chat_template)
         self.processor = load_processor(spec.path, self.tokenizer)
+        self._check_stop_tokens()
         if spec.chat_template is not None:
             self.episode.check_template()
         self.episode.setup(self.tokenizer, self.processor)
@@ -810,6 +811,7 @@ class RolloutDataModule(LightningDataModule):
                 f"group_size={self.group_size} with {name}: its advantages compare the attempts at one prompt, so it "
                 "needs group_size of at least 2 (8 is usual)."
             )
+        module.refuse_group_size(self.group_size)
         if module.needs_rewards and self.scorer is None and not (self.episode.multi_turn or module.scores_rollouts):
             rank_zero_warn(
                 f"rewards=null with {name} without reward_models: nothing scores the completions, so the policy learns "
@@ -838,6 +840,17 @@ class RolloutDataModule(LightningDataModule):
                 raise ValueError(
                     f"in_flight with callback {type(callback).__name__}: the engine no longer holds the weights that "
                     "sampled a trajectory when it is over. Remove the callback; FidelityGate compares in the trainer."
+                )
+
+    def _check_stop_tokens(self) -> None:
+        """Refuses ids beyond the vocabulary, which no completion would ever end with."""
+        given = {"sampling": self.sampling, "eval_sampling": self.eval_sampling}
+        for name, sampling in given.items():
+            most = max(sampling.stop_token_ids or [-1])
+            if most >= len(self.tokenizer) and most > (last := max(self.tokenizer.get_vocab().values())):
+                raise ValueError(
+                    f"{name}.stop_token_ids={sampling.stop_token_ids}: the tokenizer's last token is {last}, so that "
+                    f"nothing would end with {most}."
                 )
 
     def _check_sampling(self, module: RolloutLearner) -> None:

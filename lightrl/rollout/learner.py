@@ -67,6 +67,9 @@ class RolloutLearner(LightningModule, ABC):
         """Whether it compares the attempts at one prompt, so that one attempt teaches nothing."""
         return False
 
+    def refuse_group_size(self, size: int) -> None:
+        """Raises a ValueError where groups of `size` attempts at a prompt teach nothing; by default none does."""
+
     @property
     def compares_engine_logprobs(self) -> bool:
         """Whether its loss reads the log-probs that the engine reported for what it sampled."""

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrl.arguments import above, one_of
+from lightrl.arguments import above, at_least, one_of
 from lightrl.background import BackgroundLoop
 from lightrl.engines.server.http import Server, ServerError
 from lightrl.engines.server.protocols import PROTOCOLS
@@ -56,6 +56,7 @@ class Connection:
             raise ValueError(f"{self.owner}.urls={self.urls}: write each as http://HOST:PORT.")
         self.protocol = PROTOCOLS[one_of(f"{self.owner}.kind", self.kind, *PROTOCOLS)]()
         above(f"{self.owner}.timeout", self.timeout)
+        at_least(f"{self.owner}.start_timeout", self.start_timeout, 0)
         above(f"{self.owner}.progress_timeout", self.progress_timeout, or_none="for no limit")
 
     def open(self, look_at: Callable[[Server], Awaitable[Any]]) -> None:
