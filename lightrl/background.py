@@ -5,21 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import faulthandler
 import os
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
-__all__ = ["BackgroundLoop", "FairLock", "all_of", "in_background", "in_thread"]
+__all__ = ["BackgroundLoop", "FairLock", "all_of", "in_background", "in_thread", "lock_limit", "outcome_of"]
 
 T = TypeVar("T")
 _Jobs: TypeAlias = "queue.SimpleQueue[Callable[[Any], None]]"
 
 IDLE_SECONDS = 5.0
 """How long a thread of `in_thread` waits for another call before it ends."""
+
+MARGIN_SECONDS = 15.0
+"""How much longer than its limit code may hold Python's lock before the process ends."""
+
+STDERR = 2
 
 _idle: list[_Jobs] = []  # of the threads that wait, which do not live on in a forked process
 os.register_at_fork(after_in_child=_idle.clear)
@@ -67,6 +74,16 @@ async def in_thread(work: Callable[[], T], name: str) -> tuple[T, None] | tuple[
     return await future  # type: ignore[no-any-return]
 
 
+async def outcome_of(call: Callable[[], Awaitable[T]]) -> tuple[T, None] | tuple[None, BaseException]:
+    """What the awaited call returned, or what it raised, SystemExit among it, which would break off the event loop."""
+    try:
+        return await call(), None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        return None, error
+
+
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """The results of coroutines that run at the same time. Where one fails, the others are cancelled and have ended."""
     tasks = [asyncio.ensure_future(each) for each in work]
@@ -91,6 +108,79 @@ def _serve_jobs(jobs: _Jobs) -> None:
             return
         job(jobs)
         del job  # and what it holds
+
+
+class _LockWatch:
+    """Ends the process where Python's lock is held for longer than any time limit allows.
+
+    A time limit, Ctrl-C and SIGTERM are Python themselves: none of them comes to its turn while one thread computes
+    inside of a C function that keeps the lock, such as `re.match` or `9**9**9`. faulthandler's timer does, in a thread
+    of C. There is one for the process, so that whatever has a limit shares it: it is set to the smallest limit and
+    `MARGIN_SECONDS`, and set anew every few seconds by a thread of Python. That one cannot while the lock is held, and
+    only then does the timer run out: it writes each thread's lines to stderr and exits with status 1. The same happens
+    to a process that is stopped (SIGSTOP) for so long.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._limits: list[float] = []
+        self._beats = False
+        os.register_at_fork(before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._in_child)
+
+    @contextlib.contextmanager
+    def limit(self, seconds: float | None) -> Iterator[None]:
+        """See `lock_limit`."""
+        if seconds is None:
+            yield
+            return
+        with self._lock:
+            self._limits.append(seconds)
+            if seconds == min(self._limits):
+                self._set()
+            if not self._beats:
+                self._beats = True
+                in_background(self._beat, "lightrl-lock-watch")
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._limits.remove(seconds)
+                if not self._limits:
+                    faulthandler.cancel_dump_traceback_later()
+
+    def _set(self) -> None:
+        with contextlib.suppress(OverflowError):  # of centuries
+            faulthandler.dump_traceback_later(min(self._limits) + MARGIN_SECONDS, exit=True, file=STDERR)
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(MARGIN_SECONDS / 5)
+            with self._lock:
+                if not self._limits:
+                    self._beats = False
+                    return
+                self._set()
+
+    # The timer's thread is not there in a forked process, which would wait for it for ever at its end.
+
+    def _before_fork(self) -> None:
+        self._lock.acquire()
+        if self._limits:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _after_fork(self) -> None:
+        if self._limits:
+            self._set()
+        self._lock.release()
+
+    def _in_child(self) -> None:
+        self._limits, self._beats = [], False
+        self._lock.release()
+
+
+lock_limit = _LockWatch().limit
+"""`with lock_limit(seconds):` while other people's code runs that has so much time: where nothing of Python ran for
+that long and 15 seconds more, the process ends with status 1 and each thread's lines on stderr; None for no limit."""
 
 
 class FairLock(AbstractContextManager[None]):
@@ -119,20 +209,27 @@ class FairLock(AbstractContextManager[None]):
 class BackgroundLoop:
     """An event loop in a thread of its own, which starts with the first call; also again after `close`.
 
+    A task that raises SystemExit or KeyboardInterrupt ends like any other: who waits for it gets it, the loop goes on.
+
     Args:
         name: of the thread.
+
+    Attributes:
+        on_end: called in that thread where it ends unasked, so that nothing that was submitted will ever be done.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.on_end: Callable[[], object] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._ends = threading.Event()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts a coroutine there."""
         if self._loop is None:
-            self._loop = loop = asyncio.new_event_loop()
-            self._thread = in_background(lambda: _serve(loop), self.name)
+            self._loop, self._ends = loop, ends = asyncio.new_event_loop(), threading.Event()
+            self._thread = in_background(lambda: _serve(loop, ends, self), self.name)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -157,7 +254,7 @@ class BackgroundLoop:
             concurrent.futures.TimeoutError: a coroutine blocks the loop, whose thread is left behind.
         """
         loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
-        if loop is None or thread is None:
+        if loop is None or thread is None or loop.is_closed():
             return
 
         async def shut_down() -> None:
@@ -171,13 +268,20 @@ class BackgroundLoop:
         try:
             asyncio.run_coroutine_threadsafe(shut_down(), loop).result(timeout)
         finally:
-            loop.call_soon_threadsafe(loop.stop)
+            self._ends.set()
+            with contextlib.suppress(RuntimeError):  # closed by someone else
+                loop.call_soon_threadsafe(loop.stop)
         thread.join(timeout)
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
+def _serve(loop: asyncio.AbstractEventLoop, ends: threading.Event, of: BackgroundLoop) -> None:
+    """Runs the loop until it is to end, whatever breaks it off or stops it."""
     asyncio.set_event_loop(loop)
     try:
-        loop.run_forever()
+        while not ends.is_set():
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # its task has it
+                loop.run_forever()
     finally:
+        if not ends.is_set():
+            of.on_end()
         loop.close()

@@ -18,6 +18,7 @@ from lightrl.environments.base import Tools
 from lightrl.environments.bridges import Bridge, ImageProcessor, RendererBridge, TemplateBridge, make_renderer
 from lightrl.environments.episodes import Ask, Episode, Task
 from lightrl.environments.parsing import ReplyParser, choose_parser
+from lightrl.rewards.calls import copied
 from lightrl.types import SamplingParams, Trajectory
 
 __all__ = ["Attempt", "MultiTurn"]
@@ -181,7 +182,8 @@ class MultiTurn(Episode):
             async with places:
                 self.playing += 1
                 try:
-                    played = await play(Attempt(row, ask, task.seed, turn_seed, task.sampling, longest, name))
+                    own = copied(row)  # what an environment changes reaches neither the others nor the rewards
+                    played = await play(Attempt(own, ask, task.seed, turn_seed, task.sampling, longest, name))
                 finally:
                     self.playing -= 1
                 task.ended(played)

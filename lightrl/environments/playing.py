@@ -10,11 +10,13 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.arguments import above, one_of
+from lightrl.background import lock_limit, outcome_of
 from lightrl.data.media import MediaError
 from lightrl.environments.base import Environment, Message, Reply, Step
 from lightrl.environments.bridges import Bridge
@@ -94,6 +96,8 @@ class EnvironmentEpisode(MultiTurn):
 
 _LATE: Any = object()
 """What stands for the answer of an environment that took too long."""
+_PLAIN: Any = object()
+"""What stands for the answer of a method that is not async."""
 
 
 class _Failed(Exception):
@@ -125,7 +129,7 @@ class _Played(Attempt):
         environment: Environment | None = None
         metrics: dict[str, float] = {}
         try:
-            made = await self._of_environment(_made(self.settings.environment), None)
+            made = await self._of_environment(lambda: _made(self.settings.environment), None)
             if not isinstance(made, Environment):
                 raise ValueError(
                     f"environment={self.settings.environment!r} made {made!r}: it must make a new Environment."
@@ -133,8 +137,8 @@ class _Played(Attempt):
             environment = made
             stop = await self._turns(environment, first)
             if self.rewards:
-                work = environment.finish(stop)
-                last = await self._of_environment(work, self.settings.environment_timeout, late="finish")
+                finish, seconds = partial(environment.finish, stop), self.settings.environment_timeout
+                last = await self._of_environment(finish, seconds, late="finish")
                 self.rewards[-1] += _reward(environment, "finish", last)
         except _Failed as error:
             stop, failure = "failure", str(error)
@@ -142,7 +146,7 @@ class _Played(Attempt):
             if environment is not None:
                 metrics = _numbers(environment)
                 try:
-                    await self._of_environment(environment.close(), self.settings.environment_timeout, late="close")
+                    await self._of_environment(environment.close, self.settings.environment_timeout, late="close")
                 except _Failed as error:  # what the attempt brought is complete
                     metrics["close_errors"] = 1.0
                     rank_zero_warn(f"An environment could not be closed: {error}")
@@ -169,7 +173,7 @@ class _Played(Attempt):
         """Plays all turns; why they ended."""
         settings = self.settings
         messages = await self._of_environment(
-            environment.reset(self.row, seed=self.seed), settings.environment_timeout, late="reset"
+            partial(environment.reset, self.row, seed=self.seed), settings.environment_timeout, late="reset"
         )
         if not _are_messages(messages) or messages[-1]["role"] == "assistant":
             raise ValueError(
@@ -230,7 +234,7 @@ class _Played(Attempt):
     def _state(self, environment: Environment, messages: Sequence[Message]) -> str:
         try:
             key = environment.state_key(messages)
-        except Exception as error:
+        except BaseException as error:  # SystemExit among it
             raise _Failed(f"state_key: {type(error).__name__}: {error}") from error
         return hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
@@ -262,7 +266,7 @@ class _Played(Attempt):
             said = settings.parse_error_message.format(error=" ".join(reply.errors))
             return Step([{"role": settings.parse_error_role, "content": said}])
         left = None if settings.max_seconds is None else max(settings.max_seconds - self.seconds, 0.0)
-        step = await self._of_environment(environment.step(reply), left)
+        step = await self._of_environment(partial(environment.step, reply), left)
         if step is _LATE:
             return None
         if not isinstance(step, Step):
@@ -271,25 +275,27 @@ class _Played(Attempt):
             )
         return step
 
-    async def _of_environment(self, work: Awaitable[Any], seconds: float | None, late: str | None = None) -> Any:
+    async def _of_environment(
+        self, call: Callable[[], Awaitable[Any]], seconds: float | None, late: str | None = None
+    ) -> Any:
         """Awaits the environment; `_LATE` where `seconds` were not enough, or a failure where `late` names the call."""
-        if not inspect.isawaitable(work):
-            raise ValueError("environment: `reset`, `step`, `finish` and `close` must be `async def`.")
         began = time.monotonic()
-        task = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(outcome_of(lambda: _awaited(call)))
         try:
-            done, _ = await asyncio.wait([task], timeout=seconds)
+            with lock_limit(seconds):
+                done, _ = await asyncio.wait([task], timeout=seconds)
             if not done:
                 if late is not None:
                     raise _Failed(f"{late} took longer than environment_timeout, {seconds:g} seconds")
                 return _LATE
             if task.cancelled():
                 raise _Failed("the environment was cancelled")
-            return task.result()
-        except (_Failed, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            raise _Failed(f"{type(error).__name__}: {error}") from error
+            value, error = task.result()
+            if error is not None:
+                raise _Failed(f"{type(error).__name__}: {error}") from error
+            if value is _PLAIN:
+                raise ValueError("environment: `reset`, `step`, `finish` and `close` must be `async def`.")
+            return value
         finally:
             self.seconds += time.monotonic() - began
             if not task.done():
@@ -327,6 +333,11 @@ def _numbers(environment: Environment) -> dict[str, float]:
         raise ValueError(
             f"environment {name}: metrics={repr(metrics)[:80]}: give names and numbers: {error}."
         ) from error
+
+
+async def _awaited(call: Callable[[], Awaitable[Any]]) -> Any:
+    work = call()
+    return await work if inspect.isawaitable(work) else _PLAIN
 
 
 async def _made(factory: Callable[[], Environment]) -> Environment:

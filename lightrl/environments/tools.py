@@ -8,12 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from lightrl.arguments import above, imported, one_of
-from lightrl.background import all_of, in_thread
+from lightrl.background import all_of, in_thread, lock_limit, outcome_of
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step, ToolCall
 
 __all__ = ["ToolEnvironment", "first_messages"]
 
 NOT_TOOLS = {"reset", "get_reward", "close"}
+
+
+class _Ended(RuntimeError):
+    """Stands for what would end more than the call, such as SystemExit; the text names it."""
 
 
 class ToolEnvironment(Environment):
@@ -130,7 +134,8 @@ class ToolEnvironment(Environment):
             return self._wrong(call.name, f"{call.name}: {error}")
         task = asyncio.ensure_future(_call(tool, call.arguments))
         try:
-            await asyncio.wait([task], timeout=self.tool_timeout)
+            with lock_limit(self.tool_timeout):
+                await asyncio.wait([task], timeout=self.tool_timeout)
         finally:
             if not (done := task.done()):
                 task.cancel()
@@ -143,6 +148,8 @@ class ToolEnvironment(Environment):
             result = task.result()
         except (EnvironmentFailedError, ConnectionError):
             raise
+        except _Ended as error:
+            return self._wrong(call.name, str(error))
         except Exception as error:
             return self._wrong(call.name, f"{type(error).__name__}: {error}")
         return result if isinstance(result, list) and _are_blocks(result) else str(result)
@@ -176,13 +183,14 @@ def _schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
 async def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """The function's result: awaited, or from a thread that does not keep the process alive."""
     if inspect.iscoroutinefunction(function):
-        return await function(**arguments)
-    result, error = await in_thread(lambda: function(**arguments), f"tool {getattr(function, '__name__', '')}")
+        result, error = await outcome_of(lambda: function(**arguments))
+    else:
+        result, error = await in_thread(lambda: function(**arguments), f"tool {getattr(function, '__name__', '')}")
     if error is None:
         return result
     if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which a coroutine cannot raise
         raise error
-    raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    raise _Ended(f"{type(error).__name__}: {error}") from error
 
 
 def _are_blocks(content: Sequence[Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from lightrl.background import in_thread
+from lightrl.background import in_thread, lock_limit
 from lightrl.rewards.base import RewardError, RewardFn
 from lightrl.rewards.media import MEDIA
 
@@ -102,7 +102,8 @@ class RewardFunction:
         call = _settle(self.function(**arguments)) if self.is_async else self._beside(arguments)
         task = asyncio.ensure_future(call)
         try:
-            await asyncio.wait({task}, timeout=timeout)
+            with lock_limit(timeout):
+                await asyncio.wait({task}, timeout=timeout)
         finally:
             if not task.done():  # out of time, or the scorer is closing
                 task.cancel()

@@ -23,7 +23,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightrl.background import BackgroundLoop, in_background
+from lightrl.background import BackgroundLoop, in_background, lock_limit
 from lightrl.engines.base import (
     Engine,
     EngineDiedError,
@@ -116,6 +116,18 @@ class Collector:
     show: Callable[[str], bool] = lambda text: False
     loop: BackgroundLoop = field(default_factory=lambda: BackgroundLoop("lightrl-episodes"), init=False)
     _live: list[Collection] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.loop.on_end = self._lost
+
+    def _lost(self) -> None:
+        """Fails what is under way, in the thread of the episodes, which ends."""
+        error = RuntimeError(
+            f"The event loop of the episodes broke off ({sys.exc_info()[1]!r}): an environment or program closed its "
+            "files or its selector. Leave those that it did not open itself."
+        )
+        for collection in self._live:
+            collection.fail(error)
 
     def start(self, tasks: Sequence[Task], **how: Any) -> Collection:
         """Starts the episodes of P tasks.
@@ -347,14 +359,14 @@ class Collection:
     def stop(self, timeout: float = LEAVE_SECONDS) -> None:
         """Gives up: ends the episodes, cancels their requests, and waits so many seconds for the engine to be left."""
         if not self.exhausted:
-            self._fail(GenerationCancelledError("This rollout was given up."))
+            self.fail(GenerationCancelledError("This rollout was given up."))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
     @property
     def unfinished(self) -> list[asyncio.Task[None]]:
-        """Groups that are not over."""
-        return [coroutine for coroutine in self._coroutines if not coroutine.done()]
+        """Groups that are not over, and can be."""
+        return [each for each in self._coroutines if not each.done() and not each.get_loop().is_closed()]
 
     @property
     def stuck(self) -> bool:
@@ -389,7 +401,7 @@ class Collection:
         except EngineRestartedError as error:
             self._news.put(error)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         self._generated = time.perf_counter()
 
     def _answer(self, answer: CompletionGroup) -> None:
@@ -413,7 +425,7 @@ class Collection:
     def _moved(self) -> None:
         self._progress.moved = time.monotonic()
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Ends everything, with the first error as the cause. Any thread may call it."""
         with self._lock:
             if self._error is not None:
@@ -478,10 +490,13 @@ class Collection:
         except asyncio.CancelledError:
             if self._error is None:  # nobody here did: what was awaited cancelled itself
                 name = self.tasks[number].name
-                self._fail(RuntimeError(f"{name}: its environment, program or reward function was cancelled."))
+                self.fail(RuntimeError(f"{name}: its environment, program or reward function was cancelled."))
             raise
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
+        except BaseException as error:  # SystemExit and the like would end the loop of all groups
+            name = self.tasks[number].name
+            self.fail(RuntimeError(f"{name}: its episode raised {type(error).__name__}: {error}"))
 
     async def _attempts(self, task: Task) -> list[Trajectory]:
         """The group's trajectories; those that failed are made again within bounds."""
@@ -540,11 +555,12 @@ class Collection:
 
     async def _watch(self, timeout: float) -> None:
         """Fails the rollout when nothing has moved for `timeout` seconds."""
-        while (left := self._progress.moved + timeout - time.monotonic()) > 0 or self._suspended:
-            await asyncio.sleep(max(left, SLICE))
+        with lock_limit(timeout):
+            while (left := self._progress.moved + timeout - time.monotonic()) > 0 or self._suspended:
+                await asyncio.sleep(max(left, SLICE))
         message = f"Nothing moved for stall_timeout={timeout:g} seconds. Waiting for {self._waited_for()}."
         log.error(message)  # also where a stuck engine in this process keeps the error from being raised
-        self._fail(RolloutStalledError(f"{message} Raise stall_timeout (null: never) if that is no fault."))
+        self.fail(RolloutStalledError(f"{message} Raise stall_timeout (null: never) if that is no fault."))
 
     async def _tell(self) -> None:
         """Logs from time to time how far the rollout is, and what is at work."""

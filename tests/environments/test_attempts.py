@@ -256,6 +256,61 @@ def test_infrastructure_failures_are_failures_and_never_reward_zero() -> None:
     assert (trajectory.stop_reason, trajectory.failure) == ("failure", "OSError: no container")
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("method", ["__init__", "reset", "step", "finish", "state_key", "close"])
+def test_what_is_no_exception_fails_the_attempt_and_not_the_loop(method: str, kind: type[BaseException]) -> None:
+    """Such as `sys.exit` of a parser of command lines."""
+
+    class Leaves(Script):
+        async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
+            return leave("reset") or await super().reset(row, seed=seed)
+
+        async def step(self, reply: Reply) -> Step:
+            return leave("step") or await super().step(reply)
+
+        async def finish(self, stop_reason: str) -> float:
+            return leave("finish") or 0.0
+
+        def state_key(self, messages: Any) -> str:
+            return leave("state_key") or "state"
+
+        async def close(self) -> None:
+            leave("close")
+
+    def leave(here: str) -> Any:
+        if here == method:
+            raise kind("out")
+
+    def make() -> Environment:
+        return leave("__init__") or Leaves([said("hello")])
+
+    if method == "close":
+        with pytest.warns(UserWarning, match=f"could not be closed: {kind.__name__}: out"):
+            assert play(make, [said("hello")]).stop_reason == "stop"
+        return
+    trajectory = play(make, [said("hello")])
+    assert trajectory.stop_reason == "failure"
+    assert str(trajectory.failure).endswith(f"{kind.__name__}: out")
+
+
+@pytest.mark.parametrize("name", ["leave", "leave_sync"])
+def test_a_tool_that_leaves_is_told_to_the_policy_like_one_that_raises(name: str) -> None:
+    class Leaving:
+        def reset(self, **row: Any) -> None:
+            """Nothing."""
+
+        async def leave(self) -> None:
+            """Leaves."""
+            raise SystemExit(2)
+
+        def leave_sync(self) -> None:
+            """Leaves."""
+            raise SystemExit(2)
+
+    trajectory = play(lambda: ToolEnvironment(Leaving), [said("", ToolCallOf(name)), said("done")], {"prompt": "Q"})
+    assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == ["Error: SystemExit: 2"]
+
+
 def test_calls_of_one_turn_end_with_the_one_that_fails() -> None:
     """A tool server that is down ends the attempt; what its other calls were about to do does not happen behind it."""
     seen: list[str] = []
@@ -484,6 +539,29 @@ def test_reset_draws_one_task_for_a_group_or_the_run_stops() -> None:
     assert [t.messages[0]["content"] for t in group] == ["Task 5"] * 3
     with pytest.raises(ValueError, match="gave two attempts of one group different tasks"):
         asyncio.run(alone(attempts, ask, {}, SAMPLING, number=3))
+
+
+def test_each_attempt_has_a_row_of_its_own() -> None:
+    class Takes(Script):
+        async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
+            self.items = row["items"]
+            return await super().reset(row, seed=seed)
+
+        async def finish(self, stop_reason: str) -> float:
+            self.items["left"].pop()
+            return float(len(self.items["left"]))
+
+    row = {"items": {"left": [1, 2, 3]}}
+    attempts = ScriptedAttempts(lambda: Takes([said("hello")]))
+    attempts.turns = [said("hello")] * 3
+    attempts.setup(TOKENIZER)
+
+    async def ask(request: GenerationRequest) -> CompletionGroup:
+        return await ScriptedEngine([said("hello")])(request)
+
+    group = asyncio.run(alone(attempts, ask, row, SAMPLING, number=3))
+    assert [trajectory.turn_rewards for trajectory in group] == [[3.0]] * 3
+    assert row == {"items": {"left": [1, 2, 3]}}  # which the reward functions get
 
 
 def test_each_turn_is_asked_with_the_seed_of_its_attempt_and_turn() -> None:

@@ -568,6 +568,8 @@ def test_a_program_that_raises_dies_or_asks_for_nothing_is_a_failure() -> None:
     assert trajectory.failure == "the program failed: RuntimeError: no such file"
     (trajectory,) = play(lambda row, base_url, api_key: 1.0, Engine("Hi"))
     assert trajectory.failure == "the program ended without a turn."
+    (trajectory,) = play(lambda row, base_url, api_key: sys.exit(2), Engine("Hi"))
+    assert trajectory.failure == "the program failed: SystemExit: 2"
     (trajectory,) = play(f"{PLAIN}:once", Engine("Hi"), {"raise": True}, process=True)
     assert "RuntimeError: no such file" in str(trajectory.failure) and "Traceback" in str(trajectory.failure)
     (trajectory,) = play(f"{PLAIN}:once", Engine("Hi"), {"die": True}, process=True)

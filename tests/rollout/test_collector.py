@@ -365,6 +365,45 @@ def test_what_cancels_itself_ends_the_rollout_and_does_not_hang_it(collector: An
         collector(episode=Gone(), stall_timeout=20.0).start(tasks()).finish()
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_an_episode_that_leaves_ends_the_rollout_and_does_not_hang_it(
+    kind: type[BaseException], collector: Any
+) -> None:
+    class Leaves(Episode):
+        async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
+            async def leave() -> None:
+                raise kind(3)
+
+            await asyncio.gather(leave())
+            raise AssertionError
+
+    with pytest.raises(RuntimeError, match=f"its episode raised {kind.__name__}: 3"):
+        collector(episode=Leaves(), stall_timeout=None).start(tasks()).finish()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_loop_that_is_stopped_goes_on_and_one_that_ends_is_noticed(
+    ends: bool, collector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise OSError("bad file descriptor")
+
+    class Stops(TwoTurns):
+        async def step(self, request: GenerationRequest) -> None:
+            if ends:
+                monkeypatch.setattr(asyncio.get_running_loop(), "run_forever", broken)
+            asyncio.get_running_loop().stop()
+            await asyncio.sleep(0.01)
+
+    collected = collector(episode=Stops(), stall_timeout=None).start(tasks())
+    if ends:
+        with pytest.raises(RuntimeError, match="event loop of the episodes broke off"):
+            collected.finish()
+    else:
+        assert len(collected.finish()) == 2
+
+
 def test_an_error_of_an_episode_is_the_runs_error(collector: Any) -> None:
     class Breaks(Episode):
         async def run(self, task: Task, ask: Ask) -> list[Trajectory]:

@@ -65,8 +65,7 @@ class InProcess(Runner):
             result, error = await asyncio.shield(task)
             if error is None:
                 return result
-            said = f": {error}" if isinstance(error, Exception) else ""  # SystemExit, or cancelled
-            raise ProgramError(f"{type(error).__name__}{said}")
+            raise ProgramError(f"{type(error).__name__}: {error}".removesuffix(": "))  # SystemExit, or cancelled
         finally:
             if not task.done():
                 call.cancel()
