@@ -225,6 +225,11 @@ class BackgroundLoop:
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()
 
+    @property
+    def started(self) -> bool:
+        """Whether it has been called, and not closed since."""
+        return self._loop is not None
+
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts a coroutine there."""
         if self._loop is None:

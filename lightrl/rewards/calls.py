@@ -7,24 +7,24 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Collection, Mapping, Sequence, Set
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from typing import Any
 
 import numpy as np
 
-from lightrl.background import in_thread, lock_limit
+from lightrl.background import BackgroundLoop, in_thread, lock_limit, outcome_of
 from lightrl.rewards.base import RewardError, RewardFn
 from lightrl.rewards.media import MEDIA
 
-__all__ = ["MAX_REWARD", "CallFailed", "CallLog", "RewardFunction", "check_values"]
+__all__ = ["MAX_REWARD", "CallFailed", "CallLog", "RewardFunction", "check_values", "mean"]
 
 MAX_REWARD = 1e16
 """Largest size of a reward: the squares of a batch of them, which a standard deviation sums, still fit in float32."""
 
-Outcome: TypeAlias = tuple[Literal["returned", "raised"], Any]
 ONLY_BY_NAME = (*MEDIA, "training_progress")
 """Not among what `**columns` takes."""
 _SHOWN_FRAMES = 8
+_SHOWN_CHARACTERS = 2000
 _UNCHANGING = frozenset({bool, int, float, complex, str, bytes, type(None)})
 """Values of these types need no copy; the lists of token ids are long."""
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -51,7 +51,14 @@ class CallLog:
         """Logs one value per row of the call."""
         if len(values) != self.num_rows:
             raise ValueError(f"log_extra({column!r}): {len(values)} values for {self.num_rows} completions.")
-        self.extra[f"{self.function}/{column}"] = list(values)
+        self.extra[f"{self.function}/{column}"] = [_writable(value) for value in values]
+
+
+def _writable(value: Any) -> Any:
+    """What files of samples can hold in place of text that is no Unicode, such as names of files, and of bytes."""
+    if isinstance(value, bytes):
+        value = value.decode(errors="surrogateescape")
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 class RewardFunction:
@@ -68,6 +75,7 @@ class RewardFunction:
             raise ValueError(f"reward function {name!r}: takes positional-only arguments; all are passed by keyword.")
         inner = getattr(function, "func", function)
         self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+        self._loop = BackgroundLoop(f"reward-{name}")  # its own: one that blocks it blocks no other, and no time limit
 
     def missing(self, names: Collection[str]) -> list[str]:
         """What the function needs beyond the given names and LightRL's own."""
@@ -98,9 +106,10 @@ class RewardFunction:
         """
         num_rows = len(rows["completions"])
         log = CallLog(self.name, num_rows)
-        arguments = self._arguments({**rows, "log_metric": log.log_metric, "log_extra": log.log_extra})
-        call = _settle(self.function(**arguments)) if self.is_async else self._beside(arguments)
-        task = asyncio.ensure_future(call)
+        offered = {**rows, "log_metric": log.log_metric, "log_extra": log.log_extra}
+        if complaint := self.complaint(offered):
+            raise RewardError(complaint)
+        task = asyncio.ensure_future(self._outcome(offered))
         try:
             with lock_limit(timeout):
                 await asyncio.wait({task}, timeout=timeout)
@@ -111,52 +120,68 @@ class RewardFunction:
             raise CallFailed(f"reward function {self.name!r}: did not finish within timeout={timeout} seconds.")
         if task.cancelled():
             raise CallFailed(f"reward function {self.name!r}: was cancelled.")
-        outcome, value = task.result()
-        if isinstance(value, RewardError) and not isinstance(value, CallFailed):  # a mistake in the set-up
-            raise RewardError(f"reward function {self.name!r}: {value}") from value
-        if outcome == "raised":
-            try:
-                cause = str(value)
-            except Exception:  # as broken as its owner
-                cause = "(its message cannot be shown)"
-            said = f"reward function {self.name!r} raised {type(value).__name__}: {cause}"
-            lines = "" if isinstance(value, CallFailed) else users_lines(value)  # a function inside another has them
-            raise CallFailed(said + lines) from value
+        value, error = task.result()
+        if isinstance(error, RewardError) and not isinstance(error, CallFailed):  # a mistake in the set-up
+            raise RewardError(f"reward function {self.name!r}: {error}") from error
+        if error is not None:
+            said = f"reward function {self.name!r} raised {type(error).__name__}: {_message(error)}"
+            lines = "" if isinstance(error, CallFailed) else users_lines(error)  # a function inside another has them
+            raise CallFailed(said + lines) from error
         return check_values(self.name, value, num_rows), log
 
     async def close(self) -> None:
-        """Calls the function's own `close`, where it has one."""
+        """Calls the function's own `close`, where it has one, on the event loop that its calls had."""
         close = getattr(self.function, "close", None)
-        closing = close() if callable(close) else None
-        if inspect.isawaitable(closing):
-            await closing
+
+        async def last() -> None:
+            closing = close() if callable(close) else None
+            if inspect.isawaitable(closing):
+                await closing
+
+        if not self._loop.started:
+            await last()
+            return
+        _, error = await in_thread(lambda: self._loop.close(last), f"reward-{self.name}'s end")
+        if error is not None:
+            raise error
 
     def _arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
-        if complaint := self.complaint(offered):
-            raise RewardError(complaint)
         return {
             name: value if name in MEDIA else copied(value)
             for name, value in offered.items()
             if name in self.takes or (self.takes_all and name not in ONLY_BY_NAME)
         }
 
-    async def _beside(self, arguments: Mapping[str, Any]) -> Outcome:
-        value, error = await in_thread(lambda: self.function(**arguments), f"reward-{self.name}")
-        if error is not None:
-            return "raised", error
-        if inspect.isawaitable(value):  # a plain function that hands out a coroutine
-            return await _settle(value)
-        return "returned", value
+    async def _outcome(self, offered: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
+        """What it returned or raised; called elsewhere, where its arguments are copied too, which may take long."""
+        if self.is_async:
+            return await self._awaited(lambda: self.function(**self._arguments(offered)))
+        value, error = await in_thread(lambda: self.function(**self._arguments(offered)), f"reward-{self.name}")
+        if error is None and inspect.isawaitable(value):  # a plain function that hands out a coroutine
+            return await self._awaited(lambda: value)
+        return value, error
+
+    async def _awaited(self, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        return await asyncio.wrap_future(self._loop.submit(outcome_of(call)))
 
 
-async def _settle(call: Any) -> Outcome:
-    """Awaits a reward function and keeps what it raises, SystemExit among it, which would end the event loop."""
+def _message(error: BaseException) -> str:
+    """What an error says, cut where it is long."""
     try:
-        return "returned", await call
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:
-        return "raised", error
+        text = str(error)
+    except Exception:  # as broken as its owner
+        return "(its message cannot be shown)"
+    if len(text) > _SHOWN_CHARACTERS:
+        return f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
+    return text
+
+
+def mean(numbers: Sequence[float]) -> float:
+    """Their mean, which may be infinite or NaN where they are: what is only logged ends no run."""
+    try:
+        return math.fsum(numbers) / len(numbers)
+    except (OverflowError, ValueError):  # a sum beyond the range of floats, or inf - inf
+        return sum(number / len(numbers) for number in numbers)
 
 
 def check_values(name: str, values: Any, num_rows: int) -> list[float]:
@@ -238,6 +263,8 @@ def users_lines(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     while frames and frames[0].filename in (__file__, in_thread.__code__.co_filename):
         del frames[0]
+    if not frames and isinstance(error.__cause__, StopIteration | StopAsyncIteration):
+        return users_lines(error.__cause__)  # which a coroutine cannot raise: Python made another of it
     if len(frames) > _SHOWN_FRAMES:
         del frames[1 : len(frames) - _SHOWN_FRAMES + 1]  # the user's first frame stays, and the innermost ones
     lines = "".join(traceback.format_list(frames)).rstrip()

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from lightrl.arguments import above, at_least, one_of
 from lightrl.background import BackgroundLoop, all_of
 from lightrl.rewards.base import RewardError, RewardSpec, load_reward, reward_name
-from lightrl.rewards.calls import MAX_REWARD, CallFailed, CallLog, RewardFunction
+from lightrl.rewards.calls import MAX_REWARD, CallFailed, CallLog, RewardFunction, mean
 from lightrl.rewards.media import MEDIA
 from lightrl.types import Scores
 
@@ -65,8 +65,8 @@ class ScoreHandle:
 class RewardScorer:
     """Scores groups of completions with several reward functions at once.
 
-    Every submission is scored by all functions at the same time: `async` functions on one event loop in a background
-    thread, others in a daemon thread per call, so none blocks another and `submit` returns at once. At most
+    Every submission is scored by all functions at the same time: an `async` function on an event loop of its own in a
+    background thread, others in a daemon thread per call, so none blocks another and `submit` returns at once. At most
     `max_concurrency` calls of each function run at a time.
 
     Args:
@@ -256,7 +256,7 @@ class RewardScorer:
                 raise
             values, failed = [math.nan] * len(asked), 1.0
             self._warn(function.name, error)
-        metrics = {name: math.fsum(numbers) / len(numbers) for name, numbers in calls.metrics.items()}
+        metrics = {name: mean(numbers) for name, numbers in calls.metrics.items()}
         if self.on_reward_error == "none":
             metrics[f"reward/{function.name}/failed"] = failed
         return Scores(values, {}, metrics, dict(calls.extra)).spread(asked, len(weights))
@@ -264,8 +264,8 @@ class RewardScorer:
     def _warn(self, name: str, error: CallFailed) -> None:
         first = name not in self._warned
         self._warned.add(name)
-        hint = " Its rows count as not scored (on_reward_error: none); later ones are logged without traceback."
-        log.warning("%s%s", error, hint if first else "", exc_info=error if first else None)
+        hint = " Its rows count as not scored (on_reward_error: none)."
+        log.warning("%s%s", error, hint if first else "")
 
 
 def _weights(

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from lightrl.rewards.calls import mean
 from lightrl.types import Media, Prompts, Rollouts, Scores, StopReason, Trajectory, TrajectoryRow
 
 __all__ = ["ScoredGroup", "collate", "trajectory_metrics"]
@@ -162,5 +163,5 @@ def trajectory_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     metrics = {f"rollout/stop_{reason}": reasons[reason] / len(trajectories) for reason in get_args(StopReason)}
     for name in sorted({name for trajectory in trajectories for name in trajectory.metrics}):
         values = [trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics]
-        metrics[f"rollout/{name}"] = math.fsum(values) / len(values)
+        metrics[f"rollout/{name}"] = mean(values)
     return metrics

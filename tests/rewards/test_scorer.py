@@ -306,6 +306,58 @@ def test_timeout(scorers, is_async):
         release.set()
 
 
+def test_an_async_function_that_blocks_its_loop_is_out_of_time_and_others_are_not(scorers):
+    release = threading.Event()
+
+    async def blocks(completions):
+        release.wait(30)
+        return [1.0, 1.0]
+
+    async def other(completions):
+        await asyncio.sleep(0.01)
+        return [5.0, 5.0]
+
+    began = time.monotonic()
+    try:
+        with pytest.raises(RewardError, match="'blocks'.*timeout=0.2"):
+            submit(scorers([blocks], timeout=0.2)).result(60)
+        scores = submit(scorers([blocks, other], timeout=1.0, on_reward_error="none")).result(60)
+        same(scores.total, [5.0, 5.0])
+        assert time.monotonic() - began < 20
+    finally:
+        release.set()
+
+
+def test_what_is_logged_never_ends_the_run(scorers):
+    def logs(completions, log_metric, log_extra):
+        for name, values in {"big": [1e308, 1e308], "none": [math.inf, -math.inf], "two": [1.0, 3.0]}.items():
+            for value in values:
+                log_metric(name, value)
+        log_extra("text", ["caf\udce9", b"\xff"])
+        return [1.0, 2.0]
+
+    scores = submit(scorers([logs])).result(60)
+    assert scores.metrics["reward/logs/big"] == 1e308 and scores.metrics["reward/logs/two"] == 2.0
+    assert math.isnan(scores.metrics["reward/logs/none"])
+    assert scores.extra["logs/text"] == ["caf\\udce9", "\\udcff"]
+
+
+def test_long_messages_are_cut_and_a_coroutines_stop_iteration_has_its_lines(scorers, caplog):
+    def long(completions):
+        raise ValueError("x" * 5_000_000)
+
+    async def stops(completions):
+        return [next(iter([])) for _ in completions]
+
+    with pytest.raises(RewardError, match=r"xxx\.\.\. \(5000000 characters\)") as info:
+        submit(scorers([long])).result(60)
+    assert len(str(info.value)) < 5000
+    submit(scorers([long], on_reward_error="none")).result(60)
+    assert len(caplog.text) < 10_000
+    with pytest.raises(RewardError, match=r"in stops\n.*next\(iter\(\[\]\)\)"):
+        submit(scorers([stops])).result(60)
+
+
 def test_a_call_that_timed_out_gives_its_place_back(scorers):
     release = threading.Event()
 
