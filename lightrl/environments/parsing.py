@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,11 @@ from lightrl.environments.bridges import Bridge
 from lightrl.types import Completion
 
 __all__ = ["PlainParser", "RendererParser", "ReplyParser", "VLLMParser", "choose_parser"]
+
+MAX_DEPTH = 100
+"""Most lists and objects inside of one another in a call's arguments: chat templates and logs recurse over them."""
+
+log = logging.getLogger(__name__)
 
 # What a chat template with tools writes around a call -> vLLM's parser of it.
 TOOL_PARSERS = {
@@ -33,6 +39,8 @@ class ReplyParser(ABC):
         tokenizer: of the policy.
     """
 
+    _warned = False
+
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
@@ -50,7 +58,16 @@ class ReplyParser(ABC):
     def read(self, prompt_ids: Sequence[int], completion: Completion, tools: Tools, bridge: Bridge) -> Reply:
         """The reply of a completion; where a part of it cannot be read, `errors`, and all of it as text."""
         ids = completion.token_ids
-        reply = self.parse(prompt_ids, ids, tools, truncated=completion.finish_reason == "length")
+        truncated = completion.finish_reason == "length"
+        try:
+            reply = self.parse(prompt_ids, ids, tools, truncated=truncated)
+        except Exception as error:  # such as RecursionError: the policy writes what no parser was made for
+            cause = f"{type(error).__name__}: {error}"[:200]
+            if not self._warned:
+                log.warning("%s could not read a reply (%s); such ones are parse errors.", type(self).__name__, cause)
+            self._warned = True
+            reply = Reply("", text=self.tokenizer.decode(ids), truncated=truncated)
+            reply.errors.append(f"the reply cannot be read: {cause}")
         if len(reply.tool_calls) > 1 and not bridge.takes_parallel_calls(tools):
             reply.errors.append("this model's chat template takes one tool call at a time.")
         if reply.errors:
@@ -141,14 +158,31 @@ def _add_call(reply: Reply, name: str | None, arguments: Any, given_id: str | No
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or deeply nested
             reply.errors.append(f"the arguments of {name} are not valid JSON: {error}")
             return
+    if wrong := _not_writable([name, arguments]):
+        reply.errors.append(f"the tool call {wrong}.")
+        return
     if not name or not isinstance(arguments, dict):
         reply.errors.append(f"the arguments of {name} must be a JSON object, not {arguments!r}.")
         return
     # Nine letters and digits: what Mistral's template asks of an id.
     reply.tool_calls.append(ToolCall(name, arguments, given_id or f"call{len(reply.tool_calls):05d}"))
+
+
+def _not_writable(value: Any) -> str | None:
+    """Why a chat template cannot write this value of JSON, or no tokenizer read it then; None where they can."""
+    level, depth = [value], 0
+    while level := [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]:
+        level, depth = [each for each in level if isinstance(each, list | dict)], depth + 1
+        if depth > MAX_DEPTH + 1:
+            return f"has more than {MAX_DEPTH} lists or objects inside of one another"
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return "has one half of a surrogate pair (such as \\ud800), which is no text"
+    return None
 
 
 def choose_parser(

@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 
 from lightrl.environments import EnvironmentEpisode
+from lightrl.environments.bridges import TemplateBridge
 from lightrl.environments.parsing import PlainParser, RendererParser, choose_parser
+from lightrl.types import Completion
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import ADD, Script, spell
 
 QWEN = make_tokenizer(FAMILIES["qwen2.5"])
 GOOD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+LISTS = copy.deepcopy(ADD)
+LISTS["function"]["parameters"]["properties"]["a"] = {"type": "array", "description": "some"}  # type: ignore[index]
 
 
 def chosen(tokenizer: Any = QWEN, **settings: Any) -> Any:
@@ -51,6 +57,33 @@ def test_a_malformed_call_is_an_error_and_no_call(bad: str) -> None:
     reply = chosen().parse([], spell(QWEN, f"<tool_call>\n{bad}\n</tool_call><|im_end|>"), [ADD], truncated=False)
     assert reply.tool_calls == []
     assert len(reply.errors) == 1
+
+
+def as_read(parser: Any, text: str) -> Any:
+    ids = spell(QWEN, text)
+    completion = Completion(ids, [0.0] * len(ids), "", "stop")
+    return parser.read([], completion, [LISTS], TemplateBridge(QWEN, {}))
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["[" * 300 + "]" * 300, "9" * 5000, '"\\ud800"', '{"x": "\\udcff"}'],
+    ids=["nested", "digits", "surrogate", "inner surrogate"],
+)
+def test_arguments_that_no_template_can_write_are_parse_errors(value: str) -> None:
+    pytest.importorskip("vllm")
+    text = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {value}}}}}\n</tool_call><|im_end|>'
+    reply = as_read(chosen(), text)
+    assert reply.tool_calls == [] and len(reply.errors) == 1, reply.errors
+    reply.errors[0].encode()
+
+
+@pytest.mark.parametrize("depth", [300, 990, 3000])
+def test_what_the_parser_itself_cannot_take_is_a_parse_error(depth: int) -> None:
+    pytest.importorskip("vllm")
+    body = "<tool_call>\n<function=add>\n<parameter=a>\n" + "[" * depth
+    reply = as_read(chosen(tool_parser="qwen3_coder"), body + "\n</parameter>\n</function>\n</tool_call><|im_end|>")
+    assert bool(reply.errors) != bool(reply.tool_calls)  # where it is taken for text, that is what the tool gets
 
 
 def test_a_reply_without_a_call_has_neither_calls_nor_errors() -> None:
