@@ -116,6 +116,7 @@ def users_error(error: BaseException) -> str | None:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from lightrl.compat.parser_messages import short_message
+    from lightrl.environments.base import EnvironmentFailedError
     from lightrl.rewards.base import RewardError
     from lightrl.storage import StorageError, redact_text
 
@@ -134,7 +135,7 @@ def users_error(error: BaseException) -> str | None:
         inner = packages[packages.index("lightrl") :] if "lightrl" in packages else packages  # not who called LightRL
         own = {"lightrl", "lightning", "jsonargparse", "contextlib", "torch"}
         return f"Lightning: {' '.join(str(error).split())}" if own.issuperset(inner) else None
-    shown = isinstance(error, ValueError | RewardError) and _raised_in(error, "lightrl")
+    shown = isinstance(error, ValueError | RewardError | EnvironmentFailedError) and _raised_in(error, "lightrl")
     if isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES:
         return f"{error}. Free what ran out (disk, quota, file size, open files: ulimit -a), then resume the last save."
     if isinstance(error, PermissionError) and _written_for_a_run(error):

@@ -536,6 +536,7 @@ class Trajectory:
         states: key of the state in which each turn began, by turn number: equal for equal states of a group.
         failure: what failed, where `stop_reason` is "failure": the trajectory is then in no loss and no baseline.
         metrics: numbers of its making (turns, tool calls, seconds).
+        raised_at: the lines of the user's code that raised it, after a line break; "" where none did.
     """
 
     rows: list[TrajectoryRow]
@@ -546,6 +547,7 @@ class Trajectory:
     states: list[str] = field(default_factory=list)
     failure: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    raised_at: str = ""
 
     @property
     def failed(self) -> bool:

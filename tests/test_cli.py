@@ -834,6 +834,21 @@ def test_reward_functions_that_fail(
         assert name in message and words in message
 
 
+def test_environments_that_fail(write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from lightrl.environments import Environment\n"
+        "class Mine(Environment):\n"
+        "    async def reset(self, row, *, seed): return [{'role': 'user', 'content': row['nothere']}]\n"
+        "    async def step(self, reply): raise AssertionError\n"
+    )
+    episode = {"class_path": "EnvironmentEpisode", "init_args": {"environment": {"class_path": "mine.Mine"}}}
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    actor = yaml.safe_load(Path(write()).read_text())["model"]["init_args"]["actor"] | {"chat_template": template}
+    message = refused(capsys, "--config", write(data={"episode": episode, "rewards": None}, model={"actor": actor}))
+    assert "max_failed=0.5. The last, of " in message and "KeyError: 'nothere'" in message
+    assert 'mine.py", line 3, in reset' in message and "Traceback" not in message
+
+
 def test_an_engine_that_was_never_synced(write: Callable[..., str]) -> None:
     """Not a mistake in a value: it keeps its traceback, as everything does that LightRL does not call the user's."""
     with pytest.raises(StaleWeightsError, match="Idle did not push the weights"):

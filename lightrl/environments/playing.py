@@ -18,12 +18,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightrl.arguments import above, one_of
 from lightrl.background import lock_limit, outcome_of
 from lightrl.data.media import MediaError
+from lightrl.environments import tools
 from lightrl.environments.base import Environment, Message, Reply, Step
 from lightrl.environments.bridges import Bridge
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.environments.parsing import ReplyParser
-from lightrl.rewards.calls import MAX_REWARD
+from lightrl.rewards.calls import MAX_REWARD, message_of, users_lines
 from lightrl.types import GenerationRequest, StopReason, Trajectory, TrajectoryRow
 
 __all__ = ["EnvironmentEpisode"]
@@ -101,7 +102,11 @@ _PLAIN: Any = object()
 
 
 class _Failed(Exception):
-    """Carries the cause of a failure that the policy did not cause."""
+    """Carries the cause of a failure that the policy did not cause, and the lines of the user's code that raised it."""
+
+    def __init__(self, cause: str, raised: BaseException | None = None) -> None:
+        super().__init__(cause)
+        self.lines = "" if raised is None else users_lines(raised, __file__, tools.__file__)
 
 
 @dataclass
@@ -125,7 +130,7 @@ class _Played(Attempt):
             first: the first messages of the group's attempts so far; this one's are added, and must be the same.
         """
         stop: StopReason = "failure"
-        failure = None
+        failure, raised_at = None, ""
         environment: Environment | None = None
         metrics: dict[str, float] = {}
         try:
@@ -141,7 +146,7 @@ class _Played(Attempt):
                 last = await self._of_environment(finish, seconds, late="finish")
                 self.rewards[-1] += _reward(environment, "finish", last)
         except _Failed as error:
-            stop, failure = "failure", str(error)
+            stop, failure, raised_at = "failure", str(error), error.lines
         finally:
             if environment is not None:
                 metrics = _numbers(environment)
@@ -167,6 +172,7 @@ class _Played(Attempt):
             states=self.states[: len(self.rewards)],
             failure=failure,
             metrics=metrics,
+            raised_at=raised_at,
         )
 
     async def _turns(self, environment: Environment, first: list[list[Message]]) -> StopReason:
@@ -188,8 +194,9 @@ class _Played(Attempt):
             )
         self.seconds = 0.0  # counted from here
         parser = settings.parser(environment.tools)
-        self.ledger = Ledger(self.bridge, environment.tools)
-        prompt_ids = self._shown(self.ledger.begin, messages)
+        ledger = Ledger(self.bridge, environment.tools)
+        prompt_ids = self._shown(ledger.begin, messages)
+        self.ledger = ledger
         self.states.append(self._state(environment, messages))
         if len(prompt_ids) >= self.max_tokens:
             raise ValueError(
@@ -230,12 +237,19 @@ class _Played(Attempt):
             return record(messages)
         except MediaError as error:
             raise _Failed(str(error)) from error
+        except (TypeError, UnicodeError) as error:  # as tokenizers refuse what is no text
+            if (text := _no_unicode(messages)) is None:
+                raise
+            raise _Failed(
+                f"a message of the environment holds one half of a surrogate pair, which is no text, in {text!a}: as "
+                "names of files have them. Write it otherwise, such as with text.encode(errors='replace').decode()."
+            ) from error
 
     def _state(self, environment: Environment, messages: Sequence[Message]) -> str:
         try:
             key = environment.state_key(messages)
         except BaseException as error:  # SystemExit among it
-            raise _Failed(f"state_key: {type(error).__name__}: {error}") from error
+            raise _Failed(f"state_key: {type(error).__name__}: {message_of(error)}", error) from error
         return hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
     async def _reply(
@@ -292,7 +306,7 @@ class _Played(Attempt):
                 raise _Failed("the environment was cancelled")
             value, error = task.result()
             if error is not None:
-                raise _Failed(f"{type(error).__name__}: {error}") from error
+                raise _Failed(f"{type(error).__name__}: {message_of(error)}", error) from error
             if value is _PLAIN:
                 raise ValueError("environment: `reset`, `step`, `finish` and `close` must be `async def`.")
             return value
@@ -301,6 +315,17 @@ class _Played(Attempt):
             if not task.done():
                 task.cancel()
                 await asyncio.wait([task], timeout=1.0)  # one that ignores this is left behind
+
+
+def _no_unicode(value: Any) -> str | None:
+    """The first text in messages that cannot be written as UTF-8, cut; None where there is none."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            return value[max(error.start - 30, 0) : error.start + 30]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return next((found for each in inner if (found := _no_unicode(each)) is not None), None)
 
 
 def _are_messages(messages: Any) -> bool:
@@ -328,7 +353,7 @@ def _numbers(environment: Environment) -> dict[str, float]:
     metrics = environment.metrics
     try:
         return {name: float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         name = type(environment).__name__
         raise ValueError(
             f"environment {name}: metrics={repr(metrics)[:80]}: give names and numbers: {error}."

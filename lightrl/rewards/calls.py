@@ -16,7 +16,7 @@ from lightrl.background import BackgroundLoop, in_thread, lock_limit, outcome_of
 from lightrl.rewards.base import RewardError, RewardFn
 from lightrl.rewards.media import MEDIA
 
-__all__ = ["MAX_REWARD", "CallFailed", "CallLog", "RewardFunction", "check_values", "mean"]
+__all__ = ["MAX_REWARD", "CallFailed", "CallLog", "RewardFunction", "check_values", "mean", "message_of", "users_lines"]
 
 MAX_REWARD = 1e16
 """Largest size of a reward: the squares of a batch of them, which a standard deviation sums, still fit in float32."""
@@ -124,7 +124,7 @@ class RewardFunction:
         if isinstance(error, RewardError) and not isinstance(error, CallFailed):  # a mistake in the set-up
             raise RewardError(f"reward function {self.name!r}: {error}") from error
         if error is not None:
-            said = f"reward function {self.name!r} raised {type(error).__name__}: {_message(error)}"
+            said = f"reward function {self.name!r} raised {type(error).__name__}: {message_of(error)}"
             lines = "" if isinstance(error, CallFailed) else users_lines(error)  # a function inside another has them
             raise CallFailed(said + lines) from error
         return check_values(self.name, value, num_rows), log
@@ -165,7 +165,7 @@ class RewardFunction:
         return await asyncio.wrap_future(self._loop.submit(outcome_of(call)))
 
 
-def _message(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """What an error says, cut where it is long."""
     try:
         text = str(error)
@@ -258,13 +258,18 @@ def copied(value: Any) -> Any:
     return value
 
 
-def users_lines(error: BaseException) -> str:
-    """Where the user's code raised: file, line and code of each frame below our own, the innermost last."""
+def users_lines(error: BaseException, *own: str) -> str:
+    """Where the user's code raised: file, line and code of each frame below our own, the innermost last.
+
+    Args:
+        error: that it raised, or that was raised from that (as Python does from a coroutine's StopIteration).
+        own: files beside this module's that are between the call and the user's code.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    while frames and frames[0].filename in (__file__, in_thread.__code__.co_filename):
+    while frames and frames[0].filename in (__file__, in_thread.__code__.co_filename, *own):
         del frames[0]
-    if not frames and isinstance(error.__cause__, StopIteration | StopAsyncIteration):
-        return users_lines(error.__cause__)  # which a coroutine cannot raise: Python made another of it
+    if not frames and error.__cause__ is not None:
+        return users_lines(error.__cause__, *own)
     if len(frames) > _SHOWN_FRAMES:
         del frames[1 : len(frames) - _SHOWN_FRAMES + 1]  # the user's first frame stays, and the innermost ones
     lines = "".join(traceback.format_list(frames)).rstrip()

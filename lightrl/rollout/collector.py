@@ -31,6 +31,7 @@ from lightrl.engines.base import (
     GenerationCancelledError,
     RequestQueue,
 )
+from lightrl.environments.base import EnvironmentFailedError
 from lightrl.environments.episodes import Episode, Task
 from lightrl.rewards.scorer import RewardScorer, ScoreHandle
 from lightrl.rollout.collation import ScoredGroup
@@ -535,10 +536,11 @@ class Collection:
         self.failed += 1
         wanted = sum(len(each.attempts) for each in self.tasks)
         if self.failed > episode.max_failed * wanted:
-            raise RuntimeError(
+            raise EnvironmentFailedError(
                 f"{self.failed} of {wanted} trajectories of a rollout failed, each {1 + episode.max_retries} times, "
                 f"for reasons that are not the policy's; {type(episode).__name__} allows "
                 f"max_failed={episode.max_failed:g}. The last, of {task.name}: {trajectory.failure}"
+                f"{trajectory.raised_at}"
             )
 
     async def _score(self, number: int, trajectories: list[Trajectory]) -> Scores | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import io
+import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -449,6 +450,40 @@ def test_timeouts_and_limits_that_the_policy_caused_are_scored_with_their_name()
     assert (ended.stop_reason, ended.turn_rewards) == ("length", [40.0])
 
 
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_text_that_is_no_unicode_is_a_failure_that_names_it(method: str) -> None:
+    class Names(Script):
+        async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
+            return [{"role": "user", "content": "caf\udce9" if method == "reset" else "Q"}]
+
+        async def step(self, reply: Reply) -> Step:
+            return Step([{"role": "user", "content": "caf\udce9"}])
+
+    trajectory = play(lambda: Names([]), [said("hello")] * 2)
+    assert trajectory.stop_reason == "failure"
+    assert r"holds one half of a surrogate pair, which is no text, in 'caf\udce9'" in str(trajectory.failure)
+    json.dumps(trajectory.messages, ensure_ascii=False).encode()  # so that they can be saved
+
+
+def test_a_failure_has_the_lines_of_the_users_code_that_raised() -> None:
+    class Broken(Calculator):
+        def reset(self, **kwargs: Any) -> None:
+            raise KeyError("nothere")
+
+        async def get_reward(self) -> float:
+            return next(iter([]))
+
+    class Steps(Script):
+        async def step(self, reply: Reply) -> Step:
+            raise KeyError("nothere")
+
+    for make in (lambda: ToolEnvironment(Broken), lambda: Steps([])):
+        trajectory = play(make, [said("hello")])
+        assert trajectory.failure == "KeyError: 'nothere'"
+        first, *lines = trajectory.raised_at.strip().splitlines()
+        assert __file__ in first and [line.strip() for line in lines] == ['raise KeyError("nothere")']
+
+
 def test_a_malformed_call_is_told_ended_masked_or_punished_as_configured() -> None:
     turns = [said("<tool_call>{", errors=["the tool call cannot be read."]), said("done")]
     told = play(lambda: ToolEnvironment(Calculator), turns, {"start": 1}, parse_error_reward=-0.5)
@@ -506,6 +541,7 @@ class ForgetsToReturn(Answering):
         (Answering(first="Count."), "`reset` must return messages, dictionaries with a role.* not 'Count.'"),
         (Answering(Step(["again"])), r"`step` that is not done must return messages.* not \['again'\]"),  # type: ignore[list-item]
         (Answering(metrics={"moves": "many"}), "metrics={'moves': 'many'}: give names and numbers"),
+        (Answering(metrics={"moves": 10**400}), "metrics={'moves': 1000.*: give names and numbers"),
         (None, "made None: it must make a new Environment"),
     ],
 )

@@ -566,6 +566,7 @@ def test_an_engine_that_fails_is_a_failure_and_a_5xx() -> None:
 def test_a_program_that_raises_dies_or_asks_for_nothing_is_a_failure() -> None:
     (trajectory,) = play(plain_program.once, Engine("Hi"), {"raise": True})
     assert trajectory.failure == "the program failed: RuntimeError: no such file"
+    assert "plain_program.py" in trajectory.raised_at and "no such file" in trajectory.raised_at
     (trajectory,) = play(lambda row, base_url, api_key: 1.0, Engine("Hi"))
     assert trajectory.failure == "the program ended without a turn."
     (trajectory,) = play(lambda row, base_url, api_key: sys.exit(2), Engine("Hi"))
@@ -578,7 +579,7 @@ def test_a_program_that_raises_dies_or_asks_for_nothing_is_a_failure() -> None:
 
 
 def test_what_is_no_reward_is_refused() -> None:
-    for reward in ("good", float("nan")):
+    for reward in ("good", float("nan"), 1e308):
 
         def main(row: Any, base_url: str, api_key: str, reward: Any = reward) -> Any:
             plain_program.once({}, base_url, api_key)

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.arguments import at_least, imported, require_packages
 from lightrl.background import in_thread
+from lightrl.environments.endpoint import running
 from lightrl.environments.endpoint.running import InProcess, InSubprocess, ProgramError, Runner
 from lightrl.environments.endpoint.session import Session
 from lightrl.environments.multi_turn import Attempt, MultiTurn
+from lightrl.rewards.calls import MAX_REWARD, users_lines
 from lightrl.types import StopReason, Trajectory
 
 if TYPE_CHECKING:
@@ -207,6 +209,7 @@ class AgentProgram(MultiTurn):
             turn_rewards=[] if reward is None else [0.0] * (session.turns - 1) + [reward],
             failure=session.failure,
             metrics=session.metrics(time.monotonic() - began),
+            raised_at=session.raised_at,
         )
 
     def _reward(self, program: asyncio.Future[Any], session: Session) -> float | None:
@@ -219,10 +222,13 @@ class AgentProgram(MultiTurn):
             reward = program.result()
         except ProgramError as error:
             if not session.limited:
-                session.fail(f"the program failed: {error}")
+                session.fail(f"the program failed: {error}", users_lines(error, __file__, running.__file__))
             return None
         if reward is None:
             return None
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise ValueError(f"run: the program must return a finite number or None, not {reward!r}.")
+        if not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
+            raise ValueError(
+                f"run: the program must return a finite number or None, not {repr(reward)[:60]}; numbers of at most "
+                f"{MAX_REWARD:g} in size."
+            )
         return float(reward)

@@ -21,6 +21,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.background import in_thread
+from lightrl.rewards.calls import message_of
 
 __all__ = ["InProcess", "InSubprocess", "ProgramError", "Runner"]
 
@@ -65,7 +66,8 @@ class InProcess(Runner):
             result, error = await asyncio.shield(task)
             if error is None:
                 return result
-            raise ProgramError(f"{type(error).__name__}: {error}".removesuffix(": "))  # SystemExit, or cancelled
+            said = f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")  # SystemExit, or cancelled
+            raise ProgramError(said) from error
         finally:
             if not task.done():
                 call.cancel()

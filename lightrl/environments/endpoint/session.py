@@ -143,6 +143,7 @@ class Session:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop, init=False)
     broken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     failure: str | None = field(default=None, init=False)
+    raised_at: str = field(default="", init=False)
     refusal: str | None = field(default=None, init=False)
     ended: bool = field(default=False, init=False)
     completion: str = field(default="", init=False)
@@ -208,9 +209,10 @@ class Session:
         for task in self._tasks:
             task.cancel()
 
-    def fail(self, cause: str) -> None:
-        """Notes that something failed that the policy did not cause; the first cause stays."""
-        self.failure = self.failure or cause
+    def fail(self, cause: str, raised_at: str = "") -> None:
+        """Notes that something failed that the policy did not cause; the first cause stays, with its lines of code."""
+        if self.failure is None:
+            self.failure, self.raised_at = cause, raised_at
         self.broken.set()
 
     def remember(self, name: str, messages: list[Message]) -> None:
