@@ -1,7 +1,8 @@
-"""Validates data files; errors name the file, the line, what is wrong there and what to do.
+"""Reads and validates data files; errors name the file, the line, what is wrong there and what to do.
 
 The readers of `datasets` tell neither the line nor the column, and let some damage pass: bytes that are no text become
-question marks, of two equal headers one is renamed, and a line of CSV that is too short gets empty cells.
+question marks, of two equal headers one is renamed, a line of CSV that is too short gets empty cells, and text that
+looks like a number or a date becomes one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-__all__ = ["BUILDERS", "nth_line", "one_line", "require_readable"]
+__all__ = ["BUILDERS", "file_rows", "is_csv", "nth_line", "one_line", "require_readable"]
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 """Suffix of a file -> how `datasets` calls its kind."""
@@ -31,13 +33,31 @@ def require_readable(path: Path) -> None:
 
     Lines are looked at one by one, at some hundred thousand a second; a file compressed by gzip is unpacked on the way.
     """
-    with path.open("rb") as file:
-        start = file.read(6)
-    kind = BUILDERS[path.suffix.lower()]
+    if path.suffix.lower() == ".parquet":
+        return _check_parquet(path)
+    for _ in file_rows(path):
+        pass
+
+
+def file_rows(file: str | Path, sep: str = ",") -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a JSON, JSONL or CSV file as they stand there, each with its line.
+
+    Args:
+        file: whose suffix tells its form; it may be compressed by gzip.
+        sep: what stands between the cells of a CSV file.
+
+    Yields:
+        number (from 1) of the line that a row ends in, 0 in a file that is one JSON text; and the row. The cells of a
+        CSV file are text, empty ones None.
+
+    Raises:
+        ValueError: the file is broken or holds no rows.
+    """
+    path = Path(file)
+    with path.open("rb") as opened:
+        start = opened.read(6)
     if not start:
         raise ValueError(f"{path} is empty: there are no rows in it.")
-    if kind == "parquet":
-        return _check_parquet(path, start)
     if start.startswith(_PARQUET):
         raise ValueError(f"{path} is a Parquet file: name it {path.with_suffix('.parquet').name}.")
     for magic, name in _OTHER_KINDS.items():
@@ -45,9 +65,12 @@ def require_readable(path: Path) -> None:
             raise ValueError(f"{path} is compressed ({name}), not {path.suffix}: unpack it first.")
     if start.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise ValueError(f"{path} is UTF-16 text: convert it, for example by `iconv -f UTF-16 -t UTF-8`.")
-    if kind == "csv":
-        return _check_csv(path)
-    return _check_json(path)
+    yield from _csv_rows(path, sep) if is_csv(path) else _json_rows(path)
+
+
+def is_csv(file: str | Path) -> bool:
+    """Whether a file is CSV, by its name."""
+    return Path(str(file).lower().removesuffix(".gz")).suffix == ".csv"
 
 
 def one_line(error: BaseException) -> str:
@@ -77,8 +100,8 @@ def _open(path: Path) -> Any:
     return gzip.open(path, "rb") if packed else path.open("rb")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, text) of each line that is not blank."""
+def _lines(path: Path, *, blank: bool = False) -> Iterator[tuple[int, str]]:
+    """(number, text) of each line; of blank ones only where asked for."""
     said = time.monotonic()
     with _open(path) as file:
         number = 0
@@ -93,7 +116,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             if number % 10_000 == 0 and time.monotonic() - said > PROGRESS_SECONDS:
                 said = time.monotonic()
                 rank_zero_info(f"{path}: looked at {number:,} lines.")
-            if raw.isspace():
+            if not blank and raw.isspace():
                 continue
             try:
                 yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -116,7 +139,18 @@ class _DuplicateKeyError(ValueError):
     pass
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise _HugeNumberError(digits)
+    return number
+
+
+class _HugeNumberError(ValueError):
+    pass
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite)
 
 
 def _decoded(path: Path, where: str, text: str) -> Any:
@@ -131,6 +165,10 @@ def _decoded(path: Path, where: str, text: str) -> Any:
         raise
     except _DuplicateKeyError as error:
         raise ValueError(f"{path}{where}: the key {str(error)!r} stands twice in one object; keep one.") from error
+    except _HugeNumberError as error:
+        raise ValueError(
+            f"{path}{where}: the number {str(error)[:80]} is beyond what a float holds; write it as text, in quotes."
+        ) from error
     except RecursionError as error:
         raise ValueError(f"{path}{where}: nested too deeply to be read.") from error
     except ValueError as error:  # an integer of thousands of digits
@@ -158,9 +196,9 @@ def _check_rows(path: Path, where: str, rows: list[Any]) -> None:
             raise ValueError(f"{path}{place}: {{}} has no columns; drop it.")
 
 
-def _check_json(path: Path) -> None:
+def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """One object a line; or, in a `.json` file, also one array of objects or one object."""
-    if path.suffix.lower() == ".json":
+    if Path(path.name.lower().removesuffix(".gz")).suffix == ".json":
         lines = list(_lines(path))
         text = "\n".join(line.rstrip("\r\n") for _, line in lines)
         try:
@@ -174,10 +212,14 @@ def _check_json(path: Path) -> None:
                     "object a line."
                 ) from error
         else:
-            _check_rows(path, "", whole if isinstance(whole, list) else [whole])
+            del lines, text
+            whole = whole if isinstance(whole, list) else [whole]
+            _check_rows(path, "", whole)
             if not whole:
                 raise ValueError(f"{path} holds no rows.")
+            yield from ((0, row) for row in whole)
             return
+        del lines, text
     number = 0
     for number, line in _lines(path):
         try:
@@ -187,8 +229,12 @@ def _check_json(path: Path) -> None:
                 f"{path}, line {number}: {line[max(0, error.pos - 20) : error.pos + 40]!r} is not JSON ({error.msg} at "
                 f"column {error.colno}). A line must hold one whole object; correct it or drop it."
             ) from error
-        if type(row) is not dict or not row:
-            _check_rows(path, f", line {number}", row if isinstance(row, list) and row else [row])
+        if type(row) is dict and row:
+            yield number, row
+        else:
+            rows = row if isinstance(row, list) and row else [row]
+            _check_rows(path, f", line {number}", rows)
+            yield from ((number, row) for row in rows)
     if not number:
         raise ValueError(f"{path} holds blank lines alone: there are no rows in it.")
 
@@ -201,23 +247,26 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _check_csv(path: Path) -> None:
+def _csv_rows(path: Path, sep: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every row has as many cells as the header, whose names differ."""
 
     line = 0
 
     def texts() -> Iterator[str]:
         nonlocal line
-        for line, text in _lines(path):
+        for line, text in _lines(path, blank=True):
             if "\0" in text:
                 raise ValueError(f"{path}, line {line}: a NUL byte: the file is cut short, or no CSV.")
             yield text
 
-    rows = csv.reader(texts(), strict=True)
+    csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))  # a text of more than 128 KiB is none too many
+    read = csv.reader(texts(), strict=True, delimiter=sep)
+    rows = (row for row in read if row and (len(row) > 1 or not row[0].isspace()))  # blank lines are none
     try:
         header = next(rows, None)
         if header is None:
             raise ValueError(f"{path} holds blank lines alone: there are no rows in it.")
+        header = [name or f"Unnamed: {i}" for i, name in enumerate(header)]
         twice = sorted({name for name in header if header.count(name) > 1})
         if twice:
             raise ValueError(f"{path}, line {line}: two columns are called {', '.join(map(repr, twice))}.")
@@ -226,18 +275,23 @@ def _check_csv(path: Path) -> None:
             count += 1
             if len(row) != len(header):
                 raise ValueError(
-                    f"{path}, line {line}: {len(row)} cells, the header has {len(header)} ({','.join(row)[:80]!r}). "
+                    f"{path}, line {line}: {len(row)} cells, the header has {len(header)} ({sep.join(row)[:80]!r}). "
                     "Quote cells that hold commas, or set load_kwargs (sep) where the file uses another separator."
                 )
+            yield line, {name: cell or None for name, cell in zip(header, row, strict=True)}
     except csv.Error as error:
         raise ValueError(f"{path}, line {line}: {error}. A quoted cell may have been left open.") from error
     if not count:
         raise ValueError(f"{path} holds a header alone: there are no rows in it.")
 
 
-def _check_parquet(path: Path, start: bytes) -> None:
+def _check_parquet(path: Path) -> None:
     import pyarrow.parquet
 
+    with path.open("rb") as file:
+        start = file.read(6)
+    if not start:
+        raise ValueError(f"{path} is empty: there are no rows in it.")
     if not start.startswith(_PARQUET):
         raise ValueError(f"{path} is no Parquet file: it begins with {start!r}. Is it JSON or CSV under a wrong name?")
     try:

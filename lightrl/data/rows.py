@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +19,14 @@ from datasets import (
     IterableDatasetDict,
     Video,
     load_dataset,
+    load_dataset_builder,
     load_from_disk,
 )
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightrl.arguments import at_least, one_of, user_path
 from lightrl.data.files import BUILDERS, PROGRESS_SECONDS, nth_line, one_line, require_readable
+from lightrl.data.tables import VERSION, FileTables, columns_of
 
 __all__ = ["RowError", "RowSource", "require_columns", "shuffled_order"]
 
@@ -42,7 +45,9 @@ class RowSource:
 
     Args:
         path: a JSON, JSONL, Parquet or CSV file; a folder of such files or one written by `Dataset.save_to_disk`; or
-            the name of a data set on the hub, such as "openai/gsm8k".
+            the name of a data set on the hub, such as "openai/gsm8k". Values of local JSON and CSV files stay what they
+            are there: text is never read as a number or a date. In CSV a column is one of numbers where each of its
+            cells is written as Python writes that number; an empty cell is None.
         rows: a list of dictionaries, a `datasets.Dataset`, or a function or configurable object without arguments that
             returns one of them; YAML names a function by its import path and an object by `class_path`.
         name: configuration of a hub data set, such as "main".
@@ -206,11 +211,14 @@ class RowSource:
 
     def _from_path(self, path: str) -> Any:
         local = user_path("path", path)
+        try:
+            local.exists()
+        except OSError as error:
+            raise ValueError(f"path={path[:80]!r}...: cannot be looked for: {one_line(error)[:80]}.") from error
         if local.is_file():
             builder = BUILDERS.get(local.suffix.lower())
             if builder is None:
                 raise ValueError(f"path={path!r}: unknown kind of file; known are {', '.join(BUILDERS)}.")
-            self._require_readable_files()  # of a stream, too: pyarrow's reader crashes on some broken files
             files = {self.split.split("[")[0]: str(local)}  # whatever split is asked for is this file
             return self._load_dataset(builder, data_files=files)
         if local.is_dir():
@@ -221,11 +229,32 @@ class RowSource:
                     raise ValueError(
                         f"path={path!r}: the saved data set cannot be read: {one_line(error)}. Save it again."
                     ) from error
-            self._require_readable_files()
+            if not any(file.is_file() for file in local.rglob("[!.]*")):
+                raise ValueError(f"path={path!r}: there is no file in this folder to read rows from.")
             return self._load_dataset(str(local), name=self.name)
         if local.suffix.lower() in BUILDERS or path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise ValueError(f"path={path!r}: there is no such file or folder (looked from {Path.cwd()}).")
         return self._load_dataset(path, name=self.name)
+
+    def _local_tables(self, builder: Any) -> FileTables | None:
+        """What reads local JSON or CSV files; None for others, and where arguments ask for another way of reading."""
+        config = builder.config
+        files = [str(file) for part in (config.data_files or {}).values() for file in part]
+        sep = getattr(config, "sep", ",")
+        asked = set(self.load_kwargs) <= {"sep", "delimiter"} and len(sep) == 1
+        plain = config.features is None and not getattr(config, "field", None)  # README.md of a folder may say otherwise
+        kinds = {"csv": (".csv",), "json": (".json", ".jsonl")}.get(builder.name, ())
+        local = all(file.lower().removesuffix(".gz").endswith(kinds) and Path(file).is_file() for file in files)
+        if not (asked and plain and files and kinds and local):
+            return None
+        return FileTables(
+            dataset_name=builder.dataset_name,
+            config_name=config.name,
+            hash=VERSION,
+            data_files=config.data_files,
+            features=columns_of(files, sep),
+            sep=sep,
+        )
 
     def _require_readable_files(self) -> None:
         """Names the broken line of a local file; with `load_kwargs` a file may have a form that only they tell."""
@@ -237,8 +266,26 @@ class RowSource:
                 require_readable(file)
 
     def _load_dataset(self, builder: str, **kwargs: Any) -> Any:
+        tables = None
+        if self.path is not None and Path(self.path).expanduser().exists():
+            with self._named_errors():
+                found = load_dataset_builder(builder, **kwargs, **self.load_kwargs)
+            tables = self._local_tables(found)
+            if tables is None:
+                self._require_readable_files()  # of a stream, too: pyarrow's reader crashes on some broken files
+        with self._named_errors():
+            if tables is None:
+                return load_dataset(builder, split=self.split, streaming=self.streaming, **kwargs, **self.load_kwargs)
+            if self.streaming:
+                return tables.as_streaming_dataset(split=self.split)
+            tables.download_and_prepare()
+            return tables.as_dataset(split=self.split)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Makes one message of what `datasets` raises."""
         try:
-            return load_dataset(builder, split=self.split, streaming=self.streaming, **kwargs, **self.load_kwargs)
+            yield
         except (FileNotFoundError, ConnectionError) as error:
             raise ValueError(
                 f"path={self.path!r}: neither a file or folder here nor on the hub (or no network): {one_line(error)}."
