@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerBase
 from lightrl.arguments import at_least, one_of
 from lightrl.data.media import COLUMNS, MediaError, require_present
 from lightrl.data.processing import ConversationSource, Encoded, MediaProcessor, arranged, encode_prompt
-from lightrl.data.rows import RowError, require_columns, shuffled_order
-from lightrl.data.templates import require_text
+from lightrl.data.rows import RowError, plain_rows, require_columns, shuffled_order
+from lightrl.data.templates import encode, require_text
 from lightrl.models.media_tokens import TOKEN_INPUT
 from lightrl.types import Media, Prompts
 
@@ -32,6 +32,8 @@ __all__ = ["PromptMixture", "PromptSet", "PromptSource", "prompt_source"]
 
 MIX_BLOCK = 1000
 SHUFFLE_BUFFER = 10_000
+SLACK = 64
+"""Tokens by which a prompt may be longer than its bytes tell, such as those that begin a text."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,9 @@ class Reading:
     seed: int = 0
     shuffle: bool = True
     processor: MediaProcessor | None = None
+    check_column: str | None = None
+    check_row: Callable[[Mapping[str, Any]], None] | None = None
+    room: tuple[int, int] | None = None
 
 
 @dataclass
@@ -74,6 +79,9 @@ class PromptSource(ConversationSource):
         seed: int = 0,
         shuffle: bool = True,
         processor: MediaProcessor | None = None,
+        check_column: str | None = None,
+        check_row: Callable[[Mapping[str, Any]], None] | None = None,
+        room: tuple[int, int] | None = None,
     ) -> PromptSet:
         """Reads the rows.
 
@@ -82,8 +90,13 @@ class PromptSource(ConversationSource):
             seed: of the order, 0 or more.
             shuffle: a new order in every pass; otherwise the order of the data set.
             processor: of the model's media, from `load_processor`; None for a model of text.
+            check_column: column that `check_row` needs.
+            check_row: a further check of every row: raises a `ValueError` about one that cannot be used.
+            room: tokens that a sequence of the engine holds, and those of them that are kept for the completion; None
+                where that is not known. Without `max_prompt_tokens` a prompt of text that leaves less is refused.
         """
-        return PromptSet([open_source(self, Reading(tokenizer, seed, shuffle, processor))], [1.0], seed=seed)
+        reading = Reading(tokenizer, seed, shuffle, processor, check_column, check_row, room)
+        return PromptSet([open_source(self, reading)], [1.0], seed=seed)
 
 
 @dataclass
@@ -166,9 +179,13 @@ class OpenSource(ABC):
         self.columns = list(columns)
         self.tokenizer = reading.tokenizer
         self.processor = reading.processor
+        self.check_column = reading.check_column
+        self.check_row = reading.check_row
+        self.room = reading.room if spec.max_prompt_tokens is None and reading.processor is None else None
         self.counts = {"dropped": 0, "truncated": 0}
         self.broken: set[int] = set()
-        self.rendered: set[tuple[Any, ...]] = set()
+        self.rendered: dict[tuple[Any, ...], int] = {}
+        self.known: set[str] = set()
         self.drops = spec.max_prompt_tokens is not None and spec.overlong != "truncate_left"
 
     @abstractmethod
@@ -190,10 +207,15 @@ class OpenSource(ABC):
         """Row in the data set of the prompt with this number in its order."""
         raise AssertionError(f"row {number} of a stream: callers ask for the length first, which raises")
 
+    def values(self, column: str) -> set[Any] | None:
+        """What its rows hold in a column; None for a stream, of which that is not known."""
+        return None
+
     @property
     def read_columns(self) -> list[str]:
-        """Columns that a prompt is made of."""
-        return [self.spec.prompt_column, *(COLUMNS if self.spec.media_columns is None else self.spec.media_columns)]
+        """Columns that are looked at before training."""
+        media = COLUMNS if self.spec.media_columns is None else self.spec.media_columns
+        return [self.spec.prompt_column, *media, *([self.check_column] if self.check_column else [])]
 
     def check(self, row: Mapping[str, Any]) -> None:
         """Raises a `ValueError` about a row that cannot become a prompt, as far as can be seen without tokenising it.
@@ -202,23 +224,67 @@ class OpenSource(ABC):
         in this order (each order once), and whether the files of its media are there.
         """
         spec, prompt = self.spec, row.get(self.spec.prompt_column)
+        if self.check_row is not None:
+            try:
+                self.check_row(row)
+            except ValueError as error:
+                raise RowError(f" {error}") from error
         media_columns = self.processor is not None or spec.media_columns
         try:
             if isinstance(prompt, str) and not media_columns:
                 if not prompt:
                     raise ValueError("the prompt is an empty string.")
-                return require_text(prompt)
+                require_text(prompt)
+                return self._check_length(prompt, (str,), spec.system_prompt)
             arranged_prompt, system, found = arranged(prompt, row, spec, self.tokenizer, self.processor)
             require_present(found, spec)
             if not isinstance(arranged_prompt, str):
                 order = tuple((m["role"], type(m["content"])) for m in arranged_prompt)
-                if order not in self.rendered:
-                    spec.render(self.tokenizer, arranged_prompt, system)
-                    self.rendered.add(order)
+                self._check_length(arranged_prompt, order, system)
         except MediaError as error:
             raise MediaError(f": {error}") from error
         except ValueError as error:
             raise RowError(f", column {spec.prompt_column!r}: {error}") from error
+
+    def _check_length(self, prompt: Any, order: tuple[Any, ...], system: str | None) -> None:
+        """Raises a `ValueError` about a prompt of text without tokens, or with more than there is room for.
+
+        Few are tokenised: a text has no more tokens than bytes, and what a chat template adds to it is known from
+        the first of its kind.
+
+        Args:
+            prompt: a string or a conversation, as `arranged` gives it.
+            order: what its rendering depends on, apart from the texts.
+            system: the system prompt.
+        """
+        size = len(str(prompt).encode())
+        if order not in self.rendered:
+            text, _ = self.spec.render(self.tokenizer, prompt, system)
+            self.rendered[order] = max(0, len(text.encode()) - size)
+        unknown = isinstance(prompt, str) and self.processor is None and not self._knows(prompt)
+        fits = self.room is None or size + self.rendered[order] + SLACK <= self.room[0] - self.room[1]
+        if fits and not unknown:
+            return
+        text, templated = self.spec.render(self.tokenizer, prompt, system)
+        length = len(encode(self.tokenizer, text, templated=templated))
+        if not length:
+            raise ValueError(f"the prompt {text[:80]!r} has no tokens: the tokenizer knows none of its characters.")
+        if self.room is not None and length > self.room[0] - self.room[1]:
+            raise ValueError(
+                f"the prompt has {length} tokens, with max_new_tokens={self.room[1]} that is more than the "
+                f"{self.room[0]} that the model holds. Set max_prompt_tokens (overlong says what happens to longer "
+                "ones), or lower max_new_tokens."
+            )
+
+    def _knows(self, text: str) -> bool:
+        """Whether a text has a character that is a token, which is seen at the first one nearly always."""
+        for character in text:
+            if character in self.known:
+                return True
+            if encode(self.tokenizer, character, templated=False):
+                self.known.add(character)
+                return True
+        return False
 
     def encode(self, index: int, row: Mapping[str, Any]) -> Encoded:
         """Text, token ids and media of a row, however long."""
@@ -324,6 +390,11 @@ class _MapRows(OpenSource):
 
     def index(self, number: int) -> int:
         return int(self.kept[number])
+
+    def values(self, column: str) -> set[Any] | None:
+        kept = self.kept if isinstance(self.kept, range) else set(self.kept)
+        rows = enumerate(plain_rows(self.data, [column]))
+        return {row.get(column) for number, row in rows if number in kept}
 
     def _first_good(self, number: int) -> Drawn:
         """This prompt, or the next one in the data set's order that can be used."""
@@ -446,6 +517,11 @@ class PromptSet:
         self._pattern: tuple[int, np.ndarray[Any, Any]] = (-1, np.zeros(0, dtype=np.int64))
         self._pool: ThreadPoolExecutor | None = None
         self.columns = list(dict.fromkeys(name for source in sources for name in source.columns))
+
+    @property
+    def sources(self) -> list[OpenSource]:
+        """What the prompts come from."""
+        return list(self._sources)
 
     def __len__(self) -> int:
         """Number of prompts of all sources, without dropped rows.

@@ -28,7 +28,7 @@ from lightrl.arguments import at_least, one_of, user_path
 from lightrl.data.files import BUILDERS, PROGRESS_SECONDS, nth_line, one_line, require_readable
 from lightrl.data.tables import VERSION, FileTables, columns_of
 
-__all__ = ["RowError", "RowSource", "require_columns", "shuffled_order"]
+__all__ = ["RowError", "RowSource", "plain_rows", "require_columns", "shuffled_order"]
 
 # As the command line reads them: text is tried first, else "007" in quotes would become a number.
 Text = str | Any
@@ -132,7 +132,7 @@ class RowSource:
         """
         bad: dict[int, str] = {}
         begun = said = time.monotonic()
-        for number, row in enumerate(_plain_rows(data, columns)):
+        for number, row in enumerate(plain_rows(data, columns)):
             try:
                 check(row)
             except ValueError as error:
@@ -295,7 +295,7 @@ class RowSource:
             raise ValueError(f"path={self.path!r}, split={self.split!r}: {one_line(error)}.") from error
 
 
-def _plain_rows(data: Any, columns: Iterable[str]) -> Iterator[Mapping[str, Any]]:
+def plain_rows(data: Any, columns: Iterable[str]) -> Iterator[Mapping[str, Any]]:
     """Rows with some of their columns, media as bytes or paths; in batches where the data can, which is much faster."""
     if not isinstance(data, Dataset):
         yield from (data[number] for number in range(len(data)))

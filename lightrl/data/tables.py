@@ -1,7 +1,7 @@
 """JSON and CSV files as data sets whose values are those of the file: what is text there stays text.
 
-The readers of `datasets` and pandas guess: "2024-01-01" becomes a date, "007" a 7, "1.50" a 1.5, "None" nothing, and 2 a
-2.0 where another row holds a fraction. A reward function that compares answers then finds every right one wrong.
+The readers of `datasets` and pandas guess: "2024-01-01" becomes a date, "007" a 7, "1.50" a 1.5, "None" nothing, and 2
+a 2.0 where another row holds a fraction. A reward function that compares answers then finds every right one wrong.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ def _feature(name: str, kinds: Mapping[str, tuple[str, Any]], csv: bool) -> Any:
         (text_place, text), (place, value) = kinds["string"], kinds[others[0]]
         shown = json.dumps(value)[:80]
         raise ValueError(
-            f"{place}, column {name!r}: {shown} is no text, and {json.dumps(text)[:80]} ({text_place}) is: a column holds "
-            f'one of the two. Write all its values as text, here "{shown}".'
+            f"{place}, column {name!r}: {shown} is no text, and {json.dumps(text)[:80]} ({text_place}) is: a column "
+            f'holds one of the two. Write all its values as text, here "{shown}".'
         )
     if len(held) == 1 and held[0] in _PLAIN:
         return Value(held[0])

@@ -202,6 +202,14 @@ class Engine(ABC):
             ValueError: what is wrong, and the way out.
         """
 
+    def known_model_len(self, model_path: str) -> int | None:
+        """What `max_model_len` will be, as far as that is known before the start; None where it is not.
+
+        Args:
+            model_path: folder or hub name of the model.
+        """
+        return None
+
     def check_in_flight(self) -> None:
         """Says whether weights may change within a completion (`InFlight`): the engine takes requests with `begun`
         completions and `pause_at`, heeds `RequestQueue.suspend`, and serves several `generate` at a time.

@@ -33,10 +33,12 @@ from lightrl.models.spec import LoraSpec, ModelSpec
 
 __all__ = [
     "causal_class",
+    "has_position_table",
     "load_backbone",
     "load_causal_lm",
     "load_model",
     "load_scalar",
+    "longest_sequence",
     "require_model",
     "return_router_logits",
     "save_hf_folder",
@@ -275,3 +277,15 @@ def _copy_processor(path: str, folder: Path) -> None:
         file = cached_path(path, name)
         if file is not None and Path(file).resolve() != (folder / name).resolve():
             shutil.copyfile(file, folder / name)
+
+
+def longest_sequence(config: Any) -> int | None:
+    """Tokens of the longest sequence that a model was made for; None where its configuration does not say."""
+    longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return longest
+
+
+def has_position_table(config: Any) -> bool:
+    """Whether a longer sequence is an error: a table of positions ends, while rotations only get worse."""
+    tables = ("biogpt", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "opt")
+    return str(config.get_text_config().model_type) in tables

@@ -54,9 +54,11 @@ class Reward(ABC):
     Attributes:
         max_concurrency: most calls of this object that may run at once; None leaves it to the scorer. A class whose
             `__call__` is not `async` is called from several threads: set 1 where that is not safe.
+        needed_columns: data-set columns that it reads beyond those in its signature; looked for before training.
     """
 
     max_concurrency: int | None = None
+    needed_columns: Sequence[str] = ()
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -73,6 +73,7 @@ class RewardFunction:
         self.needs = {p.name for p in parameters if p.kind in _NAMED and p.default is inspect.Parameter.empty}
         if any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in parameters):
             raise ValueError(f"reward function {name!r}: takes positional-only arguments; all are passed by keyword.")
+        self.needed_columns = tuple(getattr(function, "needed_columns", ()))
         inner = getattr(function, "func", function)
         self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
         self._loop = BackgroundLoop(f"reward-{name}")  # its own: one that blocks it blocks no other, and no time limit
@@ -81,12 +82,12 @@ class RewardFunction:
         """What the function needs beyond the given names and LightRL's own."""
         return sorted(self.needs - set(names) - {"log_metric", "log_extra"})
 
-    def complaint(self, names: Collection[str]) -> str | None:
-        """What to tell the user where something is missing among the given names; None where nothing is."""
+    def complaint(self, names: Collection[str], source: str = "the data set") -> str | None:
+        """What to tell the user where something is missing among the names that a source has; None where nothing is."""
         if not (missing := self.missing(names)):
             return None
         return (
-            f"reward function {self.name!r}: takes {', '.join(missing)}, which is neither a column of the data set "
+            f"reward function {self.name!r}: takes {', '.join(missing)}, which is neither a column of {source} "
             f"nor offered by LightRL. There are: {', '.join(sorted(names))}."
         )
 

@@ -49,6 +49,7 @@ class CombinedReward(Reward):
                 "its own (names=[...])."
             )
         self.parts = [RewardFunction(name, function) for name, function in zip(names, functions, strict=True)]
+        self.needed_columns = tuple(name for part in self.parts for name in part.needed_columns)
         for part in self.parts:
             if unheard := part.needs.intersection(ONLY_BY_NAME):
                 raise ValueError(

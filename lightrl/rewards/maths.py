@@ -56,6 +56,7 @@ class MathVerify(Reward):
     ) -> None:
         require_packages("MathVerify", "math", "math_verify")
         self.column = column
+        self.needed_columns = (column,)
         self.timeout = above("MathVerify.timeout", timeout, note=" seconds")
         self.timeout_value = timeout_value
         self.max_concurrency = at_least("MathVerify.num_workers", num_workers, 1, most=MOST_WORKERS)

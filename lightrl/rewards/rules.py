@@ -57,6 +57,7 @@ class ExactAnswer(Reward):
         if pattern is not None and extract != "text":
             raise ValueError(f"ExactAnswer: extract={extract!r} and pattern={pattern!r} exclude one another.")
         self.column = column
+        self.needed_columns = (column,)
         self.extract = one_of("ExactAnswer.extract", extract, *EXTRACTORS)
         self.reference_extract = one_of("ExactAnswer.reference_extract", reference_extract, *EXTRACTORS)
         self.pattern = None if pattern is None else TimedPattern("ExactAnswer", pattern, timeout)
@@ -158,6 +159,7 @@ class LengthReward(Reward):
             raise ValueError(f"LengthReward: target={target!r}, column={column!r}: give exactly one of the two.")
         self.target = target
         self.column = column
+        self.needed_columns = () if column is None else (column,)
         self.alpha = above("LengthReward.alpha", alpha)
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float | None]:
@@ -256,6 +258,7 @@ class CosineLength(Reward):
         function = load_reward(correct)
         self.correct = RewardFunction(f"CosineLength.correct={reward_name(function)}", function)
         self.max_concurrency = getattr(function, "max_concurrency", None)
+        self.needed_columns = self.correct.needed_columns
         self.max_tokens = at_least("CosineLength.max_tokens", max_tokens, 1)
         self.exceed = exceed
         self.right = (correct_at_zero, correct_at_max)

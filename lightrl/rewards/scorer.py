@@ -162,6 +162,50 @@ class RewardScorer:
                 raise ValueError(complaint)
         self._require_labels(offered)
 
+    def check_source(
+        self, columns: Collection[str], source: str, labels: Iterable[Any] | None = None, mixed: Iterable[str] = ()
+    ) -> None:
+        """Raises a `ValueError` where a function that scores rows of this source needs what none of them has.
+
+        Args:
+            columns: of the source.
+            source: what messages call it.
+            labels: those of its rows; None where they are not known, as of a stream.
+            mixed: columns of sources that it is mixed with; it has None there, which `Reward.needed_columns` may hold.
+        """
+        used = set(self.names)
+        if self.recipes is not None:
+            recipes = [self.recipes[label] for label in labels] if labels is not None else list(self.recipes.values())
+            used = set.union(*map(set, recipes)) if labels is not None else set.intersection(*map(set, recipes))
+        for function in self._functions:
+            if function.name not in used:
+                continue
+            if lacking := sorted({*function.needed_columns} - {*columns, *mixed}):
+                raise ValueError(
+                    f"reward function {function.name!r}: column={lacking[0]!r} is not in {source}; there are: "
+                    f"{', '.join(sorted(columns))}. Name the column with the reference, or add it."
+                )
+            if complaint := function.complaint({*columns, *OFFERED}, source):
+                raise ValueError(
+                    f"{complaint} Add the column there (null where there is nothing to compare), give the parameter a "
+                    "default, or tell the functions of rows apart by `recipes`."
+                )
+
+    def check_label(self, row: Mapping[str, Any]) -> None:
+        """Raises a `ValueError` where there are recipes, and none for the label of a row."""
+        if self.recipes is None:
+            return
+        label = row.get(self.label_column)
+        try:
+            known = label in self.recipes
+        except TypeError:  # a list
+            known = False
+        if not known:
+            raise ValueError(
+                f"has label {label!r} (column {self.label_column!r}), which has no recipe; known labels: "
+                f"{', '.join(map(repr, self.recipes))}. Add a recipe (an empty one scores nothing) or drop such rows."
+            )
+
     def close(self, timeout: float = 5.0) -> None:
         """Gives up what is being scored and ends the loop, in about `timeout` seconds.
 
@@ -192,12 +236,10 @@ class RewardScorer:
         self._require_labels(rows)
         labels = rows[self.label_column]
         for index, label in enumerate(labels):
-            if label not in self.recipes:
-                raise ValueError(
-                    f"row {index} (prompt {str(rows['prompts'][index])[:60]!r}) has label {label!r}, which has no "
-                    f"recipe; known labels: {', '.join(map(repr, self.recipes))}. Add a recipe (an empty one scores "
-                    "nothing) or drop such rows."
-                )
+            try:
+                self.check_label({self.label_column: label})
+            except ValueError as error:
+                raise ValueError(f"row {index} (prompt {str(rows['prompts'][index])[:60]!r}) {error}") from error
         return [self.recipes[label] for label in labels]
 
     def _require_labels(self, columns: Collection[str]) -> None:

@@ -253,10 +253,10 @@ class RolloutDataModule(LightningDataModule):
             self.episode.check_template()
         self.episode.setup(self.tokenizer, self.processor)
         self._load_prompts(stage)
-        if stage == "fit" and self.scorer is not None:
+        if self.scorer is not None:
             of_episodes = ("messages",) if self.episode.multi_turn else ()
-            self.scorer.require_columns([*self._sets["prompts"].columns, *of_episodes])
-
+            for name in self._used_sets(stage):
+                self._check_scored(self.scorer, name, of_episodes)
         if stage == "fit" and self.ptx is not None and self._ptx_loader is None:
             rows, pad = self.ptx.tokenized(self.tokenizer, self.processor), self.tokenizer.pad_token_id
             self._ptx_loader = SFTLoader(
@@ -264,6 +264,21 @@ class RolloutDataModule(LightningDataModule):
             )
         if not self.engine.started:
             self.engine.check(self._engine_context())
+
+    def _used_sets(self, stage: str) -> list[str]:
+        """Names of the prompts that a stage completes."""
+        if stage != "predict":
+            return [name for name in self._sets if name != "predict_prompts" and (stage == "fit" or name != "prompts")]
+        names: list[str] = ["predict_prompts", "eval_prompts/"]
+        return [name for name in names if name in self._sets][:1]
+
+    def _check_scored(self, scorer: RewardScorer, name: str, of_episodes: Sequence[str]) -> None:
+        """Refuses prompts without the columns that the reward functions of their rows need."""
+        opened = self._sets[name]
+        for source in opened.sources:
+            labels = source.values(scorer.label_column) if scorer.recipes is not None else None
+            columns = [*source.columns, *of_episodes]
+            scorer.check_source(columns, f"{source.spec.label} ({name.rstrip('/')})", labels, opened.columns)
 
     def _load_prompts(self, stage: str) -> None:
         """Opens the prompts that a stage needs and that are not open yet."""
@@ -274,6 +289,8 @@ class RolloutDataModule(LightningDataModule):
             sources["prompts"] = self.prompts
         elif stage == "predict" and self.predict_prompts is not None:
             sources["predict_prompts"] = self.predict_prompts
+        scorer = self.scorer
+        labelled = scorer is not None and scorer.recipes is not None
         for name, source in sources.items():
             if name not in self._sets:
                 self.episode.check_prompts(source.source if isinstance(source, PromptCurriculum) else source)
@@ -282,7 +299,20 @@ class RolloutDataModule(LightningDataModule):
                     seed=self.seed,
                     shuffle=self.shuffle and name == "prompts",
                     processor=self.processor,
+                    check_column=scorer.label_column if scorer is not None and labelled else None,
+                    check_row=scorer.check_label if scorer is not None and labelled else None,
+                    room=self._room(self.sampling if name == "prompts" else self.eval_sampling),
                 )
+
+    def _room(self, sampling: SamplingParams) -> tuple[int, int] | None:
+        """Tokens that a sequence of the engine holds, and those of its completion; None where it is not known."""
+        if self.episode.multi_turn:  # whose own limits say what happens then
+            return None
+        try:
+            longest = self.engine.known_model_len(self.learner.actor_spec.path)
+        except (OSError, ValueError):  # the engine says it better when it starts
+            return None
+        return None if longest is None else (longest, sampling.max_new_tokens)
 
     def train_dataloader(self) -> RolloutLoader:
         """One epoch of rollouts."""

@@ -24,7 +24,7 @@ from lightrl.engines.transformers.decoding import Generation
 from lightrl.kernels import cpu
 from lightrl.kernels.cpu.decoder import SHORT_PROMPT, CPUDecoder
 from lightrl.kernels.cpu.decoder_model import CPUModel, copy_by_rows
-from lightrl.models.loading import CONFIG_KEYS, causal_class
+from lightrl.models.loading import CONFIG_KEYS, causal_class, longest_sequence
 from lightrl.models.packing.attention import keep_attention_caps
 from lightrl.models.routing import Routers, RoutingPass
 from lightrl.types import CompletionGroup, EngineContext, GenerationRequest, Routes
@@ -113,9 +113,15 @@ class TransformersEngine(Engine):
         fast = model.device.type == "cpu" and cpu.enabled(self.cpu_kernels) and CPUModel.fits(model)
         self._cpu_model = CPUModel(model) if fast else None
         self._routers = _routers(model)
-        own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        own = longest_sequence(model.config)
         self._longest = min((limit for limit in (own, self._max_model_len) if limit is not None), default=1 << 30)
         self._model = model
+
+    def known_model_len(self, model_path: str) -> int | None:
+        """See `Engine.known_model_len`."""
+        kwargs = {key: value for key, value in self._model_kwargs.items() if key in CONFIG_KEYS}
+        own = longest_sequence(AutoConfig.from_pretrained(model_path, **kwargs))
+        return min((limit for limit in (own, self._max_model_len) if limit is not None), default=None)
 
     @property
     def started(self) -> bool:

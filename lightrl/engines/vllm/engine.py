@@ -206,6 +206,17 @@ class VLLMEngine(Engine):
         if self._adapter_rank(context) == 0:
             refuse_what_pushes_miss(self.model or context.model_path, self.engine_args)
 
+    def known_model_len(self, model_path: str) -> int | None:
+        if self.requested_model_len is not None or "hf_overrides" in self.engine_args:
+            return self.requested_model_len
+        from transformers import AutoConfig
+
+        from lightrl.models.loading import longest_sequence
+
+        config = AutoConfig.from_pretrained(self.model or model_path)
+        rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+        return longest_sequence(config) if rope.get("rope_type") == "default" else None  # vLLM stretches scaled ones
+
     def start(self, context: EngineContext) -> None:
         if self._adapter is not None:
             return

@@ -1,0 +1,136 @@
+"""Rows that no reward function can score, and prompts that no engine takes, are found before any model loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from lightrl.algorithms import GRPOLightningModule
+from lightrl.data import prompts
+from lightrl.data.prompts import PromptMixture, PromptSource
+from lightrl.engines.transformers.engine import TransformersEngine
+from lightrl.rewards import CombinedReward, ExactAnswer
+from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+WITH = [{"prompt": "1+1=", "answer": "2", "label": "m"}] * 4
+WITHOUT = [{"prompt": "1+2=", "label": "n"}] * 4
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+
+
+def needs(completions: list[str], answer: list[str]) -> list[float]:
+    assert None not in answer
+    return [0.5 * index for index in range(len(completions))]
+
+
+def free(completions: list[str]) -> list[float]:
+    return [0.5 * index for index in range(len(completions))]
+
+
+def fit(model_path: str, **settings: Any) -> None:
+    data = sums_data(**settings)
+    try:
+        quiet_trainer().fit(GRPOLightningModule(model_path, kl=None), data)
+    except ValueError:
+        assert data.engine.policy_version <= 0 and not data.engine.started
+        raise
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prompts": WITH, "eval_prompts": WITHOUT},
+        {"prompts": WITH, "eval_prompts": {"easy": PromptSource(rows=WITH), "hard": PromptSource(rows=WITHOUT)}},
+        {"prompts": PromptMixture([PromptSource(rows=WITH), PromptSource(rows=WITHOUT)])},
+    ],
+)
+def test_a_source_without_a_column_that_its_rewards_need_is_refused(settings: Any, model_path: str) -> None:
+    with pytest.raises(ValueError, match=r"'needs': takes answer, which is neither a column of list \(.*recipes"):
+        fit(model_path, rewards=[needs], **settings)
+
+
+def test_a_function_needs_its_columns_where_its_labels_are(model_path: str) -> None:
+    mixed = PromptMixture([PromptSource(rows=WITH), PromptSource(rows=WITHOUT)])
+    recipes = {"m": [("needs", 1.0)], "n": [("free", 1.0)]}
+    fit(model_path, prompts=mixed, rewards=[needs, free], recipes=recipes, eval_prompts=WITHOUT)
+    with pytest.raises(ValueError, match=r"'needs': takes answer.*of list \(prompts\)"):
+        fit(
+            model_path,
+            prompts=mixed,
+            rewards=[needs, free],
+            recipes={**recipes, "n": [("needs", 1.0)], "o": [("free", 1.0)]},
+        )
+
+
+@pytest.mark.parametrize("reward", [ExactAnswer(), CombinedReward([ExactAnswer(), free])])
+def test_the_column_of_a_rule_is_looked_for_before_training(reward: Any, model_path: str) -> None:
+    with pytest.raises(ValueError, match=r"column='answer' is not in list \(eval_prompts\); there are: label, prompt"):
+        fit(model_path, prompts=WITH, eval_prompts=WITHOUT, rewards=[reward])
+    fit(model_path, prompts=PromptMixture([PromptSource(rows=WITH), PromptSource(rows=WITHOUT)]), rewards=[reward])
+
+
+@pytest.mark.parametrize("label", ["zzz", None, ["m"]])
+@pytest.mark.parametrize("where", ["prompts", "eval_prompts"])
+def test_a_label_without_a_recipe_is_named_by_its_row(label: Any, where: str, model_path: str) -> None:
+    rows = [*WITH, {"prompt": "1+1=", "label": label}]
+    if label == ["m"]:
+        rows = [{**row, "label": [row["label"]] if row["label"] != label else label} for row in rows]
+    settings: dict[str, Any] = {"prompts": WITH, "eval_prompts": WITH, where: PromptSource(rows=rows)}
+    message = r"list, row 0 has label \['m'\]" if label == ["m"] else rf"list, row 4 has label {label!r}"
+    with pytest.raises(ValueError, match=message + r" \(column 'label'\), which has no recipe; known labels: 'm'"):
+        fit(model_path, rewards=[free], recipes={"m": [("free", 1.0)]}, **settings)
+    if label != ["m"]:
+        settings[where] = PromptSource(rows=rows, on_bad_row="drop")
+        fit(model_path, rewards=[free], recipes={"m": [("free", 1.0)]}, **settings)
+
+
+@pytest.mark.parametrize("where", ["prompts", "eval_prompts"])
+def test_prompts_that_do_not_fit_the_model_are_found_before_it_loads(where: str, model_path: str) -> None:
+    longest = TransformersEngine().known_model_len(model_path)
+    assert longest is not None
+    rows = [{"prompt": "1" * length} for length in (longest - 30, longest - 6, longest - 5)]
+    message = rf"list, row 2, column 'prompt': the prompt has {longest - 5} tokens, with max_new_tokens=6 .*max_prompt"
+    with pytest.raises(ValueError, match=message):
+        fit(model_path, **{where: rows})
+    short = TransformersEngine(max_model_len=20)
+    with pytest.raises(ValueError, match="row 1, .*has 15 tokens.*more than the 20 that the model holds"):
+        fit(model_path, engine=short, prompts=[{"prompt": "1" * 14}, {"prompt": "1" * 15}])
+    fit(model_path, engine=TransformersEngine(max_model_len=20), prompts=[{"prompt": "1" * 14}] * 4)
+    source = PromptSource(rows=rows, on_bad_row="drop")
+    fit(model_path, **{where: source})
+
+
+def test_prompts_without_tokens_are_found_before_the_model_loads(model_path: str) -> None:
+    with pytest.raises(ValueError, match="list, row 1, column 'prompt': the prompt '日本語' has no tokens"):
+        fit(model_path, prompts=[{"prompt": "日本語1"}, {"prompt": "日本語"}])
+
+
+def test_conversations_are_looked_at_with_what_their_template_adds(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{% for m in messages %}({{ m['content'] }})" + "+" * 30 + "{% endfor %}"
+    rows = [{"prompt": [{"role": "user", "content": "1" * n}]} for n in (10, 40)]
+    assert len(PromptSource(rows=rows).load(tokenizer, room=(80, 8))) == 2
+    with pytest.raises(ValueError, match="row 1, column 'prompt': the prompt has 72 tokens"):
+        PromptSource(rows=rows).load(tokenizer, room=(79, 8))
+    assert len(PromptSource(rows=rows, max_prompt_tokens=50).load(tokenizer, room=(79, 8))) == 1
+    stream = PromptSource(rows=lambda: Dataset.from_list(rows).to_iterable_dataset())
+    with pytest.raises(ValueError, match="row 1, column 'prompt': the prompt has 72 tokens"):
+        stream.load(tokenizer, room=(79, 8), shuffle=False).batch(0, 2)
+
+
+def test_long_texts_alone_are_tokenised(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    real = prompts.encode
+
+    def counted(tokenizer: Any, text: str, **options: Any) -> list[int]:
+        seen.append(text)
+        return real(tokenizer, text, **options)
+
+    monkeypatch.setattr(prompts, "encode", counted)
+    rows = [{"prompt": f"{i}+1="} for i in range(1000)] + [{"prompt": "1" * 950}]
+    PromptSource(rows=rows).load(tokenizer, room=(1000, 8))
+    assert len(seen) < 20 and "1" * 950 in seen
