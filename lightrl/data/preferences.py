@@ -9,17 +9,21 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from datasets import Dataset
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.arguments import at_least, one_of
 from lightrl.data.rows import RowSource
-from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource
+from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource, check_positions
 from lightrl.data.templates import ChatTemplate, as_messages, load_tokenizer, render_prompt
+from lightrl.models.loading import positions_of
 from lightrl.ops.padding import pad_rows
 
 __all__ = ["PreferenceDataModule", "PreferenceLoader", "PreferencePair", "PreferenceSource"]
+
+MAX_MARGIN = 1e6
+"""Scores are a few units apart."""
 
 
 class PreferencePair(NamedTuple):
@@ -69,12 +73,18 @@ class PreferenceSource(RowSource):
         if self.streaming:
             raise ValueError("PreferenceSource.streaming=True: pairs are shuffled in whole passes; use `limit`.")
 
-    def tokenized(self, tokenizer: PreTrainedTokenizerBase) -> list[PreferencePair]:
-        """All pairs, those that are too long treated as `overlong` says.
+    def tokenized(
+        self, tokenizer: PreTrainedTokenizerBase, positions: tuple[int, bool] | None = None
+    ) -> list[PreferencePair]:
+        """All pairs, those that are too long treated as `overlong` says; warns of pairs that are equal on both sides.
+
+        Args:
+            tokenizer: renders and tokenises.
+            positions: of the model, from `positions_of`: longer pairs are refused or warned of; None looks at none.
 
         Raises:
-            ValueError: no rows, a missing column, a margin that is no number, prompts that differ within a pair, or
-                no pair that fits.
+            ValueError: no rows, a missing column, a margin that is no number of 0 to 1e6, prompts that differ within a
+                pair, no pair that fits, or none with two sides.
         """
         columns = ("prompt_column", "chosen_column", "rejected_column", "margin_column")
         data, good = self.usable_rows(columns, self._check)
@@ -83,12 +93,24 @@ class PreferenceSource(RowSource):
         chosen, rejected = (self._side(tokenizer, data, c) for c in (self.chosen_column, self.rejected_column))
         margins = [self._margin(data[i]) for i in range(len(data))]
         pairs = [PreferencePair(*pair) for pair in zip(chosen, rejected, margins, strict=True)]
-        kept = [pair for i, pair in enumerate(pairs) if self._fits(i, pair)]
+        fitting = {int(good[i]): pair for i, pair in enumerate(pairs) if self._fits(int(good[i]), pair)}
+        kept = list(fitting.values())
         if len(kept) < len(pairs):
             dropped = len(pairs) - len(kept)
             rank_zero_info(f"{self.label}: {dropped} of {len(pairs)} pairs do not fit max_tokens={self.max_tokens}.")
         if not kept:
             raise ValueError(f"{self.label}: no pair fits max_tokens={self.max_tokens}.")
+        check_positions(self, {i: max(map(len, pair[:2])) for i, pair in fitting.items()}, positions)
+        equal = [i for i, pair in fitting.items() if pair.chosen == pair.rejected]
+        if equal:
+            message = (
+                f"{self.where(equal[0])}: chosen_column={self.chosen_column!r} and rejected_column="
+                f"{self.rejected_column!r} are equal there, as in {len(equal)} of {len(kept)} pairs: nothing can be "
+                "learnt of them. "
+            )
+            if len(equal) == len(kept):
+                raise ValueError(message + "Name the columns of the two sides.")
+            rank_zero_warn(message + "Leave them out of the data.")
         return kept
 
     def _side(self, tokenizer: PreTrainedTokenizerBase, data: Any, column: str) -> list[list[int]]:
@@ -145,8 +167,12 @@ class PreferenceSource(RowSource):
         if self.margin_column is None:
             return 0.0
         margin = row.get(self.margin_column)
-        if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= 1e30:
-            raise ValueError(f"the margin must be a finite number, got {str(margin)[:80]!r}.")
+        if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= MAX_MARGIN:
+            raise ValueError(f"the margin must be a finite number of at most {MAX_MARGIN:g}, got {str(margin)[:80]!r}.")
+        if margin < 0:
+            raise ValueError(
+                f"the margin is {margin}: below 0 the rejected side would be the better one. Swap the two sides."
+            )
         return float(margin)
 
     def _fits(self, i: int, pair: PreferencePair) -> bool:
@@ -155,7 +181,7 @@ class PreferenceSource(RowSource):
             return True
         if self.overlong == "error":
             raise ValueError(
-                f"{self.label}, row {i}: {length} tokens, max_tokens is {self.max_tokens}; raise it or drop the pair."
+                f"{self.where(i)}: {length} tokens, max_tokens is {self.max_tokens}; raise it or drop the pair."
             )
         return False
 
@@ -216,4 +242,4 @@ class PreferenceDataModule(SFTDataModule):
     def _reader(self, module: Any) -> Callable[[Any], Any]:
         spec = module.model_spec
         self.tokenizer = load_tokenizer(self.tokenizer_path or spec.path, chat_template=spec.chat_template)
-        return lambda source: source.tokenized(self.tokenizer)
+        return lambda source: source.tokenized(self.tokenizer, positions_of(spec.path))

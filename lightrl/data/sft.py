@@ -17,11 +17,12 @@ from lightrl.arguments import at_least, one_of
 from lightrl.data.files import PROGRESS_SECONDS
 from lightrl.data.media import MediaError
 from lightrl.data.processing import ConversationSource, MediaProcessor, arranged, encode_prompt, load_processor
-from lightrl.data.rows import RowError, shuffled_order
+from lightrl.data.rows import RowError, RowSource, shuffled_order
 from lightrl.data.templates import apply_template, as_messages, conversation, load_tokenizer, require_text
+from lightrl.models.loading import positions_of
 from lightrl.ops.padding import pad_rows
 
-__all__ = ["SFTDataModule", "SFTLoader", "SFTRows", "SFTSource"]
+__all__ = ["SFTDataModule", "SFTLoader", "SFTRows", "SFTSource", "check_positions"]
 
 
 class SFTRows(list[tuple[list[int], list[int]]]):
@@ -66,13 +67,19 @@ class SFTSource(ConversationSource):
                 "SFTSource.streaming=True: supervised training shuffles whole passes; use `limit` instead."
             )
 
-    def tokenized(self, tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None = None) -> SFTRows:
+    def tokenized(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: MediaProcessor | None = None,
+        positions: tuple[int, bool] | None = None,
+    ) -> SFTRows:
         """All rows as (prompt tokens, completion tokens), those that are too long treated as `overlong` says.
 
         Args:
             tokenizer: renders and tokenises.
             processor: of the model's media, from `load_processor`; None for a model of text. Rows with media are
                 decoded and processed once here, for their tokens, and once for each batch that they are in.
+            positions: of the model, from `positions_of`: longer rows are refused or warned of; None looks at none.
         """
         wanted = ("messages_column",) if self.messages_column else ("prompt_column", "completion_column")
         data, good = self.usable_rows(wanted, self._check)
@@ -94,6 +101,7 @@ class SFTSource(ConversationSource):
             if i % 1000 == 0 and time.monotonic() - said > PROGRESS_SECONDS:
                 said = time.monotonic()
                 rank_zero_info(f"{self.label}: tokenised {i:,} of {len(data):,} rows.")
+        check_positions(self, {i: len(row[0]) + len(row[1]) for i, row in zip(numbers, kept, strict=True)}, positions)
         if len(kept) < len(data):
             long = len(data) - len(kept) - bad
             rank_zero_info(
@@ -187,6 +195,33 @@ class SFTSource(ConversationSource):
         if self.overlong == "drop" or len(prompt) >= limit:
             return None
         return prompt, completion[: limit - len(prompt)]
+
+
+def check_positions(source: RowSource, lengths: Mapping[int, int], positions: tuple[int, bool] | None) -> None:
+    """Warns of rows with more tokens than a model was made for; refuses them where it has no positions for them.
+
+    Args:
+        source: of the rows.
+        lengths: number of a row -> its tokens.
+        positions: from `positions_of`.
+
+    Raises:
+        ValueError: see above.
+    """
+    if positions is None:
+        return
+    longest, refused = positions
+    long = [number for number, length in lengths.items() if length > longest]
+    if not long:
+        return
+    first = f"{source.where(long[0])}: {lengths[long[0]]} tokens"
+    way_out = f"Set max_tokens={longest} (overlong says what happens to longer rows)."
+    if refused:
+        raise ValueError(f"{first}, the model has positions for {longest}. {way_out}")
+    rank_zero_warn(
+        f"{source.label}: {len(long)} of {len(lengths)} rows have more than the {longest} tokens that the model was "
+        f"made for, the first: {first}. Beyond them it gets worse. {way_out}"
+    )
 
 
 @dataclass(eq=False)
@@ -318,7 +353,7 @@ class SFTDataModule(LightningDataModule):
         template = None if spec is None else spec.chat_template
         self.tokenizer = load_tokenizer(self.tokenizer_path or path, chat_template=template)
         processor = load_processor(path, self.tokenizer)
-        return lambda source: source.tokenized(self.tokenizer, processor)
+        return lambda source: source.tokenized(self.tokenizer, processor, positions_of(path))
 
     def train_dataloader(self) -> SFTLoader:
         """The rows to learn from."""

@@ -33,12 +33,12 @@ from lightrl.models.spec import LoraSpec, ModelSpec
 
 __all__ = [
     "causal_class",
-    "has_position_table",
     "load_backbone",
     "load_causal_lm",
     "load_model",
     "load_scalar",
     "longest_sequence",
+    "positions_of",
     "require_model",
     "return_router_logits",
     "save_hf_folder",
@@ -285,7 +285,21 @@ def longest_sequence(config: Any) -> int | None:
     return longest
 
 
-def has_position_table(config: Any) -> bool:
-    """Whether a longer sequence is an error: a table of positions ends, while rotations only get worse."""
+def positions_of(path: str) -> tuple[int, bool] | None:
+    """Tokens of the longest sequence that a model was made for, and whether a longer one is an error.
+
+    It is where the model has a table of positions, which ends; where it rotates, its answers only get worse.
+
+    Args:
+        path: folder or hub name.
+
+    Returns:
+        None where the configuration cannot be read, or does not say.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError):
+        return None
+    longest = longest_sequence(config)
     tables = ("biogpt", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "opt")
-    return str(config.get_text_config().model_type) in tables
+    return None if longest is None else (longest, config.get_text_config().model_type in tables)

@@ -28,6 +28,7 @@ from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.base import Engine, StaleWeightsError
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.environments.episodes import Episode, SingleTurn, Task, request_seed
+from lightrl.models.loading import positions_of
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collation import ScoredGroup, collate, trajectory_metrics
@@ -258,7 +259,8 @@ class RolloutDataModule(LightningDataModule):
             for name in self._used_sets(stage):
                 self._check_scored(self.scorer, name, of_episodes)
         if stage == "fit" and self.ptx is not None and self._ptx_loader is None:
-            rows, pad = self.ptx.tokenized(self.tokenizer, self.processor), self.tokenizer.pad_token_id
+            rows = self.ptx.tokenized(self.tokenizer, self.processor, positions_of(spec.path))
+            pad = self.tokenizer.pad_token_id
             self._ptx_loader = SFTLoader(
                 rows, self.ptx_batch_size, pad, seed=self.seed, rank=self.rank, world_size=self.world_size
             )

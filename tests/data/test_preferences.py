@@ -142,3 +142,27 @@ def test_ranks_share_the_pairs_and_an_idle_one_says_so(tokenizer: Any) -> None:
     prompts = [[int(i) for b in rank for i in b["token_ids"][::2, 0][b["valid"]]] for rank in ranks]
     assert prompts == [[4, 6, 8], [5, 7]]  # "0" is 4
     assert ranks[1][1]["valid"].tolist() == [False] and ranks[1][1]["token_ids"].shape[0] == 2
+
+
+def test_pairs_of_equal_sides_are_refused_or_warned_of(tokenizer: Any) -> None:
+    equal = {"prompt": "1+1=", "chosen": "2", "rejected": "2"}
+    with pytest.raises(ValueError, match=r"list, row 0: chosen_column='chosen' and .* equal there, as in 2 of 2 pairs"):
+        PreferenceSource(rows=[equal, equal]).tokenized(tokenizer)
+    with pytest.warns(UserWarning, match="list, row 2: .* as in 1 of 3 pairs"):
+        assert len(PreferenceSource(rows=[*ROWS, equal]).tokenized(tokenizer)) == 3
+
+
+@pytest.mark.parametrize(("margin", "message"), [(-5.0, "the margin is -5.0: below 0"), (1e30, "at most 1e.06")])
+def test_margins_that_make_no_sense_are_named_by_their_row(tokenizer: Any, margin: float, message: str) -> None:
+    rows = [{**ROWS[0], "margin": 1.0}, {**ROWS[1], "margin": margin}]
+    with pytest.raises(ValueError, match=f"list, row 1: .*{message}"):
+        PreferenceSource(rows=rows, margin_column="margin").tokenized(tokenizer)
+
+
+def test_pairs_beyond_the_positions_are_refused_or_warned_of(tokenizer: Any) -> None:
+    rows = [*ROWS, {**ROWS[0], "rejected": "1" * 20}]
+    with pytest.raises(ValueError, match="list, row 2: 25 tokens, the model has positions for 24. Set max_tokens=24"):
+        PreferenceSource(rows=rows).tokenized(tokenizer, (24, True))
+    with pytest.warns(UserWarning, match="1 of 3 rows have more than the 24 tokens"):
+        assert len(PreferenceSource(rows=rows).tokenized(tokenizer, (24, False))) == 3
+    assert len(PreferenceSource(rows=rows, max_tokens=24).tokenized(tokenizer, (24, True))) == 2

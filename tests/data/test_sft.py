@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from transformers import GPT2Config
 
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource
+from lightrl.models.loading import positions_of
 
 ROWS = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(8)]
 TEMPLATE = (
@@ -178,3 +180,20 @@ def test_lightning_trains_validates_and_resumes(model_dir: Path, tmp_path: Path)
     trainer.save_checkpoint(tmp_path / "three.ckpt")
     rest, _ = fit(model_dir, tmp_path / "c", 7, resume=str(tmp_path / "three.ckpt"))
     assert part.seen + rest.seen == whole.seen
+
+
+def test_rows_beyond_the_positions_are_refused_or_warned_of(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "completion": text} for text in ("2", "1" * 30)]
+    with pytest.raises(ValueError, match="list, row 1: 35 tokens, the model has positions for 24. Set max_tokens=24"):
+        SFTSource(rows=rows).tokenized(tokenizer, None, (24, True))
+    with pytest.warns(UserWarning, match="1 of 2 rows have more than the 24 tokens .* list, row 1: 35 tokens"):
+        assert len(SFTSource(rows=rows).tokenized(tokenizer, None, (24, False))) == 2
+    cut = SFTSource(rows=rows, max_tokens=24, overlong="truncate").tokenized(tokenizer, None, (24, True))
+    assert [len(prompt) + len(completion) for prompt, completion in cut] == [6, 24]
+
+
+def test_positions_are_those_of_the_configuration(tmp_path: Path, model_dir: Path) -> None:
+    assert positions_of(str(model_dir)) == (64, False)
+    GPT2Config(n_positions=16).save_pretrained(tmp_path)
+    assert positions_of(str(tmp_path)) == (16, True)
+    assert positions_of(str(tmp_path / "nothing")) is None
