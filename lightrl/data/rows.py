@@ -242,7 +242,8 @@ class RowSource:
         files = [str(file) for part in (config.data_files or {}).values() for file in part]
         sep = getattr(config, "sep", ",")
         asked = set(self.load_kwargs) <= {"sep", "delimiter"} and len(sep) == 1
-        plain = config.features is None and not getattr(config, "field", None)  # README.md of a folder may say otherwise
+        # The README.md of a folder may ask for another way.
+        plain = config.features is None and not getattr(config, "field", None)
         kinds = {"csv": (".csv",), "json": (".json", ".jsonl")}.get(builder.name, ())
         local = all(file.lower().removesuffix(".gz").endswith(kinds) and Path(file).is_file() for file in files)
         if not (asked and plain and files and kinds and local):
