@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import difflib
 import errno
@@ -342,16 +343,24 @@ def _call(function: Callable[..., Any], command: str, options: Sequence[str]) ->
 
 
 def end_in_time(status: int, grace: float) -> None:
-    """Ends this process some seconds from now where threads would keep it for ever.
+    """Ends this process some seconds after it has begun to end, where threads would keep it for ever.
 
     Python waits at its end for every thread that is no daemon, and for those of a ThreadPoolExecutor: also for one in
-    which a reward function hangs. What is registered with `atexit` has its time where no such thread is left.
+    which a reward function hangs. What is registered with `atexit` comes after these, and has its time.
 
     Args:
         status: the process's.
         grace: seconds, 0 or more.
     """
-    main_thread = threading.main_thread()
+    main_thread, joined = threading.main_thread(), threading.Event()
+    atexit.register(joined.set)
+
+    def ending() -> bool:
+        """Whether the main thread waits for the others: it runs nothing but `threading`."""
+        frame = sys._current_frames().get(main_thread.ident or 0)
+        while frame is not None and frame.f_back is not None:
+            frame = frame.f_back
+        return frame is None or frame.f_globals.get("__name__") == "threading"
 
     def say(left: list[str]) -> None:
         print(f"Left behind at the end: {', '.join(left)} (threads that do not end).", file=sys.stderr)
@@ -360,13 +369,12 @@ def end_in_time(status: int, grace: float) -> None:
                 flush()
 
     def watch() -> None:
-        deadline = time.monotonic() + grace
-        while left := [t.name for t in threading.enumerate() if not t.daemon and t is not main_thread]:
-            if time.monotonic() > deadline:
-                break
+        while not ending():
             time.sleep(0.1)
-        else:
+        if joined.wait(grace):
             return
+        left = [t.name for t in threading.enumerate() if not t.daemon and t is not main_thread]
+        left = left or ["one of a ThreadPoolExecutor"]  # a daemon where it was made in one, and waited for all the same
         for child in multiprocessing.active_children():
             if child.daemon:  # as Python ends them
                 child.terminate()
