@@ -222,7 +222,9 @@ def test_only_regular_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixtu
         (run / f"version_{i}").mkdir(parents=True)
     os.mkfifo(run / "version_0" / "metrics.csv")
     (run / "version_1" / "metrics.csv").mkdir()
-    with pytest.raises(ValueError, match=r"no metrics.csv in .*version_[01]/metrics.csv is not a regular file"):
+    with pytest.raises(
+        ValueError, match=r"no metrics.csv in .*CSVLogger. .*version_[01]/metrics.csv is not a regular file"
+    ):
         report(run)
     write_run(run / "version_2", training(0, 1))
     os.mkfifo(run / "version_2" / "samples.jsonl")
@@ -268,6 +270,12 @@ def test_a_page_is_not_written_through_a_link_out_of_the_run(tmp_path: Path) -> 
         report(run)
     assert not list((tmp_path / "outside").iterdir())
     assert report(run, out=run / "report") == run / "report" / "report.html"
+
+
+def test_a_table_of_which_all_is_left_out_says_why(tmp_path: Path) -> None:
+    write_run(tmp_path, [{"step": "9" * 18, "reward/mean": 1.0}])
+    with pytest.raises(ValueError, match=r"no numbers in .* Left out: one of the steps and numbers in .*: step '9999"):
+        report(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "epoch,step,reward/mean\n"])

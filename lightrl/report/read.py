@@ -86,7 +86,10 @@ def read_run(folder: Path, argument: str) -> Run:
     metrics = {name: dict(sorted(series.items())) for name, series in sorted(metrics.items()) if series}
     if not metrics:
         files = ", ".join(str(path / "metrics.csv") for path in folders)
-        raise ValueError(f"{argument}={str(folder)!r}: no numbers in {files} yet: wait for the first rollout to end.")
+        more = "".join(f" Left out: {line}" for line in left_out)
+        raise ValueError(
+            f"{argument}={str(folder)!r}: no numbers in {files} yet: wait for the first rollout to end.{more}"
+        )
     target = kl_target(folders, left_out)
     return Run(folder.resolve().name, metrics, samples, target, checkpoints(folder), left_out)
 
@@ -156,7 +159,7 @@ def metric_folders(folder: Path, argument: str, left_out: list[str]) -> list[Pat
         return sorted(versions, key=lambda path: (len(path.name), path.name))
     if not folder.is_dir():
         raise ValueError(f"{argument}={str(folder)!r}: there is no such folder.")
-    below = sorted({str(path.parent) for path in folder.glob("*/**/metrics.csv")})
+    below = sorted({str(path.parent) for path in folder.glob("*/**/metrics.csv") if path.is_file()})
     hint = f" Did you mean one of {', '.join(below)}?" if below else ""
     raise ValueError(
         f"{argument}={str(folder)!r}: no metrics.csv in {folder} or in {folder / 'version_*'}. Give the folder of a "
