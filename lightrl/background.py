@@ -259,7 +259,10 @@ class BackgroundLoop:
             concurrent.futures.TimeoutError: a coroutine blocks the loop, whose thread is left behind.
         """
         loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
-        if loop is None or thread is None or loop.is_closed():
+        if loop is None or thread is None:
+            return
+        if loop.is_closed():  # it broke off
+            thread.join(timeout)
             return
 
         async def shut_down() -> None:
@@ -287,6 +290,6 @@ def _serve(loop: asyncio.AbstractEventLoop, ends: threading.Event, of: Backgroun
             with contextlib.suppress(SystemExit, KeyboardInterrupt):  # its task has it
                 loop.run_forever()
     finally:
+        loop.close()
         if not ends.is_set():
             of.on_end()
-        loop.close()

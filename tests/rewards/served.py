@@ -10,6 +10,10 @@ def length(completions):
     return [float(len(text)) for text in completions]
 
 
+def length_of_all(completions, **columns):
+    return length(completions)
+
+
 def length_or_none(completions, log_metric):
     log_metric("x", 1.0)
     return [None if text == "skip" else float(len(text)) for text in completions]

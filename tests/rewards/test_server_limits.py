@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
+import threading
 import time
 
 import httpx
@@ -107,6 +109,87 @@ def test_headers_beyond_the_limit_are_refused(serve):
     client = connect(server, b"POST /score HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 40_000)
     start = time.monotonic()
     assert closed(client) and time.monotonic() - start < 9  # their time ends after ten
+
+
+@pytest.mark.parametrize("size", [17_000, 50_000])
+def test_headers_beyond_the_limit_that_come_at_once_are_refused(server_of_lengths, size):
+    client = connect(server_of_lengths, b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * size + b"\r\n\r\n")
+    client.settimeout(60)
+    assert client.recv(4096).startswith(b"HTTP/1.1 431 ")
+    whole = connect(server_of_lengths, b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 15_000 + b"\r\n\r\n")
+    assert whole.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+async def _answers(scope, receive, send):
+    """As many bytes as the path says."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"x" * int(scope["path"][1:])})
+
+
+@pytest.mark.parametrize("read_timeout", [60.0, 0.5])
+def test_clients_that_read_no_answer_make_room_and_are_cut_off(read_timeout):
+    from uvicorn import Config
+    from uvicorn.server import ServerState
+
+    from lightrl.compat.uvicorn import bounded_protocol
+
+    make, state = bounded_protocol(read_timeout, 2), ServerState()
+    config = Config(_answers, http=make, ws="none", lifespan="off", log_config=None)
+
+    async def ask(port: int, size: int):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(b"GET /%d HTTP/1.1\r\nHost: x\r\n\r\n" % size)
+        return reader, writer
+
+    async def waiting(holds) -> None:
+        end = time.monotonic() + 60
+        while not holds() and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        assert holds()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        config.load()
+        server = await loop.create_server(lambda: make(config=config, server_state=state, app_state={}), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        silent = [await ask(port, 50_000_000) for _ in range(2)]
+        if read_timeout < 1:
+            await waiting(lambda: state.connections == set())
+        else:
+            await waiting(lambda: [each.flow.write_paused for each in state.connections] == [True, True])
+            for _ in range(3):
+                reader, writer = await ask(port, 3)
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+                writer.close()
+            assert sum(each.flow.write_paused for each in state.connections) <= 1
+        for _, writer in silent:
+            writer.transport.abort()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_a_large_request_keeps_no_other_waiting(serve):
+    server = serve("length_of_all")
+    rows = {"prompts": ["p"] * 1024, "completions": ["a"] * 1024}
+    columns = {f"c{i}": [[[1]]] * 1024 for i in range(700)}
+    took = []
+
+    def ask() -> None:
+        answer = httpx.post(server.url, json={**rows, "columns": columns}, trust_env=False, timeout=100)
+        took.append((time.monotonic() - began, answer.status_code))
+
+    began = time.monotonic()
+    asking = threading.Thread(target=ask)
+    asking.start()
+    slowest = 0.0
+    while asking.is_alive():
+        asked = time.monotonic()
+        assert server.health["status"] == "ok"
+        slowest = max(slowest, time.monotonic() - asked)
+        time.sleep(0.05)
+    ((seconds, status),) = took
+    assert status == 200 and slowest < max(seconds / 2, 1.0), (seconds, slowest)
 
 
 BODY = b'{"prompts": ["p"], "completions": ["abc"]}'

@@ -12,6 +12,7 @@ from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect
 
+from lightrl.background import in_thread
 from lightrl.rewards.base import RewardError
 from lightrl.rewards.calls import CallFailed, RewardFunction
 from lightrl.rewards.media import MEDIA, decode_images, decode_videos
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 
 PIXELS_PER_BYTE = 16
 """Times `max_bytes`: most pixels of a request's images, and of its videos. Photographs have fewer than one per byte."""
+
+
+_READERS = 4  # most requests that are parsed at a time
 
 
 class ScoreRequest(BaseModel):
@@ -61,7 +65,7 @@ def create_app(
 ) -> FastAPI:
     """Builds the application with `POST /score` and `GET /health`; the arguments are those of `serve_reward`."""
     app = FastAPI(title="LightRL reward server", openapi_url=None)
-    slots = asyncio.Semaphore(max_concurrency)
+    slots, reading = asyncio.Semaphore(max_concurrency), asyncio.Semaphore(_READERS)
     counts = {"requests": 0, "rows": 0}
 
     @app.get("/health")  # type: ignore[untyped-decorator]
@@ -72,7 +76,12 @@ def create_app(
     async def score(request: Request) -> dict[str, Any]:
         if token is not None:
             _check_token(request, token)
-        rows = _parse(await _body(request, max_bytes), function, max_rows, PIXELS_PER_BYTE * max_bytes)
+        body, pixels = await _body(request, max_bytes), PIXELS_PER_BYTE * max_bytes
+        async with reading:  # beside the loop, which answers others meanwhile
+            rows, refused = await in_thread(lambda: _parse(body, function, max_rows, pixels), "reading a request")
+        if refused is not None:
+            raise refused
+        assert rows is not None
         async with slots:
             try:
                 values, _ = await function.run(rows, timeout)
@@ -118,9 +127,10 @@ def _parse(body: bytes, function: RewardFunction, max_rows: int, max_pixels: int
     num_rows = len(rows["completions"])
     if num_rows > max_rows:
         raise HTTPException(413, f"{num_rows} rows are more than max_rows={max_rows}")
-    wrong = {name: len(values) for name, values in rows.items() if len(values) != num_rows}
+    wrong = {name[:60]: len(values) for name, values in rows.items() if len(values) != num_rows}
     if wrong:
-        raise HTTPException(422, f"{num_rows} completions, but other lengths: {wrong}")
+        first = dict(list(wrong.items())[:5])
+        raise HTTPException(422, f"{num_rows} completions, but other lengths of {len(wrong)} columns, such as {first}")
     missing = function.missing(rows)
     if missing:
         raise HTTPException(422, f"{function.name} needs {', '.join(missing)}, which the request does not send")
