@@ -30,9 +30,9 @@ def bounded_protocol(read_timeout: float, max_connections: int) -> Any:
     """What `uvicorn.Config(http=...)` takes to bound connections and the time to read a request.
 
     A request whose headers are not there after 10 seconds, or which is not there as a whole after `read_timeout`
-    seconds, is cut off; so is a client that takes no more of its answers for as long. Where a connection too many comes,
-    the oldest one that does not read is cut off for it, or else the oldest that is still sending its request; where all
-    others are being answered, the new one is. A head above the configured limit is answered with 431.
+    seconds, is cut off; so is a client that takes no more of its answers for as long. Where a connection too many
+    comes, the oldest one that does not read is cut off for it, or else the oldest that is still sending its request;
+    where all others are being answered, the new one is. A head above the configured limit is answered with 431.
 
     Args:
         read_timeout: seconds, above 0.

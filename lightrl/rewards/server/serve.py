@@ -58,7 +58,8 @@ def serve_reward(
         read_timeout: seconds in which a request must have arrived, its headers within 10 of them, and for which a
             client may take nothing of its answers; others are cut off.
         max_connections: most connections at a time. For one too many the oldest that does not read, or else is still
-            sending its request, is cut off. Bodies of all of them may be in memory: up to `max_connections` times `max_bytes`.
+            sending its request, is cut off. Bodies of all of them may be in memory: up to `max_connections` times
+            `max_bytes`.
 
     Raises:
         ValueError: not exactly one of `reward` and `model`, a public address without token, a limit below 1, or the
