@@ -5,15 +5,21 @@ import sys
 
 
 def command() -> None:
-    """Entry point of the `lightrl` command."""
+    """Entry point of the `lightrl` command. After a failure the process ends, whatever threads are left in it."""
     try:
-        from lightrl.cli import main
+        from lightrl.cli import end_in_time, main
     except KeyboardInterrupt:
         if os.environ.get("LIGHTRL_DEBUG") == "1":
             raise
         print("Interrupted.", file=sys.stderr)
         sys.exit(130)  # as `main` does
-    main()
+    try:
+        main()
+    except BaseException as error:
+        status = error.code if isinstance(error, SystemExit) else 1
+        if status not in (None, 0):
+            end_in_time(status if isinstance(status, int) else 1)
+        raise
 
 
 if __name__ == "__main__":

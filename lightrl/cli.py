@@ -205,29 +205,14 @@ PREEMPTED = 75
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point of the `lightrl` command: shows a user's error as one message and exits with status 2.
+    """The `lightrl` command: shows a user's error as one message and exits with status 2.
 
     Args:
-        args: command line without the program's name. None takes `sys.argv`, and ends the process after a failure
-            whatever threads it leaves behind.
+        args: command line without the program's name; None takes `sys.argv`.
     """
-    if args is not None:
-        return _told(args)
-    try:
-        _told(sys.argv[1:])
-    except SystemExit as stop:
-        if stop.code not in (None, 0):
-            end_in_time(stop.code if isinstance(stop.code, int) else 1, LEFT_BEHIND_SECONDS)
-        raise
-    except BaseException:
-        end_in_time(1, LEFT_BEHIND_SECONDS)
-        raise
-
-
-def _told(args: Sequence[str]) -> None:
-    """Runs a command; what a user can mend is told in one message."""
     from lightrl.storage import redact_messages, redact_text, remember_arguments
 
+    args = sys.argv[1:] if args is None else args
     debug = os.environ.get("LIGHTRL_DEBUG") == "1"
     redact_messages()
     remember_arguments(args)
@@ -342,25 +327,17 @@ def _call(function: Callable[..., Any], command: str, options: Sequence[str]) ->
     function(**{name: given[name] for name in names})
 
 
-def end_in_time(status: int, grace: float) -> None:
-    """Ends this process some seconds after it has begun to end, where threads would keep it for ever.
+def end_in_time(status: int) -> None:
+    """Ends this process, which has failed, `LEFT_BEHIND_SECONDS` from now where threads would keep it for ever.
 
     Python waits at its end for every thread that is no daemon, and for those of a ThreadPoolExecutor: also for one in
     which a reward function hangs. What is registered with `atexit` comes after these, and has its time.
 
     Args:
         status: the process's.
-        grace: seconds, 0 or more.
     """
     main_thread, joined = threading.main_thread(), threading.Event()
     atexit.register(joined.set)
-
-    def ending() -> bool:
-        """Whether the main thread waits for the others: it runs nothing but `threading`."""
-        frame = sys._current_frames().get(main_thread.ident or 0)
-        while frame is not None and frame.f_back is not None:
-            frame = frame.f_back
-        return frame is None or frame.f_globals.get("__name__") == "threading"
 
     def say(left: list[str]) -> None:
         print(f"Left behind at the end: {', '.join(left)} (threads that do not end).", file=sys.stderr)
@@ -369,9 +346,7 @@ def end_in_time(status: int, grace: float) -> None:
                 flush()
 
     def watch() -> None:
-        while not ending():
-            time.sleep(0.1)
-        if joined.wait(grace):
+        if joined.wait(LEFT_BEHIND_SECONDS):
             return
         left = [t.name for t in threading.enumerate() if not t.daemon and t is not main_thread]
         left = left or ["one of a ThreadPoolExecutor"]  # a daemon where it was made in one, and waited for all the same

@@ -803,6 +803,7 @@ def test_a_thread_that_hangs_does_not_keep_a_command_that_failed(own: bool, tmp_
 import sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from lightrl import cli
+from lightrl.__main__ import command
 
 def fail(args):
     submit = lambda: ThreadPoolExecutor(1, "pool").submit(time.sleep, 600)  # from a daemon, its threads are daemons
@@ -816,7 +817,7 @@ def fail(args):
 fail.__globals__["__name__"] = "lightrl.somewhere"
 cli._main = fail
 cli.LEFT_BEHIND_SECONDS = 1.0
-cli.main()
+command()
 """
     (tmp_path / "hanging.py").write_text(script.replace("OWN", str(own)))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
