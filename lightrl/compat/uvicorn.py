@@ -31,8 +31,9 @@ def bounded_protocol(read_timeout: float, max_connections: int) -> Any:
 
     A request whose headers are not there after 10 seconds, or which is not there as a whole after `read_timeout`
     seconds, is cut off; so is a client that takes no more of its answers for as long. Where a connection too many
-    comes, the oldest one that does not read is cut off for it, or else the oldest that is still sending its request;
-    where all others are being answered, the new one is. A head above the configured limit is answered with 431.
+    comes, the oldest one that does not read, or that sends requests before it is answered, is cut off for it, or else
+    the oldest that is still sending its request; where all others are being answered, the new one is. A head above the
+    configured limit is answered with 431.
 
     Args:
         read_timeout: seconds, above 0.
@@ -92,6 +93,11 @@ class _BoundedProtocol(H11Protocol):  # type: ignore[misc, unused-ignore]
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     @property
+    def pipelines(self) -> bool:
+        """Whether requests wait behind the one that is answered, as no usual client sends them."""
+        return not self.reading and bool(self.conn.trailing_data[0])
+
+    @property
     def head_read(self) -> bool:
         """Whether the headers of the request that is being read are there."""
         return self.cycle is not None and not self.cycle.response_complete
@@ -100,7 +106,7 @@ class _BoundedProtocol(H11Protocol):  # type: ignore[misc, unused-ignore]
         super().connection_made(transport)
         if len(self.all_open) >= self.max_connections:
             others = list(self.all_open.values())
-            oldest = next((other for other in others if other.unread is not None), None)
+            oldest = next((other for other in others if other.unread is not None or other.pipelines), None)
             oldest = oldest or next((other for other in others if other.reading), self)
             oldest.transport.abort()
             self.all_open.pop(id(oldest), None)

@@ -169,6 +169,49 @@ def test_clients_that_read_no_answer_make_room_and_are_cut_off(read_timeout):
     asyncio.run(main())
 
 
+async def _answers_slowly(scope, receive, send) -> None:
+    """Never where the path says so."""
+    if scope["path"] == "/never":
+        await asyncio.Event().wait()
+    await _answers({"path": "/3"}, receive, send)
+
+
+def test_clients_that_send_requests_before_they_are_answered_make_room():
+    from uvicorn import Config
+    from uvicorn.server import ServerState
+
+    from lightrl.compat.uvicorn import bounded_protocol
+
+    state = ServerState()
+    config = Config(_answers_slowly, http=bounded_protocol(60.0, 2), ws="none", lifespan="off", log_config=None)
+
+    async def main() -> None:
+        config.load()
+        make = config.http_protocol_class
+        server = await asyncio.get_running_loop().create_server(
+            lambda: make(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+        )
+        port, writers = server.sockets[0].getsockname()[1], []
+        for _ in range(2):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /never HTTP/1.1\r\nHost: x\r\n\r\n" * 3)
+            writers.append(writer)
+        end = time.monotonic() + 60
+        while [each.pipelines for each in state.connections] != [True, True] and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        assert len(state.connections) == 2
+        for each in [*writers, writer]:
+            each.transport.abort()
+        for task in state.tasks:
+            task.cancel()
+        server.close()
+
+    asyncio.run(main())
+
+
 def test_a_large_request_keeps_no_other_waiting(serve):
     server = serve("length_of_all")
     rows = {"prompts": ["p"] * 1024, "completions": ["a"] * 1024}
