@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -39,7 +39,15 @@ def recipes() -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses what the safe loader takes silently, or without saying where: ValueErrors with the line."""
+    """Refuses what the safe loader takes silently, or without saying where: ValueErrors with the line.
+
+    Dates stay text, as they do where the command line's parser reads them.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {
+        first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def get_single_node(self) -> Any:
         """The document, looked through before values are made of it."""

@@ -370,7 +370,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "TransformersEngine.max_model_len=-1: must be at least 3, or None",
     ),
     "minibatch_size": ({"model": {"minibatch_size": 3}}, "minibatch_size=3 does not divide the rollout's 8 sequences"),
-    "max_new_tokens": ({"data": {"sampling": {"max_new_tokens": 99}}}, "more than the model's 64"),
+    "max_new_tokens": ({"data": {"sampling": {"max_new_tokens": 99}}}, "more than the 64 that the model holds"),
     "scheduler": (
         {"model": {"lr_scheduler": {"class_path": f"{SCHEDULERS}.LinearLR", "init_args": {"end_factor": 3}}}},
         "lr_scheduler: Ending multiplicative factor expected to be between 0 and 1. Look at its arguments.",
