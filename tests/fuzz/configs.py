@@ -84,6 +84,8 @@ def whole() -> dict[str, dict[str, Any]]:
         if not {"model", "data"} <= config.keys() or "class_path" not in config["model"]:
             continue
         config = merged(merged(config, {"trainer": trainer}), sft if name.endswith("/sft") else rl)
+        for key in ("staleness", "in_flight"):
+            config["data"]["init_args"].pop(key, None)  # the engine samples in the trainer's process
         prompts = config["data"]["init_args"].get("prompts", {})
         if "class_path" in prompts:  # a curriculum, over rows of the place
             prompts["init_args"]["source"] = {key: prompts.pop(key) for key in source}
