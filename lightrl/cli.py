@@ -127,8 +127,9 @@ def users_error(error: BaseException) -> str | None:
     outer = error
     while _raised_in(error, "jsonargparse") and error.__cause__ is not None:
         error = error.__cause__  # the parser wraps what a constructor raises
-    if isinstance(error, ValueError) and _raised_in(error, "jsonargparse"):
-        # Of a union, the cause is that of one alternative only.
+    wrong = isinstance(error, ValueError) or (error is not outer and isinstance(error, TypeError))
+    if wrong and _raised_in(error, "jsonargparse"):
+        # Of a union, the cause is that of one alternative only: perhaps of one that takes other arguments.
         return short_message(redact_text(str(outer)), _known_names())
     users = MisconfigurationException | ValueError | TypeError | RuntimeError  # the last: a metric to monitor
     if isinstance(error, users) and _raised_in(error, "lightning"):

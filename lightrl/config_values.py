@@ -46,6 +46,8 @@ def refuse_senseless(parsed: Any) -> None:
     seed = config.get("seed_everything")
     if isinstance(seed, int) and not 0 <= seed < 2**32:
         raise ValueError(f"seed_everything={seed}: must be from 0 to {2**32 - 1}, or true for a random one.")
+    for path in _without_class(config):
+        raise ValueError(f"{path}={{}}: names nothing: give a class (class_path, init_args) or an import path.")
     wrong = list(wrong_arguments({key: config.get(key) for key in ("trainer", "model", "data")}))
     for callback in trainer.get("callbacks") or []:
         wrong += wrong_arguments(callback, path="trainer.callbacks")
@@ -89,6 +91,15 @@ def from_environment(config: Any) -> Any:
         return resolve_environment(text, of_run if given.get(of_run) == text else path.strip("."))
 
     return _mapped(config, resolved)
+
+
+def _without_class(value: Any, path: str = "") -> Iterator[str]:
+    """Where nothing was given for a function, which the parser takes for the type that it returns."""
+    if isinstance(value, dict) and str(value.get("class_path")).startswith("typing."):
+        yield path
+    elif isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _without_class(inner, f"{path}.{key}" if path else str(key))
 
 
 def _numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:

@@ -370,6 +370,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "TransformersEngine.max_model_len=-1: must be at least 3, or None",
     ),
     "minibatch_size": ({"model": {"minibatch_size": 3}}, "minibatch_size=3 does not divide the rollout's 8 sequences"),
+    "no reward": ({"data": {"rewards": [{}]}}, "data.init_args.rewards.0={}: names nothing"),
+    "a curriculum's argument": (
+        {
+            "data": {
+                "prompts": {
+                    "class_path": "lightrl.data.PromptCurriculum",
+                    "init_args": {"source": {"rows": ARITHMETIC}, "window": 2, "low": 0.1, "replay": -0.5},
+                }
+            }
+        },
+        "PromptCurriculum.replay=-0.5: must be in [0, 1).",
+    ),
     "max_new_tokens": ({"data": {"sampling": {"max_new_tokens": 99}}}, "more than the 64 that the model holds"),
     "scheduler": (
         {"model": {"lr_scheduler": {"class_path": f"{SCHEDULERS}.LinearLR", "init_args": {"end_factor": 3}}}},

@@ -92,6 +92,8 @@ def short_message(text: str, known: Iterable[str] = ()) -> str:
             name = next(name for name in types if name not in names).rpartition(": ")[2]
             return f"{place}'{name}' is no known class and no import path.{_suggestion(name, known)}"
         return f"{'.'.join(where)}={given!r}: expected {' or '.join(dict.fromkeys(names))}."
+    # An alternative whose class has other arguments is not the one that was meant.
+    findings = [finding for finding in findings if " got an unexpected keyword argument " not in finding] or findings
     first = findings[0]
     if found := OF_CALLABLE.match(first):
         first, classes = f"Option '{found[1]}' is not accepted", [found[2]]

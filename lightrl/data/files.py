@@ -259,7 +259,7 @@ def _csv_rows(path: Path, sep: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise ValueError(f"{path}, line {line}: a NUL byte: the file is cut short, or no CSV.")
             yield text
 
-    csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))  # a text of more than 128 KiB is none too many
+    limit = csv.field_size_limit(2**31 - 1)  # a text of more than 128 KiB is none too many; the limit is the process's
     read = csv.reader(texts(), strict=True, delimiter=sep)
     rows = (row for row in read if row and (len(row) > 1 or not row[0].isspace()))  # blank lines are none
     try:
@@ -281,6 +281,8 @@ def _csv_rows(path: Path, sep: str) -> Iterator[tuple[int, dict[str, Any]]]:
             yield line, {name: cell or None for name, cell in zip(header, row, strict=True)}
     except csv.Error as error:
         raise ValueError(f"{path}, line {line}: {error}. A quoted cell may have been left open.") from error
+    finally:
+        csv.field_size_limit(limit)
     if not count:
         raise ValueError(f"{path} holds a header alone: there are no rows in it.")
 
