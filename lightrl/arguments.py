@@ -36,8 +36,8 @@ MOST_ENTROPY_COEF = 1e3
 T = TypeVar("T")
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-MOST_REWARD = 1e16
-"""Largest reward in size: rewards and their squares are summed in float32."""
+MAX_REWARD = 1e16
+"""Largest size of a reward: the squares of a batch of them, which a standard deviation sums, still fit in float32."""
 MOST_COEF = 1e6
 """Largest weight of a term of a loss or reward, whose others are about 1e-3 to 10."""
 

@@ -38,8 +38,8 @@ from lightrl.algorithms.hooks import RLCallback, rl_callbacks
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, refuse_factories, with_schedule
 from lightrl.arguments import (
+    MAX_REWARD,
     MOST_ENTROPY_COEF,
-    MOST_REWARD,
     above,
     at_least,
     coefficient,
@@ -292,10 +292,10 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         whole_number("minibatch_size", self.minibatch_size, 1, or_none="(null in YAML) to turn it off")
         for name in ABOVE_ZERO_OR_NONE:
             above(name, getattr(self, name), or_none="(null in YAML) to turn it off")
-            sensible(name, getattr(self, name), LEAST, MOST_REWARD, "everything, or nothing, would be clipped")
+            sensible(name, getattr(self, name), LEAST, MAX_REWARD, "everything, or nothing, would be clipped")
         kept = fraction("top_entropy_fraction", self.top_entropy_fraction, "(0, 1]", "; 1 trains every token")
         sensible("top_entropy_fraction", kept, 1e-4, 1, "next to no token would be trained")
-        sensible("success_reward", self.success_reward, 0, MOST_REWARD, "no reward is so large")
+        sensible("success_reward", self.success_reward, 0, MAX_REWARD, "no reward is so large")
         if kept < 1 and self.loss.one_ratio_per_trajectory:
             raise ValueError(
                 f"top_entropy_fraction={kept} with loss={type(self.loss).__name__}: its one ratio per trajectory "

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightrl.arguments import above, one_of
+from lightrl.arguments import MAX_REWARD, above, one_of
 from lightrl.background import lock_limit, outcome_of
 from lightrl.data.media import MediaError
 from lightrl.environments import tools
@@ -24,7 +24,7 @@ from lightrl.environments.bridges import Bridge
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.environments.parsing import ReplyParser
-from lightrl.rewards.calls import MAX_REWARD, message_of, users_lines
+from lightrl.rewards.calls import message_of, users_lines
 from lightrl.types import GenerationRequest, StopReason, Trajectory, TrajectoryRow
 
 __all__ = ["EnvironmentEpisode"]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightrl.arguments import MOST_REWARD, above, at_least, fraction, one_of, sensible
+from lightrl.arguments import MAX_REWARD, above, at_least, fraction, one_of, sensible
 from lightrl.objectives.kl import KLInReward, KLPenalty
 from lightrl.ops.advantages import (
     gae,
@@ -427,7 +427,7 @@ class PassAtK(SequenceEstimator):
 
     def __init__(self, k: int = 4, threshold: float = 0.5) -> None:
         self.k = at_least("PassAtK.k", k, 1)
-        self.threshold = sensible("PassAtK.threshold", threshold, 0, MOST_REWARD, "no score is so large")
+        self.threshold = sensible("PassAtK.threshold", threshold, 0, MAX_REWARD, "no score is so large")
 
     def refuse_group_size(self, size: int) -> None:
         """Refuses groups of which no subset has k samples."""

@@ -12,14 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from lightrl.arguments import MAX_REWARD
 from lightrl.background import BackgroundLoop, in_thread, lock_limit, outcome_of
 from lightrl.rewards.base import RewardError, RewardFn
 from lightrl.rewards.media import MEDIA
 
-__all__ = ["MAX_REWARD", "CallFailed", "CallLog", "RewardFunction", "check_values", "mean", "message_of", "users_lines"]
-
-MAX_REWARD = 1e16
-"""Largest size of a reward: the squares of a batch of them, which a standard deviation sums, still fit in float32."""
+__all__ = ["CallFailed", "CallLog", "RewardFunction", "check_values", "mean", "message_of", "users_lines"]
 
 ONLY_BY_NAME = (*MEDIA, "training_progress")
 """Not among what `**columns` takes."""

@@ -13,10 +13,10 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from lightrl.arguments import above, at_least, one_of
+from lightrl.arguments import MAX_REWARD, above, at_least, one_of
 from lightrl.background import BackgroundLoop, all_of
 from lightrl.rewards.base import RewardError, RewardSpec, load_reward, reward_name
-from lightrl.rewards.calls import MAX_REWARD, CallFailed, CallLog, RewardFunction, mean
+from lightrl.rewards.calls import CallFailed, CallLog, RewardFunction, mean
 from lightrl.rewards.media import MEDIA
 from lightrl.types import Scores
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from lightrl.arguments import MAX_REWARD
 from lightrl.data.media import MediaError, MediaSource, decode, require_present
 from lightrl.data.preferences import PreferenceSource
 from lightrl.data.prompts import PromptSource
@@ -26,7 +27,6 @@ from lightrl.data.rows import RowError, RowSource
 from lightrl.data.sft import SFTSource
 from lightrl.data.templates import load_tokenizer
 from lightrl.rewards import RewardError, RewardScorer
-from lightrl.rewards.calls import MAX_REWARD
 from lightrl.rewards.scorer import Scores
 from tests.fuzz.verdicts import DROPPED, ERROR, WORKS
 

@@ -12,13 +12,13 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lightrl.arguments import at_least, imported, require_packages
+from lightrl.arguments import MAX_REWARD, at_least, imported, require_packages
 from lightrl.background import in_thread
 from lightrl.environments.endpoint import running
 from lightrl.environments.endpoint.running import InProcess, InSubprocess, ProgramError, Runner
 from lightrl.environments.endpoint.session import Session
 from lightrl.environments.multi_turn import Attempt, MultiTurn
-from lightrl.rewards.calls import MAX_REWARD, users_lines
+from lightrl.rewards.calls import users_lines
 from lightrl.types import StopReason, Trajectory
 
 if TYPE_CHECKING:
