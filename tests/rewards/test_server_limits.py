@@ -121,9 +121,10 @@ def test_headers_beyond_the_limit_that_come_at_once_are_refused(server_of_length
 
 
 async def _answers(scope, receive, send):
-    """As many bytes as the path says."""
+    """As many bytes as the path says, the last one after the others are written."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"x" * int(scope["path"][1:])})
+    await send({"type": "http.response.body", "body": b"x" * (int(scope["path"][1:]) - 1), "more_body": True})
+    await send({"type": "http.response.body", "body": b"x"})
 
 
 @pytest.mark.parametrize("read_timeout", [60.0, 0.5])
@@ -212,27 +213,31 @@ def test_clients_that_send_requests_before_they_are_answered_make_room():
     asyncio.run(main())
 
 
-def test_a_large_request_keeps_no_other_waiting(serve):
-    server = serve("length_of_all")
-    rows = {"prompts": ["p"] * 1024, "completions": ["a"] * 1024}
-    columns = {f"c{i}": [[[1]]] * 1024 for i in range(700)}
-    took = []
+def test_a_request_that_takes_long_to_read_keeps_no_other_waiting():
+    from lightrl.rewards.calls import RewardFunction
+    from lightrl.rewards.server.app import create_app
 
-    def ask() -> None:
-        answer = httpx.post(server.url, json={**rows, "columns": columns}, trust_env=False, timeout=100)
-        took.append((time.monotonic() - began, answer.status_code))
+    begun, others_answered, waited = threading.Event(), threading.Event(), []
 
-    began = time.monotonic()
-    asking = threading.Thread(target=ask)
-    asking.start()
-    slowest = 0.0
-    while asking.is_alive():
-        asked = time.monotonic()
-        assert server.health["status"] == "ok"
-        slowest = max(slowest, time.monotonic() - asked)
-        time.sleep(0.05)
-    ((seconds, status),) = took
-    assert status == 200 and slowest < max(seconds / 2, 1.0), (seconds, slowest)
+    class SlowToRead(RewardFunction):
+        def missing(self, rows):  # the last step of reading a request
+            begun.set()
+            waited.append(others_answered.wait(30))
+            return super().missing(rows)
+
+    limits = {"max_rows": 8, "max_bytes": 1000, "max_concurrency": 1, "timeout": None}
+    app = create_app(SlowToRead("length", lambda completions: [len(text) for text in completions]), token=None, **limits)
+
+    async def main() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            large = asyncio.create_task(client.post("/score", json={"prompts": ["p"], "completions": ["abc"]}))
+            assert await asyncio.to_thread(begun.wait, 30)
+            assert (await client.get("/health")).json()["status"] == "ok"
+            others_answered.set()
+            assert (await large).json() == {"rewards": [3.0]}
+
+    asyncio.run(main())
+    assert waited and all(waited)
 
 
 BODY = b'{"prompts": ["p"], "completions": ["abc"]}'
