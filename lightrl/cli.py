@@ -118,8 +118,9 @@ def users_error(error: BaseException) -> str | None:
 
     from lightrl.compat.parser_messages import short_message
     from lightrl.environments.base import EnvironmentFailedError
+    from lightrl.redaction import redact_text
     from lightrl.rewards.base import RewardError
-    from lightrl.storage import StorageError, redact_text
+    from lightrl.storage import StorageError
 
     if isinstance(error, ArgumentError):
         said = short_message(redact_text(str(error)), _known_names())
@@ -211,7 +212,7 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: command line without the program's name; None takes `sys.argv`.
     """
-    from lightrl.storage import redact_messages, redact_text, remember_arguments
+    from lightrl.redaction import redact_messages, redact_text, remember_arguments
 
     args = sys.argv[1:] if args is None else args
     debug = os.environ.get("LIGHTRL_DEBUG") == "1"
@@ -321,7 +322,7 @@ def _call(function: Callable[..., Any], command: str, options: Sequence[str]) ->
         given = parser.instantiate(parser.parse_args(options))
     except ArgumentError as error:
         from lightrl.compat.parser_messages import short_message
-        from lightrl.storage import redact_text
+        from lightrl.redaction import redact_text
 
         said = short_message(redact_text(str(error)), names).rstrip(".")
         raise ValueError(f"{said}{'' if said[-1] == '?' else '.'} `lightrl {command} --help` explains more.") from error

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import yaml
 
 from lightrl.arguments import user_path
-from lightrl.storage import remember_arguments, remember_secrets
+from lightrl.redaction import remember_arguments, remember_secrets
 
 __all__ = ["SHIPPED", "expand_configs", "read_yaml", "recipes", "shipped_configs"]
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightrl.storage import plain_secrets, redact, redact_messages, remember_secret, resolve_environment
+from lightrl.redaction import plain_secrets, redact, redact_messages, remember_secret, resolve_environment
 
 __all__ = ["from_environment", "plain", "redacted", "refuse_senseless"]
 

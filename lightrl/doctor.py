@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightrl.config_files import expand_configs
-from lightrl.storage import redact_text
+from lightrl.redaction import redact_text
 
 __all__ = ["diagnose", "doctor"]
 

@@ -39,7 +39,7 @@ from lightrl.objectives.advantages import AdvantageEstimator
 from lightrl.objectives.aggregation import Aggregation
 from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.losses import PolicyLoss
-from lightrl.storage import redact_arguments
+from lightrl.redaction import redact_arguments
 
 __all__ = ["LightRLCLI"]
 

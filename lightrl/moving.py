@@ -11,7 +11,8 @@ import yaml
 
 from lightrl.arguments import user_path
 from lightrl.config_files import read_yaml
-from lightrl.storage import atomic_write, plain_secrets, redact
+from lightrl.redaction import plain_secrets, redact
+from lightrl.storage import atomic_write
 
 __all__ = ["convert_trl", "from_trl"]
 

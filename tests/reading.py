@@ -79,7 +79,7 @@ PATH = {
 }
 """Everything else between a prompt and the weights, with the transformers engine, in the order of reading."""
 
-NOT_READ = ("compat/", "kernels/", "storage.py", "console.py")
+NOT_READ = ("compat/", "kernels/", "storage.py", "redaction.py", "console.py")
 """Entered, but nobody needs to read them to understand a run: parts of dependencies, the faster paths on a CPU, and
 what keeps secrets out of log messages."""
 

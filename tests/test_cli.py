@@ -34,9 +34,9 @@ from lightrl.cli import main, run
 from lightrl.config_values import redacted
 from lightrl.data import PromptSource
 from lightrl.engines import EngineContext, EngineDiedError, StaleWeightsError
+from lightrl.redaction import remember_secret
 from lightrl.report.read import read_run
 from lightrl.rollout.collector import RolloutStalledError
-from lightrl.storage import remember_secret
 from tests.toys import quickstart_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -728,7 +728,7 @@ SAID = {  # what the parser refuses beside a secret, and quotes
 def test_a_secret_that_the_parser_quotes_is_not_shown(
     case: str, write: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightrl.storage._secrets", set())
+    monkeypatch.setattr("lightrl.redaction._secrets", set())
     monkeypatch.setenv("HUNTER", "hunter2-Zq")
     config = write(**json.loads(json.dumps(SAID[case]).replace("%", "hunter2-Zq")))
     assert "hunter2" not in refused(capsys, "--config", config)
@@ -741,7 +741,7 @@ def test_a_secret_that_the_parser_quotes_is_not_shown(
 def test_a_secret_on_the_command_line_is_not_shown(
     write: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightrl.storage._secrets", set())
+    monkeypatch.setattr("lightrl.redaction._secrets", set())
     assert "hunter2" not in refused(capsys, "--config", write(), '--model.init_args.actor=[{"token": "hunter2-Zq"}]')
     assert "hunter2" not in refused(capsys, "--config", write(), "--data.init_args.engine.api_key", "hunter2-Zq")
 

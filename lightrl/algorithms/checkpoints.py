@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lightrl.models.spec import ModelSpec
-from lightrl.storage import redact
+from lightrl.redaction import redact
 
 __all__ = ["FORMAT", "description", "refuse_foreign", "require_weights"]
 

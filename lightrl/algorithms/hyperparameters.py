@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightrl.storage import redact, redact_arguments
+from lightrl.redaction import redact, redact_arguments
 
 __all__ = ["described", "hyperparameters", "versions"]
 

@@ -23,8 +23,9 @@ from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.data.rows import RowSource
 from lightrl.distributed.checkpoint_io import CheckedCheckpointIO
 from lightrl.distributed.consolidate import require_fitting_states, require_optimizer_states
+from lightrl.redaction import redact
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.storage import FolderLock, atomic_write, clean_leftovers, redact
+from lightrl.storage import FolderLock, atomic_write, clean_leftovers
 
 __all__ = ["RunGuard", "data_fingerprint", "other_settings"]
 

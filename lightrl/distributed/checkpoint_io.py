@@ -11,7 +11,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 
 from lightrl.distributed.consolidate import unreadable
-from lightrl.storage import atomic_write, checkpoint_kind, redact, remove, require_entries, verify
+from lightrl.redaction import redact
+from lightrl.storage import atomic_write, checkpoint_kind, remove, require_entries, verify
 
 __all__ = [
     "WRITTEN_BY_LIGHTNING",

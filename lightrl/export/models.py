@@ -18,7 +18,7 @@ from lightrl.models.lora import adapter_config, named_adapter_weights, named_hf_
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModel
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.storage import REDACTED
+from lightrl.redaction import REDACTED
 
 __all__ = ["export_model"]
 

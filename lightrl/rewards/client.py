@@ -12,8 +12,8 @@ from typing import Any, Literal
 import httpx
 
 from lightrl.arguments import above, at_least, one_of
+from lightrl.redaction import redact_text, remember_secret
 from lightrl.rewards.base import Reward, RewardError
-from lightrl.storage import redact_text, remember_secret
 
 __all__ = ["RetryingReward"]
 

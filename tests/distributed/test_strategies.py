@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -57,15 +58,22 @@ def one(place: Path) -> dict[str, Any]:
 def launch(place: Path, strategy: str, *steps: str, timeout: int = 200) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.distributed.job", strategy, str(place / "model"), str(place), *steps]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the other rank, too
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def compile_deepspeed() -> None:
-    """DeepSpeed's collectives on CPU, once per machine, so that no rank waits for the compiler within its time.
+    """DeepSpeed's collectives on CPU, once per environment, so that no rank waits for the compiler within its time.
 
     A process that was killed while it compiled has left a lock behind, for which all others would wait for ever.
     """
-    for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser().glob("*/*/lock"):
+    for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).rglob("lock"):
         if time.time() - lock.stat().st_mtime > 600:
             lock.unlink()
     code = "import tests.distributed.cpu_deepspeed; from deepspeed.comm.torch import build_shm_op; build_shm_op()"

@@ -225,8 +225,9 @@ def test_a_request_that_takes_long_to_read_keeps_no_other_waiting():
             waited.append(others_answered.wait(30))
             return super().missing(rows)
 
+    function = SlowToRead("length", lambda completions: [len(text) for text in completions])
     limits = {"max_rows": 8, "max_bytes": 1000, "max_concurrency": 1, "timeout": None}
-    app = create_app(SlowToRead("length", lambda completions: [len(text) for text in completions]), token=None, **limits)
+    app = create_app(function, token=None, **limits)
 
     async def main() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:

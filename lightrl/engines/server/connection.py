@@ -14,7 +14,7 @@ from lightrl.arguments import above, at_least, one_of
 from lightrl.background import BackgroundLoop
 from lightrl.engines.server.http import Server, ServerError
 from lightrl.engines.server.protocols import PROTOCOLS
-from lightrl.storage import remember_secret
+from lightrl.redaction import remember_secret
 
 __all__ = ["Connection"]
 

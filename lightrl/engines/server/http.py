@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from lightrl.storage import redact_text
+from lightrl.redaction import redact_text
 
 __all__ = ["Server", "ServerError", "ServerLostError"]
 

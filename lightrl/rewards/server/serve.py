@@ -11,9 +11,9 @@ import resource
 from typing import Any, Optional
 
 from lightrl.arguments import above, at_least, require_packages
+from lightrl.redaction import remember_secret
 from lightrl.rewards.base import RewardFn, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
-from lightrl.storage import remember_secret
 
 __all__ = ["serve_reward"]
 

@@ -1,0 +1,183 @@
+"""Keys, tokens and passwords are neither written nor printed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import httpx
+import pytest
+from jsonargparse import Namespace
+
+from lightrl.config_values import redacted
+from lightrl.engines.server.connection import Connection
+from lightrl.engines.server.http import ServerError
+from lightrl.redaction import (
+    plain_secrets,
+    redact,
+    redact_arguments,
+    redact_text,
+    remember_arguments,
+    remember_secret,
+    remember_secrets,
+)
+from lightrl.rewards import RemoteReward, RewardError
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"token": "abc"}, {"token": "***"}),
+        ({"api_key": "${env:KEY}"}, {"api_key": "${env:KEY}"}),
+        ({"headers": {"Authorization": "Bearer abcdefghijk"}}, {"headers": {"Authorization": "***"}}),
+        ({"eos_token": "<eos>", "max_new_tokens": 3, "tokenizer": "gpt2"}, None),
+        ({"url": "http://user:pass@host/x?a=1&api_key=k1&b=2"}, {"url": "http://user:***@host/x?a=1&api_key=***&b=2"}),
+        ({"url": "http://user:${env:PW}@host"}, None),
+        ({"path": "org/model", "url": "http://host:8000/v1"}, None),
+        ([{"x": "hf_abcdefghijklmnopqrst"}], [{"x": "***"}]),
+        ({"headers": {"x-api-key": "abc", "Cookie": "s=1"}}, {"headers": {"x-api-key": "***", "Cookie": "***"}}),
+        ({"refreshToken": "abc", "openai_key": "abc"}, {"refreshToken": "***", "openai_key": "***"}),
+        ({"sort_key": "a", "label_column": "key", "padToken_ids": "b", "max_tokens": "3"}, None),
+        ({"url": "http://user:p@ss@host/x@y"}, {"url": "http://user:***@host/x@y"}),
+        ({"url": "http://host:80/x?mail=a@b"}, None),
+        ({"url": "http://u:1@h/?pwd=12&pass=3"}, {"url": "http://u:***@h/?pwd=***&pass=***"}),
+        ({"kwargs": {"password": 1234, "pwd": "ab"}}, {"kwargs": {"password": "***", "pwd": "***"}}),
+        ({"max_new_tokens": 3, "use_token": True, "pad_token": 0, "compass": 1}, None),
+        (
+            ["h/?X-Amz-Signature=ab&client_secret=z#access_token=t"],
+            ["h/?X-Amz-Signature=***&client_secret=***#access_token=***"],
+        ),
+        ({"url": "https://tok3n@sentry.io/1"}, {"url": "https://***@sentry.io/1"}),
+        ({"url": "https://${env:TOKEN}@sentry.io/1", "login": "http://${env:U}:${env:P}@h"}, None),
+        ({"repo": "ssh://git@github.com/a/b", "url": "http://[::1]:80/x@y", "see": "http://h:80/x@y"}, None),
+        ({"dsn": "postgresql+psycopg2://u:p/w/x@h/db"}, {"dsn": "postgresql+psycopg2://u:***@h/db"}),
+        ({"auth": ["me", "pw"], "basic_auth": "me:pw"}, {"auth": ["***", "***"], "basic_auth": "***"}),
+        (
+            {"hf_tokens": ["a"], "token_value": "b", "PGPASS": "c"},
+            {"hf_tokens": ["***"], "token_value": "***", "PGPASS": "***"},
+        ),
+        (
+            ["https://h/?subscription-key=a&n=1", "https://h/?auth=b"],
+            ["https://h/?subscription-key=***&n=1", "https://h/?auth=***"],
+        ),
+        (
+            {"headers": [["Authorization", "a"], ["Accept", "b"]]},
+            {"headers": [["Authorization", "***"], ["Accept", "b"]]},
+        ),
+        (["Authorization: Basic bWU6cHc="], ["Authorization: Basic ***"]),
+        (["Authorization: Bearer ${env:TOKEN}"], None),
+        ({"api_key": {"a": "b"}}, {"api_key": {"a": "***"}}),
+        ({"token": {"class_path": "mine.Kind", "init_args": {"size": 3}}}, None),
+        (
+            {
+                "num_tokens": 3,
+                "special_tokens": ["<a>"],
+                "stop_tokens": ["b"],
+                "token_ids": [1],
+                "columns": ["token", "x"],
+            },
+            None,
+        ),
+        ({"author": "a", "passes": "b", "auth_type": "d", "micro_batch_tokens": "4"}, None),
+    ],
+)
+def test_what_is_redacted(value: Any, expected: Any) -> None:
+    assert redact(value) == (value if expected is None else expected)
+    assert bool(list(plain_secrets(value))) == (expected is not None and "${env" not in str(value))
+
+
+def test_a_password_of_digits_is_not_written_with_the_configuration() -> None:
+    config = Namespace(kwargs={"password": 123456, "port": 80}, url="http://u:1@h")
+    assert redacted(config) == Namespace(kwargs={"password": "***", "port": 80}, url="http://u:***@h")
+
+
+def test_text_is_redacted() -> None:
+    assert redact_text("401 for http://u:p4ss@h/ with sk-abcdefghijklmnopqrstu") == "401 for http://u:***@h/ with ***"
+
+
+def test_a_remembered_secret_is_found_as_json_and_urls_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.redaction._secrets", set())
+    secret = 'a "b"/c+d=\nsecret'
+    remember_secret(secret)
+    for text in (secret, json.dumps({"x": secret}), repr([secret]), quote(secret), urlencode({"k": secret})):
+        assert "secret" not in redact_text(text)
+
+
+def test_logs_and_warnings_are_redacted() -> None:
+    """Of a process that the command line started: Lightning's and the rewards' own messages quote URLs."""
+    script = """
+import logging, warnings
+from lightrl.redaction import redact_messages, remember_secret
+redact_messages()
+redact_messages()
+remember_secret("open sesame")
+warnings.warn("said open sesame")
+logging.getLogger("any").warning("%s for %s", 401, "http://u:p4ss@h/")
+try:
+    logging.getLogger("any").warning("%d of no number", "x")
+except Exception:
+    print("lost")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "UserWarning: said ***" in done.stderr and "401 for http://u:***@h/" in done.stderr
+    assert "p4ss" not in done.stderr and "lost" not in done.stdout
+
+
+def test_tracebacks_are_redacted_and_stay_tracebacks() -> None:
+    """Of log records, threads and the error that ends a process; one without secrets is shown as ever."""
+    script = """
+import logging, threading
+from lightrl.redaction import redact_messages, remember_secret
+redact_messages()
+remember_secret("open sesame")
+def wrong(word):
+    raise KeyError(word)
+try:
+    wrong("open sesame")
+except KeyError:
+    logging.getLogger("any").exception("logged")
+for word in ("open sesame", "harmless"):
+    thread = threading.Thread(target=wrong, args=(word,), name="mine")
+    thread.start()
+    thread.join()
+wrong("it is open sesame")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1 and "sesame" not in done.stderr
+    assert done.stderr.count("Traceback") == 4 and done.stderr.count("KeyError: '***'") == 2
+    assert "logged\nTraceback" in done.stderr and "Exception in thread mine:" in done.stderr
+    assert "KeyError: 'harmless'" in done.stderr and done.stderr.endswith("KeyError: 'it is ***'\n")
+
+
+def test_arguments_of_a_command_are_redacted_before_a_shell_would_quote_them() -> None:
+    given = ["fit", "--actor.token=it's mine", "--engine.api_key", "it's mine", "--kwargs.tokens", "3", "x"]
+    assert redact_arguments(given) == [
+        *("fit", "--actor.token=***", "--engine.api_key", "***", "--kwargs.tokens", "3", "x")
+    ]
+
+
+def test_secrets_of_files_and_arguments_are_known_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.redaction._secrets", set())
+    monkeypatch.setenv("SESAME", "of the environment")
+    remember_secrets({"kwargs": [{"api_key": ["in a list"]}], "path": "x/${env:SESAME}"})
+    remember_arguments(["--a.token", "after a space", "--b.api_key+=behind a sign", '--c={"password": "in json"}'])
+    for secret in ("in a list", "of the environment", "after a space", "behind a sign", "in json"):
+        assert redact_text(f"not {secret}!") == "not ***!"
+
+
+def test_a_token_that_a_server_quotes_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither whole nor cut by the bound on what is quoted."""
+    monkeypatch.setattr("lightrl.redaction._secrets", set())
+    monkeypatch.setenv("JUDGE_TOKEN", "hunter2-of-the-judge")
+    monkeypatch.setenv("LIGHTRL_SERVER_API_KEY", "hunter2-of-the-engine")
+    reward = RemoteReward("http://127.0.0.1:9/score", token_env="JUDGE_TOKEN")
+    with pytest.raises(RewardError) as refused:
+        reward._answer(httpx.Response(401, text=f"{'x' * 190} hunter2-of-the-judge"))
+    assert "hunter2" not in str(refused.value) and "401" in str(refused.value)
+    connection = Connection("ServerEngine", ["http://127.0.0.1:9"], "vllm", None, 1.0, 1.0, 0.01)
+    with pytest.raises(ValueError, match="No healthy server"):
+        connection.open(lambda server: server.healthy())
+    assert "hunter2" not in str(ServerError("http://h", "/v1", 401, "Incorrect API key: hunter2-of-the-engine"))
