@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import re
 import select
+import signal
 import sys
 import threading
 import time
@@ -88,19 +89,25 @@ def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
 
     from lightrl.lightning_cli import LightRLCLI
 
-    return LightRLCLI(
-        LightningModule,
-        LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        # Errors are raised and shown by `main`, without the parser's page of usage before them.
-        parser_kwargs={"exit_on_error": False},
-        auto_configure_optimizers=False,  # modules take an optimizer of their own; `--optimizer` would do nothing
-        seed_everything_default=0,
-        save_config_kwargs={"overwrite": True},
-        args=expand_configs(sys.argv[1:] if args is None else args),
-        **kwargs,
-    )
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
+    try:
+        return LightRLCLI(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            # Errors are raised and shown by `main`, without the parser's page of usage before them.
+            parser_kwargs={"exit_on_error": False},
+            auto_configure_optimizers=False,  # modules take an optimizer of their own; `--optimizer` would do nothing
+            seed_everything_default=0,
+            save_config_kwargs={"overwrite": True},
+            args=expand_configs(sys.argv[1:] if args is None else args),
+            **kwargs,
+        )
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
 
 
 def users_error(error: BaseException) -> str | None:
@@ -226,12 +233,12 @@ def main(args: Sequence[str] | None = None) -> None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written at exit
         sys.exit(UNREAD)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if debug:
             raise
         fit = "fit" in args[:2]  # `-v` may stand before it
         print(f"Interrupted{' before training began; nothing was saved' if fit else ''}.", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        sys.exit(PREEMPTED if type(interrupt).__name__ == "Preempted" else INTERRUPTED)
     except SystemExit as stop:
         if type(stop.__context__).__name__ == "Preempted":  # Lightning exits with 1 after any interrupt
             sys.exit(PREEMPTED)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
+import threading
 import warnings
 from tempfile import mkdtemp
 from typing import Any, Literal
@@ -27,7 +29,7 @@ from lightrl.algorithms.hyperparameters import versions
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule
 from lightrl.callbacks import Throughput
-from lightrl.callbacks.checkpoint import take_whole_ones
+from lightrl.callbacks.checkpoint import RolloutCheckpoint, preempt, preemptions, take_whole_ones
 from lightrl.callbacks.run_guard import RunGuard
 from lightrl.compat.jsonargparse import keep_lists, start_from_own_defaults
 from lightrl.compat.lightning import YamlCLI, begin_table
@@ -148,11 +150,15 @@ class LightRLCLI(YamlCLI):
         if wanted and not any(isinstance(callback, Throughput) for callback in callbacks):
             callbacks.insert(0, Throughput())
         callbacks.insert(0, self.guard)
+        savers = trainer.checkpoint_callbacks
+        if savers and not any(isinstance(saver, RolloutCheckpoint) for saver in savers):
+            callbacks.append(RolloutCheckpoint(None, dirpath=getattr(savers[0], "dirpath", None), save_top_k=0))
         take_whole_ones(trainer)
         return trainer
 
     def before_fit(self) -> None:
         """Holds the run's folder before a logger begins a file in it; tells the loggers what the run is."""
+        self._end_by_signals()
         if not self.trainer.is_global_zero or getattr(self.trainer, "fast_dev_run", False):
             return
         self._begin_loggers()
@@ -169,9 +175,16 @@ class LightRLCLI(YamlCLI):
 
     def before_validate(self) -> None:
         """Begins the loggers that record the command."""
+        self._end_by_signals()
         self._begin_loggers()
 
     before_test = before_predict = before_validate
+
+    def _end_by_signals(self) -> None:
+        """Has SIGTERM and its like end the command, at once until `RolloutCheckpoint` takes them for training."""
+        if threading.current_thread() is threading.main_thread():
+            for signum in preemptions(self.trainer):
+                signal.signal(signum, preempt)
 
     def _begin_loggers(self) -> None:
         """Begins those that record the command, as Weights & Biases and Comet do, while it shows no secrets.

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import EarlyStopping
 
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.data.prompts import PromptSource
@@ -31,18 +32,23 @@ def send(signum: int, times: int = 1) -> Callable[[], None]:
 
 
 class During(RLCallback):
-    """Does something during the updates of the rollout of that number, or in the first evaluation."""
+    """Does something during the updates of the rollout of that number, or in the first evaluation (start, middle)."""
 
-    def __init__(self, do: Callable[[], None], update: int | None = None, evaluation: bool = False) -> None:
+    def __init__(self, do: Callable[[], None], update: int | None = None, evaluation: str = "") -> None:
         self.do, self.update, self.evaluation = do, update, evaluation
 
     def on_experience_made(self, trainer: Any, module: Any, experience: Any) -> None:
         if self.update == trainer.fit_loop.total_batch_idx + 1:
             self.do()
 
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        if self.evaluation == "start":
+            self.evaluation = ""
+            self.do()
+
     def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
         if self.evaluation:
-            self.evaluation = False
+            self.evaluation = ""
             self.do()
 
 
@@ -71,7 +77,8 @@ SCENES: dict[str, tuple[int | None, Callable[[], dict[str, Any]]]] = {
     "updating_last_of_epoch": (3, lambda: {"callbacks": [During(send(signal.SIGINT), update=3)]}),
     "updating_sigterm": (2, lambda: {"callbacks": [During(send(signal.SIGTERM), update=2)]}),
     "updating_twice": (None, lambda: {"callbacks": [During(send(signal.SIGINT, 2), update=2)]}),
-    "evaluating": (3, lambda: {"callbacks": [During(send(signal.SIGINT), evaluation=True)]}),
+    "evaluating": (3, lambda: {"callbacks": [During(send(signal.SIGINT), evaluation="middle")]}),
+    "evaluating_sigterm": (3, lambda: {"callbacks": [During(send(signal.SIGTERM), evaluation="start")]}),
 }
 
 
@@ -92,10 +99,16 @@ def test_interrupted_and_resumed_is_the_run_that_was_not(
         return
     assert f"Resume with: --ckpt_path {last}" in caplog.text
     assert torch.load(last, weights_only=True)["global_step"] == 4 * saved
-    assert_same(run(tmp_path, model, resume=str(last), every_n_rollouts=100, **EVALUATION), whole[0])
+    stopping = EarlyStopping("eval/reward", mode="max", patience=9)  # fails at the end of an epoch without evaluation
+    again = run(tmp_path, model, resume=str(last), every_n_rollouts=100, callbacks=[stopping], **EVALUATION)
+    assert_same(again, whole[0])
     expected = rows(whole[1], "first")
     assert rows(tmp_path, "first") == expected[:saved]
     assert rows(tmp_path, "resumed") == expected[saved:]
+    evaluations = rows(whole[1], "first", "eval/reward")
+    done = len(rows(tmp_path, "first", "eval/reward"))
+    assert len(evaluations) == 2 and done == (scene == "generating_after_an_epoch")
+    assert rows(tmp_path, "resumed", "eval/reward") == evaluations[done:]
 
 
 SIGNALS = """

@@ -94,13 +94,13 @@ def run(
     return module
 
 
-def rows(folder: Path, version: str) -> list[dict[str, str]]:
-    """What was logged, without times and speeds."""
+def rows(folder: Path, version: str, of: str = "reward/mean") -> list[dict[str, str]]:
+    """What was logged with a metric, without times and speeds."""
     with open(folder / version / "metrics.csv") as file:
         return [
             {k: v for k, v in row.items() if v and not k.startswith(("time/", "throughput/"))}
             for row in csv.DictReader(file)
-            if row.get("reward/mean")
+            if row.get(of)
         ]
 
 

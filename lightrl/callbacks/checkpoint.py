@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,21 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightrl.arguments import above, rollouts_between
 from lightrl.callbacks.run_guard import RunGuard, other_settings
-from lightrl.compat.lightning import SavingCheckpoint, choose_last, flush_step_metrics, set_logged_step
+from lightrl.compat.lightning import (
+    SavingCheckpoint,
+    accumulates,
+    begin_evaluation,
+    choose_last,
+    evaluation_follows,
+    evaluation_pending,
+    flush_step_metrics,
+    set_logged_step,
+)
 from lightrl.distributed.checkpoint_io import WRITTEN_BY_LIGHTNING, first_nan_state, first_nonfinite
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.storage import StorageError, checkpoint_kind, require_entries, verify
 
-__all__ = ["Preempted", "RolloutCheckpoint", "newest_whole", "take_whole_ones"]
+__all__ = ["Preempted", "RolloutCheckpoint", "newest_whole", "preempt", "preemptions", "take_whole_ones"]
 
 
 class Preempted(KeyboardInterrupt):
@@ -42,8 +52,12 @@ class RolloutCheckpoint(SavingCheckpoint):
     `--ckpt_path last` takes the newest checkpoint that is whole, and says which it skipped and why. Weights that are
     not finite are not saved: the run ends.
 
+    An evaluation that did not come to its end before the save is made when the run goes on. With
+    `accumulate_grad_batches` a save or an end that is due waits for the update that the batches are gathered for.
+
     Args:
-        every_n_rollouts: rollouts between two checkpoints, at least 1.
+        every_n_rollouts: rollouts (supervised: batches) between two checkpoints, at least 1. None saves when the run is
+            interrupted (and by `save_every_minutes`) only, beside a callback that saves otherwise.
         save_every_minutes: also save at the end of a rollout that ends so long after the last save, above 0; None is
             off.
         dirpath: folder; `checkpoints/` under the logger's folder where None.
@@ -55,7 +69,7 @@ class RolloutCheckpoint(SavingCheckpoint):
 
     def __init__(
         self,
-        every_n_rollouts: int = 20,
+        every_n_rollouts: int | None = 20,
         dirpath: str | None = None,
         save_top_k: int = 1,
         monitor: str | None = None,
@@ -75,12 +89,16 @@ class RolloutCheckpoint(SavingCheckpoint):
             save_on_train_epoch_end=False,
             enable_version_counter=False,
         )
-        self.every_n_rollouts = rollouts_between("RolloutCheckpoint.every_n_rollouts", every_n_rollouts)
+        self.every_n_rollouts = rollouts_between(
+            "RolloutCheckpoint.every_n_rollouts", every_n_rollouts, or_none="for interruptions only"
+        )
         self.save_every_minutes = above(
             "RolloutCheckpoint.save_every_minutes", save_every_minutes, or_none="for none by time"
         )
         self._saved_at = time.monotonic()
         self._updating = False
+        self._save_due = False
+        self._evaluation_due = False
         self._stop_requested = False
         self._preempted = False
         self._cursor: int | None = None
@@ -108,7 +126,10 @@ class RolloutCheckpoint(SavingCheckpoint):
         Raises:
             ValueError: there are checkpoints, and none is whole, or all are of runs with other settings.
         """
-        found = {Path(path) for path in super().last_checkpoints(trainer)}
+        elsewhere = super().last_checkpoints(trainer)
+        if any("://" in path for path in elsewhere):
+            return elsewhere
+        found = {Path(path) for path in elsewhere}
         if not found and trainer.state.fn != "fit":  # `lightrl validate` has a folder of its own below the run's
             found = set(Path(trainer.default_root_dir, "checkpoints").glob(f"{self.CHECKPOINT_NAME_LAST}.ckpt"))
         if self.dirpath is not None:
@@ -134,23 +155,18 @@ class RolloutCheckpoint(SavingCheckpoint):
         """Installs handlers of Ctrl-C and SIGTERM."""
         super().on_train_start(trainer, pl_module)
         self._trainer, self._cursor = trainer, _prompt_cursor(trainer)
-        self._updating = self._stop_requested = self._preempted = False
+        self._updating = self._stop_requested = self._preempted = self._save_due = self._evaluation_due = False
         self._saved_at = time.monotonic()
         loop = trainer.fit_loop
-        if loop.restarted_mid_epoch and loop.epoch_loop.batch_progress.current.ready >= loop.max_batches:
+        self._evaluation_due = loop.epoch_loop.val_loop.restarted_mid_evaluation  # it begins with this evaluation
+        at_end = loop.epoch_loop.batch_progress.current.ready >= loop.max_batches
+        if loop.restarted_mid_epoch and at_end and not self._evaluation_due:
             # Saved in the last batch of an epoch. Lightning would not count the next epoch, and train one too many
             # after a second restart.
             loop.reset_restart_stage()
-        # Lightning answers SIGTERM at the end of the batch, with exit status 0; on SLURM both belong to its requeueing.
-        environment = getattr(trainer.strategy, "cluster_environment", None)
-        requeued = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
-        for signum in (signal.SIGINT,) if requeued else (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
-                continue  # under nohup
-            try:
+        if threading.current_thread() is threading.main_thread():  # elsewhere whoever runs us handles signals
+            for signum in (signal.SIGINT, *preemptions(trainer)):
                 self._previous_handlers[signum] = signal.signal(signum, self._on_interrupt)
-            except ValueError:  # not in the main thread: whoever runs us there handles signals
-                return
 
     def _on_interrupt(self, signum: int, frame: Any) -> None:
         trainer, preempted = self._trainer, signum != signal.SIGINT
@@ -167,7 +183,7 @@ class RolloutCheckpoint(SavingCheckpoint):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """From here on the weights change."""
-        self._updating = True
+        self._updating, self._evaluation_due = True, False
         # The step of loggers: Lightning counts one too many when a run goes on from between two epochs.
         set_logged_step(trainer, trainer.fit_loop.total_batch_idx)
 
@@ -175,12 +191,16 @@ class RolloutCheckpoint(SavingCheckpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Saves every N rollouts; ends the run if Ctrl-C was pressed during the updates."""
-        self._updating, self._cursor = False, _prompt_cursor(trainer)
-        due = (trainer.fit_loop.total_batch_idx + 1) % self.every_n_rollouts == 0
+        every_n, self._cursor = self.every_n_rollouts, _prompt_cursor(trainer)
+        self._save_due |= every_n is not None and (trainer.fit_loop.total_batch_idx + 1) % every_n == 0
+        if accumulates(trainer):  # gradients are in no checkpoint
+            return
+        self._updating, self._evaluation_due = False, evaluation_follows(trainer)
         if self.save_every_minutes is not None:
             late = time.monotonic() - self._saved_at >= 60 * self.save_every_minutes
-            due |= trainer.strategy.reduce_boolean_decision(late, all=False)
-        if due and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._save_due |= trainer.strategy.reduce_boolean_decision(late, all=False)
+        if self._save_due and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._save_due = False
             self._require_finite(trainer)
             self.save_all(trainer, may_wait=True)
         # With several processes all stop, or none: the next update would wait for the missing ones.
@@ -189,6 +209,16 @@ class RolloutCheckpoint(SavingCheckpoint):
             preempted = trainer.strategy.reduce_boolean_decision(self._preempted, all=False)
             flush_step_metrics(trainer)  # Lightning would log them after this hook
             raise Preempted if preempted else KeyboardInterrupt
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Counts an evaluation that a run goes on with as one that begins."""
+        if trainer.state.fn == "fit":
+            begin_evaluation(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves what waited for a monitored metric."""
+        super().on_validation_end(trainer, pl_module)
+        self._evaluation_due = False
 
     def _require_finite(self, trainer: Trainer) -> None:
         bad = _nonfinite(trainer)
@@ -218,8 +248,10 @@ class RolloutCheckpoint(SavingCheckpoint):
         between = stopped or (idle and progress.ready == progress.processed)
         wanted = between and (stopped or trainer.world_size == 1) and trainer.global_step > 0
         if wanted and _nonfinite(trainer) is None:
+            pending = evaluation_pending(trainer) if self._evaluation_due else contextlib.nullcontext()
             try:
-                self.save_newest(trainer)
+                with pending:
+                    self.save_newest(trainer)
             except StorageError as error:  # what ends the run is told by others
                 rank_zero_info(f"Not saved: {error}")
         if self.last_model_path:
@@ -230,7 +262,8 @@ class RolloutCheckpoint(SavingCheckpoint):
         self._restore_handlers()
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        if trainer.global_step > self.saved_step:
+        by_itself = self.every_n_rollouts is not None or self.save_every_minutes is not None
+        if by_itself and trainer.global_step > self.saved_step:
             self._require_finite(trainer)
             self.save_all(trainer, may_wait=False)
 
@@ -238,6 +271,23 @@ class RolloutCheckpoint(SavingCheckpoint):
         for signum, handler in self._previous_handlers.items():
             signal.signal(signum, handler)
         self._previous_handlers.clear()
+
+
+def preempt(signum: int, frame: Any) -> None:
+    """Handler of a signal that ends a run at once."""
+    raise Preempted
+
+
+def preemptions(trainer: Trainer) -> list[signal.Signals]:
+    """The signals that end a run so that it can go on: without those that Lightning requeues a SLURM job by.
+
+    Lightning alone answers SIGTERM at the end of a batch, of training only, with exit status 0.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        return []
+    found = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
+    return [s for s in found if s != signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN]  # under nohup
 
 
 def _prompt_cursor(trainer: Trainer) -> int | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,13 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 __all__ = [
     "SavingCheckpoint",
     "YamlCLI",
+    "accumulates",
+    "begin_evaluation",
     "begin_table",
     "choose_last",
     "empty_table",
+    "evaluation_follows",
+    "evaluation_pending",
     "flush_step_metrics",
     "is_compiled",
     "load_distributed_checkpoint",
@@ -166,6 +171,42 @@ def load_distributed_checkpoint(folder: Path) -> dict[str, Any]:
 def set_logged_step(trainer: Any, step: int) -> None:
     """The step under which loggers get the next metrics: Lightning counts one too many when a run goes on."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = step
+
+
+def accumulates(trainer: Any) -> bool:
+    """Whether the optimizer's step is still to come for the last batch's gradients."""
+    return trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def evaluation_follows(trainer: Any) -> bool:
+    """At the end of a batch: whether Lightning evaluates before it draws the next one."""
+    return trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+
+
+@contextlib.contextmanager
+def evaluation_pending(trainer: Any) -> Iterator[None]:
+    """A run that goes on from what is saved meanwhile begins with the whole evaluation after the last batch.
+
+    Lightning finishes an evaluation whose batch had begun; so it looks like one whose first batch had.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    trained, evaluated = loop.batch_progress, loop.val_loop.batch_progress
+    before = trained.state_dict(), evaluated.state_dict()
+    for tracker in (trained.total, trained.current):
+        tracker.completed = tracker.processed
+    for tracker in (evaluated.total, evaluated.current):
+        tracker.reset()
+        tracker.ready = tracker.started = 1
+    try:
+        yield
+    finally:
+        trained.load_state_dict(before[0])
+        evaluated.load_state_dict(before[1])
+
+
+def begin_evaluation(trainer: Any) -> None:
+    """Forgets the batch that had begun, which Lightning would count for ever."""
+    trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset_on_restart()
 
 
 def flush_step_metrics(trainer: Any) -> None:
