@@ -174,8 +174,9 @@ class RolloutCheckpoint(SavingCheckpoint):
             return  # schedulers send it to the launcher and to the process, or once more to remind
         if trainer is None or self._stop_requested:
             raise KeyboardInterrupt
-        # A rollout that is made but not yet learned from would be lost: its prompts count as used.
-        made = _prompt_cursor(trainer) != self._cursor
+        # A batch that is drawn but not yet learned from would be lost; the prompts of rollouts, too, count as used.
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+        made = _prompt_cursor(trainer) != self._cursor or progress.ready != progress.processed
         if not (self._updating or made or trainer.world_size > 1):
             raise Preempted if preempted else KeyboardInterrupt
         self._stop_requested, self._preempted = True, preempted
