@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Literal
 from lightrl.arguments import at_least, user_path
 from lightrl.cli import STEP_OF
 from lightrl.config_files import SHIPPED
-from lightrl.storage import atomic_write
+from lightrl.storage import LOCK, FolderLock, atomic_write
 
 __all__ = ["TASKS", "init", "quickstart"]
 
@@ -83,28 +84,40 @@ def quickstart(rollouts: int | None = None, fresh: bool = False) -> None:
 
     Writes to `outputs/quickstart`. One that was interrupted goes on when it is called again: steps that are done are
     not repeated, PPO resumes from its last checkpoint. What one that is done, or of other rollouts, wrote there is kept
-    as `outputs/quickstart.previous`.
+    as `outputs/quickstart.previous`. While one is alive, another one in the same place is refused.
 
     Args:
         rollouts: PPO rollouts in each of its 15 epochs, for a shorter look; the whole 20 where None.
         fresh: begin anew after one that was interrupted, too.
 
     Raises:
-        ValueError: there are less than 1 rollouts.
+        ValueError: there are less than 1 rollouts, or another quickstart, or a run of one of its steps, is alive there.
     """
     at_least("rollouts", rollouts, 1, or_none="for all of them")
     outputs = Path("outputs/quickstart")
+    with contextlib.ExitStack() as held:
+        held.callback(FolderLock(outputs).release)
+        for step in (outputs / "sft", outputs / "ppo"):
+            if step.is_dir():  # a run that was begun by hand would lose its folder, too
+                FolderLock(step).release()
+        record = outputs / "steps.json"
+        earlier = json.loads(record.read_text()) if record.is_file() and not fresh else {}
+        done: list[str] = earlier.get("done", [])
+        if earlier.get("rollouts", 0) == rollouts and STEPS[-1] not in done:
+            print("== Going on with the quickstart that was interrupted here; --fresh begins anew.", flush=True)
+        else:
+            done = []
+            if any(path.name != LOCK for path in outputs.iterdir()):
+                previous = outputs.with_name("quickstart.previous")
+                shutil.rmtree(previous, ignore_errors=True)
+                outputs.rename(previous)  # with its lock, which is kept: somebody may be about to take it
+                held.callback(FolderLock(outputs).release)
+        _take_steps(outputs, rollouts, done)
+
+
+def _take_steps(outputs: Path, rollouts: int | None, done: list[str]) -> None:
+    """The quickstart's steps but for those that are done, which are noted in its folder."""
     record = outputs / "steps.json"
-    earlier = json.loads(record.read_text()) if record.is_file() and not fresh else {}
-    done: list[str] = earlier.get("done", [])
-    if earlier.get("rollouts", 0) == rollouts and STEPS[-1] not in done:
-        print("== Going on with the quickstart that was interrupted here; --fresh begins anew.", flush=True)
-    else:
-        done = []
-        if outputs.exists():
-            previous = outputs.with_name("quickstart.previous")
-            shutil.rmtree(previous, ignore_errors=True)
-            outputs.rename(previous)
     model = str(SHIPPED / "quickstart" / "model")
     engine = _engine()
     if engine != "VLLMEngine":

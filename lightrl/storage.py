@@ -631,8 +631,8 @@ class FolderLock:
     def _in_use(self, holder: str) -> ValueError:
         return ValueError(
             f"{str(self.path.parent)!r} is in use by {holder}: two runs in one folder would mix their metrics and "
-            "checkpoints. Wait for it, end it, or give this run a folder of its own (the logger's name or version, the "
-            "checkpoints' dirpath)."
+            "checkpoints. Wait for it, end it, or give this run a folder of its own (--run_dir, the logger's name or "
+            "version, the checkpoints' dirpath; another working folder for a quickstart)."
         )
 
     def _holder(self) -> str:
