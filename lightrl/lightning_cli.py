@@ -167,7 +167,7 @@ class LightRLCLI(YamlCLI):
             if isinstance(folder, str) and "://" not in folder:
                 self.guard.hold(folder)
             if isinstance(logger, CSVLogger):
-                begin_table(logger, resumed=self._of_command(self.config).ckpt_path is not None)
+                begin_table(logger, self.trainer)
         if isinstance(self.model, SavesPretrained):
             self.model.leave_hyperparameters()
         for logger in self.trainer.loggers:

@@ -212,6 +212,28 @@ def test_a_resumed_run_goes_on_in_its_table_and_an_evaluation_leaves_the_run_as_
     assert all((tmp_path / "run" / "validate" / name).is_file() for name in left)
 
 
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "--model.init_args.actor=/nonexistent/m",
+        "--data.init_args.rewards=[nowhere]",
+        "--model.init_args.minibatch_size=7",
+    ],
+)
+def test_a_run_that_does_not_begin_leaves_what_the_run_before_logged(
+    mistake: str, write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = {"class_path": "SampleLog", "init_args": {"every_n_rollouts": 1, "terminal": False}}
+    config = write(trainer={"logger": True, "callbacks": [samples]}, run_dir="run")
+    main(["fit", "--config", config])
+    left = ("metrics.csv", "samples.jsonl")
+    before = [(tmp_path / "run" / name).read_bytes() for name in left]
+    refused(capsys, "--config", config, mistake)
+    assert [(tmp_path / "run" / name).read_bytes() for name in left] == before
+    main(["fit", "--config", config])
+    assert [(tmp_path / "run" / name).read_bytes().count(b"\n") for name in left] == [b.count(b"\n") for b in before]
+
+
 def test_a_class_named_anew_starts_from_its_own_defaults(write: Callable[..., str], tmp_path: Path) -> None:
     """Not from those arguments of the class before that happen to have the same names; what is given stays."""
     config = write(model={"loss": {"class_path": "PPOClip", "init_args": {"eps_low": 0.1, "eps_high": 0.3}}})

@@ -16,7 +16,7 @@ import pytest
 
 # Rooms in import order: a room imports only from rooms above it.
 ROOMS = [
-    *("arguments", "ops", "types", "compat", "redaction", "storage", "background", "kernels", "distributed"),
+    *("arguments", "ops", "types", "redaction", "storage", "compat", "background", "kernels", "distributed"),
     *("models", "objectives", "engines", "rewards", "data", "environments", "rollout", "algorithms", "callbacks"),
 ]
 BELOW = {room: set(ROOMS[:i]) for i, room in enumerate(ROOMS)}

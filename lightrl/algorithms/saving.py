@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightrl.algorithms import checkpoints
 from lightrl.algorithms.hyperparameters import hyperparameters
-from lightrl.compat.lightning import begin_table, empty_table
+from lightrl.compat.lightning import begin_table
 from lightrl.data.templates import why_not_pushed
 from lightrl.distributed import strategies
 from lightrl.distributed.checkpoint_io import first_nonfinite, refuse_nonfinite
@@ -40,7 +40,6 @@ class SavesPretrained(LightningModule):
     _is_sharded = False
     _loaded_tokenizer: str | None = None  # of the run whose checkpoint was loaded
     _tells_hyperparameters = True
-    _kept_tables: tuple[CSVLogger, ...] = ()  # loggers that began in this fit with what an earlier run had written
 
     @abstractmethod
     def _build_models(self, in_shards: bool = False) -> None:
@@ -51,13 +50,12 @@ class SavesPretrained(LightningModule):
         """The models, each with its `blocks()`."""
 
     def configure_callbacks(self) -> list[Any]:
-        """Lightning's first call: keeps the `metrics.csv` of loggers that are about to begin, until it is known whether
-        the run is a resumed one.
-        """
+        """Lightning's first call: keeps the `metrics.csv` of loggers that are about to begin until this run logs."""
         trainer: Any = self.trainer
         if trainer.state.fn == "fit" and trainer.is_global_zero:
-            loggers = (logger for logger in trainer.loggers if isinstance(logger, CSVLogger))
-            self._kept_tables = tuple(logger for logger in loggers if begin_table(logger, resumed=True))
+            for logger in trainer.loggers:
+                if isinstance(logger, CSVLogger):
+                    begin_table(logger, trainer)
         return []
 
     def leave_hyperparameters(self) -> None:
@@ -65,13 +63,8 @@ class SavesPretrained(LightningModule):
         self._tells_hyperparameters = False
 
     def on_fit_start(self) -> None:
-        """A run that is not a resumed one begins its `metrics.csv` from nothing, as Lightning has it; tells the loggers
-        what the run is.
-        """
-        kept, self._kept_tables = self._kept_tables, ()
+        """Tells the loggers what the run is."""
         trainer: Any = self.trainer
-        for logger in kept if trainer.ckpt_path is None else ():
-            empty_table(logger)
         if self._tells_hyperparameters and trainer.is_global_zero and trainer.loggers:
             record = hyperparameters(trainer)
             for logger in trainer.loggers:

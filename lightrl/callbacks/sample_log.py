@@ -47,7 +47,8 @@ class SampleLog(RLCallback):
     tokens). With an environment `completion` is what was sampled last, and there are `turns`, `stop_reason` and the
     whole conversation as `messages`. Where the prompt shows images, videos or sound, `media` says so in words and
     `thumbnail` names a small PNG file of them (in `thumbnails/` beside the file), which these loggers' pages show,
-    too. `lightrl report` reads all that. A run from the start overwrites the file, a resumed one goes on in it.
+    too. `lightrl report` reads all that. A run from the start replaces the file after its first rollout or evaluation,
+    a resumed one goes on in it.
 
     `reward` is the sum that later callbacks see: put `SampleLog` before `RewardNormalization` to log raw rewards.
 
@@ -66,6 +67,7 @@ class SampleLog(RLCallback):
         self.max_characters = at_least("SampleLog.max_characters", max_characters, 20)
         self.terminal = terminal
         self._path = Path("samples.jsonl")
+        self._replaces = False  # what an earlier run wrote there
         self._rewards: Tensor | None = None
         self._advantages: Tensor | None = None
         self._evaluated: list[dict[str, Any]] = []
@@ -73,7 +75,7 @@ class SampleLog(RLCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finds the folder; every rank asks, because it is rank 0's."""
         super().setup(trainer, pl_module, stage)
-        self._path = run_folder(trainer) / "samples.jsonl"
+        self._path, self._replaces = run_folder(trainer) / "samples.jsonl", False
 
     # ---- training ----------------------------------------------------------------------------------------------
 
@@ -88,14 +90,14 @@ class SampleLog(RLCallback):
         self._advantages = layout.split(total / layout.mask.sum(1).clamp(min=1))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Overwrites the file unless the run is a resumed one."""
-        if trainer.is_global_zero and trainer.ckpt_path is None and not _trying_out(trainer):
-            self._path.unlink(missing_ok=True)
+        """The file is to be replaced unless the run is a resumed one."""
+        self._replaces = trainer.is_global_zero and trainer.ckpt_path is None and not _trying_out(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs every N-th rollout."""
+        self._begin()
         done = trainer.fit_loop.total_batch_idx + 1
         if isinstance(batch, Rollouts) and trainer.is_global_zero and done % self.every_n_rollouts == 0:
             records = sample_records(batch, self.num_samples, rewards=self._rewards, advantages=self._advantages)
@@ -137,7 +139,14 @@ class SampleLog(RLCallback):
 
     # ---- where samples go --------------------------------------------------------------------------------------
 
+    def _begin(self) -> None:
+        """Removes an earlier run's file, once: a run that fails before it has something of its own leaves it."""
+        if self._replaces:
+            self._path.unlink(missing_ok=True)
+            self._replaces = False
+
     def _log(self, trainer: Trainer, phase: str, records: list[dict[str, Any]], title: str) -> None:
+        self._begin()
         step = -1 if trainer.sanity_checking else max(trainer.fit_loop.total_batch_idx, 0)
         sheets = [contact_sheet(record["media"]) if "media" in record else None for record in records]
         records = [self._in_words(trainer, record, sheet) for record, sheet in zip(records, sheets, strict=True)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.strategies import ModelParallelStrategy
+
+from lightrl.storage import append_lines, atomic_write
 
 __all__ = [
     "SavingCheckpoint",
@@ -24,7 +26,6 @@ __all__ = [
     "begin_evaluation",
     "begin_table",
     "choose_last",
-    "empty_table",
     "evaluation_follows",
     "evaluation_pending",
     "flush_step_metrics",
@@ -55,33 +56,56 @@ class YamlCLI(LightningCLI):
         self._dump_config()
 
 
-def begin_table(logger: CSVLogger, *, resumed: bool) -> bool:
-    """Opens a logger's `metrics.csv`; a resumed run goes on in the one that is there, which Lightning would delete.
+class _KeptTable(ExperimentWriter):
+    """Of a `CSVLogger`: leaves the `metrics.csv` of an earlier run alone until the run of `trainer` logs its first row.
 
-    Args:
-        logger: of rank 0; one that has begun is left alone.
-        resumed: whether the run goes on from a checkpoint.
-
-    Returns:
-        whether it begins with this call.
+    Lightning deletes it when the logger begins. Here a resumed run goes on in it, and another one replaces it.
     """
-    if logger._experiment is not None:
-        return False
-    table = Path(logger.log_dir, "metrics.csv")
-    before = table.read_text().rpartition("\n") if table.is_file() else ("", "", "")  # without a line cut short
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Experiment logs directory")  # the lock and the configuration
-        writer = logger.experiment
-    if before[0] and resumed:
-        table.write_text(before[0] + before[1])
-        writer.metrics_keys = next(csv.reader(before[0].splitlines()))
-    return True
+
+    trainer: Trainer
+    _begun = False
+
+    def _check_log_dir_exists(self) -> None:
+        """Where Lightning deletes."""
+
+    def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
+        if not self._begun:
+            self._begun = True
+            self._begin()
+        super().log_metrics(metrics_dict, step)
+
+    def _begin(self) -> None:
+        table = Path(self.metrics_file_path)
+        if self.trainer.ckpt_path is None:
+            table.unlink(missing_ok=True)
+        elif table.is_file():
+            append_lines(table, ())  # without a line cut short
+            with table.open(newline="", errors="replace") as file:
+                self.metrics_keys = next(csv.reader(file), [])
+
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        """Lightning's empties the file first, and loses it where the disk is full or the run is killed."""
+        if "://" in self.metrics_file_path:
+            super()._rewrite_with_new_header(fieldnames)
+            return
+        with open(self.metrics_file_path, newline="", errors="replace") as file:
+            rows = list(csv.DictReader(file))
+        with atomic_write(self.metrics_file_path, "w") as file:
+            writer = csv.DictWriter(file, fieldnames=fieldnames)
+            writer.writeheader()
+            writer.writerows(rows)
 
 
-def empty_table(logger: CSVLogger) -> None:
-    """Removes what stands in a logger's `metrics.csv`; for one that has not logged yet."""
-    Path(logger.log_dir, "metrics.csv").unlink(missing_ok=True)
-    logger.experiment.metrics_keys = []
+def begin_table(logger: CSVLogger, trainer: Trainer) -> None:
+    """Begins a logger of rank 0, and leaves its `metrics.csv` to the first row that it is given.
+
+    Where the trainer goes on from a checkpoint by then, the row is added to those of before; else it is the first. A
+    logger that has begun otherwise is left alone.
+    """
+    if logger._experiment is None:
+        logger._experiment = _KeptTable(logger.log_dir)
+    if isinstance(logger._experiment, _KeptTable):
+        logger._experiment.trainer = trainer
 
 
 def is_compiled(module: Any) -> bool:

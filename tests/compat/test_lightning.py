@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.loggers.csv_logs import _ExperimentWriter
 from lightning.fabric.strategies.model_parallel import _load_raw_module_state
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch import Tensor, nn
@@ -135,6 +139,47 @@ def test_metrics_can_be_logged_before_the_batch_is_over() -> None:
 
     fit(Flush())
     assert seen == [1, 1]
+
+
+def table(folder: Path, checkpoint: str | None) -> Any:
+    """A logger that has begun for a run; the trainer is asked for nothing else."""
+    logger = CSVLogger(folder, name="", version="")
+    compat.begin_table(logger, SimpleNamespace(ckpt_path=checkpoint))  # type: ignore[arg-type]
+    logger.log_hyperparams({"a": 1})
+    return logger
+
+
+@pytest.mark.parametrize(("checkpoint", "left"), [(None, "loss,step\n"), ("last", "a,loss,step\n1,,0\n")])
+def test_a_table_stays_until_the_first_row(checkpoint: str | None, left: str, tmp_path: Path) -> None:
+    """With Lightning's own writer it is gone when the logger begins; a line that was cut short is not a row."""
+    assert "rm_file(self.metrics_file_path)" in inspect.getsource(_ExperimentWriter._check_log_dir_exists)
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(b"a,step\r\n1,0\r\n2")
+    logger = table(tmp_path, checkpoint)
+    logger.save()
+    logger.finalize("failed")
+    assert path.read_bytes() == b"a,step\r\n1,0\r\n2"
+    logger.log_metrics({"loss": 2.0}, step=1)
+    logger.save()
+    rows = path.read_text()
+    assert rows.startswith(left) and rows.endswith("2.0,1\n") and rows.count("\n") == left.count("\n") + 1
+    assert (tmp_path / "hparams.yaml").is_file()
+
+
+def test_a_resumed_run_that_can_write_no_more_leaves_the_table_whole(tmp_path: Path) -> None:
+    """Where a new column comes, Lightning empties the file and writes it anew."""
+    path, before = tmp_path / "metrics.csv", b"a,step\r\n" + b"1.0,0\r\n" * 1000
+    path.write_bytes(before)
+    code = (
+        "import resource, signal\nfrom pathlib import Path\nfrom tests.compat.test_lightning import table\n"
+        f"logger = table(Path({str(tmp_path)!r}), 'last')\nlogger.log_metrics({{'a': 1.0, 'new': 2.0}}, step=1)\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))\n"
+        "logger.save()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=550)
+    assert "StorageError" in done.stderr and "metrics.csv' cannot be written: File too large" in done.stderr
+    assert path.read_bytes() == before
+    assert "open(self.metrics_file_path" in inspect.getsource(_ExperimentWriter._rewrite_with_new_header)
 
 
 def test_the_command_line_reads_no_settings_from_a_checkpoint() -> None:
