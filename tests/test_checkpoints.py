@@ -69,6 +69,7 @@ def test_how_models_are_built_is_said_without_secrets() -> None:
 
 def lightnings(path: Path, step: int = 1) -> Path:
     entries = {"pytorch-lightning_version": "2.6", "state_dict": {}, "epoch": 0, "global_step": step}
+    entries |= {"loops": {}, "optimizer_states": []}
     with atomic_write(path, checksum=True) as file:
         torch.save(entries, file)
     return path
@@ -97,6 +98,19 @@ def test_last_skips_files_of_others_and_says_so(tmp_path: Path) -> None:
     good.unlink()
     with pytest.raises(ValueError, match="no checkpoint is whole"):
         RolloutCheckpoint(dirpath=str(tmp_path)).last_checkpoints(trainer)
+
+
+def test_last_skips_weights_alone_where_something_whole_lies_beside(tmp_path: Path) -> None:
+    whole, last = lightnings(tmp_path / "step=1.ckpt"), tmp_path / "last.ckpt"
+    stored = torch.load(whole)
+    torch.save({name: stored[name] for name in stored if name not in ("loops", "optimizer_states")}, last)
+    os.utime(whole, (0, 0))
+    trainer = Trainer(logger=False, default_root_dir=tmp_path, accelerator="cpu")
+    callback = RolloutCheckpoint(dirpath=str(tmp_path))
+    with pytest.warns(UserWarning, match="goes on from .*step=1.ckpt, and skips .*last.ckpt: it holds weights only"):
+        assert callback.last_checkpoints(trainer) == {str(whole)}
+    whole.unlink()
+    assert callback.last_checkpoints(trainer) == {str(last)}  # which can be evaluated
 
 
 def test_last_skips_a_damaged_one_with_lightnings_callback_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

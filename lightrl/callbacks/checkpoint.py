@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightrl.arguments import above, rollouts_between
-from lightrl.callbacks.run_guard import RunGuard, other_settings
+from lightrl.callbacks.run_guard import RunGuard, is_of_another_run, other_settings
 from lightrl.compat.lightning import (
     SavingCheckpoint,
     accumulates,
@@ -305,13 +305,21 @@ def _nonfinite(trainer: Trainer) -> str | None:
     return bad
 
 
+EARLIER = "it is of a run before the one that began there last"
+WEIGHTS_ONLY = "it holds weights only"
+
+
 def newest_whole(found: set[Path]) -> set[str]:
     """Of checkpoints the newest that is whole, as `RolloutCheckpoint.last_checkpoints` has it; nothing of nothing.
 
+    Where a run began anew beside checkpoints of an earlier one, these are skipped.
+
     Raises:
-        ValueError: there are some, and none is whole.
+        ValueError: there are some, and none is whole, or none of the run that began last.
     """
     skipped: list[str] = []
+    earlier: list[Path] = []
+    weights: list[Path] = []
     for path in sorted(found, key=_time, reverse=True):
         damage = _damage(path)
         if damage is None:
@@ -322,6 +330,16 @@ def newest_whole(found: set[Path]) -> set[str]:
                 rank_zero_warn(f"ckpt_path=last goes on from {path}, and skips {'; '.join(skipped)}.")
             return {str(path)}
         skipped.append(f"{path}: {damage}")
+        earlier += [path] if damage == EARLIER else []
+        weights += [path] if damage == WEIGHTS_ONLY else []
+    if earlier:
+        raise ValueError(
+            f"ckpt_path=last: the run that began last in {str(earlier[0].parent)!r} has no whole checkpoint yet "
+            f"({'; '.join(skipped)}). Give the checkpoint itself (ckpt_path={earlier[0]}) to go on with the earlier "
+            "run, or leave ckpt_path out to start over."
+        )
+    if weights:  # enough for an evaluation; a run that would go on is told
+        return {str(weights[0])}
     if skipped:
         raise ValueError(
             f"ckpt_path=last: no checkpoint is whole ({'; '.join(skipped)}). Give one of another folder, or leave "
@@ -371,11 +389,16 @@ def _damage(path: Path) -> str | None:
         checkpoint_kind(path)
         verify(path)
         if path.is_file():
-            require_entries(_opened(path), WRITTEN_BY_LIGHTNING)
+            stored = _opened(path)
+            require_entries(stored, WRITTEN_BY_LIGHTNING)
+            if "loops" not in stored or "optimizer_states" not in stored:
+                return WEIGHTS_ONLY
     except ValueError as error:
         return str(error)
     except Exception as error:  # what unpickling meets in a file of something else; errors of the disk
         if isinstance(error, pickle.UnpicklingError):  # with sums a run's own, which may hold objects of its classes
-            return None if Path(f"{path}.sha256").is_file() else "it holds objects of code, and has no checksum"
-        return f"it cannot be read ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
-    return None
+            if not Path(f"{path}.sha256").is_file():
+                return "it holds objects of code, and has no checksum"
+        else:
+            return f"it cannot be read ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
+    return EARLIER if is_of_another_run(path) else None

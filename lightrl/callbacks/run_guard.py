@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import inspect
 import json
+import secrets
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -25,14 +28,16 @@ from lightrl.distributed.checkpoint_io import CheckedCheckpointIO
 from lightrl.distributed.consolidate import require_fitting_states, require_optimizer_states
 from lightrl.redaction import redact
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.storage import FolderLock, atomic_write, clean_leftovers
+from lightrl.storage import FolderLock, atomic_write, checkpoint_kind, clean_leftovers
 
-__all__ = ["RunGuard", "data_fingerprint", "other_settings"]
+__all__ = ["RunGuard", "data_fingerprint", "is_of_another_run", "other_settings"]
 
 RECORD = "lightrl_run"
 EDGE = 1 << 16
 SETTINGS = "run_settings.json"
 """In a run's folder: what `run_settings` gave."""
+RUN = ".lightrl.run"
+"""Beside checkpoints: the id of the run that began there last, since when those of others are not its own."""
 
 
 class RunGuard(Callback):
@@ -44,6 +49,8 @@ class RunGuard(Callback):
       died left half written is removed;
     - checkpoint files are written by `CheckedCheckpointIO`, also those of Lightning's `ModelCheckpoint`, unless the
       Trainer was given another plugin for it;
+    - a folder that has checkpoints of an earlier run gets `.lightrl.run`, the id that this run's own carry, by which
+      `--ckpt_path last` leaves the others alone; a resumed run keeps the id of its checkpoint;
     - the folder gets `run_settings.json`, by which `--ckpt_path last` knows a run's own checkpoints from others';
     - a resumed run is refused another optimizer, and warned, once, of other prompts and rows, another group size, seed,
       batch size, and of each other argument of the module, the data module and the optimizer that learning depends on.
@@ -51,6 +58,7 @@ class RunGuard(Callback):
 
     def __init__(self) -> None:
         self._locks: dict[Path, FolderLock] = {}
+        self._run = ""
         self._settings: dict[str, Any] = {}
         self._arguments: dict[str, Any] = {}
         self._resumed: Mapping[str, Any] | None = None  # the checkpoint, until it has been compared
@@ -80,6 +88,7 @@ class RunGuard(Callback):
             trainer.strategy.checkpoint_io = CheckedCheckpointIO()
         if stage != "fit":
             return
+        self._run = trainer.strategy.broadcast(secrets.token_hex(8))
         self._settings = run_settings(trainer)  # before a checkpoint's seed takes the place of the given one
         self._arguments = given_arguments(trainer)
         folder = trainer.log_dir  # every rank asks, because Lightning answers with rank 0's
@@ -98,6 +107,14 @@ class RunGuard(Callback):
                 self._hold_for(trainer, callback.dirpath)
         self._compare(trainer)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Says whose the checkpoints are from now on, where there are others."""
+        for folder in self._locks:
+            resumed_here = trainer.ckpt_path is not None and Path(trainer.ckpt_path).resolve().parent == folder
+            if (folder / RUN).is_file() or (not resumed_here and any(folder.glob("*.ckpt"))):
+                with atomic_write(folder / RUN, "w") as file:
+                    file.write(self._run)
+
     def _hold_for(self, trainer: Trainer, folder: str | Path) -> None:
         if trainer.is_global_zero and not trainer.fast_dev_run and "://" not in str(folder):  # type: ignore[attr-defined]
             self.hold(folder)
@@ -109,7 +126,7 @@ class RunGuard(Callback):
         names = [_optimizer_name(optimizer) for optimizer in trainer.optimizers]
         given = [_plain(getattr(_innermost(optimizer), "defaults", {})) for optimizer in trainer.optimizers]
         checkpoint[RECORD] = {
-            **{"optimizers": names, "settings": self._settings},
+            **{"run": self._run, "optimizers": names, "settings": self._settings},
             **{"arguments": self._arguments, "optimizer_arguments": given},
         }
 
@@ -122,6 +139,7 @@ class RunGuard(Callback):
         if trainer.state.fn != "fit":
             return
         self._resumed = checkpoint
+        self._run = _record(checkpoint, "run", str) or self._run
         none = checkpoint.get("optimizer_states") == [] == _record(checkpoint, "optimizers", list)
         if trainer.strategy.lightning_restore_optimizer and not none:  # else the strategy has loaded them from shards
             require_optimizer_states(checkpoint, str(trainer.ckpt_path))
@@ -191,6 +209,20 @@ class RunGuard(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Releases the folders."""
         self.release()
+
+
+def is_of_another_run(path: Path) -> bool:
+    """Whether a checkpoint that can be read was written before the run that began last in its folder began."""
+    mark = path.parent / RUN
+    if not mark.is_file():
+        return False
+    zero = path.is_dir() and checkpoint_kind(path) == "zero"  # with objects of DeepSpeed, also where it is resumed
+    files = [path] if path.is_file() else sorted([*path.glob("meta.pt"), *path.rglob("*_model_states.pt")])
+    for file in files[:1]:
+        with contextlib.suppress(Exception):  # of a file that was not made by LightRL nearly anything
+            stored = torch.load(file, map_location="cpu", weights_only=not zero, mmap=True)
+            return bool(_record(stored, "run", str) != mark.read_text())
+    return True
 
 
 def _innermost(optimizer: Any) -> Any:

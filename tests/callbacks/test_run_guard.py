@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightrl.algorithms import PPOLightningModule, SFTLightningModule
 from lightrl.callbacks import RolloutCheckpoint, RunGuard, SaveRollouts, WeightSync
 from lightrl.callbacks.checkpoint import Preempted
-from lightrl.callbacks.run_guard import data_fingerprint
+from lightrl.callbacks.run_guard import RUN, data_fingerprint, is_of_another_run
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.objectives.kl import KLInReward
@@ -368,3 +369,48 @@ def test_last_takes_no_other_runs_checkpoint(model: str, tmp_path: Path) -> None
     assert run("last", group_size=2).ckpt_path == str(tmp_path / "same/version_0/checkpoints/last.ckpt")
     with pytest.raises(ValueError, match=r"began with other settings \(.*version_1 has group_size=3"):
         run("last", group_size=4)
+
+
+class Fail(Callback):
+    """Raises when the run is set up, or in its first rollout."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.fail)
+
+    def fail(self, *_: Any) -> None:
+        raise RuntimeError("gone")
+
+
+def test_last_leaves_the_checkpoints_of_before_a_fresh_start_alone(model: str, tmp_path: Path) -> None:
+    """One that began and saved nothing goes on from nothing, least of all from the end of another."""
+    folder = tmp_path / "checkpoints"
+    fit(tmp_path, model, saving(tmp_path))
+    shutil.copy(folder / "last.ckpt", folder / "first.ckpt")
+    with pytest.raises(RuntimeError, match="gone"):
+        fit(tmp_path, model, saving(tmp_path), Fail("on_fit_start"), seed=7)
+    assert fit(tmp_path, model, saving(tmp_path), resume="last").global_step == 4  # what did not begin changes nothing
+    with pytest.raises(RuntimeError, match="gone"):
+        fit(tmp_path, model, saving(tmp_path), Fail("on_train_batch_start"), seed=7)
+    with pytest.raises(ValueError, match=r"the run that began last in .*checkpoints' has no whole .*ckpt_path=.*ckpt"):
+        fit(tmp_path, model, saving(tmp_path), resume="last", seed=7)
+    fit(tmp_path, model, saving(tmp_path, filename="own"), seed=7)
+    (folder / "first.ckpt").touch()
+    with pytest.warns(UserWarning, match=r"from .*(own|last).ckpt, and skips .*first.ckpt: it is of a run before"):
+        fit(tmp_path, model, saving(tmp_path), resume="last", seed=7)
+    fit(tmp_path, model, saving(tmp_path, filename="again"), resume=str(folder / "first.ckpt"))
+    assert is_of_another_run(folder / "own.ckpt") and not is_of_another_run(folder / "again.ckpt")
+
+
+def test_whose_a_sharded_checkpoint_is(tmp_path: Path) -> None:
+    for name, file in (
+        ("fsdp2.ckpt", "meta.pt"),
+        ("zero.ckpt", "checkpoint/zero_pp_rank_0_mp_rank_00_model_states.pt"),
+    ):
+        (tmp_path / name / file).parent.mkdir(parents=True)
+        torch.save({"lightrl_run": {"run": "a"}}, tmp_path / name / file)
+    for part in ("fsdp2.ckpt/.metadata", "fsdp2.ckpt/0.distcp", "zero.ckpt/latest"):
+        (tmp_path / part).touch()
+    for mark, other in ((None, False), ("a", False), ("b", True)):
+        if mark is not None:
+            (tmp_path / RUN).write_text(mark)
+        assert [is_of_another_run(tmp_path / name) for name in ("fsdp2.ckpt", "zero.ckpt")] == [other, other]
