@@ -139,6 +139,8 @@ def users_error(error: BaseException) -> str | None:
     if wrong and _raised_in(error, "jsonargparse"):
         # Of a union, the cause is that of one alternative only: perhaps of one that takes other arguments.
         return short_message(redact_text(str(outer)), _known_names())
+    if isinstance(error, RuntimeError) and str(error) == NO_THREAD:
+        return f"{error}. Free what ran out (processes and threads, memory: ulimit -u, ulimit -v), then {AGAIN}."
     users = MisconfigurationException | ValueError | TypeError | RuntimeError  # the last: a metric to monitor
     if isinstance(error, users) and _raised_in(error, "lightning"):
         packages = _packages(error)
@@ -147,7 +149,7 @@ def users_error(error: BaseException) -> str | None:
         return f"Lightning: {' '.join(str(error).split())}" if own.issuperset(inner) else None
     shown = isinstance(error, ValueError | RewardError | EnvironmentFailedError) and _raised_in(error, "lightrl")
     if isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES:
-        return f"{error}. Free what ran out (disk, quota, file size, open files: ulimit -a), then resume the last save."
+        return f"{error}. Free what ran out (disk, quota, file size, open files: ulimit -a), then {AGAIN}."
     if isinstance(error, PermissionError) and _written_for_a_run(error):
         return f"{error}. Give the run a folder that it may write to (--run_dir)."
     return str(error) if shown or isinstance(error, StorageError) else None
@@ -201,6 +203,9 @@ def _raised_in(error: BaseException, package: str) -> bool:
 
 
 OUT_OF_RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EMFILE, errno.ENFILE}
+NO_THREAD = "can't start new thread"
+"""Python's message where the system gives no more."""
+AGAIN = "run the command again (a fit with --ckpt_path last goes on from its last save)"
 LOST_RANK = re.compile(r"gloo/|Gloo|NCCL|ProcessGroup")
 INTERRUPTED = 130
 UNREAD = 141

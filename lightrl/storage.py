@@ -417,6 +417,11 @@ def _told(path: Path) -> Iterator[None]:
         if error is None:
             raise
         folder = next(p for p in path.absolute().parents if p.exists())
+        if not folder.is_dir():
+            raise StorageError(
+                f"{str(path)!r} cannot be written: {str(folder)!r} is a file and must be a folder. Move the file away, "
+                "or write to another folder."
+            ) from raised
         free = shutil.disk_usage(folder).free / 2**20
         raise StorageError(
             f"{str(path)!r} cannot be written: {error.strerror or error}. What stood there before is untouched. "

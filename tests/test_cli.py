@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import inspect
 import json
@@ -930,6 +931,27 @@ class Failing(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         raise ValueError("mine")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("can't start new thread"), "error: can't start new thread. Free what ran out (processes"),
+        (OSError(errno.EFBIG, "File too large"), "error: [Errno 27] File too large. Free what ran out (disk"),
+    ],
+)
+def test_what_the_system_has_no_more_of_is_told_in_one_line(
+    error: Exception, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def exhausted(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("lightrl.cli._main", exhausted)
+    with pytest.raises(SystemExit) as stop:
+        main(["predict"])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.startswith(message) and said.count("\n") == 1
+    assert "then run the command again (a fit with --ckpt_path last" in said
 
 
 def test_the_users_own_code_keeps_its_traceback(write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,12 @@ def test_a_full_disk_is_one_message_and_leaves_the_file_before(write: str, tmp_p
     assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(StorageError, match="lock' cannot be written: '.*/checkpoints' is a file and must be a folder"):
+        FolderLock(tmp_path / "checkpoints")
+
+
 def test_weights_for_a_full_disk_are_one_message(tmp_path: Path) -> None:
     """An export, whose writer in Rust has errors of its own."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
