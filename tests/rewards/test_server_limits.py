@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+import tracemalloc
 
 import httpx
 import pytest
@@ -239,6 +240,91 @@ def test_a_request_that_takes_long_to_read_keeps_no_other_waiting():
 
     asyncio.run(main())
     assert waited and all(waited)
+
+
+def listed(entry: str, size: int = 200_000) -> str:
+    """JSON of a list of one entry again and again, of about `size` characters."""
+    return "[" + ",".join([entry] * (size // (len(entry) + 1))) + "]"
+
+
+ONE = '{"prompts":["p"],"completions":["c"]'
+KEYS = ",".join(f'"{i:x}":1' for i in range(20_000))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (f'{{"prompts":{listed("1")},"completions":[]}}', 413, "prompts: 100000 rows are more than max_rows=8"),
+        ('{"prompts":["p"],"completions":[1]}', 422, "completions, row 0: int, where str is due"),
+        ('{"prompts":["p"]}', 422, "completions: is missing"),
+        (f'{ONE},"completion_ids":[{listed(chr(34) * 2)}]}}', 422, "row 0: list, where list of integers is due"),
+        (f'{ONE},"completion_ids":{listed("[]")}}}', 413, "more than max_rows=8"),
+        (f'{ONE},"group_ids":{listed("null")}}}', 413, "group_ids"),
+        (f'{ONE},"group_ids":["a"]}}', 422, "group_ids, row 0: str, where int is due"),
+        (f'{ONE},"labels":[1,2]}}', 422, "labels: 2 values for 1 completions"),
+        (f'{ONE},"columns":{{{KEYS}}}}}', 422, "0: must be a list"),
+        (f'{ONE},"columns":{listed("1")}}}', 422, "must be JSON objects"),
+        (f"{ONE},{KEYS}}}", 200, ""),
+        (f'{ONE},"references":[{listed("{}")}]}}', 200, ""),
+        (f'{ONE},"labels":[{listed(chr(123) + chr(34) * 2 + ":[]}")}]}}', 200, ""),
+        (listed("1"), 422, "must be JSON objects"),
+        ("[" * 200_000, 422, "recursion limit"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_memory_of_a_request_is_bounded_by_its_body(body, status, said):
+    """One error for each entry took 500 times the body, and half a minute for 2 MB."""
+    from fastapi import HTTPException
+
+    from lightrl.rewards.calls import RewardFunction
+    from lightrl.rewards.server.app import _parse
+
+    function = RewardFunction("length", lambda completions: [len(text) for text in completions])
+    tracemalloc.start()
+    try:
+        rows = _parse(body.encode(), function, 8, 1000)
+        assert status == 200 and rows["completions"] == ["c"] and rows["group_ids"] == [0]
+    except HTTPException as error:
+        assert (error.status_code, said in error.detail) == (status, True), error.detail
+        assert len(error.detail) < 500
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 40 * len(body) + 100_000
+
+
+def test_requests_that_wait_for_the_function_are_not_all_in_memory():
+    from lightrl.rewards.calls import RewardFunction
+    from lightrl.rewards.server.app import create_app
+
+    read, go_on = [], threading.Event()
+
+    class Counted(RewardFunction):
+        def missing(self, rows):  # the last step of reading a request
+            read.append(1)
+            return super().missing(rows)
+
+    async def wait(completions):
+        await asyncio.to_thread(go_on.wait, 60)
+        return [0.0] * len(completions)
+
+    app = create_app(Counted("wait", wait), token=None, max_rows=8, max_bytes=1000, max_concurrency=1, timeout=None)
+
+    async def main() -> None:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://server", timeout=60
+        ) as client:
+            body = {"prompts": ["p"], "completions": ["abc"]}
+            asked = [asyncio.create_task(client.post("/score", json=body)) for _ in range(20)]
+            end = time.monotonic() + 60
+            while len(read) < 6 and time.monotonic() < end:  # 5 are read, of which the one that runs looks twice
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            assert len(read) == 6
+            go_on.set()
+            assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 20
+
+    asyncio.run(main())
 
 
 BODY = b'{"prompts": ["p"], "completions": ["abc"]}'

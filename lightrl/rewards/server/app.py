@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from lightrl.background import in_thread
@@ -28,30 +28,9 @@ PIXELS_PER_BYTE = 16
 _READERS = 4  # most requests that are parsed at a time
 
 
-class ScoreRequest(BaseModel):
-    """The body of `POST /score`; see `lightrl/rewards/remote.py`."""
-
-    model_config = ConfigDict(extra="ignore")  # queries repeat prompts and completions
-
-    prompts: list[str]
-    completions: list[str]
-    group_ids: list[int] | None = None
-    completion_ids: list[list[int]] | None = None
-    references: list[Any] | None = None
-    labels: list[Any] | None = None
-    images: list[Any] | None = None
-    videos: list[Any] | None = None
-    columns: dict[str, list[Any]] = {}
-
-    def rows(self, media: bool, max_pixels: int) -> dict[str, list[Any]]:
-        """name -> n values, as a reward function gets them; images and videos are decoded for one that takes them."""
-        named: dict[str, list[Any]] = self.model_dump(exclude={"columns"}, exclude_none=True)
-        named.setdefault("group_ids", list(range(len(self.completions))))
-        if media:
-            empty: list[Any] = [None] * len(self.completions)
-            named["images"] = decode_images(named.get("images", empty), max_pixels=max_pixels)
-            named["videos"] = decode_videos(named.get("videos", empty), max_pixels)
-        return {**self.columns, **named}
+_TYPES: dict[str, type] = {"prompts": str, "completions": str, "group_ids": int, "completion_ids": list}
+_FIELDS = (*_TYPES, "references", "labels", "images", "videos")
+"""Lists of a request's body, see `lightrl/rewards/remote.py`; other keys are ignored, as `queries`, which repeat."""
 
 
 def create_app(
@@ -66,6 +45,7 @@ def create_app(
     """Builds the application with `POST /score` and `GET /health`; the arguments are those of `serve_reward`."""
     app = FastAPI(title="LightRL reward server", openapi_url=None)
     slots, reading = asyncio.Semaphore(max_concurrency), asyncio.Semaphore(_READERS)
+    room = asyncio.Semaphore(max_concurrency + _READERS)  # of bodies that are parsed, which take more memory
     counts = {"requests": 0, "rows": 0}
 
     @app.get("/health")  # type: ignore[untyped-decorator]
@@ -77,19 +57,20 @@ def create_app(
         if token is not None:
             _check_token(request, token)
         body, pixels = await _body(request, max_bytes), PIXELS_PER_BYTE * max_bytes
-        async with reading:  # beside the loop, which answers others meanwhile
-            rows, refused = await in_thread(lambda: _parse(body, function, max_rows, pixels), "reading a request")
-        if refused is not None:
-            raise refused
-        assert rows is not None
-        async with slots:
-            try:
-                values, _ = await function.run(rows, timeout)
-            except RewardError as error:
-                log.exception("scoring failed")
-                # Only a failed call is worth another attempt; a mistake in the set-up ends the run that asked.
-                status = 500 if isinstance(error, CallFailed) else 422
-                raise HTTPException(status, str(error).splitlines()[0]) from error  # the lines of the code stay here
+        async with room:
+            async with reading:  # beside the loop, which answers others meanwhile
+                rows, refused = await in_thread(lambda: _parse(body, function, max_rows, pixels), "reading a request")
+            if refused is not None:
+                raise refused
+            assert rows is not None
+            async with slots:
+                try:
+                    values, _ = await function.run(rows, timeout)
+                except RewardError as error:
+                    log.exception("scoring failed")
+                    # Only a failed call is worth another attempt; a mistake in the set-up ends the run that asked.
+                    status = 500 if isinstance(error, CallFailed) else 422
+                    raise HTTPException(status, str(error).splitlines()[0]) from error  # the lines of code stay here
         counts["requests"] += 1
         counts["rows"] += len(values)
         return {"rewards": [None if math.isnan(value) else value for value in values]}
@@ -117,21 +98,45 @@ async def _body(request: Request, max_bytes: int) -> bytes:
 
 
 def _parse(body: bytes, function: RewardFunction, max_rows: int, max_pixels: int) -> dict[str, list[Any]]:
+    """name -> n values, as a reward function gets them; images and videos are decoded for one that takes them."""
     try:
-        rows = ScoreRequest.model_validate_json(body).rows(bool(function.takes & set(MEDIA)), max_pixels)
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
-        raise HTTPException(422, problems) from error
-    except ValueError as error:  # what was sent as an image is none
+        rows = _rows(body, max_rows)
+        if function.takes & set(MEDIA):
+            empty: list[Any] = [None] * len(rows["completions"])
+            rows["images"] = decode_images(rows.get("images", empty), max_pixels=max_pixels)
+            rows["videos"] = decode_videos(rows.get("videos", empty), max_pixels)
+        if missing := function.missing(rows):
+            raise ValueError(f"{function.name} needs {', '.join(missing)}, which the request does not send")
+    except ValueError as error:
         raise HTTPException(422, str(error)) from error
-    num_rows = len(rows["completions"])
-    if num_rows > max_rows:
-        raise HTTPException(413, f"{num_rows} rows are more than max_rows={max_rows}")
-    wrong = {name[:60]: len(values) for name, values in rows.items() if len(values) != num_rows}
-    if wrong:
-        first = dict(list(wrong.items())[:5])
-        raise HTTPException(422, f"{num_rows} completions, but other lengths of {len(wrong)} columns, such as {first}")
-    missing = function.missing(rows)
-    if missing:
-        raise HTTPException(422, f"{function.name} needs {', '.join(missing)}, which the request does not send")
     return rows
+
+
+def _rows(body: bytes, max_rows: int) -> dict[str, list[Any]]:
+    """The lists of a body: its columns and `_FIELDS`. Stops at the first mistake: a body may hold a million of them.
+
+    Raises:
+        HTTPException: 413 for more than `max_rows` rows.
+        ValueError: another mistake, or no JSON.
+    """
+    sent = from_json(body)
+    if not isinstance(sent, dict) or not isinstance(columns := sent.get("columns", {}), dict):
+        raise ValueError("the request, and columns in it, must be JSON objects")
+    rows: dict[str, list[Any]] = {**columns, **{name: sent[name] for name in _FIELDS if sent.get(name) is not None}}
+    if missing := [name for name in ("prompts", "completions") if sent.get(name) is None]:
+        raise ValueError(f"{missing[0]}: is missing")
+    for name, values in rows.items():
+        if not isinstance(values, list):
+            raise ValueError(f"{name[:60]}: must be a list, one entry for each completion")
+        if len(values) > max_rows:
+            raise HTTPException(413, f"{name[:60]}: {len(values)} rows are more than max_rows={max_rows}")
+    num_rows = len(rows["completions"])
+    for name, values in rows.items():
+        if len(values) != num_rows:
+            raise ValueError(f"{name[:60]}: {len(values)} values for {num_rows} completions")
+    for name, kind in _TYPES.items():
+        for row, value in enumerate(rows.get(name, ())):
+            if not isinstance(value, kind) or (kind is list and any(type(each) is not int for each in value)):
+                wanted = "list of integers" if kind is list else kind.__name__
+                raise ValueError(f"{name}, row {row}: {type(value).__name__}, where {wanted} is due")
+    return {"group_ids": list(range(num_rows)), **rows}

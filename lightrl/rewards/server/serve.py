@@ -59,7 +59,7 @@ def serve_reward(
             client may take nothing of its answers; others are cut off.
         max_connections: most connections at a time. For one too many the oldest that does not read, or else is still
             sending its request, is cut off. Bodies of all of them may be in memory: up to `max_connections` times
-            `max_bytes`.
+            `max_bytes`, and of 4 + `max_concurrency` of them what is read from them, each up to 40 times as much.
 
     Raises:
         ValueError: not exactly one of `reward` and `model`, a public address without token, a limit below 1, or the
