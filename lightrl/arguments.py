@@ -13,17 +13,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 __all__ = [
     "above",
     "at_least",
+    "bearer_token",
     "coefficient",
     "fraction",
+    "http_url",
     "imported",
     "instance_of",
     "one_of",
     "require_model_folder",
     "require_packages",
+    "reward_value",
     "rollouts_between",
     "sensible",
     "user_path",
@@ -82,6 +86,12 @@ def sensible(name: str, value: T, low: float, high: float, note: str) -> T:
     if value and not low <= abs(value) <= high:  # type: ignore[arg-type]
         raise ValueError(f"{name}={value!r}: {note}; give {low:g} to {high:g}.")
     return value
+
+
+def reward_value(name: str, value: T, *, or_none: str | None = None) -> T:
+    """The value if it can be a reward: finite, and at most `MAX_REWARD` in size; otherwise as `at_least`."""
+    allowed = f"from {-MAX_REWARD:g} to {MAX_REWARD:g}, as rewards are"
+    return _checked(name, value, lambda x: abs(x) <= MAX_REWARD, allowed, or_none)
 
 
 def rollouts_between(name: str, value: T, *, or_none: str | None = None) -> T:
@@ -151,6 +161,36 @@ def require_packages(owner: str, extra: str, *packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{owner} needs {' and '.join(missing)}: pip install 'lightrl[{extra}]'.")
+
+
+def bearer_token(name: str, token: str | None) -> str | None:
+    """The token if an HTTP header can carry it; None and an empty one are none.
+
+    Raises:
+        ValueError: it cannot; the message does not show the token.
+    """
+    if token and not re.fullmatch(r"[!-~]([ -~]*[!-~])?", token):
+        raise ValueError(
+            f"{name} cannot be sent in a header: it has blanks at its ends, a line break, or a character that is not "
+            "ASCII. Write it again without."
+        )
+    return token
+
+
+def http_url(name: str, url: str) -> str:
+    """The URL if something can be asked there.
+
+    Raises:
+        ValueError: it does not start with http:// or https://, has no host, a blank, or a port that is none.
+    """
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port, or of an IPv6 address
+        usable = False
+    if not usable or re.search(r"[\s\x00-\x1f\x7f]", url):
+        raise ValueError(f"{name}={url!r}: write it as http://HOST:PORT/PATH or https://HOST/PATH, without blanks.")
+    return url
 
 
 def user_path(name: str, path: str) -> Path:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import httpx
 
-from lightrl.arguments import above, at_least, one_of
+from lightrl.arguments import above, at_least, bearer_token, http_url, one_of
 from lightrl.redaction import redact_text, remember_secret
 from lightrl.rewards.base import Reward, RewardError
 
@@ -40,7 +40,7 @@ class RetryingReward(Reward):
             unscored, logs a warning and counts them in `reward/<name>/unanswered`.
 
     Raises:
-        ValueError: an argument out of range, or no token in `token_env`.
+        ValueError: an argument out of range, or no token in `token_env` or one that no header can carry.
     """
 
     def __init__(
@@ -56,13 +56,11 @@ class RetryingReward(Reward):
         on_failure: Literal["error", "none"] = "error",
     ) -> None:
         owner = type(self).__name__
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{owner}: url={url!r}; must start with http:// or https://.")
+        self.url = http_url(f"{owner}.url", url)
         if token_env is not None and not os.environ.get(token_env):
             raise ValueError(f"{owner}: token_env={token_env!r}, but that environment variable is not set.")
-        remember_secret("" if token_env is None else os.environ[token_env])  # a server may quote it
-        self.url = url
         self.token_env = token_env
+        self._headers()
         self.on_failure = one_of(f"{owner}.on_failure", on_failure, "error", "none")
         self.timeout = above(f"{owner}.timeout", timeout, note=" seconds")
         self.retries = at_least(f"{owner}.retries", retries, 0)
@@ -94,7 +92,7 @@ class RetryingReward(Reward):
                 async with slots:
                     response = await client.post(self.url, json=body, headers=self._headers())
             except httpx.TransportError as error:  # time-outs, refused and broken connections
-                problem = f"{type(error).__name__}: {error}"
+                problem = redact_text(f"{type(error).__name__}: {error}")
                 continue
             if response.status_code < 500 and response.status_code not in _RETRIED_STATUS:
                 return self._answer(response)
@@ -129,7 +127,8 @@ class RetryingReward(Reward):
         if self.token_env is None:
             return {}
         token = os.environ[self.token_env]
-        remember_secret(token)
+        remember_secret(token)  # a server may quote it
+        bearer_token(f"{type(self).__name__}.token_env: the token in ${self.token_env}", token)
         return {"Authorization": f"Bearer {token}"}
 
     def _open(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:

@@ -113,6 +113,20 @@ def test_on_failure_none_loses_only_the_rows_of_that_request(server, caplog):
     assert "did not score 1 rows in 2 attempts" in caplog.text
 
 
+def test_the_last_failure_is_shown_without_secrets(monkeypatch, caplog):
+    import httpx
+
+    monkeypatch.setenv("MY_TOKEN", "a-very-secret-one")
+    reward = RemoteReward("http://127.0.0.1:9", token_env="MY_TOKEN", retries=0, on_failure="none")
+
+    async def post(*_, headers, **__):
+        raise httpx.LocalProtocolError(f"Illegal header value {headers['Authorization'].encode()!r}")
+
+    monkeypatch.setattr(httpx.AsyncClient, "post", post)
+    assert math.isnan(ask(reward, ["a"]).total[0])
+    assert "Illegal header value b'Bearer ***'" in caplog.text and "a-very-secret-one" not in caplog.text
+
+
 def test_a_server_that_is_not_there():
     reward = {"retries": 1, "backoff": 0.001}
     with pytest.raises(RewardError, match="2 attempts; the last: ConnectError"):
@@ -228,6 +242,11 @@ def test_batches_are_cut_between_groups():
     ("kwargs", "message"),
     [
         ({"url": "127.0.0.1/score"}, "http://"),
+        ({"url": "http://"}, "RemoteReward.url='http://': write it as http://HOST:PORT"),
+        ({"url": "http://a b/"}, "without blanks"),
+        ({"url": "http://x:abc/"}, "http://HOST:PORT"),
+        ({"url": "http://x:99999/"}, "http://HOST:PORT"),
+        ({"url": "http://[::1/"}, "http://HOST:PORT"),
         ({"timeout": 0}, "timeout=0"),
         ({"backoff": 0}, "backoff=0"),
         ({"retries": -1}, "retries=-1"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
+import os
 import signal
+import socket
 
 import httpx
 import pytest
@@ -190,10 +192,40 @@ def test_what_serve_reward_refuses(monkeypatch):
         ({"reward": "a:b", "read_timeout": 0}, "read_timeout=0"),
         ({"reward": "a:b", "max_connections": 0}, "max_connections=0"),
         ({"reward": "a:b", "max_connections": 10**9}, "max_connections=1000000000: this process may have .*ulimit"),
-        ({"reward": "no_such_module:b"}, "no module"),
+        ({"reward": "a:b", "port": -1}, "port=-1: must be at least 0"),
+        ({"reward": "a:b", "port": 99999}, "port=99999: must be at most 65,535"),
+        ({"reward": "a:b", "host": "nowhere.invalid", "token": "abcd"}, "host='nowhere.invalid', port=8000: .*such as"),
+        ({"reward": "a:b", "host": "a..b", "token": "abcd"}, "host='a..b', port=8000: .*such as 127.0.0.1"),
+        ({"reward": "no_such_module:b", "port": 0}, "no module"),
     ]:
         with pytest.raises(ValueError, match=message):
             serve_reward(**kwargs)
+
+
+def test_a_port_in_use_is_refused_before_anything_loads(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"port={port}: .*Address already in use.*a port above 1023"):
+            serve_reward(reward="no_such_module:b", port=port)
+    with pytest.raises(ValueError, match="no module"):  # and the port is free again
+        serve_reward(reward="no_such_module:b", port=port)
+    with pytest.raises(ValueError, match="no module"):
+        serve_reward(reward="no_such_module:b", port=port)
+
+
+@pytest.mark.parametrize("token", ["tökén", "secret\n", "se\ncret", " secret", "secret\t", "\x00secret"])
+def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(token, monkeypatch):
+    monkeypatch.setattr("os.environ", {**os.environ, "MY_TOKEN": token})  # as no shell could set it
+    for make in (
+        lambda: serve_reward(reward="no_such_module:b", token=token),
+        lambda: serve_reward(reward="no_such_module:b", token_env="MY_TOKEN"),
+        lambda: RemoteReward("http://127.0.0.1:1/score", token_env="MY_TOKEN"),
+    ):
+        with pytest.raises(ValueError, match="cannot be sent in a header: it has blanks at its ends") as info:
+            make()
+        assert token.strip() not in str(info.value)
+    monkeypatch.setenv("MY_TOKEN", "may hold blanks")
+    RemoteReward("http://127.0.0.1:1/score", token_env="MY_TOKEN")
 
 
 @pytest.mark.slow

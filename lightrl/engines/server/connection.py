@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrl.arguments import above, at_least, one_of
+from lightrl.arguments import above, at_least, bearer_token, http_url, one_of
 from lightrl.background import BackgroundLoop
 from lightrl.engines.server.http import Server, ServerError
 from lightrl.engines.server.protocols import PROTOCOLS
@@ -52,12 +52,13 @@ class Connection:
     def __post_init__(self) -> None:
         if not self.urls or len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ValueError(f"{self.owner}.urls={self.urls}: name at least one server, each once.")
-        if not all(url.startswith(("http://", "https://")) for url in self.urls):
-            raise ValueError(f"{self.owner}.urls={self.urls}: write each as http://HOST:PORT.")
+        for url in self.urls:
+            http_url(f"{self.owner}.urls", url)
         self.protocol = PROTOCOLS[one_of(f"{self.owner}.kind", self.kind, *PROTOCOLS)]()
         above(f"{self.owner}.timeout", self.timeout)
         at_least(f"{self.owner}.start_timeout", self.start_timeout, 0)
         above(f"{self.owner}.progress_timeout", self.progress_timeout, or_none="for no limit")
+        self._key()
 
     def open(self, look_at: Callable[[Server], Awaitable[Any]]) -> None:
         """Waits for servers that are still starting, and looks at each.
@@ -68,9 +69,7 @@ class Connection:
         Raises:
             ValueError: a server cannot be reached, or is refused.
         """
-        key = self.api_key or os.environ.get(API_KEY)
-        remember_secret(key or "")  # a server may quote it
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Authorization": f"Bearer {key}"} if (key := self._key()) else {}
         self.servers = [Server(url, headers, self.timeout, self.progress_timeout) for url in self.urls]
         self.loop = BackgroundLoop("lightrl-servers")
         try:
@@ -78,6 +77,11 @@ class Connection:
         except BaseException:
             self.close()
             raise
+
+    def _key(self) -> str | None:
+        key = self.api_key or os.environ.get(API_KEY)
+        remember_secret(key or "")  # a server may quote it
+        return bearer_token(f"The key in {self.owner}.api_key or ${API_KEY}", key)
 
     async def _meet(self, look_at: Callable[[Server], Awaitable[Any]]) -> None:
         deadline, told = time.monotonic() + self.start_timeout, False

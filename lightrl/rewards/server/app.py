@@ -28,7 +28,7 @@ PIXELS_PER_BYTE = 16
 _READERS = 4  # most requests that are parsed at a time
 
 
-_TYPES: dict[str, type] = {"prompts": str, "completions": str, "group_ids": int, "completion_ids": list}
+_TYPES: dict[str, Any] = {"prompts": str, "completions": str, "group_ids": int, "completion_ids": list}
 _FIELDS = (*_TYPES, "references", "labels", "images", "videos")
 """Lists of a request's body, see `lightrl/rewards/remote.py`; other keys are ignored, as `queries`, which repeat."""
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import math
 import os
 import resource
+import socket
+from collections.abc import Iterator
 from typing import Any, Optional
 
-from lightrl.arguments import above, at_least, require_packages
+from lightrl.arguments import above, at_least, bearer_token, require_packages, whole_number
 from lightrl.redaction import remember_secret
 from lightrl.rewards.base import RewardFn, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
@@ -45,7 +48,7 @@ def serve_reward(
         model: folder or hub name of a sequence-classification model with one output, on the CPU; for other devices
             give `reward` with the class_path `lightrl.rewards.model.ModelReward`.
         host: address to listen at. Beyond loopback a token is required.
-        port: TCP port.
+        port: TCP port; 0 takes any that is free.
         token: bearer token that `POST /score` asks for. Other users of the machine can see command lines: prefer
             `token_env`.
         token_env: environment variable with the token, read where `token` is not given; unset means no token.
@@ -62,13 +65,14 @@ def serve_reward(
             `max_bytes`, and of 4 + `max_concurrency` of them what is read from them, each up to 40 times as much.
 
     Raises:
-        ValueError: not exactly one of `reward` and `model`, a public address without token, a limit below 1, or the
-            extra `server` is not installed.
+        ValueError: not exactly one of `reward` and `model`, a public address without token, a token that no header can
+            carry, an address where it cannot listen, a limit below 1, or the extra `server` is not installed.
     """
     if (reward is None) == (model is None):
         raise ValueError(f"serve_reward: reward={reward!r}, model={model!r}: give exactly one of the two.")
     token = token or os.environ.get(token_env) or None
     remember_secret(token or "")
+    bearer_token(f"serve_reward: the token of --token or ${token_env}", token)
     if token is None and not _is_loopback(host):
         raise ValueError(
             f"serve_reward: host={host!r} can be reached from other machines: set a token in ${token_env}, "
@@ -91,37 +95,61 @@ def serve_reward(
             f"serve_reward: max_connections={max_connections}: this process may have {open_files} files open, of which "
             f"it keeps {_OWN_FILES} for itself. Lower it, or raise the limit (`ulimit -n`)."
         )
+    whole_number("serve_reward: port", port, 0, most=65535)
     require_packages("serve_reward", "server", "fastapi", "uvicorn")
-    function = RewardFunction(*_function(reward, model))
-    import uvicorn
+    with _listening(host, port) as listeners:  # before a model loads, which takes long
+        function = RewardFunction(*_function(reward, model))
+        import uvicorn
 
-    from lightrl.compat.uvicorn import bounded_protocol
-    from lightrl.rewards.server.app import create_app
+        from lightrl.compat.uvicorn import bounded_protocol
+        from lightrl.rewards.server.app import create_app
 
-    app = create_app(
-        function,
-        token=token,
-        max_rows=max_rows,
-        max_bytes=max_bytes,
-        max_concurrency=getattr(function.function, "max_concurrency", None) or max_concurrency,
-        timeout=timeout,
-    )
-    config = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        http=bounded_protocol(read_timeout, max_connections),
-        ws="none",
-        h11_max_incomplete_event_size=_HEAD_BYTES,
-        timeout_graceful_shutdown=5,
-    )
-    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how it is meant to end
-        asyncio.run(_serve(uvicorn.Server(config), function))
+        app = create_app(
+            function,
+            token=token,
+            max_rows=max_rows,
+            max_bytes=max_bytes,
+            max_concurrency=getattr(function.function, "max_concurrency", None) or max_concurrency,
+            timeout=timeout,
+        )
+        config = uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            http=bounded_protocol(read_timeout, max_connections),
+            ws="none",
+            h11_max_incomplete_event_size=_HEAD_BYTES,
+            timeout_graceful_shutdown=5,
+        )
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how it is meant to end
+            asyncio.run(_serve(uvicorn.Server(config), listeners, function))
 
 
-async def _serve(server: Any, function: RewardFunction) -> None:
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """One socket for each address of the host; clients that connect before it is served wait.
+
+    Raises:
+        ValueError: it cannot listen there; says why.
+    """
+    listeners: list[socket.socket] = []
+    with contextlib.ExitStack() as opened:
+        try:
+            for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                listeners.append(opened.enter_context(socket.create_server(address, family=family)))
+        except (OSError, UnicodeError) as error:  # no such host, no address of this machine, or a port in use
+            raise ValueError(
+                f"serve_reward: host={host!r}, port={port}: {error}. Give an address of this machine, such as "
+                "127.0.0.1, and a port above 1023 that nobody listens at."
+            ) from error
+        yield listeners
+
+
+async def _serve(server: Any, listeners: list[socket.socket], function: RewardFunction) -> None:
+    places = ", ".join("{}, port {}".format(*listener.getsockname()) for listener in listeners)
+    logging.getLogger("uvicorn.error").info("Listening at %s (Ctrl-C ends it)", places)
     try:
-        await server.serve()
+        await server.serve(sockets=listeners)
     finally:
         await function.close()
 
