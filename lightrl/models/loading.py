@@ -131,11 +131,18 @@ def load_model(
     else:
         kwargs = {**spec.kwargs, **(_quantization(dtype) if lora is not None and lora.quantize_4bit else {})}
         try:
-            model = auto_class.from_pretrained(spec.path, config=config, dtype=dtype, **kwargs)
+            told: Any = {**kwargs, "output_loading_info": True}
+            model, info = auto_class.from_pretrained(spec.path, config=config, dtype=dtype, **told)
         except (TypeError, ValueError) as error:
             if not spec.kwargs:
                 raise
             raise ValueError(f"kwargs ({', '.join(spec.kwargs)}) with model {spec.path!r}: {error}") from error
+        if not trainable and (missing := sorted(info["missing_keys"])):
+            raise ValueError(
+                f"Model {spec.path!r} has no weights for {missing[0]}"
+                f"{f' and {len(missing) - 1} more' * (len(missing) > 1)}, which would be random: give a model that was "
+                f"trained with them, such as one that `save_pretrained` of {type(model).__name__} wrote."
+            )
     return _prepared(model, spec, trainable=trainable)
 
 
@@ -183,9 +190,18 @@ def causal_class(config: Any) -> Any:
 
 
 def load_scalar(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
-    """Loads a model with a head of one output. Otherwise as `load_causal_lm`."""
+    """Loads a model with a head of one output. Otherwise as `load_causal_lm`.
+
+    Raises:
+        ValueError: also where the head has more outputs, or is not there and would not be trained.
+    """
     require_model_folder(spec.path)
-    return load_model(spec, scalar_class(_config(spec)), trainable=trainable, num_labels=1)
+    try:
+        return load_model(spec, scalar_class(_config(spec)), trainable=trainable, num_labels=1)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(f"Model {spec.path!r}: its head does not have one output (num_labels=1).") from error
 
 
 def scalar_class(config: Any) -> Any:

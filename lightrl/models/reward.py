@@ -228,7 +228,7 @@ class RewardModel(nn.Module):
     def score_texts(
         self, prompts: Sequence[Any], completions: Sequence[str], micro_batch_tokens: int = 16384
     ) -> Tensor:
-        """(B,) float32 scores of texts, tokenised by the reward model's own tokenizer.
+        """(B,) float32 scores of texts, tokenised by the reward model's own tokenizer; NaN for one without tokens.
 
         Args:
             prompts: B strings; with a chat template before any template, or conversations.
@@ -240,17 +240,20 @@ class RewardModel(nn.Module):
         """
         if self.tokenizer is None:
             raise ValueError("score_texts: this reward model was built without a tokenizer.")
-        rows = [self._encode(p, c)[-self.max_length :] for p, c in zip(prompts, completions, strict=True)]
+        rows = [self.encode(p, c)[-self.max_length :] for p, c in zip(prompts, completions, strict=True)]
         device = next(self.model.parameters()).device
-        pad = self.tokenizer.pad_token_id
-        token_ids = pad_rows(rows, 0 if pad is None else pad, torch.long).to(device)
+        pad = self.tokenizer.pad_token_id or 0
+        empty = torch.tensor([not row for row in rows], device=device)
+        rows = [row or [pad] for row in rows]
+        token_ids = pad_rows(rows, pad, torch.long).to(device)
         lengths = torch.tensor([len(row) for row in rows], device=device)
         mask = torch.arange(token_ids.shape[1], device=device) < lengths[:, None]
         numbers: dict[str, int] = {}
         groups = torch.tensor([numbers.setdefault(str(prompt), len(numbers)) for prompt in prompts], device=device)
-        return self._score_tokens(token_ids, mask, micro_batch_tokens, groups)
+        return self._score_tokens(token_ids, mask, micro_batch_tokens, groups).masked_fill(empty, float("nan"))
 
-    def _encode(self, prompt: Any, completion: str) -> list[int]:
+    def encode(self, prompt: Any, completion: str) -> list[int]:
+        """Token ids of a row, as `score_texts` takes it; may be none."""
         if self.chat_template is None:
             return list(self.tokenizer(prompt + completion)["input_ids"])
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

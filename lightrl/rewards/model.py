@@ -5,6 +5,7 @@ In a run, reward models are submodules of the Lightning module instead, on the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from lightrl.arguments import at_least, require_model_folder
@@ -16,6 +17,8 @@ __all__ = ["ModelReward"]
 class ModelReward(Reward):
     """Scores prompt and completion with a model that has one output: r = that output (a logit, not squashed).
 
+    A row whose texts have no tokens is not applicable (None).
+
     Args:
         path: folder or hub name of the model and its tokenizer.
         device: where it runs, for example "cpu" or "cuda:0".
@@ -26,7 +29,8 @@ class ModelReward(Reward):
         batch_tokens: most tokens per forward pass, above 0.
 
     Raises:
-        ValueError: no such folder, a model with more than one output, or a number out of range.
+        ValueError: no such folder, a model with more than one output or without weights for it (a language model), or
+            a number out of range.
     """
 
     max_concurrency = 1  # one device: several calls at once would only share its memory
@@ -48,6 +52,7 @@ class ModelReward(Reward):
         self.model = RewardModel.from_spec(spec).to(device).eval()
         self.batch_tokens = at_least("ModelReward.batch_tokens", batch_tokens, 1)
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float | None]:
         scores: list[float] = self.model.score_texts(prompts, completions, self.batch_tokens).tolist()
-        return scores
+        rows = zip(scores, prompts, completions, strict=True)
+        return [None if math.isnan(score) and not self.model.encode(*texts) else score for score, *texts in rows]

@@ -228,23 +228,57 @@ def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(token, monkey
     RemoteReward("http://127.0.0.1:1/score", token_env="MY_TOKEN")
 
 
-@pytest.mark.slow
-def test_a_sequence_classification_model_is_served(serve, tmp_path):
+def save_model(folder, kind: str, labels: int = 1):
+    """A tiny model of a class of transformers with its tokenizer, saved; returns the model."""
     tokenizers = pytest.importorskip("tokenizers")
     import torch
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
-
-    from lightrl.rewards.model import ModelReward
+    import transformers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config
 
     vocabulary = {"[PAD]": 0, "[UNK]": 1, "pp": 2, "a": 3, "b": 4}
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Qwen2Config(vocab_size=5, num_key_value_heads=2, num_labels=1, pad_token_id=0, **sizes)
+    config = Qwen2Config(vocab_size=5, num_key_value_heads=2, num_labels=labels, pad_token_id=0, **sizes)
     torch.manual_seed(0)
-    model = Qwen2ForSequenceClassification(config).eval()
-    model.save_pretrained(tmp_path)
+    model = getattr(transformers, kind)(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def test_a_model_without_a_head_of_one_output_is_refused(tmp_path):
+    from lightrl.rewards.model import ModelReward
+
+    save_model(tmp_path / "lm", "Qwen2ForCausalLM")
+    with pytest.raises(ValueError, match=r"lm' has no weights for score.weight, which would be random: give a model"):
+        ModelReward(str(tmp_path / "lm"))
+    save_model(tmp_path / "two", "Qwen2ForSequenceClassification", labels=2)
+    with pytest.raises(ValueError, match=r"two': its head does not have one output \(num_labels=1\)"):
+        ModelReward(str(tmp_path / "two"))
+
+
+def test_texts_without_tokens_are_not_scored_and_a_broken_model_is_an_error(tmp_path):
+    from lightrl.rewards.model import ModelReward
+
+    save_model(tmp_path, "Qwen2ForSequenceClassification")
+    reward = ModelReward(str(tmp_path))
+    (alone,) = reward(["pp"], [" a"])
+    assert reward(["", "pp", " "], ["", " a", ""]) == [None, pytest.approx(alone), None]
+    assert reward([""], [""]) == [None]
+    reward.model.model.score.weight.data.fill_(math.nan)
+    values = reward(["pp", ""], [" a", ""])
+    assert math.isnan(values[0]) and values[1] is None  # the scorer refuses the former
+
+
+@pytest.mark.slow
+def test_a_sequence_classification_model_is_served(serve, tmp_path):
+    import torch
+    from transformers import AutoTokenizer
+
+    from lightrl.rewards.model import ModelReward
+
+    model = save_model(tmp_path, "Qwen2ForSequenceClassification")
     completions = [" a", " a b b", " b"]
     tokens = [AutoTokenizer.from_pretrained(tmp_path)("pp" + text)["input_ids"] for text in completions]
     expected = [model(torch.tensor([row])).logits.item() for row in tokens]  # each alone, without padding

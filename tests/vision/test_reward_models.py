@@ -96,6 +96,6 @@ def test_its_gradient_reaches_the_vision_tower(folder: str, seen: Rollouts) -> N
 
 
 def test_texts_without_their_images_are_refused(folder: str, seen: Rollouts) -> None:
-    model = RewardModel.from_spec(RewardModelSpec("blind", folder))
+    model = RewardModel(RewardModel.for_training(ModelSpec(folder)).model, tokenizer=make_tokenizer())
     with pytest.raises(ValueError, match="Set tokenizer='policy'"):
         model.score(seen, 100)

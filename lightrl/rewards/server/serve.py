@@ -109,7 +109,7 @@ def serve_reward(
             token=token,
             max_rows=max_rows,
             max_bytes=max_bytes,
-            max_concurrency=getattr(function.function, "max_concurrency", None) or max_concurrency,
+            max_concurrency=function.max_concurrency or max_concurrency,
             timeout=timeout,
         )
         config = uvicorn.Config(
