@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lightrl.arguments import MAX_REWARD
+from lightrl.arguments import MAX_REWARD, whole_number
 from lightrl.background import BackgroundLoop, in_thread, lock_limit, outcome_of
 from lightrl.rewards.base import RewardError, RewardFn
 from lightrl.rewards.media import MEDIA
@@ -60,7 +60,14 @@ def _writable(value: Any) -> Any:
 
 
 class RewardFunction:
-    """A reward function with its name and what its signature takes."""
+    """A reward function with its name and what its signature takes.
+
+    Attributes:
+        max_concurrency: most calls at once; None leaves it to who calls.
+
+    Raises:
+        ValueError: it takes positional-only arguments, or its `max_concurrency` is no number of calls.
+    """
 
     def __init__(self, name: str, function: RewardFn) -> None:
         self.name = name
@@ -71,6 +78,8 @@ class RewardFunction:
         self.needs = {p.name for p in parameters if p.kind in _NAMED and p.default is inspect.Parameter.empty}
         if any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in parameters):
             raise ValueError(f"reward function {name!r}: takes positional-only arguments; all are passed by keyword.")
+        own_limit, label = getattr(function, "max_concurrency", None), f"reward function {name!r}: max_concurrency"
+        self.max_concurrency = whole_number(label, own_limit, 1, or_none="to leave it to the scorer")
         self.needed_columns = tuple(getattr(function, "needed_columns", ()))
         inner = getattr(function, "func", function)
         self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
@@ -216,17 +225,22 @@ def check_values(name: str, values: Any, num_rows: int) -> list[float]:
 def _number(name: str, index: int, value: Any) -> float:
     if value is None or value is np.ma.masked:  # whose `item()` is 0
         return math.nan
-    if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == ():
-        value = value.item()  # a tensor or array without dimensions
+    try:
+        if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == ():
+            value = value.item()  # a tensor or array without dimensions
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:
+        number = math.inf
+    except Exception as error:  # a tensor without data, or a number of somebody's own
+        raise RewardError(
+            f"reward function {name!r}: value {index} is {_short(value)} of type {type(value).__name__}, which is no "
+            f"number: {type(error).__name__}: {message_of(error)}. Return a number, or None where it does not apply."
+        ) from error
     if not isinstance(value, numbers.Real):
         raise RewardError(
             f"reward function {name!r}: value {index} is {_short(value)} of type {type(value).__name__}. "
             "Return a number, or None where the function does not apply."
         )
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
     if not math.isfinite(number):
         raise RewardError(
             f"reward function {name!r}: value {index} is {_short(value)}. Return a finite number, or None where the "

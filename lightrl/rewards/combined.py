@@ -58,7 +58,7 @@ class CombinedReward(Reward):
                 )
         if isinstance(by, str) and by not in RULES and "." not in by:
             raise ValueError(f"CombinedReward: by={by!r}: give {', '.join(RULES)}, or the import path of a function.")
-        limits = [limit for f in functions if (limit := getattr(f, "max_concurrency", None)) is not None]
+        limits = [part.max_concurrency for part in self.parts if part.max_concurrency is not None]
         self.max_concurrency = min(limits, default=None)
         self._by = RULES.get(by) if isinstance(by, str) else None
         self._own = None if self._by is not None else load_reward(by)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 import select
 import signal
@@ -68,8 +69,8 @@ def _judge(math_verify: Any, request: dict[str, Any]) -> str:
 
 
 def _parse_gold(math_verify: Any, gold: str) -> list[Any]:
-    """A bare formula such as `3\\sqrt{2}` is only read as LaTeX between dollar signs."""
-    bare = "$" not in gold and "\\boxed" not in gold
+    """A bare formula such as `3\\sqrt{2}` is only read as LaTeX between dollar signs; `\\$5` has none of these."""
+    bare = re.search(r"(?<!\\)\$", gold) is None and "\\boxed" not in gold
     parsed = math_verify.parse(f"${gold}$", parsing_timeout=None) if bare else []
     return list(parsed or math_verify.parse(gold, parsing_timeout=None))
 

@@ -257,7 +257,7 @@ class CosineLength(Reward):
     ) -> None:
         function = load_reward(correct)
         self.correct = RewardFunction(f"CosineLength.correct={reward_name(function)}", function)
-        self.max_concurrency = getattr(function, "max_concurrency", None)
+        self.max_concurrency = self.correct.max_concurrency
         self.needed_columns = self.correct.needed_columns
         self.max_tokens = at_least("CosineLength.max_tokens", max_tokens, 1)
         self.exceed = exceed

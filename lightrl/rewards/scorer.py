@@ -114,7 +114,7 @@ class RewardScorer:
         self.timeout = above("timeout", timeout, or_none="for no limit")
         self.on_reward_error = one_of("on_reward_error", on_reward_error, "error", "none")
         self._functions = [RewardFunction(name, function) for name, function in zip(self.names, loaded, strict=True)]
-        self._limits = [getattr(function, "max_concurrency", None) or max_concurrency for function in loaded]
+        self._limits = [function.max_concurrency or max_concurrency for function in self._functions]
         self._loop = BackgroundLoop("rewards")
         self._slots = [asyncio.Semaphore(limit) for limit in self._limits]
         self._warned: set[str] = set()

@@ -128,6 +128,13 @@ class Closed(collections.abc.Collection):
         raise RuntimeError("the file is closed")
 
 
+class Broken(float):
+    """A number that cannot be read."""
+
+    def __float__(self):
+        raise KeyError("no value")
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -147,6 +154,8 @@ class Closed(collections.abc.Collection):
         (np.array(1.0), ["'fn'", "ndarray", "list of 2"]),
         (torch.tensor(1.0), ["'fn'", "Tensor", "list of 2"]),
         (np.ones((2, 2)), ["'fn'", "value 0", "ndarray"]),
+        (torch.ones(2, device="meta"), ["'fn'", "value 0 is", "Tensor", "no number: RuntimeError", "Return a number"]),
+        ([1.0, Broken(1)], ["'fn'", "value 1 is", "Broken", "no number: KeyError: 'no value'"]),
         (Closed(), ["'fn'", "Closed", "cannot be read: RuntimeError: the file is closed"]),
     ],
 )
@@ -157,6 +166,7 @@ def test_what_is_no_reward_is_an_error_whatever_on_reward_error_says(scorers, va
     with pytest.raises(RewardError) as info:
         submit(scorers([fn], on_reward_error="none")).result(60)
     assert all(word in str(info.value) for word in words), info.value
+    assert len(str(info.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("weights", [[1.0, 1.0], [1e300, 1.0], [1e300, 1e300]])
@@ -511,6 +521,14 @@ def _fn(completions):
     return [0.0] * len(completions)
 
 
+class _Limited(Reward):
+    def __init__(self, max_concurrency):
+        self.max_concurrency = max_concurrency
+
+    def __call__(self, completions):
+        return [0.0] * len(completions)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -519,6 +537,9 @@ def _fn(completions):
         ({"functions": [_fn, _fn]}, "two reward functions are called _fn.*names="),
         ({"functions": [_fn], "weights": [NAN]}, "finite"),
         ({"functions": [_fn], "max_concurrency": 0}, "max_concurrency=0"),
+        ({"functions": [_Limited(-1)]}, "reward function '_Limited': max_concurrency=-1: must be at least 1"),
+        ({"functions": [_Limited("2")]}, "reward function '_Limited': max_concurrency='2': must be at least 1"),
+        ({"functions": [_Limited(0)]}, "max_concurrency=0: must be at least 1"),
         ({"functions": [_fn], "timeout": 0}, "timeout=0"),
         ({"functions": [_fn], "on_reward_error": "ignore"}, "on_reward_error='ignore'"),
         ({"functions": [_fn], "recipes": {"a": [("g", 1.0)]}}, "names 'g'; the reward functions are: _fn"),
