@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightrl.arguments import at_least
+from lightrl.arguments import at_least, reward_value
 from lightrl.background import all_of
 from lightrl.rewards.base import RewardError
 from lightrl.rewards.client import RetryingReward
@@ -40,7 +40,8 @@ class GenerativeJudge(RetryingReward):
     Args:
         url: address of the chat completions, for example `http://127.0.0.1:8000/v1/chat/completions`.
         model: the judge's name at the server.
-        instruction: what the judge reads. `{prompt}`, `{completion}` and `{name}` of any data-set column are filled in.
+        instruction: what the judge reads. `{completion}`, which must be there, `{prompt}` and `{name}` of any data-set
+            column are filled in; `{{` and `}}` are braces.
         prompt_column: column that `{prompt}` stands for, the question before any chat template, whose markers would
             confuse another model. Of a conversation the texts of all turns are taken.
         pattern: regular expression with one group, the number. It may take a second on one judgement; what takes longer
@@ -57,7 +58,8 @@ class GenerativeJudge(RetryingReward):
         connection: repetitions, token and what a failure means: the other arguments of `RetryingReward`.
 
     Raises:
-        ValueError: an argument out of range, or a pattern without exactly one group.
+        ValueError: an argument out of range, a pattern without exactly one group, or an instruction that cannot be
+            filled in or does not show the completion.
     """
 
     def __init__(
@@ -81,10 +83,10 @@ class GenerativeJudge(RetryingReward):
         self.pattern = TimedPattern("GenerativeJudge", pattern, timeout=1.0)
         if self.pattern.groups != 1:
             raise ValueError(f"GenerativeJudge: pattern={pattern!r} has {self.pattern.groups} groups; one is due.")
-        if not low < high:
+        if not reward_value("GenerativeJudge.low", low) < reward_value("GenerativeJudge.high", high):
             raise ValueError(f"GenerativeJudge: low={low}, high={high}: low must be below high.")
         super().__init__(url, timeout=timeout, concurrency=concurrency, **connection)
-        self.fields = {name for _, name, _, _ in string.Formatter().parse(instruction) if name is not None}
+        self.fields = _fields(instruction)
         self.instruction = instruction
         self.prompt_column = prompt_column
         self.low = low
@@ -161,6 +163,28 @@ class GenerativeJudge(RetryingReward):
         except (TimeoutError, ValueError):
             return None
         return (x - self.low) / (self.high - self.low) if self.low <= x <= self.high else None
+
+
+def _fields(instruction: str) -> set[str]:
+    """The names that are filled into an instruction.
+
+    Raises:
+        ValueError: `{completion}` is not among them, or braces hold something else than a name.
+    """
+    try:
+        parts = [part[1:] for part in string.Formatter().parse(instruction) if part[1] is not None]
+    except ValueError as error:
+        raise ValueError(f"GenerativeJudge: instruction={instruction[:60]!r}: {error}; write braces twice.") from error
+    for name, form, conversion in parts:
+        if not name or form or conversion or set(".[]") & set(name) or name.isdigit():
+            raise ValueError(
+                f"GenerativeJudge: instruction has {{{name}}} with more, or less, than a name: write {{completion}}, "
+                "{prompt} or {COLUMN} alone, and any other braces twice."
+            )
+    fields = {str(name) for name, _, _ in parts}
+    if "completion" not in fields:
+        raise ValueError("GenerativeJudge: instruction without {completion}: the judge would not see what it grades.")
+    return fields
 
 
 def plain_text(value: Any) -> str:

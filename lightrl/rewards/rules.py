@@ -9,13 +9,16 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from lightrl.arguments import above, at_least, one_of
+from lightrl.arguments import above, at_least, coefficient, one_of, reward_value
 from lightrl.rewards.base import Reward, RewardError, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
 from lightrl.rewards.extract import EXTRACTORS, Extract, to_number
 from lightrl.rewards.patterns import TimedPattern
 
 __all__ = ["CosineLength", "ExactAnswer", "LengthReward", "RegexFormat", "RepetitionPenalty", "SoftOverlong"]
+
+MOST_TOKENS = 10**9
+"""Longest completion that can be meant."""
 
 
 class ExactAnswer(Reward):
@@ -60,11 +63,12 @@ class ExactAnswer(Reward):
         self.needed_columns = (column,)
         self.extract = one_of("ExactAnswer.extract", extract, *EXTRACTORS)
         self.reference_extract = one_of("ExactAnswer.reference_extract", reference_extract, *EXTRACTORS)
+        above("ExactAnswer.timeout", timeout, note=" seconds")
         self.pattern = None if pattern is None else TimedPattern("ExactAnswer", pattern, timeout)
         self.ignore_case = ignore_case
         self.ignore_whitespace = ignore_whitespace
         self.numeric = numeric
-        self.timeout_value = timeout_value
+        self.timeout_value = reward_value("ExactAnswer.timeout_value", timeout_value, or_none="for no score")
 
     def __call__(
         self, completions: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **columns: Any
@@ -130,7 +134,7 @@ class RegexFormat(Reward):
     ) -> None:
         self.pattern = TimedPattern("RegexFormat", pattern, timeout)
         self.match = one_of("RegexFormat.match", match, "full", "search")
-        self.timeout_value = timeout_value
+        self.timeout_value = reward_value("RegexFormat.timeout_value", timeout_value, or_none="for no score")
 
     def __call__(
         self, completions: Sequence[str], log_metric: Callable[[str, float], None] | None = None
@@ -146,9 +150,12 @@ class LengthReward(Reward):
     """Distance from a wanted length: `r = -alpha * | |y| - target |`.
 
     Args:
-        target: wanted length in tokens.
+        target: wanted length in tokens, 0 or more.
         column: data-set column with it, per row; give one of the two.
         alpha: penalty per token, above 0.
+
+    Raises:
+        ValueError: both or none of `target` and `column`, or a number out of range.
 
     Source: the length term of L1-Exact, https://arxiv.org/abs/2503.04697, eq. 1 (alpha = 0.0003). We leave the
     correctness term to another function.
@@ -157,10 +164,10 @@ class LengthReward(Reward):
     def __init__(self, target: int | None = None, column: str | None = None, alpha: float = 0.0003) -> None:
         if (target is None) == (column is None):
             raise ValueError(f"LengthReward: target={target!r}, column={column!r}: give exactly one of the two.")
-        self.target = target
+        self.target = at_least("LengthReward.target", target, 0, or_none="with column", most=MOST_TOKENS)
         self.column = column
         self.needed_columns = () if column is None else (column,)
-        self.alpha = above("LengthReward.alpha", alpha)
+        self.alpha = coefficient("LengthReward.alpha", above("LengthReward.alpha", alpha))
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float | None]:
         targets = [self.target] * len(completion_ids) if self.column is None else _column(self.column, columns)
@@ -184,7 +191,8 @@ class RepetitionPenalty(Reward):
 
     def __init__(self, n: int = 3, max_penalty: float = 1.0, unit: Literal["words", "tokens"] = "words") -> None:
         self.n = at_least("RepetitionPenalty.n", n, 1)
-        self.max_penalty = above("RepetitionPenalty.max_penalty", max_penalty)
+        self.max_penalty = reward_value("RepetitionPenalty.max_penalty", max_penalty)
+        above("RepetitionPenalty.max_penalty", max_penalty)
         self.unit = one_of("RepetitionPenalty.unit", unit, "words", "tokens")
 
     def __call__(self, completions: Sequence[str], completion_ids: Sequence[Sequence[int]]) -> list[float]:
@@ -243,6 +251,9 @@ class CosineLength(Reward):
 
     Source: https://arxiv.org/abs/2502.03373, section 4. Default values as `get_cosine_scaled_reward` of
     https://github.com/huggingface/open-r1, which has no `exceed` and measures characters; we measure tokens.
+
+    Raises:
+        ValueError: a number that cannot be a reward, or out of range.
     """
 
     def __init__(
@@ -260,9 +271,15 @@ class CosineLength(Reward):
         self.max_concurrency = self.correct.max_concurrency
         self.needed_columns = self.correct.needed_columns
         self.max_tokens = at_least("CosineLength.max_tokens", max_tokens, 1)
-        self.exceed = exceed
-        self.right = (correct_at_zero, correct_at_max)
-        self.wrong = (wrong_at_zero, wrong_at_max)
+        self.exceed = reward_value("CosineLength.exceed", exceed)
+        self.right = (
+            reward_value("CosineLength.correct_at_zero", correct_at_zero),
+            reward_value("CosineLength.correct_at_max", correct_at_max),
+        )
+        self.wrong = (
+            reward_value("CosineLength.wrong_at_zero", wrong_at_zero),
+            reward_value("CosineLength.wrong_at_max", wrong_at_max),
+        )
 
     async def __call__(self, completion_ids: Sequence[Sequence[int]], **rows: Any) -> list[float | None]:
         offered = {name: value for name, value in rows.items() if name not in ("log_metric", "log_extra")}

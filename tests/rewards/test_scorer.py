@@ -169,7 +169,7 @@ def test_what_is_no_reward_is_an_error_whatever_on_reward_error_says(scorers, va
     assert len(str(info.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("weights", [[1.0, 1.0], [1e300, 1.0], [1e300, 1e300]])
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [1e6, 1.0], [1e6, 1e6]])
 def test_a_sum_beyond_float32_names_the_functions(scorers, weights):
     def large(completions):
         return [1.0, 9e15]
@@ -536,6 +536,11 @@ class _Limited(Reward):
         ({"functions": [_fn], "weights": [1.0, 2.0]}, "weights has 2 entries for 1"),
         ({"functions": [_fn, _fn]}, "two reward functions are called _fn.*names="),
         ({"functions": [_fn], "weights": [NAN]}, "finite"),
+        (
+            {"functions": [_fn], "weights": [1e30]},
+            "weights: that of '_fn'=1e.30: would leave nothing",
+        ),
+        ({"functions": [_fn], "recipes": {"a": [("_fn", -1e30)]}}, "weight of '_fn'=-1e.30: would leave nothing"),
         ({"functions": [_fn], "max_concurrency": 0}, "max_concurrency=0"),
         ({"functions": [_Limited(-1)]}, "reward function '_Limited': max_concurrency=-1: must be at least 1"),
         ({"functions": [_Limited("2")]}, "reward function '_Limited': max_concurrency='2': must be at least 1"),
