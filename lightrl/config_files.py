@@ -12,7 +12,7 @@ import yaml
 from lightrl.arguments import user_path
 from lightrl.redaction import remember_arguments, remember_secrets
 
-__all__ = ["SHIPPED", "expand_configs", "read_yaml", "recipes", "shipped_configs"]
+__all__ = ["SHIPPED", "expand_configs", "load_yaml", "read_yaml", "recipes", "shipped_configs"]
 
 PREFIX = "lightrl:"
 MOST_VALUES = 100_000
@@ -98,7 +98,14 @@ def _size(node: Any, sizes: dict[int, int]) -> int:
 
 
 def read_yaml(path: Path, name: str = "") -> Any:
-    """What stands in a YAML file, of which secrets are remembered for messages.
+    """As `load_yaml`; the secrets in it are remembered for messages."""
+    content = load_yaml(path, name)
+    remember_secrets(content)
+    return content
+
+
+def load_yaml(path: Path, name: str = "") -> Any:
+    """What stands in a YAML file. References (`*name`) are the same object: look at types before text is made of it.
 
     Args:
         path: the file.
@@ -110,7 +117,7 @@ def read_yaml(path: Path, name: str = "") -> Any:
     """
     place = f"{name}={path}" if name else str(path)
     try:
-        content = yaml.load(path.read_text(), _Loader)
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ValueError(f"{place} cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -119,8 +126,6 @@ def read_yaml(path: Path, name: str = "") -> Any:
         raise ValueError(f"{place} cannot be read as YAML: its lists and mappings are nested too deeply.") from None
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
-    remember_secrets(content)
-    return content
 
 
 def expand_configs(args: Sequence[str]) -> list[str]:

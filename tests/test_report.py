@@ -7,6 +7,8 @@ import base64
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,8 +120,45 @@ def test_a_configuration_of_somebody_else_has_no_target(tmp_path: Path, config: 
     (tmp_path / "config.yaml").write_text(config)
     assert not (read_run(tmp_path, "run_dir").kl_target or 0.0) > 0
     (tmp_path / "config.yaml").write_bytes(b"trainer: {callbacks: [2025-02-31]}\xff")
-    with pytest.raises(ValueError, match="config.yaml is not YAML"):
+    with pytest.raises(ValueError, match="config.yaml cannot be read as YAML"):
         read_run(tmp_path, "run_dir")
+
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 11)
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (LAUGHS + "trainer: {callbacks: [{class_path: AdaptiveKL, init_args: {target: *a10}}]}", "stand for more than"),
+        (LAUGHS + "trainer: {callbacks: [{class_path: *a10}]}", "stand for more than"),
+        ("t: &t " + "x" * 10**6 + f"\nm: &m [{'*t, ' * 40_000}]\n" + "trainer: {callbacks: [{class_path: *m}]}", None),
+        (
+            "t: &t " + "x" * 10**6 + f"\nm: &m [{'*t, ' * 40_000}]\n"
+            "trainer: {callbacks: [{class_path: AdaptiveKL, init_args: {target: *m}}]}",
+            "the first: a value of type list",
+        ),
+        (
+            f"trainer: {{callbacks: [{{class_path: AdaptiveKL, init_args: {{target: 0x{'f' * 5000}}}}}]}}",
+            "the first: a value of type int",
+        ),
+    ],
+    ids=["target", "class_path", "long_text_as_class_path", "long_text_as_target", "huge_number"],
+)
+def test_references_do_not_grow_beyond_the_file(tmp_path: Path, config: str, said: str | None) -> None:
+    """In a process of its own, whose memory is bounded: without bounds the page would never come."""
+    run = write_run(tmp_path / "run", training(0, 2))
+    (run / "config.yaml").write_text(config)
+    code = (
+        "import resource, sys\nresource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))\n"
+        "from lightrl.report.read import read_run\nfrom pathlib import Path\n"
+        "print(read_run(Path(sys.argv[1]), 'run_dir').left_out)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, timeout=60)
+    assert (done.stdout == "[]\n") if said is None else said in (done.stdout + done.stderr)
+    assert "MemoryError" not in done.stderr
 
 
 def test_a_table_of_somebody_else_is_read_as_far_as_it_is_one(tmp_path: Path) -> None:

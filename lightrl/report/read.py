@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+from lightrl.config_files import load_yaml
 
 __all__ = ["Run", "Series", "read_run", "runs_below"]
 
@@ -247,7 +247,8 @@ def read_samples(path: Path, folder: Path, left_out: list[str]) -> list[dict[str
         if reason is not None:
             odd.append(f"line {i + 1}: not a record of SampleLog: {reason}: {line[:80]}")
             continue
-        picture = path.parent / str(record.pop("thumbnail", ""))
+        name = record.pop("thumbnail", "")
+        picture = path.parent / (name if isinstance(name, str) else "")
         records.append({**record, "thumbnail": picture} if is_file_inside(picture, folder) else record)
     tell(left_out, path, "samples", odd)
     return records
@@ -277,21 +278,27 @@ def is_number(value: Any) -> bool:
 
 
 def kl_target(folders: list[Path], left_out: list[str]) -> float | None:
-    """Target of `AdaptiveKL` in the newest `config.yaml`, None without one; NaN where it is no number to draw."""
+    """Target of `AdaptiveKL` in the newest `config.yaml`, None without one; NaN where it is no number to draw.
+
+    Nothing but numbers and texts is compared or shown: lists of references (`*name`) may be longer than any memory.
+    """
     for path in (folder / "config.yaml" for folder in reversed(folders)):
         if regular_files([path], left_out):
             try:
-                config = yaml.safe_load(path.read_text(encoding="utf-8"))
-            except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, a 31st of February
-                raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+                config = load_yaml(path)
+            except ValueError as error:
+                raise ValueError(" ".join(str(error).split())) from error
             trainer = config.get("trainer") if isinstance(config, dict) else None
             callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
             for callback in callbacks if isinstance(callbacks, list) else []:
-                if isinstance(callback, dict) and str(callback.get("class_path", "")).split(".")[-1] == "AdaptiveKL":
+                name = callback.get("class_path") if isinstance(callback, dict) else None
+                if isinstance(name, str) and name.split(".")[-1] == "AdaptiveKL":
                     arguments = callback.get("init_args")
                     target = arguments.get("target") if isinstance(arguments, dict) else None
                     if isinstance(target, int | float) and abs(target) <= LARGEST:
                         return float(target)
-                    tell(left_out, path, "targets of AdaptiveKL", [repr(target)[:40]] if target is not None else [])
+                    short = isinstance(target, str | float) or (type(target) is int and target.bit_length() < 10_000)
+                    shown = repr(target)[:40] if short else f"a value of type {type(target).__name__}"
+                    tell(left_out, path, "targets of AdaptiveKL", [shown] if target is not None else [])
                     return math.nan
     return None
