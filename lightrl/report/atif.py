@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightrl.report.read import is_file_inside
 from lightrl.storage import atomic_write
 
 __all__ = ["BROKEN", "write_atif"]
@@ -152,7 +153,7 @@ def _single(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": record.get("completion", "")}]
 
 
-def _add(steps: list[dict[str, Any]], message: dict[str, Any], pictures: Iterator[str]) -> None:
+def _add(steps: list[dict[str, Any]], message: dict[str, Any], pictures: Iterator[str | None]) -> None:
     """Adds a message: as a step, or where it is a tool's result to the step of its call."""
     role, content = message.get("role"), _content(message.get("content"), pictures)
     if role == "tool" and steps and steps[-1]["source"] == "agent":
@@ -180,7 +181,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     return {"tool_call_id": str(call.get("id", "")), "function_name": function["name"], "arguments": arguments}
 
 
-def _content(content: Any, pictures: Iterator[str]) -> Any:
+def _content(content: Any, pictures: Iterator[str | None]) -> Any:
     if content is None or isinstance(content, str):
         return content or ""
     parts = []
@@ -193,10 +194,10 @@ def _content(content: Any, pictures: Iterator[str]) -> Any:
     return parts
 
 
-def _pictures(record: dict[str, Any], folder: Path) -> list[str]:
-    """Paths of the images, from the folder that is written."""
-    names = (record.get("media") or {}).get("images", [])
-    return [os.path.relpath(Path(record["folder"]) / name, folder) for name in names]
+def _pictures(record: dict[str, Any], folder: Path) -> list[str | None]:
+    """Paths of the images, from the folder that is written; None for what is no file in the record's folder."""
+    images = [Path(record["folder"]) / name for name in (record.get("media") or {}).get("images", [])]
+    return [os.path.relpath(path, folder) if is_file_inside(path, record["folder"]) else None for path in images]
 
 
 def _sampled(record: dict[str, Any], turn: int, found: _Turn) -> dict[str, Any]:

@@ -185,6 +185,8 @@ def _shown(
     for row in record["rows"]:
         turns = row["turns"]
         texts = row.get("tokens") or [f"[{token}]" for token in row["token_ids"]]
+        if wrong := [text for text in texts if not isinstance(text, str)]:
+            raise ValueError(f"tokens: {str(wrong[0])[:40]!r} is no text")
         sampled = [i for i, turn in enumerate(turns) if turn >= 0]
         rows.append(
             {
@@ -228,8 +230,9 @@ def _shown(
 def _require_numbers(record: dict[str, Any]) -> None:
     """A ValueError where what the page, or the name of a file, takes for a number is none, or a mapping is none."""
     for name in ("rollout", "rank", "group", "trajectory"):
-        if not isinstance(record.get(name), int | None):
-            raise ValueError(f"{name}={str(record[name])[:40]!r} is no whole number")
+        value = record.get(name)
+        if not isinstance(value, int | None) or abs(value or 0) >= 10**15:
+            raise ValueError(f"{name}={str(value)[:40]!r} is no whole number of at most 15 digits")
     turns = record.get("turns", [])
     maps = {f"rewards of turn {i}": turn.get("rewards", {}) for i, turn in enumerate(turns)}
     maps |= {name: record.get(name, {}) for name in ("reward_parts", "columns")}

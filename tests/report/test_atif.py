@@ -236,3 +236,21 @@ def test_the_models_of_this_test_refuse_what_the_format_refuses() -> None:
         with pytest.raises(ValueError):
             Trajectory.model_validate({**fine, "steps": bad})
     assert json.loads(Trajectory.model_validate({**fine, "steps": [user]}).model_dump_json(exclude_none=True))
+
+
+def test_no_path_leads_out_of_the_folder_of_the_record(tmp_path: Path) -> None:
+    """A place stays a place: the picture behind those that are left out is still the right one."""
+    names = ["../../../secret.png", str(tmp_path / "secret.png"), "media/link.png", "media/a.png", "media/gone.png"]
+    said = [{"role": "user", "content": [{"type": "image"}] * len(names)}, {"role": "assistant", "content": "ok"}]
+    one = {**record(0, 0, random.Random(0)), "messages": said, "media": {"images": names}}
+    place = tmp_path / "run" / "rollouts" / "rollout=000010" / "media"
+    place.mkdir(parents=True)
+    for path in (place / "a.png", tmp_path / "secret.png"):
+        Image.new("RGB", (4, 4)).save(path)
+    (place / "link.png").symlink_to(tmp_path / "secret.png")
+    (made,) = exported(tmp_path, [one])
+    content = made.steps[0].message
+    assert isinstance(content, list) and len(content) == len(names)
+    (shown,) = (part for part in content if isinstance(part, Picture))
+    assert content[3] is shown and (tmp_path / "atif" / shown.source.path).resolve() == place / "a.png"
+    assert "secret" not in made.model_dump_json()

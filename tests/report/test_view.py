@@ -235,6 +235,10 @@ def head_of(page: Path) -> dict[str, Any]:
         ("media", ["x"]),
         ("rank", "../../../elsewhere"),
         ("columns", {"size": "HUGE"}),
+        ("rows", [{"turns": [0], "token_ids": [1], "tokens": ["HUGE"]}]),
+        ("rows", [{"turns": [0], "token_ids": [1], "tokens": [None]}]),
+        pytest.param("rollout", 10**300, id="huge_rollout"),
+        pytest.param("group", -(10**300), id="huge_group"),
     ],
 )
 def test_a_broken_record_costs_that_record(
