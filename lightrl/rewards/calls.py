@@ -8,6 +8,7 @@ import math
 import numbers
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,11 @@ _SHOWN_FRAMES = 8
 _SHOWN_CHARACTERS = 2000
 _UNCHANGING = frozenset({bool, int, float, complex, str, bytes, type(None)})
 """Values of these types need no copy; the lists of token ids are long."""
+_MOST_LOGGED = 1_000_000
+"""Characters in one value that is given to `log_extra`, each value inside it counted as ten; what is beyond is cut."""
+_DEEPEST_LOGGED = 20
+_LONGEST_WHOLE = 1024
+"""Bits of a whole number that stays one; Python refuses to write those of thousands of digits."""
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -46,17 +52,52 @@ class CallLog:
         self.metrics.setdefault(f"reward/{self.function}/{name}", []).append(float(value))
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Logs one value per row of the call."""
+        """Logs one value per row of the call; what JSON cannot hold becomes text, very long ones are cut."""
         if len(values) != self.num_rows:
             raise ValueError(f"log_extra({column!r}): {len(values)} values for {self.num_rows} completions.")
-        self.extra[f"{self.function}/{column}"] = [_writable(value) for value in values]
+        self.extra[f"{self.function}/{_writable(column)}"] = [_writable(value) for value in values]
 
 
 def _writable(value: Any) -> Any:
-    """What files of samples can hold in place of text that is no Unicode, such as names of files, and of bytes."""
-    if isinstance(value, bytes):
-        value = value.decode(errors="surrogateescape")
-    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+    """What files of samples can hold in place of any value: None, booleans, numbers, texts, lists and mappings.
+
+    Text that is no Unicode, such as names of files, is escaped; keys of mappings and all else become text, or the name
+    of their type where they have none.
+    """
+    left = _MOST_LOGGED
+
+    def plain(value: Any, depth: int) -> Any:
+        nonlocal left
+        left -= 10
+        if value is None or isinstance(value, bool | float):
+            return value
+        if isinstance(value, int):
+            return value if value.bit_length() <= _LONGEST_WHOLE else f"<a number of {value.bit_length()} bits>"
+        if isinstance(value, bytes):
+            value = value.decode(errors="surrogateescape")
+        if isinstance(value, str):
+            kept = value[: max(left, 0)]
+            left -= len(kept)
+            more = f"... ({len(value)} characters)" if len(kept) < len(value) else ""
+            return kept.encode(errors="backslashreplace").decode() + more
+        if left <= 0 or depth == _DEEPEST_LOGGED:
+            return "..."
+        most = left // 10
+        if isinstance(value, Mapping):
+            entries = [(key if isinstance(key, str) else str(key), x) for key, x in islice(value.items(), most)]
+            entries += [("...", "...")] if len(value) > most else []
+            return {tried(key, depth): tried(x, depth) for key, x in entries}
+        if isinstance(value, list | tuple | Set):
+            return [tried(x, depth) for x in islice(value, most)] + (["..."] if len(value) > most else [])
+        return tried(value.item() if getattr(value, "shape", None) == () else str(value), depth)
+
+    def tried(value: Any, depth: int) -> Any:
+        try:
+            return plain(value, depth + 1)
+        except Exception:  # its `__str__`, or anything else of it, may be broken
+            return f"<{type(value).__name__}>"
+
+    return tried(value, 0)
 
 
 class RewardFunction:

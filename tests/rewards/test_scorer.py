@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import collections.abc
+import datetime
+import json
 import math
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from decimal import Decimal
 from fractions import Fraction
 
@@ -17,6 +20,7 @@ import pytest
 import torch
 
 from lightrl.rewards import CombinedReward, Reward, RewardError, RewardScorer
+from lightrl.rewards.calls import CallLog
 from lightrl.types import Scores
 
 NAN = math.nan
@@ -350,6 +354,53 @@ def test_what_is_logged_never_ends_the_run(scorers):
     assert scores.metrics["reward/logs/big"] == 1e308 and scores.metrics["reward/logs/two"] == 2.0
     assert math.isnan(scores.metrics["reward/logs/none"])
     assert scores.extra["logs/text"] == ["caf\\udce9", "\\udcff"]
+
+
+class Unspeakable:
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+
+def in_itself():
+    held = [1]
+    held.append(held)
+    return held
+
+
+def laughs():
+    value = ["x"] * 9
+    for _ in range(15):
+        value = [value] * 9
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "logged"),
+    [
+        (Counter(["ab", ("a", "b"), 3, None]), {"ab": 1, "('a', 'b')": 1, "3": 1, "None": 1}),
+        ({"n": [1, 2.5, True, None, np.float32(0.5), torch.tensor(2), (3,), {4}]}, None),
+        ([10**5000, -(2**1024), 2**70], ["<a number of 16610 bits>", "<a number of 1025 bits>", 2**70]),
+        ([Unspeakable(), {Unspeakable: Unspeakable()}, 1], ["<Unspeakable>", {str(Unspeakable): "<Unspeakable>"}, 1]),
+        ({Unspeakable(): 1}, "<dict>"),
+        (datetime.date(2025, 1, 2), "2025-01-02"),
+        (np.arange(3), "[0 1 2]"),
+        ({"caf\udce9": b"\xff"}, {"caf\\udce9": "\\udcff"}),
+    ],
+)
+def test_what_json_cannot_hold_is_logged_as_text(value, logged):
+    log = CallLog("fn", 1)
+    log.log_extra("col\udce9", [value])
+    expected = {"n": [1, 2.5, True, None, 0.5, 2, [3], [4]]} if logged is None else logged
+    assert log.extra == {"fn/col\\udce9": [expected]} and json.loads(json.dumps(log.extra)) == log.extra
+    json.dumps(log.extra, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("make", [in_itself, laughs, lambda: ["y" * 10_000] * 10_000, lambda: list(range(10**6))])
+def test_what_is_logged_has_a_bound(make):
+    log = CallLog("fn", 1)
+    log.log_extra("value", [make()])
+    text = json.dumps(log.extra)
+    assert len(text) < 3_000_000 and "..." in text
 
 
 def test_long_messages_are_cut_and_a_coroutines_stop_iteration_has_its_lines(scorers, caplog):
