@@ -180,6 +180,8 @@ def _located(name: str, folder: Path, asked_by: str) -> Path:
                 f"{asked_by}={name}: no such configuration comes with LightRL; `lightrl recipes` lists them.{hint}"
             )
         return path
+    if name.lstrip().startswith("{") or "\n" in name:  # may hold secrets, and is not shown
+        raise ValueError(f"{asked_by}: settings themselves are given; write them to a file and give its path.")
     path = folder / user_path(asked_by, name)
     try:
         there = path.is_file()

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, quote_plus
 
+import yaml
+
 __all__ = [
     "REDACTED",
     "plain_secrets",
@@ -31,30 +33,40 @@ __all__ = [
 REDACTED = "***"
 
 SECRET_NAME = re.compile(
-    r"(?i)(^|[_\-.])((?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)(?<!image_)(?<!video_)(?<!audio_)"
-    r"token|api[_-]?key|access[_-]?key|private[_-]?key|(signing|encryption|openai|anthropic|wandb)[_-]key"
-    r"|secret([_-]?key)?|pass(word|wd|phrase)?|pwd|authorization|credentials?|bearer|jwt|cookie"
-    r"|(token|secret|password|api[_-]?key)_value|(hf|hub|api|auth|access|bearer|refresh|github)_?tokens"
-    r"|api[_-]?keys|secrets|passwords|auth|(pg|db|mysql|redis|smtp|ftp)_?pass(word)?)$"
-    r"|(?-i:[a-z](Token|Secret|Password|ApiKey|AccessKey|PrivateKey|SecretKey))$"
+    r"(?i)(^|[_\-.])((?<!per_)(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)(?<!image_)(?<!video_)(?<!audio_)"
+    r"token|(api|access|private|auth|account|license)[_-]?key|(signing|encryption|openai|anthropic|wandb)[_-]key"
+    r"|secret([_-]?key)?|pass(word|wd|phrase)?|pwd?|o?auth|authorization|credentials?|bearer|jwt|cookies?"
+    r"|(token|secret|password|api[_-]?key)_value|(hf|hub|api|auth|access|bearer|refresh|github)_?tokens?"
+    r"|token_(hf|hub|api|auth|access|github|wandb|openai|anthropic)"
+    r"|api[_-]?keys|secrets|passwords|(pg|db|mysql|redis|smtp|ftp)_?pass(word)?)([_-]?\d+)?$"
+    r"|(?-i:[a-z](Token|Secret|Password|(Api|Access|Private|Secret|Account|License)Key))$"
 )
 HEADER_NAME = re.compile(r"(?i)((proxy-)?authorization|(set-)?cookie|[a-z]+-[a-z-]*(key|token|secret|auth))$")
+TOKEN_TEXT = re.compile(r"(?!\d+$)[\w.~+/=-]{8,}")
+"""What may be a secret under the bare name `tokens`, which holds numbers and special tokens, too."""
 SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|npm_[A-Za-z0-9]{30,}|AIza[\w-]{35}"
     r"|xox[abpr]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)|(?<=Bearer )[\w.~+/-]{8,}=*"
+    r"|(?<=hooks\.slack\.com/services/)[\w/]{8,}|(?:(?<=\bAccountKey=)|(?<=\bSharedAccessKey=))[\w+/]{8,}=*"
+    r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)"
 )
 URL_LOGIN = re.compile(  # up to the last @, which a password may hold, too; one with / is told from a port
     r"(?<=://)(?!\[)(?:\$\{env:\w+\}|[^/\s@:$]|\$(?!\{env:))*:([^/\s?#]+|(?!\d*[/?#])[^\s?#@'\"]+)(?=@)"
     r"|(?:(?<=http://)|(?<=https://))(?!\$\{env:)([^/\s@:?#'\"]+)(?=@)"  # a name alone is a token there
 )
 HEADER = re.compile(
-    r"(?i)\b((?:proxy-)?authorization|x-api-key|api-key|x-auth-token): *((?:basic|bearer|token|digest) +)?([^\s'\",;]+)"
+    r"(?i)\b((?:proxy-)?authorization|api-key|ocp-apim-subscription-key|x-[a-z-]{0,40}(?:key|token|secret)):"
+    r" *((?:basic|bearer|token|digest) +)?([^\s'\",;]+)"
 )
+LOGIN_OPTION = re.compile(r"\bcurl\b[^\n]{0,300}? (?:-u|--user)[ =]?['\"]?(?:\$\{env:\w+\}|[^\s:'\"$])+:([^\s'\"]+)")
 URL_KEY = re.compile(
     r"(?i)(?<=[?&#])((?:[\w.-]*[_.-])?(?:token|secret|pass(?:word|wd|phrase)?|pwd|sig|signature|credential|auth)"
     r"|(?:[\w.-]*subscription[_-]|(?:access|auth)[_-])?key"
     r"|api[_-]?key|\w*accesskey)=([^&\s#'\"]+)"
 )
+SECRET_AT_END = (URL_LOGIN, URL_KEY, HEADER, LOGIN_OPTION)
+"""Patterns whose last group is the secret, which they end in."""
 REFERENCE = re.compile(r"\$\{env:([A-Za-z_]\w*)\}")
 
 DEEPEST = 100
@@ -75,7 +87,7 @@ def redact_text(text: str) -> str:
     for secret in sorted(_secrets, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     text = SECRET_VALUE.sub(REDACTED, text)
-    for pattern in (URL_LOGIN, URL_KEY, HEADER):
+    for pattern in SECRET_AT_END:
         text = pattern.sub(_without_secret, text)
     return text
 
@@ -121,13 +133,23 @@ def remember_arguments(arguments: Sequence[str]) -> None:
     for argument in arguments:
         option = argument.startswith("--")
         name, _, value = argument.partition("=") if option else (name, "", argument)
-        try:
-            data = json.loads(value)
-        except (ValueError, RecursionError):
-            data = value
+        data = _structured(value)
         if value:
             remember_secrets(data, _last(name))
             remember_secrets(value, _last(name) if data is value else "")
+
+
+def _structured(text: str) -> Any:
+    """What a text is as JSON or YAML: lists, mappings, texts; itself where it is none, or has references."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        try:  # references (`*name`) may stand for more than any memory
+            refers = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader))
+            data = text if refers else yaml.load(text, yaml.BaseLoader)  # texts, as they stand there
+        except Exception:  # no YAML: its constructors raise nearly anything
+            data = text
+    return data if isinstance(data, dict | list | str) else text
 
 
 def _last(option: str) -> str:
@@ -222,9 +244,9 @@ def redact(value: Any, name: str = "") -> Any:
     other strings what `redact_text` finds. References to the environment (`${env:NAME}`) stay.
     """
     if _is_number(value):  # YAML reads a password of digits as one
-        return REDACTED if SECRET_NAME.search(name) else value
+        return REDACTED if _is_secret(name) else value
     if isinstance(value, str):
-        whole = SECRET_NAME.search(name) is not None and value and REFERENCE.fullmatch(value) is None
+        whole = _is_secret(name, value) and value and REFERENCE.fullmatch(value) is None
         return REDACTED if whole else redact_text(value)
     if type(value) is dict:
         return {key: redact(inner, _under(name, key, inner)) for key, inner in value.items()}
@@ -235,14 +257,21 @@ def redact(value: Any, name: str = "") -> Any:
 
 def _under(name: str, key: Any, value: Any) -> str:
     """The name that counts for an entry of a mapping: texts below a secret's name are secret, whatever their own."""
-    own = isinstance(value, int | float) or key in ("class_path", "init_args") or SECRET_NAME.search(str(key))
-    return str(key) if own or not SECRET_NAME.search(name) else name
+    own = isinstance(value, int | float) or key in ("class_path", "init_args") or _is_secret(str(key))
+    return str(key) if own or not _is_secret(name) else name
 
 
 def _named(values: Sequence[Any], name: str) -> Iterator[tuple[Any, str]]:
     """The entries of a list with the names that count for them; of a header and its value, the header's."""
     pair = len(values) == 2 and isinstance(values[0], str) and HEADER_NAME.match(values[0])
+    name = "" if name.lower() == "tokens" else name  # of a tokenizer
     return ((value, values[0] if pair and number else name) for number, value in enumerate(values))
+
+
+def _is_secret(name: str, value: str = "") -> bool:
+    """Whether what stands under a name is secret; a text under `tokens` may be one."""
+    named = SECRET_NAME.search(name) or HEADER_NAME.match(name)
+    return named is not None or (name.lower() == "tokens" and TOKEN_TEXT.fullmatch(value) is not None)
 
 
 def _is_number(value: Any) -> bool:
@@ -251,15 +280,15 @@ def _is_number(value: Any) -> bool:
 
 def plain_secrets(value: Any, name: str = "", path: str = "") -> Iterator[tuple[str, str]]:
     """Where plain data holds secrets themselves: (dotted path, the secret)."""
-    if _is_number(value) and SECRET_NAME.search(name):
+    if _is_number(value) and _is_secret(name):
         yield path, str(value)
     elif isinstance(value, str):
-        if SECRET_NAME.search(name) and value and REFERENCE.fullmatch(value) is None and value != REDACTED:
+        if _is_secret(name, value) and value and REFERENCE.fullmatch(value) is None and value != REDACTED:
             yield path, value
             return
         for found in SECRET_VALUE.finditer(value):
             yield path, found[0]
-        for pattern in (URL_LOGIN, URL_KEY, HEADER):
+        for pattern in SECRET_AT_END:
             for found in pattern.finditer(value):
                 secret = found[found.lastindex or 0]
                 if REFERENCE.fullmatch(secret) is None and secret != REDACTED:

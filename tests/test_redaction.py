@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -12,6 +16,7 @@ import httpx
 import pytest
 from jsonargparse import Namespace
 
+from lightrl.config_files import expand_configs
 from lightrl.config_values import redacted
 from lightrl.engines.server.connection import Connection
 from lightrl.engines.server.http import ServerError
@@ -82,6 +87,45 @@ from lightrl.rewards import RemoteReward, RewardError
             None,
         ),
         ({"author": "a", "passes": "b", "auth_type": "d", "micro_batch_tokens": "4"}, None),
+        (
+            {"x-functions-key": "plainA", "Ocp-Apim-Subscription-Key": "plainB", "Accept": "all", "sort_key": "a"},
+            {"x-functions-key": "***", "Ocp-Apim-Subscription-Key": "***", "Accept": "all", "sort_key": "a"},
+        ),
+        (
+            {"cookies": {"sid": "a"}, "API_TOKEN_2": "a", "apitoken": "a", "token_hf": "a", "auth_key": "a"},
+            {"cookies": {"sid": "***"}, "API_TOKEN_2": "***", "apitoken": "***", "token_hf": "***", "auth_key": "***"},
+        ),
+        (
+            {"AccountKey": "a", "storageAccountKey": "a", "oauth": "a", "passwd2": "a", "pw": "a", "license_key": "a"},
+            dict.fromkeys(("AccountKey", "storageAccountKey", "oauth", "passwd2", "pw", "license_key"), "***"),
+        ),
+        ({"tokens": "plain-secret-1"}, {"tokens": "***"}),
+        (
+            [
+                {"tokens": "12345678"},
+                {"tokens": "<|special|>"},
+                {"tokens": ["some_token", "other_token"]},
+                {"tokens": 12},
+            ],
+            None,
+        ),
+        ({"top_k_2": 1, "pwm": "a", "tokenizer_2": "b", "token_ids": "c", "end2": "d", "x_key_2": "e"}, None),
+        (
+            ["-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabc=\n-----END RSA PRIVATE KEY-----\nafter"],
+            ["***\nafter"],
+        ),
+        (["-----BEGIN PRIVATE KEY-----\nMIIE cut sho"], ["***"]),
+        ([f"AIza{'x' * 35}", f"npm_{'a' * 36}"], ["***", "***"]),
+        (["https://hooks.slack.com/services/T00/B00/abcDEF"], ["https://hooks.slack.com/services/***"]),
+        (
+            ["AccountName=me;AccountKey=abcd+efgh/==;EndpointSuffix=x"],
+            ["AccountName=me;AccountKey=***;EndpointSuffix=x"],
+        ),
+        (
+            ["curl -s -u me:pass1 http://h", "curl --user 'me:pa' h", "x-functions-key: abc"],
+            ["curl -s -u me:*** http://h", "curl --user 'me:***' h", "x-functions-key: ***"],
+        ),
+        (["curl -u ${env:USER}:${env:PW} http://h", "sort -u a:b", "curl http://h:80/x", "per-token: 3"], None),
     ],
 )
 def test_what_is_redacted(value: Any, expected: Any) -> None:
@@ -92,6 +136,33 @@ def test_what_is_redacted(value: Any, expected: Any) -> None:
 def test_a_password_of_digits_is_not_written_with_the_configuration() -> None:
     config = Namespace(kwargs={"password": 123456, "port": 80}, url="http://u:1@h")
     assert redacted(config) == Namespace(kwargs={"password": "***", "port": 80}, url="http://u:***@h")
+
+
+def test_no_argument_passes_for_a_secret_that_is_none(root: Path) -> None:
+    """Else it would be written as ***, and a run could not be repeated from what it wrote."""
+    names = set[str]()
+    for folder in ("configs", "lightrl/templates", "examples"):
+        for path in (root / folder).rglob("*.yaml"):
+            names |= set(re.findall(r"([\w.-]+):(?:\s|$)", path.read_text(), re.MULTILINE))
+    for path in (root / "lightrl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                made = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+                names |= {argument.arg for each in made for argument in [*each.args.args, *each.args.kwonlyargs]}
+                names |= {
+                    n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+                }
+    assert len(names) > 500
+    secret = {name for name in names if redact({name: "plain-text"}) != {name: "plain-text"}}
+    assert secret <= {"api_key", "token", "tokens"}
+
+
+def test_redacting_a_long_text_takes_no_long_time() -> None:
+    begun = time.monotonic()
+    for part in ("curl -u ", "curl ", "-----BEGIN PRIVATE KEY-----", "x-", "AccountKey=", "a-key", "x-key: "):
+        redact_text(part * 20_000)
+        redact({part * 20_000: "x"})
+    assert time.monotonic() - begun < 20
 
 
 def test_text_is_redacted() -> None:
@@ -164,8 +235,22 @@ def test_secrets_of_files_and_arguments_are_known_before_they_are_parsed(monkeyp
     monkeypatch.setenv("SESAME", "of the environment")
     remember_secrets({"kwargs": [{"api_key": ["in a list"]}], "path": "x/${env:SESAME}"})
     remember_arguments(["--a.token", "after a space", "--b.api_key+=behind a sign", '--c={"password": "in json"}'])
-    for secret in ("in a list", "of the environment", "after a space", "behind a sign", "in json"):
+    remember_arguments(
+        ["--config", "{model: {kwargs: {token: in flow text, pwd: 2024-01-31}}}", "--d.token='in quotes'"]
+    )
+    remember_arguments(["--config=a: &a {token: x}\nb: *a", "--e={token: "])  # looked at, no further
+    known = ("in a list", "of the environment", "after a space", "behind a sign", "in json")
+    for secret in (*known, "in flow text", "2024-01-31", "in quotes"):
         assert redact_text(f"not {secret}!") == "not ***!"
+
+
+@pytest.mark.parametrize(
+    "given", ["{model: {token: plainG666}}", "model: &a {token: plainG666}\nx: *a", "{token: plainG666"]
+)
+def test_settings_in_place_of_a_file_are_not_shown(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.redaction._secrets", set())
+    with pytest.raises(ValueError, match="^--config: settings themselves are given; write them to a file"):
+        expand_configs(["--config", given])
 
 
 def test_a_token_that_a_server_quotes_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
