@@ -45,6 +45,8 @@ def init(
     Raises:
         ValueError: a file that would be written is there already.
     """
+    if not dir.strip():
+        raise ValueError(f"dir={dir!r}: name a folder, or give . for this one.")
     folder = user_path("dir", dir)
     model = model or ("Qwen/Qwen2.5-VL-3B-Instruct" if task == "vlm" else "Qwen/Qwen2.5-0.5B-Instruct")
     path = user_path("model", model)

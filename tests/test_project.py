@@ -114,7 +114,7 @@ def test_what_is_there_is_not_overwritten(model: str, tmp_path: Path, capsys: py
     assert not (tmp_path / "mine" / "config.yaml").exists()
 
 
-@pytest.mark.parametrize("folder", ["a_file", "/proc/x", "a\0b", "x" * 300, "~nosuchuser/x"])
+@pytest.mark.parametrize("folder", ["", " ", "a_file", "/proc/x", "a\0b", "x" * 300, "~nosuchuser/x"])
 def test_a_folder_that_cannot_be_is_refused(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_file").write_text("mine")

@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-__all__ = ["BUILDERS", "file_rows", "is_csv", "nth_line", "one_line", "require_readable"]
+__all__ = ["BUILDERS", "file_rows", "is_csv", "nth_line", "one_line", "require_readable", "suffix_of"]
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 """Suffix of a file -> how `datasets` calls its kind."""
@@ -33,7 +33,7 @@ def require_readable(path: Path) -> None:
 
     Lines are looked at one by one, at some hundred thousand a second; a file compressed by gzip is unpacked on the way.
     """
-    if path.suffix.lower() == ".parquet":
+    if suffix_of(path) == ".parquet":
         return _check_parquet(path)
     for _ in file_rows(path):
         pass
@@ -70,7 +70,14 @@ def file_rows(file: str | Path, sep: str = ",") -> Iterator[tuple[int, dict[str,
 
 def is_csv(file: str | Path) -> bool:
     """Whether a file is CSV, by its name."""
-    return Path(str(file).lower().removesuffix(".gz")).suffix == ".csv"
+    return suffix_of(file) == ".csv"
+
+
+def suffix_of(file: str | Path) -> str:
+    """The suffix of a file's name in small letters; of JSON and CSV without the `.gz` behind it."""
+    name = Path(str(file).lower())
+    inner = Path(name.stem).suffix
+    return inner if name.suffix == ".gz" and inner in (".json", ".jsonl", ".csv") else name.suffix
 
 
 def one_line(error: BaseException) -> str:
@@ -83,7 +90,7 @@ def one_line(error: BaseException) -> str:
 
 def nth_line(path: Path, row: int) -> int | None:
     """Number (from 1) of the line of a JSONL file that holds a row (from 0); None where lines are no rows."""
-    if path.suffix.lower() != ".jsonl":
+    if suffix_of(path) != ".jsonl":
         return None
     try:
         for found, (number, _) in enumerate(_lines(path)):
@@ -198,7 +205,7 @@ def _check_rows(path: Path, where: str, rows: list[Any]) -> None:
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """One object a line; or, in a `.json` file, also one array of objects or one object."""
-    if Path(path.name.lower().removesuffix(".gz")).suffix == ".json":
+    if suffix_of(path) == ".json":
         lines = list(_lines(path))
         text = "\n".join(line.rstrip("\r\n") for _, line in lines)
         try:
@@ -302,3 +309,8 @@ def _check_parquet(path: Path) -> None:
         raise ValueError(f"{path} is a broken Parquet file: {one_line(error)} Write or copy it again.") from error
     if not metadata.num_rows:
         raise ValueError(f"{path} holds no rows.")
+    names = metadata.schema.to_arrow_schema().names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"{path}: two columns are called {', '.join(map(repr, twice))}. Write it with one of each name."
+        )

@@ -25,7 +25,7 @@ from datasets import (
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightrl.arguments import at_least, one_of, user_path
-from lightrl.data.files import BUILDERS, PROGRESS_SECONDS, nth_line, one_line, require_readable
+from lightrl.data.files import BUILDERS, PROGRESS_SECONDS, nth_line, one_line, require_readable, suffix_of
 from lightrl.data.tables import VERSION, FileTables, columns_of
 
 __all__ = ["RowError", "RowSource", "plain_rows", "require_columns", "shuffled_order"]
@@ -44,10 +44,10 @@ class RowSource:
     """Where rows come from. Exactly one of `path` and `rows` is given.
 
     Args:
-        path: a JSON, JSONL, Parquet or CSV file; a folder of such files or one written by `Dataset.save_to_disk`; or
-            the name of a data set on the hub, such as "openai/gsm8k". Values of local JSON and CSV files stay what they
-            are there: text is never read as a number or a date. In CSV a column is one of numbers where each of its
-            cells is written as Python writes that number; an empty cell is None.
+        path: a JSON, JSONL or CSV file, compressed by gzip or not, or a Parquet file; a folder of such files or one
+            written by `Dataset.save_to_disk`; or the name of a data set on the hub, such as "openai/gsm8k". Values of
+            local JSON and CSV files stay what they are there: text is never read as a number or a date. In CSV a column
+            is one of numbers where each of its cells is written as Python writes that number; an empty cell is None.
         rows: a list of dictionaries, a `datasets.Dataset`, or a function or configurable object without arguments that
             returns one of them; YAML names a function by its import path and an object by `class_path`.
         name: configuration of a hub data set, such as "main".
@@ -216,12 +216,16 @@ class RowSource:
         except OSError as error:
             raise ValueError(f"path={path[:80]!r}...: cannot be looked for: {one_line(error)[:80]}.") from error
         if local.is_file():
-            builder = BUILDERS.get(local.suffix.lower())
+            builder = BUILDERS.get(suffix_of(local))
             if builder is None:
-                raise ValueError(f"path={path!r}: unknown kind of file; known are {', '.join(BUILDERS)}.")
+                raise ValueError(
+                    f"path={path!r}: unknown kind of file; known are {', '.join(BUILDERS)}, text with .gz, too."
+                )
             files = {self.split.split("[")[0]: str(local)}  # whatever split is asked for is this file
             return self._load_dataset(builder, data_files=files)
         if local.is_dir():
+            if local.resolve().parent == local.resolve():
+                raise ValueError(f"path={path!r}: holds all there is on this machine; name the folder of the rows.")
             if any((local / marker).exists() for marker in ("dataset_dict.json", "state.json")):
                 try:
                     return load_from_disk(str(local))
@@ -229,10 +233,10 @@ class RowSource:
                     raise ValueError(
                         f"path={path!r}: the saved data set cannot be read: {one_line(error)}. Save it again."
                     ) from error
-            if not any(file.is_file() for file in local.rglob("[!.]*")):
+            if not any(self._files_below(local)):
                 raise ValueError(f"path={path!r}: there is no file in this folder to read rows from.")
             return self._load_dataset(str(local), name=self.name)
-        if local.suffix.lower() in BUILDERS or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        if suffix_of(local) in BUILDERS or path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise ValueError(f"path={path!r}: there is no such file or folder (looked from {Path.cwd()}).")
         return self._load_dataset(path, name=self.name)
 
@@ -262,9 +266,18 @@ class RowSource:
         local = user_path("path", self.path or "")
         if self.path is None or self.load_kwargs:
             return
-        for file in [local] if local.is_file() else sorted(local.rglob("*")) if local.is_dir() else []:
-            if file.is_file() and file.suffix.lower() in BUILDERS:
+        for file in [local] if local.is_file() else sorted(self._files_below(local)) if local.is_dir() else []:
+            if suffix_of(file) in BUILDERS:
                 require_readable(file)
+
+    def _files_below(self, folder: Path) -> Iterator[Path]:
+        """Files in a folder and those below, less hidden ones."""
+        try:
+            yield from (file for file in folder.rglob("[!.]*") if file.is_file())
+        except OSError as error:
+            raise ValueError(
+                f"path={self.path!r}: this folder cannot be looked through: {one_line(error)}. Name the file itself."
+            ) from error
 
     def _load_dataset(self, builder: str, **kwargs: Any) -> Any:
         tables = None
