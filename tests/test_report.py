@@ -254,6 +254,13 @@ def test_texts_that_are_none_and_links_in_a_circle_are_shown_without(tmp_path: P
     assert "half ? of a pair" in text and "[[1]]" in text and "Left out" not in text
 
 
+def test_samples_of_what_a_resumed_run_repeats_are_those_of_its_last_pass(tmp_path: Path) -> None:
+    """Of five rollouts the last two again: steps 0 to 4, then 3 and 4."""
+    done = [(0, "a"), (1, "b"), (2, "c"), (3, "old"), (4, "old"), (3, "d"), (4, "e")]
+    run = write_run(tmp_path, training(0, 5), [sample(step, "train", "1+1=", text, 1.0) for step, text in done])
+    assert [each["completion"] for each in read_run(run, "run").samples] == ["a", "b", "c", "d", "e"]
+
+
 def test_only_regular_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A pipe would be waited for without end."""
     run = tmp_path / "run"

@@ -228,7 +228,8 @@ def read_samples(path: Path, folder: Path, left_out: list[str]) -> list[dict[str
     """The records of one file, none if it is not there; a last line cut short is left out.
 
     `thumbnail` becomes the `Path` of the picture, or goes where that is not there any more or not in `folder`. Lines
-    that are no records of `SampleLog` are left out, which `left_out` says.
+    that are no records of `SampleLog` are left out, which `left_out` says. Where steps go back, what a resumed run
+    repeats goes, as in `read_metrics`.
     """
     if not regular_files([path], left_out):
         return []
@@ -247,6 +248,8 @@ def read_samples(path: Path, folder: Path, left_out: list[str]) -> list[dict[str
         if reason is not None:
             odd.append(f"line {i + 1}: not a record of SampleLog: {reason}: {line[:80]}")
             continue
+        if records and record["step"] < records[-1]["step"]:
+            records = [earlier for earlier in records if earlier["step"] < record["step"]]
         name = record.pop("thumbnail", "")
         picture = path.parent / (name if isinstance(name, str) else "")
         records.append({**record, "thumbnail": picture} if is_file_inside(picture, folder) else record)
