@@ -13,7 +13,11 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.core_model_loading import PrefixChange, WeightConverter, rename_source_key
 from transformers.integrations import moe
 from transformers.utils import cached_file
@@ -115,9 +119,22 @@ def model_class(auto_class: Any, config: Any) -> type[PreTrainedModel] | None:
     return known
 
 
-def with_from_config(name: str, bases: tuple[type, ...]) -> Any:
-    """A model class with a public `from_config`, as auto classes have, so that it can take the place of one."""
-    own = {"from_config": classmethod(lambda cls, config, **kwargs: cls._from_config(config, **kwargs))}
+def with_from_config(name: str, bases: tuple[type, ...], reads_as: type[PreTrainedModel] | None = None) -> Any:
+    """A model class with a public `from_config`, as auto classes have, so that it can take the place of one.
+
+    Args:
+        name: of the class.
+        bases: its bases.
+        reads_as: a class of the same backbone whose checkpoints the made class reads and whose names it writes.
+            transformers keeps what it renames by the name of a class or, for classes that say they are its own, by
+            the model's type; a class that it does not know would take weights under other names for missing ones.
+    """
+    own: dict[str, Any] = {"from_config": classmethod(lambda cls, config, **kwargs: cls._from_config(config, **kwargs))}
+    if reads_as is not None:
+        own["__module__"] = reads_as.__module__
+        conversions = get_checkpoint_conversion_mapping(reads_as.__name__)
+        if conversions is not None:
+            register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
     return type(name, bases, own)
 
 

@@ -112,9 +112,19 @@ def load_backbone(spec: ModelSpec, *, trainable: bool, in_shards: bool = False) 
 
 
 def load_model(
-    spec: ModelSpec, auto_class: Any, *, trainable: bool, in_shards: bool = False, **overrides: Any
+    spec: ModelSpec,
+    auto_class: Any,
+    *,
+    trainable: bool,
+    in_shards: bool = False,
+    new_head: bool = False,
+    **overrides: Any,
 ) -> PreTrainedModel:
-    """Loads a model of any auto class; `overrides` are set on the configuration. Otherwise as `load_causal_lm`."""
+    """Loads a model of any auto class; `overrides` are set on the configuration. Otherwise as `load_causal_lm`.
+
+    Raises:
+        ValueError: also where the files lack weights; with `new_head` those of a head that is trained may be missing.
+    """
     require_model(spec)
     config = _config(spec)
     for name, value in overrides.items():
@@ -137,13 +147,26 @@ def load_model(
             if not spec.kwargs:
                 raise
             raise ValueError(f"kwargs ({', '.join(spec.kwargs)}) with model {spec.path!r}: {error}") from error
-        if not trainable and (missing := sorted(info["missing_keys"])):
-            raise ValueError(
-                f"Model {spec.path!r} has no weights for {missing[0]}"
-                f"{f' and {len(missing) - 1} more' * (len(missing) > 1)}, which would be random: give a model that was "
-                f"trained with them, such as one that `save_pretrained` of {type(model).__name__} wrote."
-            )
+        _refuse_random(model, spec, info["missing_keys"], new_head=new_head and trainable)
     return _prepared(model, spec, trainable=trainable)
+
+
+def _refuse_random(model: Any, spec: ModelSpec, missing: set[str], *, new_head: bool) -> None:
+    """Refuses a model with weights that its files lack: transformers draws them, and tells of it in a log alone.
+
+    `new_head` lets pass what is beside the backbone. An encoder's pooler belongs to a head; a critic reads none.
+    """
+    body = model.base_model
+    prefix = next((f"{name}." for name, child in model.named_children() if child is body), "")
+    lacking = sorted(name for name in missing if not name.removeprefix(prefix).startswith("pooler."))
+    if new_head:
+        lacking = [name for name in lacking if name.startswith(prefix)]
+    if lacking:
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise ValueError(
+            f"Model {spec.path!r} has no weights for {', '.join(lacking[:3])}{more}, which would be random: give a "
+            f"model that was trained with them, such as one that `save_pretrained` of {type(model).__name__} wrote."
+        )
 
 
 def _used_lora(spec: ModelSpec, trainable: bool) -> LoraSpec | None:
@@ -197,7 +220,7 @@ def load_scalar(spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
     """
     require_model_folder(spec.path)
     try:
-        return load_model(spec, scalar_class(_config(spec)), trainable=trainable, num_labels=1)
+        return load_model(spec, scalar_class(_config(spec)), trainable=trainable, new_head=True, num_labels=1)
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
@@ -216,7 +239,7 @@ def scalar_class(config: Any) -> Any:
         return auto
     base = next(c for c in body.__mro__[1:] if issubclass(c, PreTrainedModel))
     name = f"{body.__name__.removesuffix('Model')}ForSequenceClassification"
-    return with_from_config(name, (GenericForSequenceClassification, base))
+    return with_from_config(name, (GenericForSequenceClassification, base), model_class(causal_class(config), config))
 
 
 def _quantization(dtype: torch.dtype) -> dict[str, Any]:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLForConditionalGeneration
 
 from examples.vlm.make_model import main, make_config, make_tokenizer
-from lightrl.models.loading import save_hf_folder
+from lightrl.models.loading import load_causal_lm, load_scalar, save_hf_folder
+from lightrl.models.policy import ValueModel
 from lightrl.models.reward import RewardModel, RewardModelSpec
 from lightrl.models.spec import ModelSpec
 from lightrl.types import Rollouts
 from tests.callbacks.toys import make_rollouts
+from tests.vision.models import FAMILIES, QWEN, build
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +103,39 @@ def test_texts_without_their_images_are_refused(folder: str, seen: Rollouts) -> 
     model = RewardModel(RewardModel.for_training(ModelSpec(folder)).model, tokenizer=make_tokenizer())
     with pytest.raises(ValueError, match="Set tokenizer='policy'"):
         model.score(seen, 100)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2_audio"])
+def test_training_begins_with_the_weights_of_the_folder(family: str, tmp_path: Path) -> None:
+    if family in QWEN:
+        pytest.importorskip("torchvision", reason="the Qwen-VL processors need torchvision (scripts/setup.sh)")
+    path = str(build(family, tmp_path / "base"))
+    saved = dict(load_causal_lm(ModelSpec(path), trainable=False).model.named_parameters())
+    trained = RewardModel.for_training(ModelSpec(path))
+    assert saved.keys() == dict(trained.model.model.named_parameters()).keys()
+    assert [n for n, p in trained.model.model.named_parameters() if not torch.equal(p, saved[n])] == []
+    if family == "qwen2_audio":  # transformers 5.19 writes it under names that its own backbone does not read
+        with pytest.raises(ValueError, match=r"base' has no weights for language_model.embed_tokens.weight, .* more"):
+            ValueModel.from_spec(ModelSpec(path))
+    else:
+        critic = ValueModel.from_spec(ModelSpec(path)).backbone
+        assert [n for n, p in critic.named_parameters() if not torch.equal(p, saved[n])] == []
+
+    save_hf_folder(trained, trained.model.state_dict(), tmp_path / "scores", tokenizer_path=path)
+    loaded = RewardModel(load_scalar(ModelSpec(str(tmp_path / "scores")), trainable=False))
+    weights = dict(loaded.model.named_parameters())
+    assert [n for n, p in trained.model.named_parameters() if not torch.equal(p, weights[n])] == []
+    ids, mask = torch.randint(3, 50, (2, 9)), torch.ones(2, 9, dtype=torch.bool)
+    torch.testing.assert_close(loaded(ids, mask), trained(ids, mask), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("load", [RewardModel.for_training, ValueModel.from_spec])
+def test_weights_that_would_be_random_are_refused(load: Any, folder: str, tmp_path: Path) -> None:
+    for file in Path(folder).iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if "norm" not in name}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{tmp_path.name}' has no weights for .*norm.*, .*norm.*, .* and \d+ more"):
+        load(ModelSpec(str(tmp_path)))
