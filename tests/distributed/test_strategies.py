@@ -55,11 +55,12 @@ def one(place: Path) -> dict[str, Any]:
     return {kind: train(kind, model, place / "one" / kind) for kind in ("ppo", "lora", "broken")}
 
 
-def launch(place: Path, strategy: str, *steps: str, timeout: int = 200) -> subprocess.CompletedProcess[str]:
+def launch(place: Path, strategy: str, *steps: str, timeout: int = 400) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.distributed.job", strategy, str(place / "model"), str(place), *steps]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes) as process:
+    # A group of their own to be ended as one; no session, in which the system may give them less than their share.
+    own: Any = {"preexec_fn": os.setpgrp, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **own) as process:
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from lightrl.arguments import MAX_REWARD
+from lightrl.arguments import MAX_REWARD, MOST_COEF
 from lightrl.data.media import MediaError, MediaSource, decode, require_present
 from lightrl.data.preferences import PreferenceSource
 from lightrl.data.prompts import PromptSource
@@ -340,7 +340,9 @@ RETURNED = often(
 REWARDS = st.fixed_dictionaries(
     {
         "returned": RETURNED,
-        "weight": st.one_of(st.just(1.0), st.floats(allow_nan=False, allow_infinity=False)),
+        "weight": st.one_of(
+            st.just(1.0), st.floats(-MOST_COEF, MOST_COEF), st.floats(allow_nan=False, allow_infinity=False)
+        ),
         "how": st.sampled_from(["plain", "plain", "plain", "coroutine", "coroutine", "raises"]),
     }
 )
@@ -381,9 +383,10 @@ def judge_rewards(case: dict[str, Any]) -> str:
         assert f"'{name}'" in str(error) or f"{name}=" in str(error), error
         return ERROR
     except ValueError as error:
-        assert weight == 0 and "weights=" in str(error), error
+        named = "weights=" if weight == 0 else f"that of {function.__name__!r}="
+        assert (weight == 0 or abs(weight) > MOST_COEF) and named in str(error), error
         return ERROR
-    assert case["how"] != "raises" and weight != 0
+    assert case["how"] != "raises" and weight != 0 and abs(weight) <= MOST_COEF
     for value, part, total in zip(returned, scores.parts[function.__name__], scores.total, strict=True):
         if value is None:
             assert math.isnan(total) and (math.isnan(part) or value is not None)
