@@ -180,7 +180,8 @@ class RolloutCheckpoint(SavingCheckpoint):
         if not (self._updating or made or trainer.world_size > 1):
             raise Preempted if preempted else KeyboardInterrupt
         self._stop_requested, self._preempted = True, preempted
-        rank_zero_info(f"\n{signal.Signals(signum).name}: finishing this rollout, then saving. Ctrl-C stops at once.")
+        unit = "batch" if self._cursor is None else "rollout"
+        rank_zero_info(f"\n{signal.Signals(signum).name}: finishing this {unit}, then saving. Ctrl-C stops at once.")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """From here on the weights change."""
