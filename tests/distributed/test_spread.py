@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen2Config
 
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.packing.context import refuse_heads
@@ -147,13 +148,23 @@ def test_what_cannot_be_read_in_parts_is_loaded_whole(tmp_path: Path) -> None:
     assert is_meta() and is_meta(dtype="bfloat16", freeze=["*embed*"])
     assert not is_meta(random_init=True) and not is_meta(kwargs={"attn_implementation": "sdpa"})
     assert not is_meta(lora=LoraSpec(r=2))
-    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "elsewhere")
-    from safetensors.torch import load_file, save_file
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = MixtralConfig(vocab_size=67, num_key_value_heads=2, num_local_experts=2, **sizes)
+    written = MixtralForCausalLM(experts)
+    path = str(tmp_path / "experts")
+    written.save_pretrained(path)  # each expert under a name of its own, which the model holds as one parameter
+    assert not is_meta()
+    read = load_causal_lm(ModelSpec(path), trainable=True, in_shards=True)
+    assert all(torch.equal(p, written.get_parameter(name)) for name, p in read.named_parameters())
 
-    weights = load_file(tmp_path / "elsewhere")
+
+def test_weights_that_files_lack_are_refused_in_parts_too(tmp_path: Path) -> None:
+    path = quickstart_model(tmp_path / "model", num_hidden_layers=1)
+    weights = load_file(tmp_path / "model" / "model.safetensors")
     renamed = {name.replace("mlp.up_proj", "mlp.other"): x for name, x in weights.items()}
     save_file(renamed, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    assert not is_meta()
+    with pytest.raises(ValueError, match=r"has no weights for model\.layers\.0\.mlp\.up_proj\.weight, which would be"):
+        load_causal_lm(ModelSpec(path), trainable=True, in_shards=True)
 
 
 def test_heads_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
