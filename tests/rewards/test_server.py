@@ -213,6 +213,16 @@ def test_a_port_in_use_is_refused_before_anything_loads(tmp_path):
         serve_reward(reward="no_such_module:b", port=port)
 
 
+@pytest.mark.parametrize("addresses", [("192.0.2.1", "127.0.0.1"), ("127.0.0.1", "192.0.2.1"), ("192.0.2.1",)])
+def test_of_a_hosts_addresses_those_of_this_machine_are_listened_at(addresses, monkeypatch):
+    """As of "localhost" where only IPv4 is there; nobody has 192.0.2.1."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+    wrong = "no module" if "127.0.0.1" in addresses else "host='localhost', port=0: .*assign requested address"
+    with pytest.raises(ValueError, match=wrong):
+        serve_reward(reward="no_such_module:b", host="localhost", port=0)
+
+
 @pytest.mark.parametrize("token", ["tökén", "secret\n", "se\ncret", " secret", "secret\t", "\x00secret"])
 def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(token, monkeypatch):
     monkeypatch.setattr("os.environ", {**os.environ, "MY_TOKEN": token})  # as no shell could set it

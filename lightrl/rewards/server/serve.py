@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
 import math
@@ -21,6 +22,7 @@ from lightrl.rewards.calls import RewardFunction
 __all__ = ["serve_reward"]
 
 _HEAD_BYTES = 16 * 1024  # of a request's line and headers together
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _OWN_FILES = 64  # descriptors that Python, the model and the listening socket need
 
 
@@ -135,8 +137,13 @@ def _listening(host: str, port: int) -> Iterator[list[socket.socket]]:
     listeners: list[socket.socket] = []
     with contextlib.ExitStack() as opened:
         try:
-            for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-                listeners.append(opened.enter_context(socket.create_server(address, family=family)))
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            for number, (family, _, _, _, address) in enumerate(addresses, 1):
+                try:
+                    listeners.append(opened.enter_context(socket.create_server(address, family=family)))
+                except OSError as error:  # "localhost" has an IPv6 address also where the machine has IPv4 only
+                    if error.errno not in _NO_SUCH_ADDRESS or (number == len(addresses) and not listeners):
+                        raise
         except (OSError, UnicodeError) as error:  # no such host, no address of this machine, or a port in use
             raise ValueError(
                 f"serve_reward: host={host!r}, port={port}: {error}. Give an address of this machine, such as "
