@@ -111,6 +111,21 @@ def test_interrupted_and_resumed_is_the_run_that_was_not(
     assert rows(tmp_path, "resumed", "eval/reward") == evaluations[done:]
 
 
+@pytest.mark.parametrize("every_n", [1, 3])
+def test_an_evaluation_that_kill_9_cut_is_made_by_the_run_that_goes_on(
+    every_n: int, model: str, whole: tuple[Any, Path], tmp_path: Path
+) -> None:
+    last, kept = tmp_path / "checkpoints" / "last.ckpt", tmp_path / "kept.ckpt"  # kept is what a kill would leave
+    during = During(lambda: kept.write_bytes(last.read_bytes()), evaluation="middle")
+    undisturbed = run(tmp_path, model, every_n_rollouts=every_n, callbacks=[during], **EVALUATION)
+    assert_same(undisturbed, whole[0])
+    stopping = EarlyStopping("eval/reward", mode="max", patience=9)
+    again = run(tmp_path, model, resume=str(kept), every_n_rollouts=every_n, callbacks=[stopping], **EVALUATION)
+    assert_same(again, whole[0])
+    assert rows(tmp_path, "resumed") == rows(whole[1], "first")[3:]
+    assert rows(tmp_path, "resumed", "eval/reward") == rows(whole[1], "first", "eval/reward")
+
+
 SIGNALS = """
 import os, signal
 calls = 0

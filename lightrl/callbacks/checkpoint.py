@@ -204,7 +204,8 @@ class RolloutCheckpoint(SavingCheckpoint):
         if self._save_due and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._save_due = False
             self._require_finite(trainer)
-            self.save_all(trainer, may_wait=True)
+            with self._evaluation_due_kept(trainer):
+                self.save_all(trainer, may_wait=True)
         # With several processes all stop, or none: the next update would wait for the missing ones.
         if trainer.strategy.reduce_boolean_decision(self._stop_requested, all=False):
             self._stop_requested = True
@@ -250,9 +251,8 @@ class RolloutCheckpoint(SavingCheckpoint):
         between = stopped or (idle and progress.ready == progress.processed)
         wanted = between and (stopped or trainer.world_size == 1) and trainer.global_step > 0
         if wanted and _nonfinite(trainer) is None:
-            pending = evaluation_pending(trainer) if self._evaluation_due else contextlib.nullcontext()
             try:
-                with pending:
+                with self._evaluation_due_kept(trainer):
                     self.save_newest(trainer)
             except StorageError as error:  # what ends the run is told by others
                 rank_zero_info(f"Not saved: {error}")
@@ -268,6 +268,10 @@ class RolloutCheckpoint(SavingCheckpoint):
         if by_itself and trainer.global_step > self.saved_step:
             self._require_finite(trainer)
             self.save_all(trainer, may_wait=False)
+
+    def _evaluation_due_kept(self, trainer: Trainer) -> contextlib.AbstractContextManager[None]:
+        """What is saved meanwhile goes on with the evaluation that is still to be made, if there is one."""
+        return evaluation_pending(trainer) if self._evaluation_due else contextlib.nullcontext()
 
     def _restore_handlers(self) -> None:
         for signum, handler in self._previous_handlers.items():

@@ -327,20 +327,22 @@ def _check(
 ) -> None:
     if not functions:
         raise ValueError("functions=[]: give at least one reward function.")
-    for label, values in (("names", names), ("weights", weights)):
+    for label, values in (("reward_names", names), ("reward_weights", weights)):
         if not isinstance(values, Sequence | None) or isinstance(values, str):
             raise ValueError(f"{label}={values!r}: give a list, one entry for each reward function in their order.")
         if values is not None and len(values) != len(functions):
             raise ValueError(f"{label} has {len(values)} entries for {len(functions)} reward functions.")
     twice = sorted({name for name in names if list(names).count(name) > 1})
     if twice:
-        raise ValueError(f"two reward functions are called {', '.join(twice)}: tell them apart with names=[...].")
+        raise ValueError(
+            f"two reward functions are called {', '.join(twice)}: tell them apart with reward_names=[...]."
+        )
     if weights is not None and not all(map(math.isfinite, weights)):
-        raise ValueError(f"weights={list(weights)}: must be finite.")
+        raise ValueError(f"reward_weights={list(weights)}: must be finite.")
     for name, weight in zip(names, weights or (), strict=False):
-        coefficient(f"weights: that of {name!r}", weight, -MOST_COEF)
+        coefficient(f"reward_weights: that of {name!r}", weight, -MOST_COEF)
     if weights is not None and not any(weights):
-        raise ValueError(f"weights={list(weights)}: every reward would be 0; one weight must differ from it.")
+        raise ValueError(f"reward_weights={list(weights)}: every reward would be 0; one weight must differ from it.")
     if recipes is not None:
         _check_recipes(names, weights, recipes)
 
@@ -349,7 +351,9 @@ def _check_recipes(
     names: Sequence[str], weights: Sequence[float] | None, recipes: Mapping[str, Sequence[tuple[str, float]]]
 ) -> None:
     if weights is not None:
-        raise ValueError("weights and recipes exclude one another: a recipe names the weight of each of its functions.")
+        raise ValueError(
+            "reward_weights and recipes exclude one another: a recipe names the weight of each of its functions."
+        )
     if not recipes:
         raise ValueError("recipes={}: give a recipe for each label, or None.")
     for label, parts in recipes.items():
