@@ -16,7 +16,7 @@ import pytest
 
 from lightrl.engines import EngineContext, EngineDiedError, GenerationCancelledError, RequestQueue, VLLMEngine
 from lightrl.types import Prompts, SamplingParams
-from tests.engines.conftest import SOON, ask, load
+from tests.engines.conftest import SOON, load
 from tests.waiting import until
 
 pytest.importorskip("vllm")
@@ -78,11 +78,13 @@ def test_a_wait_for_requests_ends_by_cancel(engine: VLLMEngine) -> None:
 
 def test_a_cancel_does_not_wait_for_a_stopped_core(engine: VLLMEngine) -> None:
     (core,) = engine.process_ids
-    stream = engine.generate([PROMPTS.request(0, LONG, 0, 200)])
+    queue = RequestQueue([PROMPTS.request(0, LONG, 0, 200)])
+    stream = engine.generate(queue)
 
     def stop() -> None:
         until(lambda: engine._adapter.busy)
         os.kill(core, signal.SIGSTOP)
+        queue.put(PROMPTS.request(1, LONG, 0, 2))  # the core may have been done with the other one
         time.sleep(0.3)  # the trainer waits for the core by now
         engine.cancel()
 
@@ -98,11 +100,14 @@ def test_a_cancel_does_not_wait_for_a_stopped_core(engine: VLLMEngine) -> None:
 def test_a_stopped_core_is_told_and_ended(engine: VLLMEngine, tied_folder: Path, wait: str) -> None:
     (core,) = engine.process_ids
     weights = load(tied_folder).named_parameters()
+    queue = RequestQueue([PROMPTS.request(i, LONG, i, 2) for i in range(8)])
+    stream = engine.generate(queue)
     if wait == "generate":
-        stream = ask(engine, PROMPTS, LONG, num_completions=60, seeds=range(16))
         next(stream)
     engine._adapter.progress_timeout = BOUND
     os.kill(core, signal.SIGSTOP)
+    queue.put(PROMPTS.request(8, LONG, 8, 2))  # the core may have been done with all others
+    queue.close()
     began = time.monotonic()
     with pytest.raises(EngineDiedError, match=r"no sign of life for 4 s \(VLLMEngine.progress_timeout\)"):
         if wait == "generate":
