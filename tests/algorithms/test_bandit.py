@@ -27,6 +27,8 @@ from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.types import SamplingParams
 from tests.toys import bandit_model, quiet_trainer
 
+pytestmark = pytest.mark.slow
+
 K, BETA = 5, 0.5
 Make = Callable[[ModelSpec], PPOLightningModule]
 REWARDS = torch.tensor([0.0, 0.4, -0.3, 0.8, 0.1])

@@ -56,6 +56,7 @@ def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.01 ** min(step / NUM_ROLLOUTS, 1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("divergence", "top", "with_reward"),
     [

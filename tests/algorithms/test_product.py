@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,12 +57,14 @@ def allowed(advantage: AdvantageEstimator, kl: KLPenalty | None) -> bool:
 
 
 class Walk(PPOLightningModule):
-    """Takes one step for every combination from the same weights, and writes down what each did."""
+    """Takes one step for each `every`-th combination from the same weights, and writes down what each did."""
 
+    every: int
     steps: list[tuple[str, float]]
 
     def training_step(self, rollouts: Rollouts, batch_idx: int) -> dict[str, float]:
         self.steps = []
+        turn = itertools.count()
         start = copy.deepcopy(self.actor.state_dict())
         optimizer = self.optimizers().param_groups[0]["params"]  # type: ignore[union-attr]
         for make_advantage in ESTIMATORS:
@@ -70,16 +73,18 @@ class Walk(PPOLightningModule):
                 if not allowed(self.advantage, self.kl):
                     continue
                 experience = self.make_experience(copy.deepcopy(rollouts))
-                for name in self._steps(experience):
+                for name in self._steps(experience, turn):
                     norm = sum(float(p.grad.norm() ** 2) for p in optimizer if p.grad is not None) ** 0.5
                     self.apply_gradients(finite=True)
                     self.steps.append((name, norm))
                     self.actor.load_state_dict(start)
         return {}
 
-    def _steps(self, experience: Any) -> Iterator[str]:
+    def _steps(self, experience: Any, turn: Iterator[int]) -> Iterator[str]:
         for make_loss in LOSSES:
             for make_aggregation in AGGREGATIONS:
+                if next(turn) % self.every:
+                    continue
                 self.loss, self.aggregation = make_loss(), make_aggregation()
                 with strategies.optimizer_window(self.trainer.strategy, [self.actor]):
                     for micro in self.micro_batches(self.normalized(experience)):
@@ -94,8 +99,9 @@ def zero_or_one(completions: list[str], **_: Any) -> list[float]:
     return [float(i == 0) for i in range(len(completions))]
 
 
-@pytest.mark.slow
-def test_every_combination_takes_a_step(tmp_path_factory: pytest.TempPathFactory) -> None:
+# 7 divides no number of losses, aggregations or KLs: each meets each of the others.
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=[pytest.mark.long, pytest.mark.slow])])
+def test_every_combination_takes_a_step(every: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     path = quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1, **sizes)
     seed_everything(0, verbose=False)
@@ -103,11 +109,17 @@ def test_every_combination_takes_a_step(tmp_path_factory: pytest.TempPathFactory
         path, whiten_advantages=False, ppo_epochs=1, minibatch_size=None,
         optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
     )  # fmt: skip
+    module.every = every
     trainer = quiet_trainer(callbacks=[WeightSync()])
     trainer.fit(module, sums_data(prompts_per_rollout=2, rollouts_per_epoch=1, rewards=[zero_or_one]))
     refused = sum(not allowed(a(), k()) for a in ESTIMATORS for k in KLS)
     assert refused == 3
-    assert len(module.steps) == (len(ESTIMATORS) * len(KLS) - refused) * len(LOSSES) * len(AGGREGATIONS)
+    combinations = (len(ESTIMATORS) * len(KLS) - refused) * len(LOSSES) * len(AGGREGATIONS)
+    assert len(module.steps) == -(-combinations // every)
+    names = [name.split() for name, _ in module.steps]
+    for i, j in itertools.combinations(range(3), 2):  # estimator, loss, aggregation
+        pairs = {(name[i], name[j]) for name in names}
+        assert len(pairs) == len({first for first, _ in pairs}) * len({second for _, second in pairs})
     still = [name for name, norm in module.steps if not 0 < norm < float("inf")]
     assert not still, still[:10]
     assert module.num_skipped_updates == 0

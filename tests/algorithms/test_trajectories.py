@@ -140,6 +140,7 @@ def test_each_estimator_loss_and_aggregation_ignores_cuts(tmp_path: Any) -> None
     assert len(list(compared(tmp_path, FEW))) == len(FEW)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_combination_ignores_cuts(tmp_path: Any) -> None:
     assert len(list(compared(tmp_path, ALL))) == len(ALL) == len(ESTIMATORS) * len(LOSSES) * len(AGGREGATIONS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from tests.toys import OtherExperts, quickstart_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MIDDLE, END = f"rollout={ROLLOUTS // 2:06d}.ckpt", f"rollout={ROLLOUTS:06d}.ckpt"
-STRATEGIES = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+STRATEGIES = ["ddp", "fsdp2", pytest.param("zero1", marks=pytest.mark.long), "zero2", "zero3"]
 EXTRA = {
     "ddp": ["live", "experts", "unrewarded"],
     "fsdp2": ["offload", "bf16", "every", "live", f"lora@one/lora/{MIDDLE}"],
@@ -69,6 +70,7 @@ def launch(place: Path, strategy: str, *steps: str, timeout: int = 400) -> subpr
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+@functools.cache
 def compile_deepspeed() -> None:
     """DeepSpeed's collectives on CPU, once per environment, so that no rank waits for the compiler within its time.
 
@@ -85,7 +87,7 @@ def compile_deepspeed() -> None:
 def ranks(request: Any, place: Path, one: dict[str, Any]) -> Iterator[tuple[str, dict[str, list[Any]]]]:
     """What both ranks of a strategy report of each step, all run by one pair of processes."""
     name = request.param
-    if name == "zero1":
+    if name.startswith("zero"):
         compile_deepspeed()
     steps = ["ppo", "lora", "broken", f"ppo@{name}/ppo/{MIDDLE}", f"ppo@one/ppo/{MIDDLE}", *EXTRA.get(name, [])]
     done = launch(place, name, *steps)
@@ -242,13 +244,13 @@ def dies(place: Path, strategy: str, step: str, rank: int) -> None:
     assert not (place / f"{strategy}-{step}-{1 - rank}.pt").exists()
 
 
-@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("zero3", 1)])
+@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), pytest.param("zero3", 1, marks=pytest.mark.long)])
 def test_a_dead_rank_ends_the_run(strategy: str, rank: int, place: Path) -> None:
     """Killed in the middle of an update."""
     dies(place, strategy, f"kill{rank}", rank)
 
 
-@pytest.mark.parametrize(("strategy", "rank"), [("fsdp2", 1), ("zero2", 0)])
+@pytest.mark.parametrize(("strategy", "rank"), [("fsdp2", 1), pytest.param("zero2", 0, marks=pytest.mark.long)])
 def test_a_rank_that_dies_while_parts_are_saved_costs_that_checkpoint(
     strategy: str, rank: int, place: Path, one: dict[str, Any]
 ) -> None:

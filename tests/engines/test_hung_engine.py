@@ -96,7 +96,7 @@ def test_a_cancel_does_not_wait_for_a_stopped_core(engine: VLLMEngine) -> None:
     assert time.monotonic() - began < SOON and not psutil.pid_exists(core)
 
 
-@pytest.mark.parametrize("wait", ["generate", "load_weights", "logprobs"])
+@pytest.mark.parametrize("wait", ["generate", "load_weights", pytest.param("logprobs", marks=pytest.mark.long)])
 def test_a_stopped_core_is_told_and_ended(engine: VLLMEngine, tied_folder: Path, wait: str) -> None:
     (core,) = engine.process_ids
     weights = load(tied_folder).named_parameters()
@@ -149,7 +149,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_ctrl_c_ends_a_run_whose_engine_hangs(tmp_path: Path, staleness: int) -> None:
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)

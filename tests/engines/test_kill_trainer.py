@@ -37,7 +37,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_no_engine_outlives_its_trainer(num_processes: int, tied_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     script = tmp_path / "trainer.py"

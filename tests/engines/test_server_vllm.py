@@ -259,6 +259,7 @@ class Seen(Callback):
         self.alive.append(sum(server.lost is None for server in self.engine._pool.servers))
 
 
+@pytest.mark.long
 def test_a_server_that_comes_back_is_used_after_the_next_push(
     servers: Servers, tied_folder: Path, tmp_path: Path
 ) -> None:

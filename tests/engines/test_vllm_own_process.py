@@ -108,7 +108,7 @@ def commands(pids: list[int]) -> dict[str, int]:
     return {"core" if "EngineCore" in " ".join(psutil.Process(p).cmdline()) else "worker": p for p in pids}
 
 
-@pytest.mark.parametrize("victim", ["worker", "core"])
+@pytest.mark.parametrize("victim", [pytest.param("worker", marks=pytest.mark.long), "core"])
 def test_restart_with_weights_pushed_again(tied: VLLMEngine, tied_folder: Path, victim: str) -> None:
     model = change(load(tied_folder))
     tied.load_weights(model.named_parameters(), policy_version=1)
@@ -134,7 +134,7 @@ def test_restart_with_weights_pushed_again(tied: VLLMEngine, tied_folder: Path, 
     assert canary_gap(tied, model) <= 5e-5
 
 
-@pytest.mark.parametrize("victim", ["core", "worker"])
+@pytest.mark.parametrize("victim", ["core", pytest.param("worker", marks=pytest.mark.long)])
 def test_a_kill_during_a_push_is_told_in_time(tied: VLLMEngine, tied_folder: Path, victim: str) -> None:
     tied.restart_engine = False
     if not tied.started:
