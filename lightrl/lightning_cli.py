@@ -95,7 +95,7 @@ class LightRLCLI(YamlCLI):
         )
 
     def before_instantiate_classes(self) -> None:
-        """Puts what the run writes into `run_dir`; the saved configuration is whole and builds on no other."""
+        """Looks whether the run can have its folder; the saved configuration is whole and builds on no other."""
         config = self._of_command(self.config)
         config.base = None
         name = "trainer.default_root_dir" if config.run_dir is None else "run_dir"
@@ -103,9 +103,19 @@ class LightRLCLI(YamlCLI):
             config.trainer.default_root_dir = config.run_dir
         _require_folder(config.trainer.default_root_dir, name)
         _require_remote(config.get("ckpt_path"))
-        if config.run_dir is None:
-            return
+
+    def _put_into_run_dir(self) -> None:
+        """Has loggers write to `run_dir`, wherever the process goes later.
+
+        These loggers are not written to `config.yaml`, which may be used again for another folder or command.
+        """
+        config = self._of_command(self.config)
         folder = config.run_dir
+        if folder is None:
+            return
+        if "://" not in folder:
+            folder = os.path.abspath(folder)
+        config.trainer.default_root_dir = folder
         if self.subcommand in EVALUATIONS:  # below the run, whose table, samples and configuration stay as they are
             folder = os.path.join(folder, self.subcommand)
             warnings.filterwarnings("ignore", message="The dirpath has changed from")
@@ -136,6 +146,7 @@ class LightRLCLI(YamlCLI):
         self.config = self._written = redacted(given)
         self.record_hyperparameters()  # what checkpoints and loggers call hyperparameters
         self.config = from_environment(given)
+        self._put_into_run_dir()
         super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
