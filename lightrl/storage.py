@@ -30,6 +30,7 @@ __all__ = [
     "clean_leftovers",
     "finish_folder",
     "partial_folder",
+    "read_records",
     "remove",
     "require_entries",
     "require_written",
@@ -170,6 +171,30 @@ def append_lines(path: str | Path, lines: Sequence[str]) -> None:
             except OSError:
                 file.truncate(end)
                 raise
+
+
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a file that LightRL wrote, one a line.
+
+    Raises:
+        ValueError: there is no such file, or a line is no object; the message names both.
+    """
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): it belongs to what lies beside it.") from error
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record: Any = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            record = error
+        if not isinstance(record, dict):
+            raise ValueError(
+                f"{path}:{number} is not what was written there ({str(record)[:80]}): the file is damaged."
+            )
+        records.append(record)
+    return records
 
 
 def _end_of_lines(file: io.FileIO) -> int:
@@ -696,7 +721,7 @@ class FolderLock:
             pid, started, file = int(named["pid"]), named["started"], named["file"]
             if pid == os.getpid() or named["host"] != socket.gethostname() or started is None:
                 return False
-        except (ValueError, KeyError, TypeError):  # nothing, or of an earlier version
+        except (ValueError, KeyError, TypeError, OverflowError):  # nothing, or of an earlier version
             return False
         return bool(file == os.fstat(self._file.fileno()).st_ino and _started(pid) == started)
 

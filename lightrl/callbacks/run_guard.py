@@ -28,7 +28,7 @@ from lightrl.distributed.checkpoint_io import CheckedCheckpointIO
 from lightrl.distributed.consolidate import require_fitting_states, require_optimizer_states
 from lightrl.redaction import redact
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.storage import FolderLock, atomic_write, checkpoint_kind, clean_leftovers
+from lightrl.storage import FolderLock, atomic_write, checkpoint_kind, clean_leftovers, read_records
 
 __all__ = ["RunGuard", "data_fingerprint", "is_of_another_run", "other_settings"]
 
@@ -316,7 +316,10 @@ def other_settings(trainer: Trainer, folder: Path) -> str:
     file = folder / SETTINGS
     if not file.is_file():
         return ""
-    theirs, own = json.loads(file.read_text()), run_settings(trainer)
+    try:
+        (theirs,), own = read_records(file), run_settings(trainer)
+    except ValueError:  # it was not written to its end, or changed
+        return ""
     return ", ".join(f"{name}={theirs[name]}" for name in own if name in theirs and theirs[name] != own[name])
 
 
