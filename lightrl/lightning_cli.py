@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -42,6 +43,7 @@ from lightrl.objectives.aggregation import Aggregation
 from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.losses import PolicyLoss
 from lightrl.redaction import redact_arguments
+from lightrl.storage import LOCK
 
 __all__ = ["LightRLCLI"]
 
@@ -173,10 +175,8 @@ class LightRLCLI(YamlCLI):
         if not self.trainer.is_global_zero or getattr(self.trainer, "fast_dev_run", False):
             return
         self._begin_loggers()
+        self._hold_folders()
         for logger in self.trainer.loggers:
-            folder = getattr(logger, "log_dir", None)
-            if isinstance(folder, str) and "://" not in folder:
-                self.guard.hold(folder)
             if isinstance(logger, CSVLogger):
                 begin_table(logger, self.trainer)
         if isinstance(self.model, SavesPretrained):
@@ -185,9 +185,11 @@ class LightRLCLI(YamlCLI):
             logger.log_hyperparams(self._record())
 
     def before_validate(self) -> None:
-        """Begins the loggers that record the command."""
+        """Begins the loggers that record the command, and holds their folders."""
         self._end_by_signals()
         self._begin_loggers()
+        if self.trainer.is_global_zero and not getattr(self.trainer, "fast_dev_run", False):
+            self._hold_folders()
 
     before_test = before_predict = before_validate
 
@@ -196,6 +198,16 @@ class LightRLCLI(YamlCLI):
         if threading.current_thread() is threading.main_thread():
             for signum in preemptions(self.trainer):
                 signal.signal(signum, preempt)
+
+    def _hold_folders(self) -> None:
+        """Before a logger begins a file in one, for which Lightning deletes another's."""
+        for logger in self.trainer.loggers:
+            folder = getattr(logger, "log_dir", None)
+            if isinstance(folder, str) and "://" not in folder:
+                used = os.path.isdir(folder) and any(name != LOCK for name in os.listdir(folder))
+                self.guard.hold(folder)
+                if not used:  # but for the lock, of which Lightning would warn
+                    warnings.filterwarnings("ignore", message=f"Experiment logs directory {re.escape(folder)} exists")
 
     def _begin_loggers(self) -> None:
         """Begins those that record the command, as Weights & Biases and Comet do, while it shows no secrets.
