@@ -196,3 +196,13 @@ def test_an_export_whose_bytes_changed_is_not_trained_from(what: str, lora: Path
     weights.write_bytes(content[:-50])
     with pytest.raises(ValueError, match=r"out'.*cut off or damaged"):
         load_causal_lm(spec, trainable=True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_model_whose_weights_are_not_finite_is_refused(value: float, model: str, tmp_path: Path) -> None:
+    lm = AutoModelForCausalLM.from_pretrained(model)
+    lm.model.layers[0].mlp.up_proj.weight.data[1, 2] = value
+    lm.save_pretrained(tmp_path)
+    for trainable in (True, False):
+        with pytest.raises(ValueError, match=r"weights are not finite \(model.layers.0.mlp.up_proj.weight\)"):
+            load_causal_lm(ModelSpec(str(tmp_path)), trainable=trainable)

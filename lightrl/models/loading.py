@@ -129,7 +129,8 @@ def load_model(
     """Loads a model of any auto class; `overrides` are set on the configuration. Otherwise as `load_causal_lm`.
 
     Raises:
-        ValueError: also where the files lack weights; with `new_head` those of a head that is trained may be missing.
+        ValueError: also where the files lack weights, or hold some that are not finite; with `new_head` those of a head
+            that is trained may be missing.
     """
     require_model(spec)
     config = _config(spec)
@@ -156,6 +157,7 @@ def load_model(
                 raise
             raise ValueError(f"kwargs ({', '.join(spec.kwargs)}) with model {spec.path!r}: {error}") from error
         _refuse_random(model, spec, info["missing_keys"], new_head=new_head and trainable)
+        _refuse_nonfinite(model, spec)
     return _prepared(model, spec, trainable=trainable)
 
 
@@ -188,6 +190,17 @@ def _refuse_random(model: Any, spec: ModelSpec, missing: set[str], *, new_head: 
             f"Model {spec.path!r} has no weights for {', '.join(lacking[:3])}{more}, which would be random: give a "
             f"model that was trained with them, such as one that `save_pretrained` of {type(model).__name__} wrote."
         )
+
+
+def _refuse_nonfinite(model: Any, spec: ModelSpec) -> None:
+    """Refuses a model that computes nothing but NaN, which as a reference or teacher no update would tell of."""
+    for name, parameter in model.named_parameters():
+        looked_at = parameter.dtype in (torch.float32, torch.bfloat16, torch.float16) and parameter.numel() > 0
+        if looked_at and not all(bool(bound.isfinite()) for bound in parameter.detach().aminmax()):
+            raise ValueError(
+                f"Model {spec.path!r}: its weights are not finite ({name}): give one that was saved before they grew "
+                "beyond all bounds, or copy it again."
+            )
 
 
 def _used_lora(spec: ModelSpec, trainable: bool) -> LoraSpec | None:
