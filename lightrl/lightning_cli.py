@@ -257,6 +257,8 @@ def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
     if "\0" in str(path):
         raise ValueError(f"{name}={str(path)!r}: no folder can be called that (NUL): give another.")
     place = os.path.abspath(path)
+    if os.path.islink(os.path.realpath(place)):
+        raise ValueError(f"{name}={str(path)!r}: this link leads to itself: give another.")
     while not os.path.exists(place):
         if len(os.path.basename(os.fsencode(place))) > LONGEST_NAME:
             raise ValueError(f"{name}={str(path)[:80]!r}...: no folder can be called that (too long): give another.")
