@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -42,6 +43,7 @@ from lightrl.objectives.aggregation import Aggregation
 from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.losses import PolicyLoss
 from lightrl.redaction import redact_arguments
+from lightrl.storage import LOCK
 
 __all__ = ["LightRLCLI"]
 
@@ -95,7 +97,7 @@ class LightRLCLI(YamlCLI):
         )
 
     def before_instantiate_classes(self) -> None:
-        """Puts what the run writes into `run_dir`; the saved configuration is whole and builds on no other."""
+        """Looks whether the run can have its folder; the saved configuration is whole and builds on no other."""
         config = self._of_command(self.config)
         config.base = None
         name = "trainer.default_root_dir" if config.run_dir is None else "run_dir"
@@ -103,9 +105,19 @@ class LightRLCLI(YamlCLI):
             config.trainer.default_root_dir = config.run_dir
         _require_folder(config.trainer.default_root_dir, name)
         _require_remote(config.get("ckpt_path"))
-        if config.run_dir is None:
-            return
+
+    def _put_into_run_dir(self) -> None:
+        """Has loggers write to `run_dir`, wherever the process goes later.
+
+        These loggers are not written to `config.yaml`, which may be used again for another folder or command.
+        """
+        config = self._of_command(self.config)
         folder = config.run_dir
+        if folder is None:
+            return
+        if "://" not in folder:
+            folder = os.path.abspath(folder)
+        config.trainer.default_root_dir = folder
         if self.subcommand in EVALUATIONS:  # below the run, whose table, samples and configuration stay as they are
             folder = os.path.join(folder, self.subcommand)
             warnings.filterwarnings("ignore", message="The dirpath has changed from")
@@ -136,6 +148,7 @@ class LightRLCLI(YamlCLI):
         self.config = self._written = redacted(given)
         self.record_hyperparameters()  # what checkpoints and loggers call hyperparameters
         self.config = from_environment(given)
+        self._put_into_run_dir()
         super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -162,10 +175,8 @@ class LightRLCLI(YamlCLI):
         if not self.trainer.is_global_zero or getattr(self.trainer, "fast_dev_run", False):
             return
         self._begin_loggers()
+        self._hold_folders()
         for logger in self.trainer.loggers:
-            folder = getattr(logger, "log_dir", None)
-            if isinstance(folder, str) and "://" not in folder:
-                self.guard.hold(folder)
             if isinstance(logger, CSVLogger):
                 begin_table(logger, self.trainer)
         if isinstance(self.model, SavesPretrained):
@@ -174,9 +185,11 @@ class LightRLCLI(YamlCLI):
             logger.log_hyperparams(self._record())
 
     def before_validate(self) -> None:
-        """Begins the loggers that record the command."""
+        """Begins the loggers that record the command, and holds their folders."""
         self._end_by_signals()
         self._begin_loggers()
+        if self.trainer.is_global_zero and not getattr(self.trainer, "fast_dev_run", False):
+            self._hold_folders()
 
     before_test = before_predict = before_validate
 
@@ -185,6 +198,16 @@ class LightRLCLI(YamlCLI):
         if threading.current_thread() is threading.main_thread():
             for signum in preemptions(self.trainer):
                 signal.signal(signum, preempt)
+
+    def _hold_folders(self) -> None:
+        """Before a logger begins a file in one, for which Lightning deletes another's."""
+        for logger in self.trainer.loggers:
+            folder = getattr(logger, "log_dir", None)
+            if isinstance(folder, str) and "://" not in folder:
+                used = os.path.isdir(folder) and any(name != LOCK for name in os.listdir(folder))
+                self.guard.hold(folder)
+                if not used:  # but for the lock, of which Lightning would warn
+                    warnings.filterwarnings("ignore", message=f"Experiment logs directory {re.escape(folder)} exists")
 
     def _begin_loggers(self) -> None:
         """Begins those that record the command, as Weights & Biases and Comet do, while it shows no secrets.
@@ -234,6 +257,8 @@ def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
     if "\0" in str(path):
         raise ValueError(f"{name}={str(path)!r}: no folder can be called that (NUL): give another.")
     place = os.path.abspath(path)
+    if os.path.islink(os.path.realpath(place)):
+        raise ValueError(f"{name}={str(path)!r}: this link leads to itself: give another.")
     while not os.path.exists(place):
         if len(os.path.basename(os.fsencode(place))) > LONGEST_NAME:
             raise ValueError(f"{name}={str(path)[:80]!r}...: no folder can be called that (too long): give another.")

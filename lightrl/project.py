@@ -12,12 +12,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lightrl.arguments import at_least, user_path
 from lightrl.cli import STEP_OF
 from lightrl.config_files import SHIPPED
-from lightrl.storage import LOCK, FolderLock, atomic_write
+from lightrl.storage import LOCK, FolderLock, atomic_write, read_records
 
 __all__ = ["TASKS", "init", "quickstart"]
 
@@ -103,7 +103,7 @@ def quickstart(rollouts: int | None = None, fresh: bool = False) -> None:
             if step.is_dir():  # a run that was begun by hand would lose its folder, too
                 FolderLock(step).release()
         record = outputs / "steps.json"
-        earlier = json.loads(record.read_text()) if record.is_file() and not fresh else {}
+        earlier = _noted(record) if record.is_file() and not fresh else {}
         done: list[str] = earlier.get("done", [])
         if earlier.get("rollouts", 0) == rollouts and STEPS[-1] not in done:
             print("== Going on with the quickstart that was interrupted here; --fresh begins anew.", flush=True)
@@ -115,6 +115,17 @@ def quickstart(rollouts: int | None = None, fresh: bool = False) -> None:
                 outputs.rename(previous)  # with its lock, which is kept: somebody may be about to take it
                 held.callback(FolderLock(outputs).release)
         _take_steps(outputs, rollouts, done)
+
+
+def _noted(record: Path) -> dict[str, Any]:
+    """What an earlier quickstart noted."""
+    try:
+        (noted,) = read_records(record)
+    except ValueError as error:
+        raise ValueError(
+            f"{record} does not say how far the quickstart came ({error}): --fresh begins anew."
+        ) from error
+    return noted
 
 
 def _take_steps(outputs: Path, rollouts: int | None, done: list[str]) -> None:

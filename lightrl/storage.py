@@ -30,8 +30,10 @@ __all__ = [
     "clean_leftovers",
     "finish_folder",
     "partial_folder",
+    "read_records",
     "remove",
     "require_entries",
+    "require_written",
     "verify",
 ]
 
@@ -169,6 +171,30 @@ def append_lines(path: str | Path, lines: Sequence[str]) -> None:
             except OSError:
                 file.truncate(end)
                 raise
+
+
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a file that LightRL wrote, one a line.
+
+    Raises:
+        ValueError: there is no such file, or a line is no object; the message names both.
+    """
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): it belongs to what lies beside it.") from error
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record: Any = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            record = error
+        if not isinstance(record, dict):
+            raise ValueError(
+                f"{path}:{number} is not what was written there ({str(record)[:80]}): the file is damaged."
+            )
+        records.append(record)
+    return records
 
 
 def _end_of_lines(file: io.FileIO) -> int:
@@ -499,9 +525,45 @@ def _verify_folder(path: Path) -> None:
         return
     if not listed:
         raise DamagedError(f"its list {MANIFEST} is empty")
-    others = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file() and (p.suffix in DATA or p.name in DATA)}
+    data = (p for p in path.rglob("*") if p.is_file() and (p.suffix in DATA or p.name in DATA))
+    others = {str(p.relative_to(path)) for p in data if _list_above(p) == path / MANIFEST}
     for name in sorted(others - {name for name, _ in listed}):
         raise DamagedError(f"{MANIFEST} lacks {name}: one of them was changed (a file of yours is to lie elsewhere)")
+
+
+def _list_above(file: Path) -> Path:
+    """The nearest list of checksums: an export may lie in the folder of another."""
+    return next(folder / MANIFEST for folder in file.parents if (folder / MANIFEST).is_file())
+
+
+def require_written(folder: Path, what: str) -> None:
+    """Refuses a folder, such as an exported model, whose files are not those in its list, before it is read.
+
+    Folders without a list, as others write them, pass. A process looks once at what it reads several times.
+
+    Args:
+        folder: to look at.
+        what: the message calls it so.
+
+    Raises:
+        ValueError: a file was changed, or is missing.
+    """
+    if not (folder / MANIFEST).is_file():
+        return
+    files = ((path, path.stat()) for path in folder.rglob("*") if path.is_file())
+    state = frozenset((path, of.st_ino, of.st_size, of.st_mtime_ns) for path, of in files)
+    if state in _WRITTEN:
+        return
+    try:
+        verify(folder)
+    except DamagedError as error:
+        raise ValueError(
+            f"{what}: {error}. Copy or export it again; where you changed it on purpose, remove its {MANIFEST}."
+        ) from error
+    _WRITTEN.add(state)
+
+
+_WRITTEN: set[frozenset[tuple[Path, int, int, int]]] = set()
 
 
 def require_entries(state: Any, kinds: Mapping[str, type | tuple[type, ...]], where: str = "") -> None:
@@ -659,7 +721,7 @@ class FolderLock:
             pid, started, file = int(named["pid"]), named["started"], named["file"]
             if pid == os.getpid() or named["host"] != socket.gethostname() or started is None:
                 return False
-        except (ValueError, KeyError, TypeError):  # nothing, or of an earlier version
+        except (ValueError, KeyError, TypeError, OverflowError):  # nothing, or of an earlier version
             return False
         return bool(file == os.fstat(self._file.fileno()).st_ino and _started(pid) == started)
 

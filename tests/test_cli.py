@@ -583,6 +583,14 @@ def test_a_mistake_in_the_trainers_settings_is_told_in_one_line(
     assert expected in message and message.count("\n") == 1
 
 
+def test_a_run_folder_that_is_a_link_to_itself_is_told(
+    write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "round").symlink_to("round")
+    message = refused(capsys, "--config", write(run_dir=str(tmp_path / "round")))
+    assert "round': this link leads to itself" in message and message.count("\n") == 1
+
+
 def test_a_misspelt_option_and_a_hub_that_is_not_there_are_told(
     write: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -294,7 +294,10 @@ def test_a_run_folder_has_what_the_report_reads(given: list[str], expected: list
     cli = run(arguments, run=False)
     assert [type(logger).__name__ for logger in cli.trainer.loggers] == expected
     if given == []:
-        assert {Path(logger.log_dir) for logger in cli.trainer.loggers} == {Path("here"), Path("here/tensorboard")}
+        assert {Path(logger.log_dir) for logger in cli.trainer.loggers} == {
+            Path("here").absolute(),
+            Path("here/tensorboard").absolute(),
+        }
     assert cli.trainer.default_root_dir.endswith("here")
 
 

@@ -15,6 +15,7 @@ from lightrl.cli import main
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.engines import EngineContext, VLLMEngine
 from lightrl.export import export
+from lightrl.models.loading import load_causal_lm
 from lightrl.models.spec import LoraSpec, ModelSpec
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
@@ -176,3 +177,32 @@ def test_refuses_what_the_checkpoint_does_not_hold(lora: Path, model: str, tmp_p
         export()
     with pytest.raises(SystemExit):
         main(["export", "--checkpoint", str(tmp_path / "nowhere"), "--output", out])
+
+
+@pytest.mark.parametrize("what", ["model", "adapter"])
+def test_an_export_whose_bytes_changed_is_not_trained_from(what: str, lora: Path, model: str, tmp_path: Path) -> None:
+    main(["export", "--checkpoint", str(lora), "--output", str(tmp_path / "out"), "--what", what])
+    main(["export", "--checkpoint", str(lora), "--output", str(tmp_path / "out" / "rollout=1"), "--what", what])
+    spec = ModelSpec(str(tmp_path / "out"))
+    load_causal_lm(spec, trainable=True)  # an export within one is none of its files
+    (weights,) = (tmp_path / "out").glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-50] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ValueError, match=f"out'.*bytes of {weights.name} are not .*remove its SHA256SUMS"):
+        load_causal_lm(spec, trainable=True)
+    (tmp_path / "out" / "SHA256SUMS").unlink()  # on purpose
+    load_causal_lm(spec, trainable=True)
+    weights.write_bytes(content[:-50])
+    with pytest.raises(ValueError, match=r"out'.*cut off or damaged"):
+        load_causal_lm(spec, trainable=True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_model_whose_weights_are_not_finite_is_refused(value: float, model: str, tmp_path: Path) -> None:
+    lm = AutoModelForCausalLM.from_pretrained(model)
+    lm.model.layers[0].mlp.up_proj.weight.data[1, 2] = value
+    lm.save_pretrained(tmp_path)
+    for trainable in (True, False):
+        with pytest.raises(ValueError, match=r"weights are not finite \(model.layers.0.mlp.up_proj.weight\)"):
+            load_causal_lm(ModelSpec(str(tmp_path)), trainable=trainable)

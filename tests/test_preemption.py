@@ -42,6 +42,14 @@ class Strike(Callback):
             os.kill(os.getpid(), self.signum)
 
 
+class Leave(Callback):
+    """Goes to another folder while a run trains, as code that a reward function runs may."""
+
+    def on_train_start(self, *args: Any) -> None:
+        Path("away").mkdir(exist_ok=True)
+        os.chdir("away")
+
+
 @pytest.fixture()
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Writes a supervised run of 2 epochs of 6 batches as YAML."""
@@ -115,3 +123,44 @@ def test_a_run_that_saves_nothing_ends_by_sigterm_too(config: Callable[..., str]
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 def test_an_evaluation_ends_at_once(config: Callable[..., str], signum: int) -> None:
     assert ended("validate", "--config", config({"evaluation": True, "signum": int(signum)})) == 75
+
+
+def test_a_runs_configuration_is_used_again_without_touching_the_run(
+    config: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a run whose process goes elsewhere lose its relative folder."""
+    leave = [{"class_path": "tests.test_preemption.Leave"}, *OWN]
+    run(["fit", "--config", config(callbacks=leave, max_epochs=1)])
+    monkeypatch.chdir(tmp_path)
+    assert not list((tmp_path / "away").iterdir()) and (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
+
+    def state() -> dict[Path, bytes]:
+        files = (path for path in (tmp_path / "run").rglob("*") if "validate" not in path.parts and path.is_file())
+        return {path: path.read_bytes() for path in files}
+
+    before = state()
+    assert {"metrics.csv", "config.yaml"} <= {path.name for path in before}
+    run(["validate", "--config", "run/config.yaml"])
+    run(["fit", "--config", "run/config.yaml", "--run_dir", "other"])
+    monkeypatch.chdir(tmp_path)
+    assert state() == before
+    assert all((tmp_path / place / "metrics.csv").is_file() for place in ("run/validate", "other"))
+
+
+class Second(Callback):
+    """Begins the same command once more while the first one evaluates."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.arguments = arguments
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        with pytest.raises(ValueError, match="validate' is in use by another run of this process"):
+            run(self.arguments)
+
+
+def test_a_second_evaluation_in_one_folder_is_refused(config: Callable[..., str], tmp_path: Path) -> None:
+    """Before its logger deletes what the first one's wrote."""
+    arguments = ["validate", "--config", config()]
+    second = {"class_path": "tests.test_preemption.Second", "init_args": {"arguments": arguments}}
+    run(["validate", "--config", config(callbacks=[second])])
+    run(arguments)  # the first is over

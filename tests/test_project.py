@@ -252,3 +252,16 @@ def test_an_interrupted_quickstart_goes_on_where_it_was(
     assert run("--rollouts", "2", stop="ppo") == ["sft", "ppo"]  # of other rollouts: nothing to go on with
     assert run("--rollouts=2") == ["ppo resumed", "report"]
     assert run() == ["sft", "ppo", "report"]  # after one that is done
+
+
+@pytest.mark.parametrize("noted", [b"{", b"", b"[1]", b"\xff"])
+def test_a_quickstart_whose_notes_are_damaged_says_how_to_begin_anew(
+    noted: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = Path("outputs/quickstart")
+    place.mkdir(parents=True)
+    (place / "steps.json").write_bytes(noted)
+    with pytest.raises(ValueError, match="steps.json does not say how far .*--fresh begins anew"):
+        quickstart(1)
+    assert (place / "steps.json").read_bytes() == noted

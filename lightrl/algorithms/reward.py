@@ -13,6 +13,7 @@ from torchmetrics.classification import BinaryAccuracy
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, refuse_factories, with_schedule
 from lightrl.arguments import at_least, coefficient, sensible
+from lightrl.compat.lightning import count_updates
 from lightrl.distributed import strategies
 from lightrl.models.loading import require_model
 from lightrl.models.reward import RewardModel
@@ -90,7 +91,7 @@ class RewardLightningModule(SavesPretrained):
         optimizer = make_optimizer(
             self.optimizer_factory, [group for group in groups if group["params"]], self.trainer.strategy
         )
-        return with_schedule(optimizer, self.lr_scheduler_factory, lambda: self.trainer.estimated_stepping_batches)
+        return with_schedule(optimizer, self.lr_scheduler_factory, lambda: count_updates(self.trainer))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Loss of one batch of pairs, as `PreferenceDataModule` lays them out."""

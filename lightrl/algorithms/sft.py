@@ -11,6 +11,7 @@ from torchmetrics import MeanMetric
 
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, refuse_factories, with_schedule
+from lightrl.compat.lightning import count_updates
 from lightrl.distributed import strategies
 from lightrl.models.loading import require_model
 from lightrl.models.policy import PolicyModel
@@ -65,7 +66,7 @@ class SFTLightningModule(SavesPretrained):
         """One optimizer; the schedule counts updates."""
         trained = [p for p in self.actor.parameters() if p.requires_grad]
         optimizer = make_optimizer(self.optimizer_factory, trained, self.trainer.strategy)
-        return with_schedule(optimizer, self.lr_scheduler_factory, lambda: self.trainer.estimated_stepping_batches)
+        return with_schedule(optimizer, self.lr_scheduler_factory, lambda: count_updates(self.trainer))
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Loss of one batch of {token_ids, attention_mask, response_mask}, each (B, T), and `inputs` with images."""

@@ -28,7 +28,7 @@ from lightrl.distributed.checkpoint_io import CheckedCheckpointIO
 from lightrl.distributed.consolidate import require_fitting_states, require_optimizer_states
 from lightrl.redaction import redact
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.storage import FolderLock, atomic_write, checkpoint_kind, clean_leftovers
+from lightrl.storage import FolderLock, atomic_write, checkpoint_kind, clean_leftovers, read_records
 
 __all__ = ["RunGuard", "data_fingerprint", "is_of_another_run", "other_settings"]
 
@@ -43,10 +43,10 @@ RUN = ".lightrl.run"
 class RunGuard(Callback):
     """Holds the folders a run writes to, writes its checkpoints whole, and compares a checkpoint with the run.
 
-    The command line adds it to every run, `RolloutCheckpoint` does elsewhere. While a run trains:
+    The command line adds it to every run, `RolloutCheckpoint` does elsewhere. While a run trains or evaluates, another
+    one in the same folder of the logger, or of checkpoints, is refused, naming this one; what a run that died left half
+    written there is removed. While it trains:
 
-    - another run in the same folder of the logger or of checkpoints is refused, naming this one, and what a run that
-      died left half written is removed;
     - checkpoint files are written by `CheckedCheckpointIO`, also those of Lightning's `ModelCheckpoint`, unless the
       Trainer was given another plugin for it;
     - a folder that has checkpoints of an earlier run gets `.lightrl.run`, the id that this run's own carry, by which
@@ -83,10 +83,13 @@ class RunGuard(Callback):
             self._locks.popitem()[1].release()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Installs the checkpoint plugin and, for training, locks the logger's folder."""
+        """Installs the checkpoint plugin and locks the logger's folder."""
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = CheckedCheckpointIO()
         if stage != "fit":
+            folder = trainer.log_dir
+            if trainer.loggers and folder is not None:
+                self._hold_for(trainer, folder)
             return
         self._run = trainer.strategy.broadcast(secrets.token_hex(8))
         self._settings = run_settings(trainer)  # before a checkpoint's seed takes the place of the given one
@@ -316,7 +319,10 @@ def other_settings(trainer: Trainer, folder: Path) -> str:
     file = folder / SETTINGS
     if not file.is_file():
         return ""
-    theirs, own = json.loads(file.read_text()), run_settings(trainer)
+    try:
+        (theirs,), own = read_records(file), run_settings(trainer)
+    except ValueError:  # it was not written to its end, or changed
+        return ""
     return ", ".join(f"{name}={theirs[name]}" for name in own if name in theirs and theirs[name] != own[name])
 
 

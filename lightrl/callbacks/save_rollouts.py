@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from lightrl.arguments import rollouts_between
 from lightrl.callbacks.run_folder import run_folder
 from lightrl.callbacks.thumbnails import fingerprint
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.storage import atomic_write
+from lightrl.storage import DamagedError, atomic_write, read_records, verify
 from lightrl.types import Experience, Media, Rollouts
 
 __all__ = ["SaveRollouts", "load_rollouts", "trajectory_records"]
@@ -260,16 +261,16 @@ def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, An
         different by an offset, in both.
 
     Raises:
-        ValueError: nothing was saved in the folder.
+        ValueError: nothing was saved in the folder, or a file of it is damaged.
     """
     shards = sorted(Path(folder).glob("rank*.pt"), key=lambda path: int(path.stem.removeprefix("rank")))
     if not shards:
         raise ValueError(f"folder={str(folder)!r}: no rank*.pt in it; give one rollout=... folder of SaveRollouts.")
-    parts = [torch.load(path, weights_only=True) for path in shards]
+    parts = [_tensors(path) for path in shards]
     texts: list[dict[str, Any]] = []
     offsets = {"group": 0, "trajectory": 0}
     for path, part in zip(shards, parts, strict=True):
-        records = [json.loads(line) for line in path.with_suffix(".jsonl").open(encoding="utf-8")]
+        records = read_records(path.with_suffix(".jsonl"))
         for name, offset in offsets.items():
             if f"{name}_ids" in part:
                 part[f"{name}_ids"] += offset
@@ -289,6 +290,16 @@ def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, An
         if "media" in record:
             record["media"] = {kind: [str(Path(folder) / n) for n in names] for kind, names in record["media"].items()}
     return merged, texts
+
+
+def _tensors(path: Path) -> dict[str, Any]:
+    """What a rank saved; `torch.load` itself does not look at an archive's checksums."""
+    try:
+        verify(path)
+        stored: dict[str, Any] = torch.load(path, weights_only=True)
+    except (DamagedError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read: {(str(error).splitlines() or ['it is damaged'])[0]}.") from error
+    return stored
 
 
 def _on_cpu(value: Any) -> Any:

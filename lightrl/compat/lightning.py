@@ -26,6 +26,7 @@ __all__ = [
     "begin_evaluation",
     "begin_table",
     "choose_last",
+    "count_updates",
     "evaluation_follows",
     "evaluation_pending",
     "flush_step_metrics",
@@ -195,6 +196,17 @@ def load_distributed_checkpoint(folder: Path) -> dict[str, Any]:
 def set_logged_step(trainer: Any, step: int) -> None:
     """The step under which loggers get the next metrics: Lightning counts one too many when a run goes on."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = step
+
+
+def count_updates(trainer: Any) -> float:
+    """Updates of the run, infinite where it has no end.
+
+    Lightning makes the training data ready to count, once, before it reads a checkpoint, and would begin a resumed run
+    with the first rows. So it makes them ready once more.
+    """
+    updates: float = trainer.estimated_stepping_batches
+    trainer.fit_loop._combined_loader = None
+    return updates
 
 
 def accumulates(trainer: Any) -> bool:

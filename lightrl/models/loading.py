@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -30,6 +33,7 @@ from lightrl.models.media_tokens import placeholder_ids
 from lightrl.models.routing import recompute_contexts
 from lightrl.models.shards import meta_parameters, weight_places
 from lightrl.models.spec import LoraSpec, ModelSpec
+from lightrl.storage import require_written
 
 __all__ = [
     "causal_class",
@@ -52,10 +56,10 @@ WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth"}
 
 
 def require_model(spec: ModelSpec) -> None:
-    """As `require_model_folder`, and that a folder whose weights will be read has some.
+    """As `require_model_folder`, and that a folder whose weights will be read has some, and is what was exported.
 
     Raises:
-        ValueError: there is no model, or a configuration alone.
+        ValueError: there is no model, or a configuration alone, or files are not those in the folder's `SHA256SUMS`.
     """
     require_model_folder(spec.path)
     folder = user_path("actor.path", spec.path)
@@ -65,6 +69,8 @@ def require_model(spec: ModelSpec) -> None:
             f"Model folder {spec.path!r} has a config.json and no weights (such as model.safetensors): give a folder "
             "that `save_pretrained` wrote, or set random_init: true to begin with random ones."
         )
+    if read:
+        require_written(folder, f"Model folder {spec.path!r}")
 
 
 def load_causal_lm(spec: ModelSpec, *, trainable: bool, in_shards: bool = False) -> PreTrainedModel:
@@ -123,7 +129,8 @@ def load_model(
     """Loads a model of any auto class; `overrides` are set on the configuration. Otherwise as `load_causal_lm`.
 
     Raises:
-        ValueError: also where the files lack weights; with `new_head` those of a head that is trained may be missing.
+        ValueError: also where the files lack weights, or hold some that are not finite; with `new_head` those of a head
+            that is trained may be missing.
     """
     require_model(spec)
     config = _config(spec)
@@ -132,7 +139,8 @@ def load_model(
     dtype = getattr(torch, spec.dtype or "float32")
     lora = _used_lora(spec, trainable)
     plain = in_shards and lora is None and not spec.random_init and not spec.kwargs
-    model = _without_weights(auto_class, config, dtype) if plain else None
+    with _readable(spec):
+        model = _without_weights(auto_class, config, dtype) if plain else None
     if model is not None:
         pass
     elif spec.random_init:
@@ -142,13 +150,28 @@ def load_model(
         kwargs = {**spec.kwargs, **(_quantization(dtype) if lora is not None and lora.quantize_4bit else {})}
         try:
             told: Any = {**kwargs, "output_loading_info": True}
-            model, info = auto_class.from_pretrained(spec.path, config=config, dtype=dtype, **told)
+            with _readable(spec):
+                model, info = auto_class.from_pretrained(spec.path, config=config, dtype=dtype, **told)
         except (TypeError, ValueError) as error:
             if not spec.kwargs:
                 raise
             raise ValueError(f"kwargs ({', '.join(spec.kwargs)}) with model {spec.path!r}: {error}") from error
         _refuse_random(model, spec, info["missing_keys"], new_head=new_head and trainable)
+        _refuse_nonfinite(model, spec)
     return _prepared(model, spec, trainable=trainable)
+
+
+@contextmanager
+def _readable(spec: ModelSpec) -> Iterator[None]:
+    """One message where files of weights are cut off or damaged."""
+    try:
+        yield
+    except (SafetensorError, EOFError, pickle.UnpicklingError) as error:
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"Model {spec.path!r}: its weights cannot be read ({cause}): a file is cut off or damaged. Copy, download "
+            "or export it again."
+        ) from error
 
 
 def _refuse_random(model: Any, spec: ModelSpec, missing: set[str], *, new_head: bool) -> None:
@@ -167,6 +190,17 @@ def _refuse_random(model: Any, spec: ModelSpec, missing: set[str], *, new_head: 
             f"Model {spec.path!r} has no weights for {', '.join(lacking[:3])}{more}, which would be random: give a "
             f"model that was trained with them, such as one that `save_pretrained` of {type(model).__name__} wrote."
         )
+
+
+def _refuse_nonfinite(model: Any, spec: ModelSpec) -> None:
+    """Refuses a model that computes nothing but NaN, which as a reference or teacher no update would tell of."""
+    for name, parameter in model.named_parameters():
+        looked_at = parameter.dtype in (torch.float32, torch.bfloat16, torch.float16) and parameter.numel() > 0
+        if looked_at and not all(bool(bound.isfinite()) for bound in parameter.detach().aminmax()):
+            raise ValueError(
+                f"Model {spec.path!r}: its weights are not finite ({name}): give one that was saved before they grew "
+                "beyond all bounds, or copy it again."
+            )
 
 
 def _used_lora(spec: ModelSpec, trainable: bool) -> LoraSpec | None:

@@ -16,6 +16,7 @@ from lightrl.compat.deepspeed import whole_parameters
 from lightrl.compat.peft import ADAPTER, REFERENCE, adapter_layers, dequantized, is_linear, lora_parts
 from lightrl.compat.transformers import router_modules
 from lightrl.models.spec import LoraSpec
+from lightrl.storage import require_written
 
 __all__ = ["adapter_config", "add_lora", "as_reference", "keep_reference", "named_adapter_weights", "named_hf_weights"]
 
@@ -91,6 +92,7 @@ def _inject(model: nn.Module, spec: LoraSpec, name: str) -> None:
 @torch.no_grad()
 def _read_adapter(model: Any, folder: str) -> None:
     """Copies the tensors of a peft folder into the adapter; those of a language model also into its backbone."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     file = user_path("actor.path", str(folder)) / "adapter_model.safetensors"
@@ -99,7 +101,13 @@ def _read_adapter(model: Any, folder: str) -> None:
             f"lora.adapter={folder!r} has no {file.name}: save the adapter again with peft's save_pretrained."
         )
     own = {n.replace(f".{ADAPTER}.", "."): p for n, p in model.named_parameters() if ".lora_" in n}
-    given = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(file).items()}
+    require_written(file.parent, f"lora.adapter={folder!r}")
+    try:
+        given = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(file).items()}
+    except SafetensorError as error:
+        raise ValueError(
+            f"lora.adapter={folder!r}: {file.name} is cut off or damaged ({error}): copy or export it again."
+        ) from error
     if not own.keys() & given.keys():
         given = {name.removeprefix(f"{model.base_model_prefix}."): tensor for name, tensor in given.items()}
     wrong = sorted(own.keys() ^ given.keys()) or [n for n, p in own.items() if p.shape != given[n].shape]

@@ -267,7 +267,10 @@ def _adapter_config(folder: str) -> dict[str, Any]:
     file = user_path("actor.path", str(folder)) / ADAPTER_FILE
     if not file.is_file():
         raise ValueError(f"lora.adapter={folder!r}: give a local folder with {ADAPTER_FILE}, as peft writes it.")
-    config: dict[str, Any] = {"r": 8, "lora_alpha": 8, **json.loads(file.read_text())}
+    try:
+        config: dict[str, Any] = {"r": 8, "lora_alpha": 8, **json.loads(file.read_text())}
+    except (ValueError, TypeError) as error:  # no JSON, or no object
+        raise ValueError(f"lora.adapter={folder!r}: {ADAPTER_FILE} cannot be read ({error}): save it again.") from error
     other = [name for name in OTHER_ADAPTERS if config.get(name)]
     other += [f"bias={config['bias']}"] if config.get("bias", "none") != "none" else []
     init = config.get("init_lora_weights")

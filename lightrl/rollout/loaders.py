@@ -47,12 +47,15 @@ class RolloutLoader:
         """Rollouts that come after the next one: in this epoch, or as many as may be wanted where another follows."""
         trainer = self._trainer
         last_epoch = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
-        epoch = min(self.num_rollouts, trainer.fit_loop.max_batches)
-        return max(int(epoch) - self.position - 1, 0) if last_epoch else sys.maxsize
+        return max(self._of_epoch() - self.position - 1, 0) if last_epoch else sys.maxsize
+
+    def _of_epoch(self) -> int:
+        """Rollouts that Lightning takes of an epoch."""
+        return int(min(self.num_rollouts, max(self._trainer.fit_loop.max_batches, 1)))
 
     def state_dict(self) -> dict[str, int]:
         """Rollouts handed out in this epoch; at its end that is the start of the next."""
-        return {"position": self.position % self.num_rollouts}
+        return {"position": self.position % self._of_epoch()}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Continues within the epoch."""

@@ -21,6 +21,7 @@ from lightrl.background import in_background
 from lightrl.engines.base import EngineRestartedError
 from lightrl.rollout.collation import ScoredGroup
 from lightrl.rollout.collector import Collection, may_restart
+from lightrl.storage import read_records
 from lightrl.types import Completion, Piece, Rollouts, Routes, Support
 
 __all__ = ["CollectedRollout", "InFlight", "InFlightSource", "StaleSource", "StreamedRollouts"]
@@ -358,7 +359,7 @@ def _read_switches(folder: str) -> dict[int, list[list[list[int]]]]:
     files = sorted(Path(folder).glob("switches-*.jsonl"))
     if not files:
         raise ValueError(f"in_flight.replay={folder}: no switches-0.jsonl there; name what in_flight.record wrote.")
-    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    lines = [line for file in files for line in read_records(file)]
     return {int(seed): parts for line in lines for seed, parts in line["switches"].items()}
 
 

@@ -100,3 +100,30 @@ def test_a_schedule_by_name_counts_the_runs_updates(tmp_path: Path) -> None:
     assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025])
     with pytest.raises(ValueError, match="needs to know where the run ends"):
         fit(max_epochs=-1)
+
+
+def test_a_scheduled_run_goes_on_with_the_rows_that_were_next(tmp_path: Path) -> None:
+    """Lightning readies the rows to count the updates, before it reads the place in them from a checkpoint."""
+    path = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(8)]
+
+    class Batches(Callback):
+        def __init__(self) -> None:
+            self.seen: list[Tensor] = []
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append(batch["token_ids"])
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if len(self.seen) == 1 and trainer.ckpt_path is None:
+                trainer.save_checkpoint(tmp_path / "one.ckpt")
+
+    def fit(resume: str | None = None) -> list[Tensor]:
+        module, batches = SFTLightningModule(path, lr_scheduler=LRSchedule("linear")), Batches()
+        data = SFTDataModule(SFTSource(rows=rows), batch_size=2)
+        quiet_trainer(callbacks=[batches], max_epochs=2).fit(module, data, ckpt_path=resume)
+        return batches.seen
+
+    whole, rest = fit(), fit(str(tmp_path / "one.ckpt"))
+    assert len(whole) == 8 and len(rest) == 7
+    assert all(torch.equal(batch, again) for batch, again in zip(whole[1:], rest, strict=True))

@@ -163,3 +163,24 @@ def test_bad_folder_and_count(tmp_path: Path) -> None:
         load_rollouts(tmp_path)
     with pytest.raises(ValueError, match="SaveRollouts.every_n_rollouts=0"):
         SaveRollouts(0)
+
+
+def test_a_damaged_rollout_is_not_read(tmp_path: Path) -> None:
+    """`torch.load` alone reads most of these without a word."""
+    tensors, texts = tmp_path / "rank0.pt", tmp_path / "rank0.jsonl"
+    torch.save({"token_ids": torch.arange(4096).view(2, -1), "trajectory_ids": torch.tensor([0, 1])}, tensors)
+    texts.write_text('{"trajectory": 0}\n{"trajectory": 1}\n')
+    load_rollouts(tmp_path)
+    whole = tensors.read_bytes()
+    for content in (whole[:9000] + bytes([whole[9000] ^ 1]) + whole[9001:], whole[:-100], b""):
+        tensors.write_bytes(content)
+        with pytest.raises(ValueError, match=r"rank0\.pt cannot be read"):
+            load_rollouts(tmp_path)
+    tensors.write_bytes(whole)
+    for line in ('{"traj', "[2]\n"):
+        texts.write_text('{"trajectory": 0}\n' + line)
+        with pytest.raises(ValueError, match=r"rank0\.jsonl:2 is not what was written"):
+            load_rollouts(tmp_path)
+    texts.unlink()
+    with pytest.raises(ValueError, match=r"rank0\.jsonl cannot be read"):
+        load_rollouts(tmp_path)

@@ -11,6 +11,7 @@ import warnings
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightrl.algorithms import PPOLightningModule, SFTLightningModule
 from lightrl.callbacks import RolloutCheckpoint, RunGuard, SaveRollouts, WeightSync
 from lightrl.callbacks.checkpoint import Preempted
-from lightrl.callbacks.run_guard import RUN, data_fingerprint, is_of_another_run
+from lightrl.callbacks.run_guard import RUN, SETTINGS, data_fingerprint, is_of_another_run, other_settings
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.objectives.kl import KLInReward
@@ -414,3 +415,10 @@ def test_whose_a_sharded_checkpoint_is(tmp_path: Path) -> None:
         if mark is not None:
             (tmp_path / RUN).write_text(mark)
         assert [is_of_another_run(tmp_path / name) for name in ("fsdp2.ckpt", "zero.ckpt")] == [other, other]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"3", b"\xff"])
+def test_settings_that_were_damaged_are_not_known(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / SETTINGS).write_bytes(content)
+    trainer: Any = SimpleNamespace(datamodule=None, lightning_module=None)
+    assert other_settings(trainer, tmp_path) == ""

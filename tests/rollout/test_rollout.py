@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lightrl.engines.base import StaleWeightsError
 from lightrl.environments.episodes import one_turn, request_seed
 from lightrl.rewards.base import RewardError
 from lightrl.rollout.collation import ScoredGroup, collate
+from lightrl.rollout.loaders import RolloutLoader
 from lightrl.types import Completion, CompletionGroup, Prompts, SamplingParams, Scores
 from tests.toys import Idle, quickstart_model, quiet_trainer, sums_data
 
@@ -137,3 +139,14 @@ def test_evaluation_is_not_heated_unless_it_says_so() -> None:
     hot = SamplingParams(max_new_tokens=4, fire_temperature=5.0)
     assert sums_data(sampling=hot).eval_sampling == SamplingParams(max_new_tokens=4)
     assert sums_data(sampling=hot, eval_sampling=hot).eval_sampling == hot
+
+
+@pytest.mark.parametrize(("taken", "position"), [(2, 0), (3, 0), (math.inf, 2)])
+def test_an_epoch_that_lightning_cut_short_is_over_for_a_resumed_run(taken: float, position: int) -> None:
+    """Two of three rollouts with `limit_train_batches=2`: the next epoch begins with its first."""
+    trainer: Any = SimpleNamespace(max_epochs=5, current_epoch=0, fit_loop=SimpleNamespace(max_batches=taken))
+    loader = RolloutLoader(lambda left: left, 3, trainer)  # type: ignore[arg-type, return-value]
+    rollouts = iter(loader)
+    for _ in range(2 if taken != 3 else 3):
+        next(rollouts)
+    assert loader.state_dict() == {"position": position}
