@@ -124,8 +124,11 @@ class Server:
         """Whether the server reports that it is healthy; waits as long for a network that is down."""
         end = time.monotonic() + self.patience
         while True:
-            try:
-                return (await self._client.get("/health", timeout=self.patience)).status_code == 200
+            try:  # httpx's own limit begins anew with every byte
+                answer = await asyncio.wait_for(self._client.get("/health", timeout=self.patience), self.patience)
+                return answer.status_code == 200
+            except asyncio.TimeoutError:
+                return False
             except httpx.TransportError as error:
                 if not _unreachable(error) or time.monotonic() > end:
                     return False
