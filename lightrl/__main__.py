@@ -3,16 +3,19 @@
 import os
 import sys
 
+from lightrl import interrupts
+
 
 def command() -> None:
     """Entry point of the `lightrl` command. After a failure the process ends, whatever threads are left in it."""
+    interrupts.watch()
     try:
         from lightrl.cli import end_in_time, main
-    except KeyboardInterrupt:
-        if os.environ.get("LIGHTRL_DEBUG") == "1":
+    except BaseException as error:
+        if os.environ.get("LIGHTRL_DEBUG") == "1" or not (isinstance(error, KeyboardInterrupt) or interrupts.came()):
             raise
         print("Interrupted.", file=sys.stderr)
-        sys.exit(130)  # as `main` does
+        sys.exit(interrupts.STATUS)
     try:
         main()
     except BaseException as error:

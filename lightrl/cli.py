@@ -23,6 +23,7 @@ from importlib import import_module
 from typing import Any
 
 import lightrl
+from lightrl import interrupts
 from lightrl.config_files import expand_configs
 from lightrl.console import quiet
 
@@ -207,7 +208,7 @@ NO_THREAD = "can't start new thread"
 """Python's message where the system gives no more."""
 AGAIN = "run the command again (a fit with --ckpt_path last goes on from its last save)"
 LOST_RANK = re.compile(r"gloo/|Gloo|NCCL|ProcessGroup")
-INTERRUPTED = 130
+INTERRUPTED = interrupts.STATUS
 UNREAD = 141
 """Status where nobody reads the output any more: that of SIGPIPE."""
 STEP_OF = "LIGHTRL_QUICKSTART_PID"
@@ -241,14 +242,16 @@ def main(args: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt as interrupt:
         if debug:
             raise
-        fit = "fit" in args[:2]  # `-v` may stand before it
-        print(f"Interrupted{' before training began; nothing was saved' if fit else ''}.", file=sys.stderr)
+        _say_interrupted(args)
         sys.exit(PREEMPTED if type(interrupt).__name__ == "Preempted" else INTERRUPTED)
     except SystemExit as stop:
         if type(stop.__context__).__name__ == "Preempted":  # Lightning exits with 1 after any interrupt
             sys.exit(PREEMPTED)
         raise
     except Exception as error:
+        if interrupts.came() and not debug:  # a library that was being loaded is broken by it
+            _say_interrupted(args)
+            sys.exit(INTERRUPTED)
         message, status = users_error(error), 2
         if message is None:
             message, status = lost_part(error), 1
@@ -256,6 +259,11 @@ def main(args: Sequence[str] | None = None) -> None:
             raise
         print(f"error: {redact_text(message)}", file=sys.stderr)
         sys.exit(status)
+
+
+def _say_interrupted(args: Sequence[str]) -> None:
+    fit = "fit" in args[:2]  # `-v` may stand before it
+    print(f"Interrupted{' before training began; nothing was saved' if fit else ''}.", file=sys.stderr)
 
 
 def _nobody_reads() -> bool:

@@ -26,6 +26,7 @@ import lightrl.environments
 import lightrl.objectives
 import lightrl.rewards
 import lightrl.rollout
+from lightrl import interrupts
 from lightrl.algorithms.hyperparameters import versions
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule
@@ -195,6 +196,7 @@ class LightRLCLI(YamlCLI):
 
     def _end_by_signals(self) -> None:
         """Has SIGTERM and its like end the command, at once until `RolloutCheckpoint` takes them for training."""
+        interrupts.run_begins()
         if threading.current_thread() is threading.main_thread():
             for signum in preemptions(self.trainer):
                 signal.signal(signum, preempt)

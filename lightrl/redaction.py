@@ -20,6 +20,7 @@ import yaml
 __all__ = [
     "REDACTED",
     "plain_secrets",
+    "quoted",
     "redact",
     "redact_arguments",
     "redact_messages",
@@ -47,12 +48,12 @@ TOKEN_TEXT = re.compile(r"(?!\d+$)[\w.~+/=-]{8,}")
 SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|npm_[A-Za-z0-9]{30,}|AIza[\w-]{35}"
-    r"|xox[abpr]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)|(?<=Bearer )[\w.~+/-]{8,}=*"
+    r"|xox[abpr]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,1000}\.eyJ[\w-]{10,}\.[\w-]+)|(?<=Bearer )[\w.~+/-]{8,}=*"
     r"|(?<=hooks\.slack\.com/services/)[\w/]{8,}|(?:(?<=\bAccountKey=)|(?<=\bSharedAccessKey=))[\w+/]{8,}=*"
     r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)"
 )
 URL_LOGIN = re.compile(  # up to the last @, which a password may hold, too; one with / is told from a port
-    r"(?<=://)(?!\[)(?:\$\{env:\w+\}|[^/\s@:$]|\$(?!\{env:))*:([^/\s?#]+|(?!\d*[/?#])[^\s?#@'\"]+)(?=@)"
+    r"(?<=://)(?!\[)(?:\$\{env:\w+\}|[^/\s@:$]|\$(?!\{env:))*:([^/\s?#]+|(?!\d*[/?#])[^\s?#@'\"]{1,1000})(?=@)"
     r"|(?:(?<=http://)|(?<=https://))(?!\$\{env:)([^/\s@:?#'\"]+)(?=@)"  # a name alone is a token there
 )
 HEADER = re.compile(
@@ -69,6 +70,7 @@ SECRET_AT_END = (URL_LOGIN, URL_KEY, HEADER, LOGIN_OPTION)
 """Patterns whose last group is the secret, which they end in."""
 REFERENCE = re.compile(r"\$\{env:([A-Za-z_]\w*)\}")
 
+_LOOKED_THROUGH = 20_000  # characters; a secret that begins in what is quoted, and is longer, is not known as one
 DEEPEST = 100
 """Levels of a configuration that are looked through."""
 
@@ -90,6 +92,11 @@ def redact_text(text: str) -> str:
     for pattern in SECRET_AT_END:
         text = pattern.sub(_without_secret, text)
     return text
+
+
+def quoted(text: str, most: int) -> str:
+    """The beginning of what a server said, for a message; it may have written anything, of any length."""
+    return redact_text(text[:_LOOKED_THROUGH])[:most]
 
 
 def _without_secret(found: re.Match[str]) -> str:

@@ -54,6 +54,14 @@ def _no_rank_of_an_earlier_test() -> None:
         os.environ.pop(name, None)
 
 
+@pytest.fixture(autouse=True)
+def _secrets_of_this_test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test has remembered as secret, such as the word itself, is none in the texts of the next one."""
+    from lightrl import redaction
+
+    monkeypatch.setattr(redaction, "_secrets", set(redaction._secrets))
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository."""

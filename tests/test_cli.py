@@ -29,6 +29,7 @@ import lightrl.engines
 import lightrl.objectives
 import lightrl.rewards
 import lightrl.rollout
+from lightrl import interrupts
 from lightrl.algorithms import LRSchedule
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.cli import main, run
@@ -837,6 +838,60 @@ sys.meta_path.insert(0, Interrupting())
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "Interrupted.\n")
     assert 'lightrl = "lightrl.__main__:command"' in (ROOT / "pyproject.toml").read_text()
+
+
+SWALLOWING = """
+import os, signal, sys, threading, time
+from lightrl import interrupts
+interrupts.GRACE_SECONDS = {grace}
+class Swallowing:
+    def find_spec(self, name, *args):
+        if name != "lightrl.config_files":
+            return
+        for _ in range({times}):
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(60)
+            except BaseException:
+                pass
+        {then}
+sys.meta_path.insert(0, Swallowing())
+from lightrl.__main__ import command
+command()
+"""
+
+
+@pytest.mark.parametrize(
+    ("times", "grace", "then"),
+    [
+        (1, 300, "raise ImportError('partially initialized module')"),  # what it broke is no error of its own
+        (1, 1, "threading.Event().wait(300)"),  # goes on as if nothing had come: it ends after the time it has
+        (2, 300, "threading.Event().wait(300)"),  # a second one does not wait
+    ],
+)
+def test_an_interrupt_that_a_library_swallows_while_it_loads_ends_the_command(
+    times: int, grace: int, then: str
+) -> None:
+    script = SWALLOWING.format(times=times, grace=grace, then=then)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr) == (130, "Interrupted.\n")
+
+
+def test_an_interrupt_that_was_swallowed_is_told_before_a_run_begins_and_errors_after_it_are_none(
+    write: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightrl.interrupts.came", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.run_begins()
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise AttributeError("module 'numpy' has no attribute 'ndarray'")
+
+    monkeypatch.setattr("lightrl.cli.run", broken)
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", write()])
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "Interrupted before training began; nothing was saved.\n"
 
 
 @pytest.mark.parametrize("own", [False, True])

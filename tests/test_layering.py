@@ -25,6 +25,7 @@ TOP = {
     "completion",
     "console",
     "doctor",
+    "interrupts",
     "moving",
     "__init__",
     "__main__",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import random
@@ -12,11 +13,13 @@ from typing import Any, Literal
 import httpx
 
 from lightrl.arguments import above, at_least, bearer_token, http_url, one_of
-from lightrl.redaction import redact_text, remember_secret
+from lightrl.redaction import quoted, redact_text, remember_secret
 from lightrl.rewards.base import Reward, RewardError
 
 __all__ = ["RetryingReward"]
 
+MOST_ANSWER_BYTES = 64 * 1024 * 1024
+"""Of one answer, which is read as a whole."""
 log = logging.getLogger(__name__)
 _RETRIED_STATUS = frozenset({408, 425, 429})  # "try again later"; every other 4xx is a mistake in the request
 
@@ -90,13 +93,13 @@ class RetryingReward(Reward):
                 await asyncio.sleep(min(self.max_backoff, wait))
             try:
                 async with slots:
-                    response = await client.post(self.url, json=body, headers=self._headers())
+                    status, answer = await self._send(client, body)
             except httpx.TransportError as error:  # time-outs, refused and broken connections
                 problem = redact_text(f"{type(error).__name__}: {error}")
                 continue
-            if response.status_code < 500 and response.status_code not in _RETRIED_STATUS:
-                return self._answer(response)
-            problem = f"status {response.status_code}: {redact_text(response.text)[:200]}"
+            if status < 500 and status not in _RETRIED_STATUS:
+                return self._decoded(status, answer)
+            problem = f"status {status}: {quoted(answer.decode(errors='replace'), 200)}"
         message = f"{self.url} did not score {what} in {self.retries + 1} attempts; the last: {problem}"
         if self.on_failure == "error":
             raise ConnectionError(message)
@@ -109,19 +112,28 @@ class RetryingReward(Reward):
         if client is not None:
             await client.aclose()
 
-    def _answer(self, response: httpx.Response) -> Any:
-        said = redact_text(response.text)[:200]
-        if response.status_code != 200:
+    async def _send(self, client: httpx.AsyncClient, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        """Status and body of the answer to one request; a RewardError where it does not end."""
+        answer = bytearray()
+        async with client.stream("POST", self.url, json=body, headers=self._headers()) as response:
+            async for piece in response.aiter_bytes():
+                answer += piece
+                if len(answer) > MOST_ANSWER_BYTES:
+                    raise RewardError(f"{self.url} answered more than {MOST_ANSWER_BYTES} bytes.")
+        return response.status_code, bytes(answer)
+
+    def _decoded(self, status: int, answer: bytes) -> Any:
+        said = quoted(answer.decode(errors="replace"), 200)
+        if status != 200:
             hints = {401: " Set token_env.", 403: " Set token_env.", 413: " Send less in one request (batch_size)."}
-            hint = hints.get(response.status_code, "")
-            raise RewardError(f"{self.url} refused the request with {response.status_code}: {said}.{hint}")
+            raise RewardError(f"{self.url} refused the request with {status}: {said}.{hints.get(status, '')}")
         try:
-            answer = response.json()
+            value = json.loads(answer)
         except (ValueError, RecursionError) as error:
             raise RewardError(f"{self.url} answered {said!r}, which is not JSON.") from error
-        if answer is None:  # which stands for "did not answer"
+        if value is None:  # which stands for "did not answer"
             raise RewardError(f"{self.url} answered null.")
-        return answer
+        return value
 
     def _headers(self) -> dict[str, str]:
         if self.token_env is None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lightrl.arguments import above, at_least, require_packages, reward_value
 from lightrl.rewards.base import Reward, RewardError
@@ -25,6 +27,7 @@ __all__ = ["MathVerify"]
 MOST_WORKERS = 1024
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 2.0
+_LONGEST_SECONDS = 1e6  # of one wait
 
 
 class MathVerify(Reward):
@@ -108,10 +111,8 @@ class _Worker:
             process = self._started()
             answer: bytes | None = b""
             with contextlib.suppress(BrokenPipeError):
-                assert process.stdin is not None
-                process.stdin.write(request)
-                process.stdin.flush()
-                answer = self._line(process, timeout + _GRACE_SECONDS)
+                sent = self._send(process, request, timeout + _GRACE_SECONDS)
+                answer = self._line(process, timeout + _GRACE_SECONDS) if sent else None
             if answer:
                 return str(json.loads(answer))
             self.stop()
@@ -143,8 +144,23 @@ class _Worker:
         return process
 
     @staticmethod
+    def _send(process: subprocess.Popen[bytes], request: bytes, timeout: float) -> bool:
+        """Whether it took all of a request within `timeout` seconds: one that is stopped takes what its pipe holds."""
+        assert process.stdin is not None
+        end, left = time.monotonic() + timeout, memoryview(request)
+        while left and _ready(process.stdin, select.POLLOUT, end - time.monotonic()):
+            left = left[os.write(process.stdin.fileno(), left[: select.PIPE_BUF]) :]  # so much never blocks then
+        return not left
+
+    @staticmethod
     def _line(process: subprocess.Popen[bytes], timeout: float) -> bytes | None:
         """The next line; empty where the process ended, None where it says nothing within `timeout` seconds."""
         assert process.stdout is not None
-        ready, _, _ = select.select([process.stdout], [], [], timeout)
-        return process.stdout.readline() if ready else None
+        return process.stdout.readline() if _ready(process.stdout, select.POLLIN, timeout) else None
+
+
+def _ready(pipe: IO[bytes], event: int, timeout: float) -> bool:
+    """Whether a pipe can be read or written within some seconds, or was closed at its other end."""
+    poll = select.poll()  # not `select.select`, which knows no descriptors above 1023
+    poll.register(pipe, event)
+    return bool(poll.poll(1000 * min(max(timeout, 0.0), _LONGEST_SECONDS)))

@@ -5,6 +5,8 @@ No SGLang can run here: the servers are small ones that speak the routes it docu
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import threading
 import time
@@ -25,6 +27,7 @@ from lightrl.algorithms import DistillLightningModule, GRPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, EngineDiedError, ServerEngine, ServerTeacher, StaleWeightsError
 from lightrl.engines.base import GenerationCancelledError, RequestQueue
+from lightrl.engines.server.http import Server
 from lightrl.objectives.divergences import Divergence, ForwardKL
 from lightrl.types import Prompts, SamplingParams
 from tests.algorithms.test_distill import Keep
@@ -451,3 +454,26 @@ def test_requests_join_and_leave_a_queue(start: Start, tied_folder: Path) -> Non
     with pytest.raises(GenerationCancelledError):
         next(engine.generate(RequestQueue()))
     ended.set()
+
+
+def test_a_server_whose_answers_come_by_drips_and_never_end_is_not_healthy() -> None:
+    """Each byte begins the limit of a read anew."""
+
+    async def drip(reader, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+
+    async def ask():
+        listener = await asyncio.start_server(drip, "127.0.0.1", 0)
+        server = Server(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", {}, 0.3, None)
+        try:
+            return await asyncio.wait_for(server.healthy(), 30)
+        finally:
+            await server.close()
+            listener.close()
+
+    assert asyncio.run(ask()) is False

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -84,6 +87,17 @@ def test_a_killed_worker_is_replaced(reward):
     reward(["1"], answer=["1"])
     reward._workers[0]._process.kill()
     assert reward(["1"], answer=["1"]) == [1.0]
+
+
+def test_a_worker_that_is_stopped_holds_nothing_up_whatever_is_sent(reward):
+    reward(["1"], answer=["1"])
+    os.kill(reward._workers[0]._process.pid, signal.SIGSTOP)
+    values = []
+    long_text = "x" * 1_000_000  # more than a pipe holds
+    thread = threading.Thread(target=lambda: values.extend(reward([long_text, "1"], answer=["1", "1"])), daemon=True)
+    thread.start()
+    thread.join(120)
+    assert values == [None, 1.0]
 
 
 def test_a_row_on_which_every_worker_dies_is_unscored_and_not_called_a_time_out(reward, monkeypatch):

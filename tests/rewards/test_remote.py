@@ -119,10 +119,10 @@ def test_the_last_failure_is_shown_without_secrets(monkeypatch, caplog):
     monkeypatch.setenv("MY_TOKEN", "a-very-secret-one")
     reward = RemoteReward("http://127.0.0.1:9", token_env="MY_TOKEN", retries=0, on_failure="none")
 
-    async def post(*_, headers, **__):
+    def stream(*_, headers, **__):
         raise httpx.LocalProtocolError(f"Illegal header value {headers['Authorization'].encode()!r}")
 
-    monkeypatch.setattr(httpx.AsyncClient, "post", post)
+    monkeypatch.setattr(httpx.AsyncClient, "stream", stream)
     assert math.isnan(ask(reward, ["a"]).total[0])
     assert "Illegal header value b'Bearer ***'" in caplog.text and "a-very-secret-one" not in caplog.text
 
@@ -141,6 +141,15 @@ def test_a_refusal_is_an_error_at_once(server, status):
     with pytest.raises(RewardError, match=f"refused the request with {status}: try again"):
         ask(RemoteReward(server.url, on_failure="none"), ["a"])
     assert len(server.bodies) == 1
+
+
+def test_an_answer_that_does_not_end_is_refused(server, monkeypatch):
+    monkeypatch.setattr("lightrl.rewards.client.MOST_ANSWER_BYTES", 1000)
+    server.script = [{"rewards": [1.0]}, {"rewards": [1.0], "more": "x" * 1000}]
+    reward = RemoteReward(server.url)
+    assert ask(reward, ["a"]).total == [1.0]
+    with pytest.raises(RewardError, match="answered more than 1000 bytes"):
+        ask(reward, ["a"])
 
 
 @pytest.mark.parametrize("body", [{"rewards": [1.0]}, {"scores": [1.0, 2.0]}, [1.0, 2.0], {"rewards": 3}])

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from lightrl.redaction import redact_text
+from lightrl.redaction import quoted
 
 __all__ = ["Server", "ServerError", "ServerLostError"]
 
@@ -30,7 +30,7 @@ class ServerError(RuntimeError):
     """A server that is alive answered with an error."""
 
     def __init__(self, url: str, path: str, status: int, text: str) -> None:
-        super().__init__(f"{url}{path} answered {status}: {redact_text(text)[:500]}")
+        super().__init__(f"{url}{path} answered {status}: {quoted(text, 500)}")
         self.status = status
         self.text = text
 
@@ -104,7 +104,7 @@ class Server:
                 task.cancel()
         if response.status_code >= 300:
             if response.status_code >= 500 and not await self.healthy():
-                self.lose(f"{path} answered {response.status_code}: {redact_text(response.text)[:200]}")
+                self.lose(f"{path} answered {response.status_code}: {quoted(response.text, 200)}")
                 raise ServerLostError(f"{self.url}: {self.lost}")
             raise ServerError(self.url, path, response.status_code, response.text)
         try:
@@ -124,8 +124,11 @@ class Server:
         """Whether the server reports that it is healthy; waits as long for a network that is down."""
         end = time.monotonic() + self.patience
         while True:
-            try:
-                return (await self._client.get("/health", timeout=self.patience)).status_code == 200
+            try:  # httpx's own limit begins anew with every byte
+                answer = await asyncio.wait_for(self._client.get("/health", timeout=self.patience), self.patience)
+                return answer.status_code == 200
+            except asyncio.TimeoutError:
+                return False
             except httpx.TransportError as error:
                 if not _unreachable(error) or time.monotonic() > end:
                     return False

@@ -120,6 +120,7 @@ def serve_reward(
             port=port,
             http=bounded_protocol(read_timeout, max_connections),
             ws="none",
+            lifespan="off",  # it has none, and would tell of a second Ctrl-C by a traceback
             h11_max_incomplete_event_size=_HEAD_BYTES,
             timeout_graceful_shutdown=5,
         )
