@@ -31,7 +31,12 @@ def refuse_senseless(parsed: Any) -> None:
     config = plain(parsed)
     command = config.get("subcommand")
     config = config.get(command or "", config)
-    trainer = config.get("trainer") or {}
+    trainer = config.get("trainer")
+    if not isinstance(trainer, dict):
+        raise ValueError(
+            f"trainer={'null' if trainer is None else str(trainer)[:80]}: must be a mapping of the Trainer's "
+            "arguments; leave it out for their defaults."
+        )
     if command == "fit" and trainer.get("limit_train_batches") == 0:
         raise ValueError("trainer.limit_train_batches=0: nothing would be trained. `lightrl validate` evaluates alone.")
     for name, least in AT_LEAST.items():
