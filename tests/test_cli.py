@@ -428,6 +428,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         )
         for device in ("nope", "cuda:99", "meta")
     },
+    **{
+        f"vLLM's {name}": (
+            {"data": {"engine": {"class_path": "VLLMEngine", "init_args": {name: value}}}},
+            f"VLLMEngine.{name}={value!r}: must be",
+        )
+        for name, value in (
+            ("dtype", "int8"),
+            ("gpu_memory_utilization", 5.0),
+            ("tensor_parallel_size", 0),
+            ("max_model_len", 0),
+        )
+    },
     "engine's kwargs": (
         {"data": {"engine": {"class_path": "TransformersEngine", "init_args": {"model_kwargs": {"nope": 1}}}}},
         "TransformersEngine.model_kwargs (nope) with model 'MODEL': Qwen2ForCausalLM.__init__() got an unexpected",
