@@ -10,7 +10,7 @@ from lightrl.redaction import plain_secrets, redact, redact_messages, remember_s
 
 __all__ = ["from_environment", "plain", "redacted", "refuse_senseless"]
 
-AT_LEAST = {"check_val_every_n_epoch": 1, "log_every_n_steps": 0, "num_sanity_val_steps": -1}
+AT_LEAST = {"check_val_every_n_epoch": 1, "log_every_n_steps": 0, "num_sanity_val_steps": -1, "val_check_interval": 1}
 """What Lightning takes silently: argument of the trainer -> least value."""
 
 AT_MOST = {"devices": 100_000, "num_nodes": 1_000_000}

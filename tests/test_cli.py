@@ -413,6 +413,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"trainer": {"callbacks": [{"class_path": "WeightSync", "init_args": {"num_sequences": 10**6}}]}},
         "WeightSync.num_sequences=1000000: must be at most 4,096",
     ),
+    "evaluation every no rollouts": (
+        {"trainer": {"val_check_interval": 0}},
+        "trainer.val_check_interval=0: must be at least 1",
+    ),
     "no model length": (
         {"data": {"engine": {"class_path": "TransformersEngine", "init_args": {"max_model_len": -1}}}},
         "TransformersEngine.max_model_len=-1: must be at least 3, or None",
