@@ -199,6 +199,12 @@ def _packages(error: BaseException) -> list[str]:
     return [frame.f_globals.get("__name__", "").split(".")[0] for frame in frames]
 
 
+def _imported_file(error: BaseException) -> str | None:
+    """The file whose import an error came out of, the last of them; None where it came out of no import."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((code.co_filename for code in reversed(codes) if code.co_name == "<module>"), None)
+
+
 def _raised_in(error: BaseException, package: str) -> bool:
     return _packages(error)[-1:] == [package]
 
@@ -247,6 +253,14 @@ def main(args: Sequence[str] | None = None) -> None:
     except SystemExit as stop:
         if type(stop.__context__).__name__ == "Preempted":  # Lightning exits with 1 after any interrupt
             sys.exit(PREEMPTED)
+        if (file := _imported_file(stop)) is not None:
+            said = f": {redact_text(stop.code)}" if isinstance(stop.code, str) else ""
+            print(
+                f"error: {file}, which the configuration names, ends the program when it is imported{said}. Put what "
+                'is to run as a script below `if __name__ == "__main__":`.',
+                file=sys.stderr,
+            )
+            sys.exit(2)
         raise
     except Exception as error:
         if interrupts.came() and not debug:  # a library that was being loaded is broken by it

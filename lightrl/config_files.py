@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -158,6 +158,29 @@ def expand_configs(args: Sequence[str]) -> list[str]:
     return out
 
 
+def _wrong_parts(value: Any, place: str = "") -> Iterator[str]:
+    """What the command line's parser refuses without saying why: classes whose arguments stand in a wrong place."""
+    if isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _wrong_parts(inner, f"{place}.{number}")
+    if not isinstance(value, dict):
+        return
+    for key, inner in value.items():
+        yield from _wrong_parts(inner, f"{place}.{key}" if place else str(key))
+    if "class_path" not in value:
+        return
+    if not isinstance(name := value["class_path"], str):
+        yield f"{place}.class_path={_shown(name)}: must be the name of a class."
+    if not isinstance(arguments := value.get("init_args", {}), dict):
+        yield f"{place}.init_args={_shown(arguments)}: must be a mapping of {name}'s arguments; leave it out for none."
+    if others := [key for key in value if key not in ("class_path", "init_args", "dict_kwargs")]:
+        yield f"{place}: {', '.join(map(str, others))} beside class_path: a class takes its arguments below init_args."
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)[:80]
+
+
 def _located(name: str, folder: Path, asked_by: str) -> Path:
     """The file that a name stands for.
 
@@ -203,6 +226,8 @@ def _chain(path: Path, above: tuple[Path, ...]) -> list[Path]:
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"{path}: expected settings by name (trainer, model, data), found {found}.")
+    for wrong in _wrong_parts(content):
+        raise ValueError(f"{path}: {wrong}")
     bases = content.get("base")
     if bases is None:
         return [path]

@@ -10,7 +10,7 @@ from lightrl.redaction import plain_secrets, redact, redact_messages, remember_s
 
 __all__ = ["from_environment", "plain", "redacted", "refuse_senseless"]
 
-AT_LEAST = {"check_val_every_n_epoch": 1, "log_every_n_steps": 0, "num_sanity_val_steps": -1}
+AT_LEAST = {"check_val_every_n_epoch": 1, "log_every_n_steps": 0, "num_sanity_val_steps": -1, "val_check_interval": 1}
 """What Lightning takes silently: argument of the trainer -> least value."""
 
 AT_MOST = {"devices": 100_000, "num_nodes": 1_000_000}
@@ -31,7 +31,12 @@ def refuse_senseless(parsed: Any) -> None:
     config = plain(parsed)
     command = config.get("subcommand")
     config = config.get(command or "", config)
-    trainer = config.get("trainer") or {}
+    trainer = config.get("trainer")
+    if not isinstance(trainer, dict):
+        raise ValueError(
+            f"trainer={'null' if trainer is None else str(trainer)[:80]}: must be a mapping of the Trainer's "
+            "arguments; leave it out for their defaults."
+        )
     if command == "fit" and trainer.get("limit_train_batches") == 0:
         raise ValueError("trainer.limit_train_batches=0: nothing would be trained. `lightrl validate` evaluates alone.")
     for name, least in AT_LEAST.items():

@@ -47,8 +47,10 @@ TOKEN_TEXT = re.compile(r"(?!\d+$)[\w.~+/=-]{8,}")
 """What may be a secret under the bare name `tokens`, which holds numbers and special tokens, too."""
 SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-    r"|npm_[A-Za-z0-9]{30,}|AIza[\w-]{35}"
-    r"|xox[abpr]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,1000}\.eyJ[\w-]{10,}\.[\w-]+)|(?<=Bearer )[\w.~+/-]{8,}=*"
+    r"|npm_[A-Za-z0-9]{30,}|AIza[\w-]{35}|(?:nvapi|xai|pplx|tvly|pypi)-[\w-]{16,}|gsk_[A-Za-z0-9]{16,}"
+    r"|[rs]k_live_[A-Za-z0-9]{16,}|ya29\.[\w-]{16,}|dckr_pat_[\w-]{16,}"
+    r"|xox[abpr]-[\w-]{10,}|A[KS]IA[0-9A-Z]{16}|eyJ[\w-]{10,1000}\.eyJ[\w-]{10,}\.[\w-]+)"
+    r"|(?<=[Bb]earer )[\w.~+/-]{8,}=*"
     r"|(?<=hooks\.slack\.com/services/)[\w/]{8,}|(?:(?<=\bAccountKey=)|(?<=\bSharedAccessKey=))[\w+/]{8,}=*"
     r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)"
 )
@@ -57,16 +59,25 @@ URL_LOGIN = re.compile(  # up to the last @, which a password may hold, too; one
     r"|(?:(?<=http://)|(?<=https://))(?!\$\{env:)([^/\s@:?#'\"]+)(?=@)"  # a name alone is a token there
 )
 HEADER = re.compile(
-    r"(?i)\b((?:proxy-)?authorization|api-key|ocp-apim-subscription-key|x-[a-z-]{0,40}(?:key|token|secret)):"
-    r" *((?:basic|bearer|token|digest) +)?([^\s'\",;]+)"
+    r"(?i)\b((?:proxy-)?authorization|api[_-]key|ocp-apim-subscription-key|x-[a-z-]{0,40}(?:key|token|secret))['\"]?:"
+    r" *['\"]?((?:basic|bearer|token|digest) +)?([^\s'\",;]+)"
 )
 LOGIN_OPTION = re.compile(r"\bcurl\b[^\n]{0,300}? (?:-u|--user)[ =]?['\"]?(?:\$\{env:\w+\}|[^\s:'\"$])+:([^\s'\"]+)")
+OPTION = re.compile(
+    r"(?i)(?<![\w-])--(?!(?:pad|eos|bos|unk|sep|cls|mask)[_-])(?:[\w.-]*[_.-])?(?:token|secret|passw(?:or)?d|passphrase"
+    r"|(?:api|access|auth|private|secret)[_-]?key)(?:=['\"]?([^\s'\"]{4,})| +['\"]?(?!-)([^\s'\"]{8,}))"
+)
+"""Of a command in a text; in prose the word behind an option is mostly shorter."""
+ASSIGNED = re.compile(  # of an environment or a database's address
+    r"(?<![\w?&#.-])(?:(?!(?:PAD|EOS|BOS|UNK|SEP|CLS|MASK)_)[A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY)"
+    r"|[Pp]assword)=['\"]?([^\s'\"&;]{4,})"
+)
 URL_KEY = re.compile(
     r"(?i)(?<=[?&#])((?:[\w.-]*[_.-])?(?:token|secret|pass(?:word|wd|phrase)?|pwd|sig|signature|credential|auth)"
     r"|(?:[\w.-]*subscription[_-]|(?:access|auth)[_-])?key"
-    r"|api[_-]?key|\w*accesskey)=([^&\s#'\"]+)"
+    r"|(?:[\w.-]*[_.-])?api[_-]?key|jwt|\w*accesskey)=([^&\s#'\"]+)"
 )
-SECRET_AT_END = (URL_LOGIN, URL_KEY, HEADER, LOGIN_OPTION)
+SECRET_AT_END = (URL_LOGIN, URL_KEY, HEADER, LOGIN_OPTION, OPTION, ASSIGNED)
 """Patterns whose last group is the secret, which they end in."""
 REFERENCE = re.compile(r"\$\{env:([A-Za-z_]\w*)\}")
 
@@ -269,10 +280,18 @@ def _under(name: str, key: Any, value: Any) -> str:
 
 
 def _named(values: Sequence[Any], name: str) -> Iterator[tuple[Any, str]]:
-    """The entries of a list with the names that count for them; of a header and its value, the header's."""
+    """The entries of a list with the names that count for them.
+
+    Of a header and its value that is the header's; of an argument behind an option (`--name`) the option's.
+    """
     pair = len(values) == 2 and isinstance(values[0], str) and HEADER_NAME.match(values[0])
     name = "" if name.lower() == "tokens" else name  # of a tokenizer
-    return ((value, values[0] if pair and number else name) for number, value in enumerate(values))
+    option = ""
+    for number, value in enumerate(values):
+        begins = isinstance(value, str) and value.startswith("--")
+        argument = isinstance(value, str) and not begins and _is_secret(option)
+        yield value, values[0] if pair and number else option if argument else name
+        option = _last(value).replace("-", "_") if begins else ""
 
 
 def _is_secret(name: str, value: str = "") -> bool:

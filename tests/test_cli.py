@@ -349,6 +349,31 @@ def test_resume_takes_yaml_and_refuses_another_class(
 # ---- mistakes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("given", [None, [1], 5])
+def test_a_trainer_that_is_no_mapping_is_refused(
+    given: Any, write: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`trainer:` with nothing below it is null to YAML."""
+    path = Path(write())
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"trainer": given}))
+    shown = "null" if given is None else given
+    assert f"trainer={shown}: must be a mapping of the Trainer's arguments" in refused(capsys, "--config", str(path))
+
+
+@pytest.mark.parametrize("place", ["rewards", "model", "file"])
+def test_a_script_whose_import_ends_the_program_is_named(
+    place: str, write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / f"ending_{place}.py"
+    script.write_text("import sys\nsys.exit('no data')\n")
+    if place == "model":
+        config = write(f"{script.stem}.Module")
+    else:
+        config = write(data={"rewards": [f"{script.stem}.reward" if place == "rewards" else f"{script}:reward"]})
+    message = refused(capsys, "--config", config)
+    assert f"{script}, which the configuration names, ends the program when it is imported: no data" in message
+
+
 def test_unknown_class_file_and_argument(write: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     config = write()
     assert "NoSuchModule" in refused(capsys, "--config", config, "--model", "NoSuchModule")
@@ -389,9 +414,57 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"trainer": {"callbacks": [{"class_path": "WeightSync", "init_args": {"num_sequences": 10**6}}]}},
         "WeightSync.num_sequences=1000000: must be at most 4,096",
     ),
+    "evaluation every no rollouts": (
+        {"trainer": {"val_check_interval": 0}},
+        "trainer.val_check_interval=0: must be at least 1",
+    ),
     "no model length": (
         {"data": {"engine": {"class_path": "TransformersEngine", "init_args": {"max_model_len": -1}}}},
         "TransformersEngine.max_model_len=-1: must be at least 3, or None",
+    ),
+    "engine's dtype": (
+        {"data": {"engine": {"class_path": "TransformersEngine", "init_args": {"dtype": "int8"}}}},
+        "TransformersEngine.dtype='int8': give float32, bfloat16",
+    ),
+    **{
+        f"engine's device {device}": (
+            {"data": {"engine": {"class_path": "TransformersEngine", "init_args": {"device": device}}}},
+            f"TransformersEngine.device='{device}': this machine, or this build of torch, has none",
+        )
+        for device in ("nope", "cuda:99", "meta")
+    },
+    **{
+        f"vLLM's {name}": (
+            {"data": {"engine": {"class_path": "VLLMEngine", "init_args": {name: value}}}},
+            f"VLLMEngine.{name}={value!r}: must be",
+        )
+        for name, value in (
+            ("dtype", "int8"),
+            ("gpu_memory_utilization", 5.0),
+            ("tensor_parallel_size", 0),
+            ("max_model_len", 0),
+        )
+    },
+    "engine's kwargs": (
+        {"data": {"engine": {"class_path": "TransformersEngine", "init_args": {"model_kwargs": {"nope": 1}}}}},
+        "TransformersEngine.model_kwargs (nope) with model 'MODEL': Qwen2ForCausalLM.__init__() got an unexpected",
+    ),
+    "folder below the model's": (
+        {"model": {"actor": {"path": "MODEL", "kwargs": {"subfolder": "nope"}}}},
+        "kwargs (subfolder) with model 'MODEL': Unrecognized model",
+    ),
+    "abstract class": ({"data": {"engine": "Engine"}}, "error: data.engine: 'Engine' is abstract: name a class"),
+    "arguments that are null": (
+        {"data": {"engine": {"class_path": "TransformersEngine", "init_args": None}}},
+        "run.yaml: data.init_args.engine.init_args=null: must be a mapping of TransformersEngine's arguments",
+    ),
+    "arguments beside the class": (
+        {"trainer": {"callbacks": [{"class_path": "SampleLog", "every_n_rollouts": 2}]}},
+        "run.yaml: trainer.callbacks.0: every_n_rollouts beside class_path: a class takes its arguments below",
+    ),
+    "class that is no name": (
+        {"data": {"engine": {"class_path": ["TransformersEngine"]}}},
+        "run.yaml: data.init_args.engine.class_path=['TransformersEngine']: must be the name of a class",
     ),
     "minibatch_size": ({"model": {"minibatch_size": 3}}, "minibatch_size=3 does not divide the rollout's 8 sequences"),
     "no reward": ({"data": {"rewards": [{}]}}, "data.init_args.rewards.0={}: names nothing"),
@@ -447,7 +520,15 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 WHEN_LOADED = {"minibatch_size", "max_new_tokens", "frozen", "adapter's layers", "kwargs"}
-WHEN_LOADED |= {"scheduler", "optimizer", "closure", "plateau", "step size"}
+WHEN_LOADED |= {
+    "engine's kwargs",
+    "folder below the model's",
+    "scheduler",
+    "optimizer",
+    "closure",
+    "plateau",
+    "step size",
+}
 """What is seen when the model is there, or the first rollout."""
 
 

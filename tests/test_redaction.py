@@ -124,6 +124,42 @@ from lightrl.rewards import RemoteReward, RewardError
             ["curl -s -u me:pass1 http://h", "curl --user 'me:pa' h", "x-functions-key: abc"],
             ["curl -s -u me:*** http://h", "curl --user 'me:***' h", "x-functions-key: ***"],
         ),
+        (
+            {
+                "command": ["npx", "server", "--api-key", "plain", "--n", "3", "--my.token=plain", "x"],
+                "args": ["--token"],
+            },
+            {"command": ["npx", "server", "--api-key", "***", "--n", "3", "--my.token=***", "x"], "args": ["--token"]},
+        ),
+        (
+            ["a.py --api-key plain-key --n 3", "env OPENAI_API_KEY=plain a.py --hf_token='plain'"],
+            ["a.py --api-key *** --n 3", "env OPENAI_API_KEY=*** a.py --hf_token='***'"],
+        ),
+        (
+            ["Server=db;Password=plain;Uid=me", "host=db password=plain dbname=x", "h?x-api-key=a&jwt=b"],
+            ["Server=db;Password=***;Uid=me", "host=db password=*** dbname=x", "h?x-api-key=***&jwt=***"],
+        ),
+        ([f"nvapi-{'a' * 20}", f"gsk_{'a' * 20}", f"xai-{'a' * 20}", f"ASIA{'A' * 16}"], ["***"] * 4),
+        (
+            {"headers": '{"Authorization": "Basic abc=", "api_key": "plain"}'},
+            {"headers": '{"Authorization": "Basic ***", "api_key": "***"}'},
+        ),
+        (
+            {
+                "command": [
+                    "a.py",
+                    "--api-key",
+                    "${env:KEY}",
+                    "--api-key=${env:KEY}",
+                    "--eos-token",
+                    "<eos>",
+                    "--n",
+                    "1",
+                ],
+                "text": "--token is missing; EOS_TOKEN=<eos> KEY=${env:KEY} HF_TOKEN=${env:HF}; max_tokens=3456",
+            },
+            None,
+        ),
         (["curl -u ${env:USER}:${env:PW} http://h", "sort -u a:b", "curl http://h:80/x", "per-token: 3"], None),
     ],
 )
@@ -158,7 +194,7 @@ def test_no_argument_passes_for_a_secret_that_is_none(root: Path) -> None:
 
 def test_redacting_a_long_text_takes_no_long_time() -> None:
     begun = time.monotonic()
-    named = ("AccountKey=", "a-key", "x-key: ", "x-")
+    named = ("AccountKey=", "a-key", "x-key: ", "x-", "--", "--a-", "A_TOKEN", "A=")
     for part in ("curl -u ", "curl ", "-----BEGIN PRIVATE KEY-----", "://x:", "eyJ-", *named):
         redact_text(part * 20_000)
         redact({part * 20_000: "x"})

@@ -261,6 +261,29 @@ def test_samples_of_what_a_resumed_run_repeats_are_those_of_its_last_pass(tmp_pa
     assert [each["completion"] for each in read_run(run, "run").samples] == ["a", "b", "c", "d", "e"]
 
 
+def test_a_folder_that_goes_while_a_run_is_looked_through_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As checkpoints that are folders do, of a run that goes on; and one that nobody can look into ends in words."""
+    run = write_run(tmp_path / "run", training(0, 2))
+    (tmp_path / "run" / "rollout=2.ckpt" / "parts").mkdir(parents=True)
+    scan, left = os.scandir, [1]
+
+    def scandir(path: Any) -> Any:
+        if Path(path).name == "parts" and left[0]:
+            left[0] -= 1
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return scan(path)
+
+    monkeypatch.setattr("os.scandir", scandir)
+    assert read_run(run, "run_dir").checkpoints == [(2, "rollout=2.ckpt")]
+    left[0] = 10**6
+    with pytest.raises(SystemExit) as stop:
+        main(["report", str(run)])
+    assert stop.value.code == 2
+    assert "run' cannot be looked through: [Errno 2] No such file or directory" in capsys.readouterr().err
+
+
 def test_only_regular_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A pipe would be waited for without end."""
     run = tmp_path / "run"

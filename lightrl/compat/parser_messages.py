@@ -35,6 +35,7 @@ LINES = 10
 FEW = 12
 """So many names are listed where none is like the misspelt one."""
 TYPE = re.compile(r"^Expected an? (.+?)\.?(?: Got value: (.*))?$")
+ABSTRACT = re.compile(r"^Expected an instantiatable class, but (\S+) is abstract")
 
 
 def short_message(text: str, known: Iterable[str] = ()) -> str:
@@ -74,6 +75,8 @@ def short_message(text: str, known: Iterable[str] = ()) -> str:
         elif BOILERPLATE.match(line):
             if "NoneType" in line and types and given is None:
                 types.append("null")
+        elif found := ABSTRACT.match(line):
+            findings.append(f"'{found[1]}' is abstract: name a class that is derived from it")
         elif found := TYPE.match(line):
             types.append(re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.", lambda m: m[1] or "", found[1]))
             given = found[2] if found[2] is not None and given is None else given
@@ -91,7 +94,7 @@ def short_message(text: str, known: Iterable[str] = ()) -> str:
         if names != types and not PLAIN.intersection(names):
             name = next(name for name in types if name not in names).rpartition(": ")[2]
             return f"{place}'{name}' is no known class and no import path.{_suggestion(name, known)}"
-        return f"{'.'.join(where)}={given!r}: expected {' or '.join(dict.fromkeys(names))}."
+        return f"{'.'.join(where)}={given and _cut(given)!r}: expected {' or '.join(dict.fromkeys(names))}."
     # An alternative whose class has other arguments is not the one that was meant.
     findings = [finding for finding in findings if " got an unexpected keyword argument " not in finding] or findings
     first = findings[0]

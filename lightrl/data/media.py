@@ -6,17 +6,19 @@ import base64
 import binascii
 import io
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlparse
 
+import datasets
 import numpy as np
 
 from lightrl.arguments import one_of, user_path
 from lightrl.data.files import one_line
 from lightrl.data.rows import RowError, RowSource
+from lightrl.rewards.media import open_image
 from lightrl.types import Media
 
 __all__ = ["COLUMNS", "MediaError", "MediaSource", "decode", "require_present"]
@@ -81,12 +83,42 @@ class MediaSource(RowSource):
         """As `on_media_error` says for media, as `on_bad_row` says for the rest."""
         return self.on_media_error == "drop" if isinstance(error, MediaError) else super().drops(error)
 
+    def read_row(self, data: Any, number: int) -> dict[str, Any]:
+        """A row; `datasets` decodes its media when it is read.
+
+        Raises:
+            MediaError: they cannot be decoded.
+        """
+        if not isinstance(data, datasets.Dataset):
+            row: dict[str, Any] = data[number]
+            return row
+        try:
+            for picture in _pictures(data, number):
+                open_image(picture).close()  # refuses what is none before `datasets` opens it
+            row = data[number]
+        except Exception as error:  # on broken files PIL raises nearly anything
+            raise MediaError(f"{self.where(number)}: {one_line(error)}") from error
+        return row
+
     def media_root(self) -> Path:
         """Where relative paths start."""
         if self.media_folder is not None:
             return user_path("media_folder", self.media_folder)
         local = user_path("path", self.path) if self.path is not None else Path()
         return local.parent if local.is_file() else Path()
+
+
+def _pictures(data: datasets.Dataset, number: int) -> Iterator[Any]:
+    """The files of a row's pictures that `datasets` has not decoded yet: in memory, or paths."""
+    kinds = {name: getattr(feature, "feature", feature) for name, feature in data.features.items()}  # of lists, too
+    names = [name for name, kind in kinds.items() if isinstance(kind, datasets.Image)]
+    rows = data.select_columns(names).with_format("arrow")[number : number + 1].to_pylist() if names else []
+    for found in (found for row in rows for found in row.values()):
+        for value in found if isinstance(found, list) else [found]:
+            if value is not None and value["bytes"] is not None:
+                yield io.BytesIO(value["bytes"])
+            elif value is not None and Path(value["path"]).is_file():
+                yield value["path"]
 
 
 def decode(found: Sequence[tuple[str, Any]], source: MediaSource) -> Media:
@@ -202,7 +234,7 @@ def _image(value: Any, root: Path) -> Any:
         content = _content(value, root)
         if content is None:
             return Image.fromarray(_pixels(value))
-        image = Image.open(io.BytesIO(content) if isinstance(content, bytes) else content)
+        image = open_image(io.BytesIO(content) if isinstance(content, bytes) else content)
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
@@ -277,10 +309,10 @@ def _spread(total: int, wanted: int, limit: int) -> list[int]:
 
 
 def _video_file(content: bytes | Path, source: MediaSource) -> tuple[list[Any], list[float]]:
-    from PIL import Image, UnidentifiedImageError
+    from PIL import UnidentifiedImageError
 
     try:
-        moving = Image.open(io.BytesIO(content) if isinstance(content, bytes) else content)
+        moving = open_image(io.BytesIO(content) if isinstance(content, bytes) else content)
     except UnidentifiedImageError:
         return _with_opencv(content, source)
     frames, starts, clock = [], [], 0.0

@@ -365,7 +365,7 @@ class _MapRows(OpenSource):
         self.kept = spec.good_rows(data, self.read_columns, self.check)
         bad = len(data) - len(self.kept)
         if self.drops:
-            self.kept = [i for i in self.kept if self.keeps(i, data[i])]
+            self.kept = [i for i in self.kept if self._keeps(i)]
         if self.counts["dropped"]:
             rank_zero_info(
                 f"{spec.label}: {self.counts['dropped']} of {len(data)} prompts are longer than "
@@ -375,6 +375,13 @@ class _MapRows(OpenSource):
         if not self.kept:
             raise ValueError(f"{spec.label}: every prompt is longer than max_prompt_tokens={spec.max_prompt_tokens}.")
         self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.arange(len(self.kept)))
+
+    def _keeps(self, index: int) -> bool:
+        try:
+            row = self.spec.read_row(self.data, index)
+        except RowError as error:
+            return not self.drop(index, error)
+        return self.keeps(index, row)
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -402,17 +409,10 @@ class _MapRows(OpenSource):
             index = self.kept[(number + step) % len(self.kept)]
             if index not in self.broken:
                 try:
-                    return self.make(index, self._read(index))
+                    return self.make(index, self.spec.read_row(self.data, index))
                 except RowError as error:
                     self.drop(index, error)
         raise ValueError(f"{self.spec.label}: no row is left, all of them (or their media) are broken.")
-
-    def _read(self, index: int) -> dict[str, Any]:
-        try:
-            row: dict[str, Any] = self.data[index]
-        except (OSError, SyntaxError) as error:  # `datasets` decodes images when a row is read
-            raise MediaError(f"{self.spec.where(index)}: {error}") from error
-        return row
 
 
 class _StreamRows(OpenSource):

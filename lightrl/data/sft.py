@@ -87,7 +87,7 @@ class SFTSource(ConversationSource):
         numbers, kept, bad, said = [], [], len(data) - len(good), time.monotonic()
         for i in good:
             try:
-                prompt, completion, _ = self._encode(tokenizer, i, data[i], processor)
+                prompt, completion, _ = self._encode(tokenizer, i, self.read_row(data, i), processor)
             except RowError as error:
                 if not self.drops(error):
                     raise
@@ -116,7 +116,7 @@ class SFTSource(ConversationSource):
             return SFTRows(kept)
 
         def inputs(i: int) -> dict[str, Any]:
-            return self._encode(tokenizer, i, data[i], processor)[2]
+            return self._encode(tokenizer, i, self.read_row(data, i), processor)[2]
 
         return SFTRows(kept, [partial(inputs, i) for i in numbers])
 

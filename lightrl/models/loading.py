@@ -42,6 +42,7 @@ __all__ = [
     "load_model",
     "load_scalar",
     "longest_sequence",
+    "named_kwargs",
     "positions_of",
     "require_model",
     "return_router_logits",
@@ -148,14 +149,9 @@ def load_model(
         model = auto_class.from_config(config, dtype=dtype, **kwargs)
     else:
         kwargs = {**spec.kwargs, **(_quantization(dtype) if lora is not None and lora.quantize_4bit else {})}
-        try:
-            told: Any = {**kwargs, "output_loading_info": True}
-            with _readable(spec):
-                model, info = auto_class.from_pretrained(spec.path, config=config, dtype=dtype, **told)
-        except (TypeError, ValueError) as error:
-            if not spec.kwargs:
-                raise
-            raise ValueError(f"kwargs ({', '.join(spec.kwargs)}) with model {spec.path!r}: {error}") from error
+        told: Any = {**kwargs, "output_loading_info": True}
+        with _readable(spec), named_kwargs("kwargs", spec.path, spec.kwargs):
+            model, info = auto_class.from_pretrained(spec.path, config=config, dtype=dtype, **told)
         _refuse_random(model, spec, info["missing_keys"], new_head=new_head and trainable)
         _refuse_nonfinite(model, spec)
     return _prepared(model, spec, trainable=trainable)
@@ -235,7 +231,23 @@ def _without_weights(auto_class: Any, config: Any, dtype: torch.dtype) -> PreTra
 
 
 def _config(spec: ModelSpec) -> Any:
-    return AutoConfig.from_pretrained(spec.path, **{k: v for k, v in spec.kwargs.items() if k in CONFIG_KEYS})
+    with named_kwargs("kwargs", spec.path, spec.kwargs):
+        return AutoConfig.from_pretrained(spec.path, **{k: v for k, v in spec.kwargs.items() if k in CONFIG_KEYS})
+
+
+@contextmanager
+def named_kwargs(name: str, path: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Names the arguments that the user handed on to `from_pretrained` where transformers takes them badly.
+
+    Args:
+        name: of the argument that holds them. path: the model's. kwargs: they; where there are none, errors stay.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, OSError) as error:
+        if not kwargs or (isinstance(error, OSError) and error.errno is not None):  # a disk's
+            raise
+        raise ValueError(f"{name} ({', '.join(kwargs)}) with model {path!r}: {error}") from error
 
 
 def causal_class(config: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightrl.config_files import load_yaml
 
-__all__ = ["Run", "Series", "read_run", "runs_below"]
+__all__ = ["Run", "Series", "found_below", "read_run", "runs_below"]
 
 Series = dict[int, float]
 """Step, as in the loggers (0 is the first rollout, -1 before it), -> value. Sorted by step."""
@@ -81,7 +81,8 @@ def read_run(folder: Path, argument: str) -> Run:
     for i in used:
         restart(metrics, tables[i])
         for record in read_samples(folders[i] / "samples.jsonl", folder, left_out):
-            samples = [old for old in samples if old["step"] <= record["step"]]  # a resumed run repeats its last steps
+            if samples and samples[-1]["step"] > record["step"]:  # a resumed run repeats its last steps
+                samples = [old for old in samples if old["step"] <= record["step"]]
             samples.append(record)
     metrics = {name: dict(sorted(series.items())) for name, series in sorted(metrics.items()) if series}
     if not metrics:
@@ -96,7 +97,7 @@ def read_run(folder: Path, argument: str) -> Run:
 
 def checkpoints(folder: Path) -> list[tuple[int, str]]:
     """(rollouts done, path) of the checkpoints whose name says after how many rollouts they were saved."""
-    found = [(re.search(r"rollout=(\d+)", path.name), path) for path in sorted(folder.rglob("*.ckpt"))]
+    found = [(re.search(r"rollout=(\d+)", path.name), path) for path in found_below(folder, "**/*.ckpt")]
     return [(int(match[1]), path.relative_to(folder).as_posix()) for match, path in found if match]
 
 
@@ -137,12 +138,25 @@ def require_inside(paths: Iterable[Path], folder: Path, argument: str) -> None:
             )
 
 
+def found_below(folder: Path, pattern: str) -> list[Path]:
+    """What a folder has below it, sorted; looked for again where a folder went meanwhile, as a running run's do."""
+    for left in (2, 1, 0):
+        try:
+            return sorted(folder.glob(pattern))
+        except (OSError, RecursionError) as error:
+            if not left:
+                raise ValueError(
+                    f"{str(folder)!r} cannot be looked through: {error}. Give the folder of a run, or of runs alone."
+                ) from error
+    raise AssertionError("unreachable")
+
+
 def runs_below(folder: Path) -> list[Path]:
     """Folders of runs that lie below one that is no run itself, the one written to last first."""
     written: dict[Path, float] = {}
     if [*folder.glob("metrics.csv"), *folder.glob("version_*/metrics.csv")]:
         return []
-    for path in folder.glob("*/**/metrics.csv"):
+    for path in found_below(folder, "*/**/metrics.csv"):
         if is_file_inside(path, folder):
             version = re.fullmatch(r"version_\d+", path.parent.name) is not None
             run = path.parent.parent if version else path.parent
@@ -159,7 +173,7 @@ def metric_folders(folder: Path, argument: str, left_out: list[str]) -> list[Pat
         return sorted(versions, key=lambda path: (len(path.name), path.name))
     if not folder.is_dir():
         raise ValueError(f"{argument}={str(folder)!r}: there is no such folder.")
-    below = sorted({str(path.parent) for path in folder.glob("*/**/metrics.csv") if path.is_file()})
+    below = sorted({str(path.parent) for path in found_below(folder, "*/**/metrics.csv") if path.is_file()})
     hint = f" Did you mean one of {', '.join(below)}?" if below else ""
     raise ValueError(
         f"{argument}={str(folder)!r}: no metrics.csv in {folder} or in {folder / 'version_*'}. Give the folder of a "

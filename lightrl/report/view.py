@@ -16,7 +16,8 @@ from lightrl import __version__
 from lightrl.arguments import at_least
 from lightrl.report.assets import asset
 from lightrl.report.atif import BROKEN, write_atif
-from lightrl.report.read import is_file_inside, is_number, regular_files, require_inside, tell
+from lightrl.report.read import found_below, is_file_inside, is_number, regular_files, require_inside, tell
+from lightrl.rewards.media import open_image
 from lightrl.storage import atomic_write
 
 __all__ = ["view"]
@@ -69,7 +70,7 @@ def view(
 
 def _newest(folder: Path, most: int, left_out: list[str]) -> tuple[list[dict[str, Any]], int]:
     """Records of the newest rollouts, the oldest of them first, and the number of rollouts that are older."""
-    found = sorted(folder.glob("**/rollout=*/rank*.jsonl")) or sorted(folder.glob("rank*.jsonl"))
+    found = found_below(folder, "**/rollout=*/rank*.jsonl") or found_below(folder, "rank*.jsonl")
     if not folder.is_dir():
         raise ValueError(f"run_dir={str(folder)!r}: there is no such folder.")
     require_inside(found, folder, "run_dir")
@@ -256,11 +257,9 @@ def _said(message: Any) -> str:
 
 def _data_url(path: Path, left_out: list[str]) -> str:
     """A small copy of a picture; "" where it cannot be read, which `left_out` then says."""
-    from PIL import Image
-
     buffer = io.BytesIO()
     try:
-        with Image.open(path) as picture:
+        with open_image(path) as picture:
             picture.thumbnail((THUMBNAIL, THUMBNAIL))
             picture.save(buffer, format="PNG")
     except Exception as error:  # of broken files PIL raises nearly anything

@@ -9,12 +9,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MEDIA", "decode_images", "decode_videos", "encode_media", "encode_rows", "png"]
+__all__ = ["MEDIA", "decode_images", "decode_videos", "encode_media", "encode_rows", "open_image", "png"]
 
 MEDIA = ("images", "videos", "audios")
 """Names under which reward functions get a row's media."""
 
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+
+
+def open_image(file: Any) -> Any:
+    """A PIL image of a path or a binary file, whoever wrote it: of every form that PIL reads, less PostScript (EPS).
+
+    That is a program, which PIL has Ghostscript run.
+
+    Raises:
+        ValueError: it is PostScript. Or what PIL raises, which is nearly anything for broken files.
+    """
+    from PIL import Image
+
+    image = Image.open(file)
+    if image.format == "EPS":
+        image.close()
+        raise ValueError("PostScript (EPS) is a program and is not run: convert it, for example to PNG")
+    return image
 
 
 def png(image: Any) -> bytes:
@@ -91,11 +108,9 @@ class _Decoder:
         return value or []
 
     def __call__(self, text: Any, row: int) -> Any:
-        from PIL import Image
-
         try:
             encoded = text.split(",", 1)[1] if text.startswith("data:") else text
-            image = Image.open(io.BytesIO(base64.b64decode(encoded, validate=True)))
+            image = open_image(io.BytesIO(base64.b64decode(encoded, validate=True)))
             self.left -= image.width * image.height
             if self.left >= 0:
                 image.load()

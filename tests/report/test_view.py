@@ -280,6 +280,18 @@ def test_what_somebody_else_wrote_is_shown_as_far_as_it_can_be(
     assert capsys.readouterr().err.splitlines() == [f"Left out: {line}" for line in head["missing"]]
 
 
+def test_a_picture_that_is_a_program_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PIL has Ghostscript run PostScript, whatever the file is called."""
+    ran: list[Any] = []
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args: ran.append(args))
+    run = write(tmp_path, [{**record(0, 0, random.Random(0)), "media": {"images": ["a.png"]}}])
+    start = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(a) print\n%%EOF\n"
+    (run / "rollouts" / "rollout=000010" / "a.png").write_bytes(start)
+    head = head_of(view(run))
+    assert head["pictures"] == [""] and "PostScript (EPS) is a program and is not run" in head["missing"][0]
+    assert ran == []
+
+
 def test_a_folder_without_trajectories_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no saved trajectories.*SaveRollouts"):
         view(tmp_path)

@@ -10,11 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset, Features, Value
+from datasets import Image as DatasetsImage
 from PIL import Image
 
 from lightrl.data.media import MediaError, MediaSource, decode
 from lightrl.data.processing import shown
 from lightrl.data.prompts import PromptSource
+from lightrl.data.sft import SFTSource
+from lightrl.rewards.media import decode_images
 from tests.vision.conftest import film, mixed_rows, picture
 
 
@@ -161,6 +165,51 @@ def test_a_broken_file_stops_the_run_or_is_dropped_and_counted(folder_of: Any, t
     )
     for _ in range(2):
         assert prompts.batch(0, 4).indices == [0, 2, 0, 0] and prompts.counts["dropped"] == 2
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(a) print\n%%EOF\n"
+
+
+@pytest.fixture()
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was given to Ghostscript."""
+    given: list[Any] = []
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args: given.append(args))
+    return given
+
+
+def test_postscript_is_a_program_and_is_not_run(tmp_path: Path, ran: list[Any]) -> None:
+    (tmp_path / "innocent.png").write_bytes(POSTSCRIPT)
+    for kind in ("image", "video"):
+        for value in (POSTSCRIPT, base64.b64encode(POSTSCRIPT).decode(), str(tmp_path / "innocent.png")):
+            with pytest.raises(MediaError, match=rf"{kind} 1 cannot be read: .*PostScript \(EPS\) is a program"):
+                decode([(kind, value)], source())
+    with pytest.raises(ValueError, match="images, row 0"):
+        decode_images([base64.b64encode(POSTSCRIPT).decode()])
+    assert ran == []
+
+
+@pytest.mark.parametrize("what", ["postscript", "bomb"])
+def test_pictures_that_datasets_would_decode_are_refused_or_dropped(
+    what: str, folder_of: Any, ran: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Parquet file of the hub has them as a feature, decoded when a row is read."""
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 1000)
+    bad = {"postscript": POSTSCRIPT, "bomb": png(Image.new("L", (90, 90)))}[what]
+    features = Features({"prompt": Value("string"), "completion": Value("string"), "image": DatasetsImage()})
+    images = [{"bytes": png(picture(16, 16)), "path": None}, {"bytes": bad, "path": None}]
+    data = Dataset.from_dict({"prompt": ["it?"] * 2, "completion": ["a"] * 2, "image": images}, features=features)
+    folder = folder_of("idefics3")
+    with pytest.raises(MediaError, match="row 1: .*(PostScript|DecompressionBombError)"):
+        PromptSource(rows=data).load(folder.tokenizer, processor=folder.processor, shuffle=False).rows([1])
+    with pytest.raises(MediaError, match="row 1: .*(PostScript|DecompressionBombError)"):
+        SFTSource(rows=data).tokenized(folder.tokenizer, folder.processor)
+    for cap in ({}, {"max_prompt_tokens": 2000, "overlong": "drop"}):
+        prompts = PromptSource(rows=data, on_media_error="drop", **cap).load(
+            folder.tokenizer, processor=folder.processor, shuffle=False
+        )
+        assert prompts.batch(0, 2).indices == [0, 0] and prompts.counts["dropped"] == 1
+    assert ran == []
 
 
 def test_over_long_prompts_are_never_cut_through_an_image(folder_of: Any) -> None:

@@ -24,9 +24,10 @@ from lightrl.engines.transformers.decoding import Generation
 from lightrl.kernels import cpu
 from lightrl.kernels.cpu.decoder import SHORT_PROMPT, CPUDecoder
 from lightrl.kernels.cpu.decoder_model import CPUModel, copy_by_rows
-from lightrl.models.loading import CONFIG_KEYS, causal_class, longest_sequence
+from lightrl.models.loading import CONFIG_KEYS, causal_class, longest_sequence, named_kwargs
 from lightrl.models.packing.attention import keep_attention_caps
 from lightrl.models.routing import Routers, RoutingPass
+from lightrl.models.spec import DTYPES
 from lightrl.types import CompletionGroup, EngineContext, GenerationRequest, Routes
 
 __all__ = ["TransformersEngine"]
@@ -34,6 +35,18 @@ __all__ = ["TransformersEngine"]
 log = logging.getLogger(__name__)
 
 _LOGPROB_TOKENS = 4096  # tokens (with padding) of one forward of `logprobs`
+
+
+def _there(device: str) -> bool:
+    """Whether something can be computed on a device of this name, as far as torch tells."""
+    try:
+        named = torch.device(device)
+    except RuntimeError:  # no device's name
+        return False
+    module: Any = getattr(torch, named.type, None)  # a backend that is plugged in may have none
+    if not (hasattr(module, "device_count") and hasattr(module, "is_available")):
+        return named.type != "meta"
+    return bool(module.is_available()) and (named.index or 0) < module.device_count()
 
 
 class TransformersEngine(Engine):
@@ -48,7 +61,7 @@ class TransformersEngine(Engine):
         max_batch_tokens: most tokens whose keys and values are held at a time, in the same way; with the CPU kernels
             as many more of conversations that wait for their environment, so that a next turn costs its new tokens.
         max_model_len: most tokens of prompt and completion; None takes the model's `max_position_embeddings`.
-        dtype: "float32", "bfloat16" or "float16"; None takes the trainer's.
+        dtype: "float32", "bfloat16", "float16" or "float64"; None takes the trainer's.
         device: None takes the trainer's.
         cpu_kernels: decode plain Llama-shaped models on a CPU by `lightrl.kernels.cpu`, several times faster than by
             the model's own code; None does so unless the environment has LIGHTRL_CPU_KERNELS=0.
@@ -79,7 +92,16 @@ class TransformersEngine(Engine):
         shortest = "TransformersEngine.max_model_len", max_model_len, 3  # what the canary of the weights asks for
         self._max_model_len = at_least(*shortest, or_none="for the model's own")
         self.cpu_kernels = cpu_kernels
+        if dtype not in (None, *DTYPES):
+            raise ValueError(
+                f"TransformersEngine.dtype={dtype!r}: give {', '.join(DTYPES)}, or None for the trainer's."
+            )
         self._dtype = dtype
+        if device is not None and not _there(device):
+            raise ValueError(
+                f"TransformersEngine.device={device!r}: this machine, or this build of torch, has none; give cpu, cuda "
+                "or cuda:NUMBER, or None for the trainer's."
+            )
         self._device = device
         self._model_kwargs = dict(model_kwargs or {})
         self._model: Any = None
@@ -97,6 +119,10 @@ class TransformersEngine(Engine):
         self.dtype = self._dtype or context.dtype
         dtype = getattr(torch, self.dtype)
         path, kwargs = context.model_path, self._model_kwargs
+        with named_kwargs("TransformersEngine.model_kwargs", path, kwargs):
+            self._begin(context, path, kwargs, dtype)
+
+    def _begin(self, context: EngineContext, path: str, kwargs: dict[str, Any], dtype: torch.dtype) -> None:
         # Making a module draws random numbers, which the trainer would miss.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(context.seed)  # torch.manual_seed would reach the accelerators' too

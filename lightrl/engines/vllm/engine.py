@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from lightrl.arguments import above
+from lightrl.arguments import above, at_least, fraction, one_of
 from lightrl.background import FairLock
 from lightrl.engines.base import (
     Engine,
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["VLLMEngine", "completion_seed"]
 
 _CPU_KV_BYTES = 256 << 20
+DTYPES = ("float32", "bfloat16", "float16", "auto", "half", "float")
 
 
 def _gpu_number(context: EngineContext) -> int:
@@ -164,11 +165,13 @@ class VLLMEngine(Engine):
             raise ValueError("VLLMEngine.engine_args: leave out worker_extension_cls, LightRL pushes weights by it.")
         super().__init__()
         self.model = model
-        self.requested_dtype = dtype
+        self.requested_dtype = None if dtype is None else one_of("VLLMEngine.dtype", dtype, *DTYPES)
         self.in_process = in_process
-        self.requested_model_len = max_model_len
-        self.gpu_memory_utilization = gpu_memory_utilization
-        self.tensor_parallel_size = tensor_parallel_size
+        shortest = "VLLMEngine.max_model_len", max_model_len, 3  # what the canary of the weights asks for
+        self.requested_model_len = at_least(*shortest, or_none="for what the run needs")
+        share = "VLLMEngine.gpu_memory_utilization", gpu_memory_utilization, "(0, 1]"
+        self.gpu_memory_utilization = fraction(*share, or_none="for what the device suggests")
+        self.tensor_parallel_size = at_least("VLLMEngine.tensor_parallel_size", tensor_parallel_size, 1)
         self.devices = devices
         self.restart_engine = restart_engine
         self.sleep_level = sleep_level
@@ -236,9 +239,14 @@ class VLLMEngine(Engine):
                 defaults=defaults,
                 progress_timeout=self.progress_timeout,
             )
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             if "max_model_len" not in str(error):
-                raise
+                if not self.engine_args:
+                    raise
+                said = " ".join(str(error).split())
+                raise ValueError(
+                    f"VLLMEngine.engine_args ({', '.join(self.engine_args)}): vLLM says: {said[:600]}"
+                ) from error
             raise ValueError(
                 f"The model cannot hold max_model_len={arguments.get('max_model_len')} tokens (longest prompt "
                 f"{context.max_prompt_tokens} and max_new_tokens={context.max_new_tokens}): lower max_new_tokens or "
