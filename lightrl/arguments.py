@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import json
 import math
 import os
 import re
@@ -212,7 +213,7 @@ def user_path(name: str, path: str) -> Path:
 def require_model_folder(path: str) -> None:
     """Checks cheaply that a model can be there, before anything heavy starts.
 
-    A path that exists must hold a config.json; one that does not must at least look like a hub name (`name` or
+    A path that exists must hold a readable config.json; one that does not must at least look like a hub name (`name` or
     `organisation/name`), which only loading can check.
 
     Raises:
@@ -226,6 +227,12 @@ def require_model_folder(path: str) -> None:
             raise ValueError(
                 f"Model folder {path!r} has no config.json: give a folder that `save_pretrained` wrote, or a hub name."
             )
+        try:
+            found = json.loads((folder / "config.json").read_bytes())
+        except ValueError as error:
+            raise ValueError(f"Model folder {path!r}: its config.json cannot be read as JSON: {error}.") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"Model folder {path!r}: its config.json is a {type(found).__name__}, no mapping.")
     elif os.path.exists(folder):
         raise ValueError(f"Model path {path!r} is a file: give the folder that holds its config.json.")
     elif not HUB_NAME.fullmatch(path):

@@ -138,7 +138,7 @@ def expand_configs(args: Sequence[str]) -> list[str]:
         args: arguments of a `lightrl` command.
 
     Raises:
-        ValueError: a file that is not there, is no YAML mapping, or builds on itself.
+        ValueError: a file that is not there, is no YAML mapping, or builds on itself; `--base`.
     """
     remember_arguments(args)
     out: list[str] = []
@@ -151,6 +151,8 @@ def expand_configs(args: Sequence[str]) -> list[str]:
                 continue
         elif argument.startswith("--config="):
             value = argument.removeprefix("--config=")
+        elif argument.partition("=")[0] == "--base":
+            raise ValueError(f"{argument}: `base` stands in configuration files; give that file as --config first.")
         else:
             out.append(argument)
             continue

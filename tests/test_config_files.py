@@ -115,3 +115,9 @@ def test_a_name_that_no_file_can_have_is_refused(name: str, message: str, tmp_pa
     (tmp_path / "mine.yaml").write_text(f"base: {name}")
     with pytest.raises(ValueError, match=message.removeprefix("--config")):
         expand_configs(["--config", str(tmp_path / "mine.yaml")])
+
+
+@pytest.mark.parametrize("given", [["--base", "x.yaml"], ["--base=x.yaml"]])
+def test_what_builds_on_another_is_a_file_alone(given: list[str]) -> None:
+    with pytest.raises(ValueError, match="--base.*: `base` stands in configuration files"):
+        expand_configs(["fit", *given])

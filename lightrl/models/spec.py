@@ -103,7 +103,7 @@ class ModelSpec:
             attention; null is yes unless LIGHTRL_CPU_KERNELS=0. On other devices it has no effect.
         chat_template: Jinja text, or a file of it (.jinja), in place of the chat template of the tokenizer that the run
             reads with; exports have it. null is the tokenizer's own.
-        kwargs: further arguments of `from_pretrained`, such as trust_remote_code or revision.
+        kwargs: further arguments of `from_pretrained`, such as trust_remote_code or revision; not its dtype.
 
     Attributes:
         live: the model of `ModelSpec.of`, which is trained itself; None where the model is loaded from `path`.
@@ -133,6 +133,11 @@ class ModelSpec:
             self.path = _base_of(self.path)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"ModelSpec.dtype={self.dtype!r}: give one of {', '.join(DTYPES)}, or null for float32.")
+        for name in ("dtype", "torch_dtype"):
+            if name in self.kwargs:
+                raise ValueError(
+                    f"ModelSpec.kwargs: {name}={self.kwargs[name]} has no effect there: set `dtype`, beside `kwargs`."
+                )
         one_of("ModelSpec.layout", self.layout, *get_args(Layout))
         if self.random_init and self.lora is not None:
             raise ValueError(

@@ -36,6 +36,19 @@ def test_missing_folders_are_named(tmp_path: Path) -> None:
     require_model_folder("organisation/a-model-1.5B")
 
 
+@pytest.mark.parametrize(("text", "message"), [("[1]", "is a list, no mapping"), ("{", "cannot be read as JSON: Exp")])
+def test_a_configuration_that_is_none_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"Model folder '{tmp_path}': its config.json {message}"):
+        require_model_folder(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_a_dtype_among_other_arguments_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"ModelSpec.kwargs: {name}=bfloat16 has no effect there: set `dtype`"):
+        ModelSpec("organisation/name", kwargs={name: "bfloat16"})
+
+
 def test_bad_specs_are_refused() -> None:
     with pytest.raises(ValueError, match=r"dtype='int8'"):
         ModelSpec("x", dtype="int8")
