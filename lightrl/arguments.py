@@ -74,7 +74,7 @@ def above(name: str, value: T, low: float = 0, note: str = "", *, or_none: str |
 
 def coefficient(name: str, value: float, low: float = 0, note: str = "", high: float = MOST_COEF) -> float:
     """The weight of a term if it is from `low` to `high`, which leaves something of the other terms."""
-    if abs(value) > high:
+    if isinstance(value, int | float) and abs(value) > high:
         raise ValueError(f"{name}={value:g}: would leave nothing of the other terms; the most is {high:g}.")
     return at_least(name, value, low, note)
 
@@ -152,7 +152,11 @@ def _at_most(name: str, value: T, most: int | None) -> T:
 def _checked(name: str, value: T, ok: Callable[[Any], bool], allowed: str, or_none: str | None) -> T:
     if isinstance(value, float) and math.isinf(value):
         raise ValueError(f"{name}={value!r}: must be finite{'' if or_none is None else f', or None {or_none}'}.")
-    if not (or_none is not None if value is None else ok(value)):
+    try:
+        fine = or_none is not None if value is None else ok(value)
+    except TypeError:  # it is not of a kind that can be compared
+        fine = False
+    if not fine:
         raise ValueError(f"{name}={value!r}: must be {allowed}{'' if or_none is None else f', or None {or_none}'}.")
     return value
 

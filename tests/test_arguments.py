@@ -43,6 +43,8 @@ MODULE = "tests.environments.plain_program"
             [2001],
             "A.x={}: must be at most 2,000; more cannot be meant.",
         ),
+        (lambda x: at_least("A.x", x, 1), [1], ["x", None, [1]], "A.x={}: must be at least 1."),
+        (lambda x: coefficient("A.x", x), [1], ["x", None, [1]], "A.x={}: must be at least 0."),
         (lambda x: at_least("A.x", x, 1), [1], [float("inf"), float("-inf")], "A.x={}: must be finite."),
         (
             lambda x: sensible("A.x", x, 0.5, 8, "would do nothing"),
@@ -85,6 +87,8 @@ MODULE = "tests.environments.plain_program"
         "at_least",
         "most",
         "most_whole",
+        "no_number",
+        "no_coefficient",
         "infinite",
         "sensible",
         "rollouts_between",

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
-from lightrl.arguments import at_least, one_of
+from lightrl.arguments import at_least, one_of, whole_number
 from lightrl.data.files import PROGRESS_SECONDS
 from lightrl.data.media import MediaError
 from lightrl.data.processing import ConversationSource, MediaProcessor, arranged, encode_prompt, load_processor
@@ -331,7 +331,7 @@ class SFTDataModule(LightningDataModule):
         self.train = train
         self.val = val
         self.batch_size = at_least("batch_size", batch_size, 1)
-        self.seed = seed
+        self.seed = whole_number("seed", seed)
         self._loaders: dict[str, SFTLoader] = {}
 
     def setup(self, stage: str) -> None:
