@@ -453,7 +453,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"actor": {"path": "MODEL", "kwargs": {"subfolder": "nope"}}}},
         "kwargs (subfolder) with model 'MODEL': Unrecognized model",
     ),
-    "abstract class": ({"data": {"engine": "Engine"}}, "error: data.engine: 'Engine' is abstract: name a class"),
+    "abstract class": (
+        {"data": {"engine": "lightrl.engines.base.Engine"}},
+        "error: data.engine: 'lightrl.engines.base.Engine' is abstract: name a class",
+    ),
     "arguments that are null": (
         {"data": {"engine": {"class_path": "TransformersEngine", "init_args": None}}},
         "run.yaml: data.init_args.engine.init_args=null: must be a mapping of TransformersEngine's arguments",
