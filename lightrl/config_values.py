@@ -31,7 +31,7 @@ def refuse_senseless(parsed: Any) -> None:
     config = plain(parsed)
     command = config.get("subcommand")
     config = config.get(command or "", config)
-    trainer = config.get("trainer")
+    trainer = config.get("trainer", {})
     if not isinstance(trainer, dict):
         raise ValueError(
             f"trainer={'null' if trainer is None else str(trainer)[:80]}: must be a mapping of the Trainer's "

@@ -430,8 +430,8 @@ def test_command_refuses(big: str, arguments: list[str], message: str, capsys: p
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("{", "is not a valid JSON file"),
-        ([1], "describes no model that can be planned (ValueError: Unrecognized model"),
+        ("{", "its config.json cannot be read as JSON: Expecting property name"),
+        ([1], "its config.json is a list, no mapping"),
         ({"model_type": "none-such"}, "describes no model that can be planned (ValueError:"),
         ({"model_type": "none-such", "auto_map": {"AutoConfig": "a.B"}}, "contains custom code"),  # and asks nobody
         (QWEN_1_5B | {"num_hidden_layers": 0}, "describes no model that can be planned (IndexError"),
