@@ -927,6 +927,7 @@ sys.meta_path.insert(0, Interrupting())
 SWALLOWING = """
 import os, signal, sys, threading, time
 from lightrl import interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored in the background of a script
 interrupts.GRACE_SECONDS = {grace}
 class Swallowing:
     def find_spec(self, name, *args):
