@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -212,12 +213,14 @@ class _Scripted(Task):
 def _living() -> dict[str, str]:
     """Child processes (Linux tells them) and threads that would keep this one alive: which -> what it is."""
     found = {f"thread {t.ident}": t.name for t in threading.enumerate() if not t.daemon}
-    for children in Path("/proc/self/task").glob("*/children"):
+    # Not by `task/*/children`, read in turn: the child of a thread that ends meanwhile may stand in none of them.
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it ended meanwhile
-            for pid in children.read_text().split():
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+            parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid():
+                command = (stat.parent / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
                 if command:  # else it has ended
-                    found[f"process {pid}"] = shorten(command, 80)
+                    found[f"process {stat.parent.name}"] = shorten(command, 80)
     return found
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
@@ -73,9 +74,14 @@ class Servers:
         raise RuntimeError((self.place / f"server-{index}.log").read_text()[-3000:])
 
     def kill(self, index: int) -> None:
-        """SIGKILL for the server and everything that it started."""
+        """SIGKILL for the server and everything that it started, whose shared memory nobody else would remove."""
+        family = psutil.Process(self.processes[index].pid)
+        mapped = {area.path for process in (family, *family.children(recursive=True)) for area in process.memory_maps()}
         os.killpg(self.processes[index].pid, signal.SIGKILL)
         self.processes[index].wait(60)
+        for path in mapped:
+            if path.startswith("/dev/shm/"):
+                Path(path).unlink(missing_ok=True)
 
     def close(self) -> None:
         for index, process in enumerate(self.processes):
