@@ -41,7 +41,7 @@ def refuse_senseless(parsed: Any) -> None:
         raise ValueError("trainer.limit_train_batches=0: nothing would be trained. `lightrl validate` evaluates alone.")
     for name, least in AT_LEAST.items():
         value = trainer.get(name)
-        if isinstance(value, int) and value < least:
+        if (isinstance(value, int) and value < least) or (isinstance(value, float) and value <= 0):
             raise ValueError(f"trainer.{name}={value}: must be at least {least}.")
     for name, most in AT_MOST.items():
         value = trainer.get(name)

@@ -55,8 +55,10 @@ SECRET_VALUE = re.compile(
     r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)"
 )
 URL_LOGIN = re.compile(  # up to the last @, which a password may hold, too; one with / is told from a port
-    r"(?<=://)(?!\[)(?:\$\{env:\w+\}|[^/\s@:$]|\$(?!\{env:))*:([^/\s?#]+|(?!\d*[/?#])[^\s?#@'\"]{1,1000})(?=@)"
-    r"|(?:(?<=http://)|(?<=https://))(?!\$\{env:)([^/\s@:?#'\"]+)(?=@)"  # a name alone is a token there
+    r"(?<=://)(?!\[)(?!(?:\$\{env:\w+\}|[^/\s:])+:x-oauth-basic@)"
+    r"(?:\$\{env:\w+\}|[^/\s@:$]|\$(?!\{env:))*:([^/\s?#]+|(?!\d*[/?#])[^\s?#@'\"]{1,1000})(?=@)"
+    r"|(?:(?<=http://)|(?<=https://))(?!\$\{env:)([^/\s@:?#'\"]+)(?=:?@)"  # a name alone is a token there
+    r"|(?<=://)(?!\$\{env:)([^/\s@:?#'\"]+)(?=:x-oauth-basic@)"
 )
 HEADER = re.compile(
     r"(?i)\b((?:proxy-)?authorization|api[_-]key|ocp-apim-subscription-key|x-[a-z-]{0,40}(?:key|token|secret))['\"]?:"
@@ -267,31 +269,49 @@ def redact(value: Any, name: str = "") -> Any:
         whole = _is_secret(name, value) and value and REFERENCE.fullmatch(value) is None
         return REDACTED if whole else redact_text(value)
     if type(value) is dict:
-        return {key: redact(inner, _under(name, key, inner)) for key, inner in value.items()}
+        return {key: redact(inner, each) for key, inner, each in _entries(value, name)}
     if type(value) in (list, tuple):
         return type(value)(redact(inner, each) for inner, each in _named(value, name))
     return value
 
 
-def _under(name: str, key: Any, value: Any) -> str:
-    """The name that counts for an entry of a mapping: texts below a secret's name are secret, whatever their own."""
-    own = isinstance(value, int | float) or key in ("class_path", "init_args") or _is_secret(str(key))
-    return str(key) if own or not _is_secret(name) else name
+def _entries(mapping: Mapping[Any, Any], name: str) -> Iterator[tuple[Any, Any, str]]:
+    """The entries of a mapping with the names that count for them.
+
+    Texts below a secret's name are secret, whatever their own; in `{name: API_KEY, value: x}` the name counts.
+    """
+    label = mapping.get("name", mapping.get("key"))
+    for key, value in mapping.items():
+        if key == "value" and isinstance(label, str) and _is_secret(label):
+            yield key, value, label
+        else:
+            own = isinstance(value, int | float) or key in ("class_path", "init_args") or _is_secret(str(key))
+            yield key, value, str(key) if own or not _is_secret(name) else name
 
 
 def _named(values: Sequence[Any], name: str) -> Iterator[tuple[Any, str]]:
     """The entries of a list with the names that count for them.
 
-    Of a header and its value that is the header's; of an argument behind an option (`--name`) the option's.
+    Of a header and its value, or of a name and its value in a list of such pairs, that is the first; of an argument
+    behind an option (`--name`, curl's `-u`) the option's.
     """
-    pair = len(values) == 2 and isinstance(values[0], str) and HEADER_NAME.match(values[0])
-    name = "" if name.lower() == "tokens" else name  # of a tokenizer
-    option = ""
+    pair = _is_pair(values) and (HEADER_NAME.match(values[0]) or values[0] == name)
+    name = "" if pair or name.lower() == "tokens" else name  # of a tokenizer
+    pairs, option = all(map(_is_pair, values)), ""
+    curl = bool(values) and str(values[0]).endswith("curl")
     for number, value in enumerate(values):
         begins = isinstance(value, str) and value.startswith("--")
-        argument = isinstance(value, str) and not begins and _is_secret(option)
-        yield value, values[0] if pair and number else option if argument else name
-        option = _last(value).replace("-", "_") if begins else ""
+        if pair and number:
+            yield value, values[0]
+        elif pairs and _is_secret(value[0]):
+            yield value, value[0]
+        else:
+            yield value, option if isinstance(value, str) and not begins and _is_secret(option) else name
+        option = "password" if curl and value in ("-u", "--user") else _last(value).replace("-", "_") if begins else ""
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[0], str)
 
 
 def _is_secret(name: str, value: str = "") -> bool:
@@ -322,8 +342,8 @@ def plain_secrets(value: Any, name: str = "", path: str = "") -> Iterator[tuple[
     elif path.count(".") > DEEPEST:
         return
     elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from plain_secrets(inner, _under(name, key, inner), f"{path}.{key}" if path else str(key))
+        for key, inner, each in _entries(value, name):
+            yield from plain_secrets(inner, each, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list | tuple):
         for number, (inner, each) in enumerate(_named(value, name)):
             yield from plain_secrets(inner, each, f"{path}.{number}")

@@ -72,6 +72,29 @@ from lightrl.rewards import RemoteReward, RewardError
             {"headers": [["Authorization", "***"], ["Accept", "b"]]},
         ),
         (["Authorization: Basic bWU6cHc="], ["Authorization: Basic ***"]),
+        ({"params": [["api_key", "a"], ["page", "b"]]}, {"params": [["api_key", "***"], ["page", "b"]]}),
+        ({"columns": ["token", "label"], "pairs": [["token", 3], ["a", "b"], "c"]}, None),
+        (
+            {
+                "env": [
+                    {"name": "API_KEY", "value": "a"},
+                    {"name": "PIN_TOKEN", "value": 12},
+                    {"key": "n", "value": "b"},
+                ]
+            },
+            {
+                "env": [
+                    {"name": "API_KEY", "value": "***"},
+                    {"name": "PIN_TOKEN", "value": "***"},
+                    {"key": "n", "value": "b"},
+                ]
+            },
+        ),
+        ({"name": "API_KEY", "value": "${env:KEY}"}, None),
+        (["/usr/bin/curl", "-u", "me:pw", "http://h"], ["/usr/bin/curl", "-u", "***", "http://h"]),
+        (["sort", "-u", "a:b"], None),
+        (["https://tok3n:x-oauth-basic@h/a", "https://tok3n:@h"], ["https://***:x-oauth-basic@h/a", "https://***:@h"]),
+        (["git+https://${env:T}:x-oauth-basic@h", "https://${env:T}:@h"], None),
         (["Authorization: Bearer ${env:TOKEN}"], None),
         ({"api_key": {"a": "b"}}, {"api_key": {"a": "***"}}),
         ({"token": {"class_path": "mine.Kind", "init_args": {"size": 3}}}, None),

@@ -135,7 +135,8 @@ class _Worker:
         if self._process is not None and self._process.poll() is None:
             return self._process
         command = [sys.executable, str(Path(__file__).with_name("maths_worker.py"))]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        # Not Ctrl-C's, and not a session of its own: a stopped process of a group whose parent dies is ended by Linux.
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
         with self._lock:
             self._process = process
         if not self._line(process, _START_SECONDS):

@@ -127,14 +127,19 @@ def test_in_a_scorer_several_workers_and_no_process_after_close():
     assert all(process.poll() is not None for process in processes)
 
 
-def test_the_worker_ends_with_its_parent():
-    code = """
-import os
+@pytest.mark.parametrize("stopped", [False, True], ids=["waiting", "stopped"])
+def test_the_worker_ends_with_its_parent(stopped):
+    code = f"""
+import os, signal
 from lightrl.rewards import MathVerify
 reward = MathVerify()
 reward(["1"], answer=["1"])
-print(reward._workers[0]._process.pid, flush=True)
-os._exit(0)
+pid = reward._workers[0]._process.pid
+print(pid, flush=True)
+if {stopped}:
+    os.kill(pid, signal.SIGSTOP)
+    os.waitpid(pid, os.WUNTRACED)
+os.kill(os.getpid(), signal.SIGKILL)
 """
     pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=550).stdout)
     assert gone(pid), "the worker outlived its parent"
