@@ -20,6 +20,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightrl.algorithms.hyperparameters import described
+from lightrl.callbacks.entropy_control import AdaptiveEntropy
+from lightrl.callbacks.kl_control import AdaptiveKL, LinearKL
+from lightrl.callbacks.reference_sync import ReferenceSync
+from lightrl.callbacks.reward_normalization import RewardNormalization
 from lightrl.callbacks.run_folder import run_folder
 from lightrl.data.curriculum import PromptCurriculum
 from lightrl.data.prompts import PromptMixture, PromptSource
@@ -53,7 +57,8 @@ class RunGuard(Callback):
       `--ckpt_path last` leaves the others alone; a resumed run keeps the id of its checkpoint;
     - the folder gets `run_settings.json`, by which `--ckpt_path last` knows a run's own checkpoints from others';
     - a resumed run is refused another optimizer, and warned, once, of other prompts and rows, another group size, seed,
-      batch size, and of each other argument of the module, the data module and the optimizer that learning depends on.
+      batch size, and of each other argument of the module, the data module, the optimizer, and callbacks that learning
+      depends on.
     """
 
     def __init__(self) -> None:
@@ -262,10 +267,12 @@ PASSED_OVER = {
     *("rows", "functions", "optimizer"),  # compared by contents, names and what was built
 }
 """Arguments of which a difference is not told."""
+LEARNED_BY = (AdaptiveEntropy, AdaptiveKL, LinearKL, ReferenceSync, RewardNormalization)
+"""Callbacks of which one is told."""
 
 
 def given_arguments(trainer: Trainer) -> dict[str, Any]:
-    """Those of the module and the data module, as far as they keep them, and what tells the rows they train on."""
+    """Those of the module, the data module and callbacks, as far as they keep them, and what tells the rows."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     rows, contents = getattr(data, "train", None), {}
     if isinstance(rows, RowSource) and isinstance(rows.rows, list | None):
@@ -273,7 +280,9 @@ def given_arguments(trainer: Trainer) -> dict[str, Any]:
     steps = {
         name: getattr(trainer, name, None) for name in ("precision", "accumulate_grad_batches", "gradient_clip_val")
     }
-    return _plain({"model": trainer.lightning_module, "data": data, "trainer": steps, **contents})
+    callbacks = sorted((each for each in trainer.callbacks if isinstance(each, LEARNED_BY)), key=_class_name)  # type: ignore[attr-defined]
+    parts = {"model": trainer.lightning_module, "data": data, "trainer": steps | {"callbacks": callbacks}}
+    return _plain({**parts, **contents})
 
 
 def _plain(value: Any) -> Any:
@@ -300,6 +309,8 @@ def _differences(before: Any, now: Any, name: str) -> Iterator[tuple[str, str, s
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
     kind = value.get("class_path") if isinstance(value, Mapping) else None
     return str(value) if kind is None else str(kind).rpartition(".")[2]
 

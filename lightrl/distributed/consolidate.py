@@ -74,8 +74,9 @@ def require_fitting_states(optimizers: Sequence[Any], states: Sequence[Any], pat
         problem = problem or (found and f"optimizer_states.{number}{found}")
     if problem is not None:
         raise ValueError(
-            f"ckpt_path={str(path)!r}: the checkpoint has {problem}: it was changed by hand, or is another run's. Take "
-            "another one, or start over from its weights (lightrl export)."
+            f"ckpt_path={str(path)!r}: the checkpoint has {problem}: it was written with other settings of the models "
+            "(lora, freeze), changed by hand, or is another run's. Take another one, or start over from its weights "
+            "(lightrl export)."
         )
 
 

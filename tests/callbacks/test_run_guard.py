@@ -21,11 +21,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightrl.algorithms import PPOLightningModule, SFTLightningModule
-from lightrl.callbacks import RolloutCheckpoint, RunGuard, SaveRollouts, WeightSync
+from lightrl.callbacks import (
+    EMA,
+    AdaptiveKL,
+    RewardNormalization,
+    RolloutCheckpoint,
+    RunGuard,
+    SaveRollouts,
+    WeightSync,
+)
 from lightrl.callbacks.checkpoint import Preempted
 from lightrl.callbacks.run_guard import RUN, SETTINGS, data_fingerprint, is_of_another_run, other_settings
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
+from lightrl.models.spec import ModelSpec
 from lightrl.objectives.kl import KLInReward
 from lightrl.objectives.losses import CISPO
 from lightrl.storage import StorageError, verify
@@ -49,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def fit(
     folder: Path,
-    model: str,
+    model: str | ModelSpec,
     *callbacks: Any,
     optimizer: Any = adam,
     resume: Any = None,
@@ -115,6 +124,28 @@ def test_another_loss_penalty_reward_sampling_or_rate_is_warned_of(model: str, l
     ):
         assert words in told
     assert "seed=" not in told and "actor" not in told and "engine" not in told
+
+
+def test_other_callbacks_that_learning_depends_on_are_warned_of(model: str, tmp_path: Path) -> None:
+    def run(target: float, resume: str | None, *callbacks: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(tmp_path, model, saving(tmp_path), AdaptiveKL(target=target), *callbacks, resume=resume)
+        return [str(w.message) for w in caught if "other settings" in str(w.message)]
+
+    assert not run(0.1, None)
+    last = str(tmp_path / "checkpoints" / "last.ckpt")
+    assert not run(0.1, last)
+    (told,) = run(0.2, last)
+    assert "trainer.callbacks.0.target=0.2 (the checkpoint's: 0.1)" in told
+    (told,) = run(0.1, last, RewardNormalization(), EMA())
+    assert "trainer.callbacks=[AdaptiveKL, RewardNormalization] (the checkpoint's: [AdaptiveKL])" in told
+
+
+def test_a_checkpoint_of_a_run_with_other_parts_frozen_is_refused(model: str, last: str, tmp_path: Path) -> None:
+    frozen = ModelSpec(model, freeze=["embed_tokens"])
+    with pytest.raises(ValueError, match=r"param_groups of .* written with other settings .*freeze"):
+        fit(tmp_path, frozen, saving(tmp_path), resume=last)
 
 
 def test_supervised_runs_are_compared_too(model: str, tmp_path: Path) -> None:
