@@ -15,11 +15,14 @@ def command() -> None:
         if os.environ.get("LIGHTRL_DEBUG") == "1" or not (isinstance(error, KeyboardInterrupt) or interrupts.came()):
             raise
         print("Interrupted.", file=sys.stderr)
+        interrupts.ends()
         sys.exit(interrupts.STATUS)
     try:
         main()
     except BaseException as error:
         status = error.code if isinstance(error, SystemExit) else 1
+        if status == interrupts.STATUS:
+            interrupts.ends()
         if status not in (None, 0):
             end_in_time(status if isinstance(status, int) else 1)
         raise

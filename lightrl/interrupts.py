@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import signal
+import sys
 import time
 from typing import Any
 
-__all__ = ["came", "run_begins", "watch"]
+__all__ = ["came", "ends", "run_begins", "watch"]
 
 GRACE_SECONDS = 10
 """How long a command may take to end."""
@@ -18,6 +21,7 @@ STDERR = 2
 
 _at: float | None = None  # when it came
 _running = False
+_ending = False
 
 
 def watch() -> None:
@@ -27,6 +31,13 @@ def watch() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+        atexit.register(_leave)  # before all others, so that it comes last
+
+
+def ends() -> None:
+    """The command ends by it, and has said so: also in time where Python's own end, without handlers, takes long."""
+    global _ending
+    _ending = not _running
 
 
 def came() -> bool:
@@ -55,6 +66,13 @@ def _interrupt(signum: int, frame: Any) -> None:
         signal.signal(signal.SIGALRM, _end)
         signal.alarm(GRACE_SECONDS)
     raise KeyboardInterrupt
+
+
+def _leave() -> None:
+    if _ending:
+        with contextlib.suppress(OSError):  # nobody reads it
+            sys.stdout.flush()
+        os._exit(STATUS)
 
 
 def _end(*_: Any) -> None:

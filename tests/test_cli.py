@@ -924,6 +924,7 @@ sys.meta_path.insert(0, Interrupting())
     assert 'lightrl = "lightrl.__main__:command"' in (ROOT / "pyproject.toml").read_text()
 
 
+SLEEPS_AT_THE_END = "sys.late = type('Late', (), {'__del__': lambda self, sleep=time.sleep: sleep(100)})()"
 SWALLOWING = """
 import os, signal, sys, threading, time
 from lightrl import interrupts
@@ -952,6 +953,7 @@ command()
         (1, 300, "raise ImportError('partially initialized module')"),  # what it broke is no error of its own
         (1, 1, "threading.Event().wait(300)"),  # goes on as if nothing had come: it ends after the time it has
         (2, 300, "threading.Event().wait(300)"),  # a second one does not wait
+        (1, 1, f"{SLEEPS_AT_THE_END}; raise ImportError"),  # Python's own end, in which no handler is left
     ],
 )
 def test_an_interrupt_that_a_library_swallows_while_it_loads_ends_the_command(
