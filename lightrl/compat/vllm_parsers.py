@@ -44,7 +44,8 @@ def tool_parser(
     except ImportError as error:
         raise _without_vllm("tool_parser", name) from error
     # The parsers log a traceback for each malformed call, of which a policy that learns makes many; they are counted.
-    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+    for place in ("vllm.tool_parsers", "vllm.parser"):
+        logging.getLogger(place).setLevel(logging.CRITICAL)
     if name not in ToolParserManager.list_registered():
         raise ValueError(f"tool_parser: vLLM has no {name!r}; it has {', '.join(ToolParserManager.list_registered())}.")
     cls = ToolParserManager.get_tool_parser(name)

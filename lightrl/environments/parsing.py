@@ -19,6 +19,9 @@ __all__ = ["PlainParser", "RendererParser", "ReplyParser", "VLLMParser", "choose
 MAX_DEPTH = 100
 """Most lists and objects inside of one another in a call's arguments: chat templates and logs recurse over them."""
 
+MOST_MARKS = 200
+"""Most beginnings of calls and their arguments in a reply: vLLM's `qwen3_coder` takes their number times its length."""
+
 log = logging.getLogger(__name__)
 
 # What a chat template with tools writes around a call -> vLLM's parser of it.
@@ -142,7 +145,12 @@ class VLLMParser(ReplyParser):
         reply = Reply(content=content, text=text, truncated=truncated)
         if self._reasoning is not None:
             reply.reasoning, reply.content = self._reasoning(content)
-        if self._tools is not None and tools:
+        marks = sum(reply.content.count(mark) for mark in {self.marker or "<tool_call>", "<parameter="})
+        if self._tools is not None and tools and marks > MOST_MARKS:
+            reply.errors.append(
+                f"the tool calls cannot be read: more than {MOST_MARKS} calls and arguments begin in it."
+            )
+        elif self._tools is not None and tools:
             after, calls = self._tools(reply.content, tools)
             if not calls and self.marker and self.marker in reply.content:
                 reply.errors.append("the tool call cannot be read: it is not valid JSON with a name and arguments.")

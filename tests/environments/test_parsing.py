@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import time
 from typing import Any
 
 import pytest
@@ -84,6 +86,30 @@ def test_what_the_parser_itself_cannot_take_is_a_parse_error(depth: int) -> None
     body = "<tool_call>\n<function=add>\n<parameter=a>\n" + "[" * depth
     reply = as_read(chosen(tool_parser="qwen3_coder"), body + "\n</parameter>\n</function>\n</tool_call><|im_end|>")
     assert bool(reply.errors) != bool(reply.tool_calls)  # where it is taken for text, that is what the tool gets
+
+
+@pytest.mark.parametrize("part", ["<function=add>\n", "<parameter=a>\n", "<function=add>\n<parameter=a>\n"])
+def test_calls_without_end_take_no_long_time(part: str) -> None:
+    """Minutes in vLLM's parser, in which nothing else of the process goes on."""
+    pytest.importorskip("vllm")
+    body = "<tool_call>\n<function=add>\n" + part * (100_000 // len(part))
+    begun = time.process_time()
+    reply = as_read(chosen(tool_parser="qwen3_coder"), f"{body}<|im_end|>")
+    assert time.process_time() - begun < 20
+    assert len(reply.errors) == 1 and reply.tool_calls == [] and reply.content.count(part) > 1000
+
+
+def test_a_malformed_call_is_counted_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Mistral's parser has its place, and its log, apart from the others."""
+    pytest.importorskip("vllm")
+    vllm_log = logging.getLogger("vllm")  # which hands nothing on to the others
+    vllm_log.addHandler(caplog.handler)
+    try:
+        tokenizer = make_tokenizer(FAMILIES["mistral"])
+        reply = as_read(chosen(tokenizer, tool_parser="mistral"), '[TOOL_CALLS][{"name": "add", "argum')
+    finally:
+        vllm_log.removeHandler(caplog.handler)
+    assert len(reply.errors) == 1 and not caplog.records
 
 
 def test_a_reply_without_a_call_has_neither_calls_nor_errors() -> None:
