@@ -147,9 +147,7 @@ class VLLMParser(ReplyParser):
             reply.reasoning, reply.content = self._reasoning(content)
         marks = sum(reply.content.count(mark) for mark in {self.marker or "<tool_call>", "<parameter="})
         if self._tools is not None and tools and marks > MOST_MARKS:
-            reply.errors.append(
-                f"the tool calls cannot be read: more than {MOST_MARKS} calls and arguments begin in it."
-            )
+            reply.errors.append(f"the tool calls cannot be read: more than {MOST_MARKS} calls and arguments begin.")
         elif self._tools is not None and tools:
             after, calls = self._tools(reply.content, tools)
             if not calls and self.marker and self.marker in reply.content:
