@@ -46,7 +46,7 @@ class PolicyLoss(ABC):
         needs_whole_trajectories: looks at all tokens of a trajectory together, so that its rows stay in one
             micro-batch. A new `__call__` resets this and the attribute above to what is right for any loss.
         one_ratio_per_trajectory: all tokens are trained through one ratio, so that none can be left out of it by an
-            advantage of 0.
+            advantage of 0, and advantages of turns count by their sum over the trajectory.
         reads_engine_logprobs: the engine's log-probs are compared with the trainer's.
         replaces_old_logprobs: they also stand for the old ones, which are then not computed.
         has_engine_ratio: the importance ratio to the engine's policy is a factor already, which no correction may

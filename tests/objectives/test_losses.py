@@ -321,6 +321,20 @@ def test_invariances(loss: PolicyLoss) -> None:
         assert torch.allclose(shuffled, whole[order]), "row order"
 
 
+@pytest.mark.parametrize("loss", ALL, ids=IDS)
+def test_advantages_of_turns_cancel_where_a_trajectory_has_one_ratio(loss: PolicyLoss) -> None:
+    logprobs, _, _, _, _ = random_batch()
+    mask, advantages = torch.ones_like(logprobs, dtype=torch.bool), torch.ones_like(logprobs)
+    half = logprobs.shape[1] // 2
+    mask[:, 2 * half :] = False
+    advantages[:, half:] = -1.0
+    current = logprobs.detach().clone().requires_grad_()
+    value, _ = loss(current, logprobs.detach(), advantages, mask, engine_logprobs=logprobs.detach())
+    value.sum().backward()
+    assert current.grad is not None
+    assert bool((current.grad.abs().max() < 1e-9).item()) == loss.one_ratio_per_trajectory
+
+
 STOPS_A_GRADIENT = (
     6,
     9,

@@ -149,8 +149,13 @@ class Watch(RLCallback):
     def on_experience_made(self, trainer: Any, module: Any, experience: Any) -> None:
         if module.in_critic_warmup:
             return
-        weight = experience.advantages.abs() * experience.response_mask
-        self.to_learn += float(weight.sum())
+        advantages = (experience.advantages * experience.response_mask).double()
+        if module.loss.one_ratio_per_trajectory:  # through which those of a trajectory's turns may cancel each other
+            sums = torch.zeros(int(experience.trajectory_ids.max()) + 1, dtype=torch.float64)
+            sums.index_add_(0, experience.trajectory_ids.cpu(), advantages.sum(1).cpu())
+            self.to_learn += float((sums.abs() - 1e-3 * advantages.abs().sum()).clamp(min=0).sum())
+        else:
+            self.to_learn += float(advantages.abs().sum())
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.metrics.append(dict(outputs))
