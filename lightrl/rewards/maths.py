@@ -135,8 +135,9 @@ class _Worker:
         if self._process is not None and self._process.poll() is None:
             return self._process
         command = [sys.executable, str(Path(__file__).with_name("maths_worker.py"))]
-        # Not Ctrl-C's, and not a session of its own: a stopped process of a group whose parent dies is ended by Linux.
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+        # Apart from Ctrl-C. Of a group in its parent's session Linux ends a stopped process, too, when the parent dies.
+        apart: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **apart)
         with self._lock:
             self._process = process
         if not self._line(process, _START_SECONDS):

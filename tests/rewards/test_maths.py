@@ -127,7 +127,10 @@ def test_in_a_scorer_several_workers_and_no_process_after_close():
     assert all(process.poll() is not None for process in processes)
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["waiting", "stopped"])
+NEEDS_GROUPS = pytest.mark.skipif(sys.version_info < (3, 11), reason="Popen has no process_group")
+
+
+@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=NEEDS_GROUPS)], ids=["waiting", "stopped"])
 def test_the_worker_ends_with_its_parent(stopped):
     code = f"""
 import os, signal
