@@ -41,8 +41,10 @@ def refuse_senseless(parsed: Any) -> None:
         raise ValueError("trainer.limit_train_batches=0: nothing would be trained. `lightrl validate` evaluates alone.")
     for name, least in AT_LEAST.items():
         value = trainer.get(name)
-        if (isinstance(value, int) and value < least) or (isinstance(value, float) and value <= 0):
+        if isinstance(value, int) and value < least:
             raise ValueError(f"trainer.{name}={value}: must be at least {least}.")
+        if isinstance(value, float) and value <= 0:  # a fraction of the epoch
+            raise ValueError(f"trainer.{name}={value}: must be above 0.")
     for name, most in AT_MOST.items():
         value = trainer.get(name)
         number = int(value[:9]) if isinstance(value, str) and value.isdecimal() else value

@@ -418,6 +418,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"trainer": {"val_check_interval": 0}},
         "trainer.val_check_interval=0: must be at least 1",
     ),
+    "evaluation every no part": (
+        {"trainer": {"val_check_interval": 0.0}},
+        "trainer.val_check_interval=0.0: must be above 0",
+    ),
     "no model length": (
         {"data": {"engine": {"class_path": "TransformersEngine", "init_args": {"max_model_len": -1}}}},
         "TransformersEngine.max_model_len=-1: must be at least 3, or None",
