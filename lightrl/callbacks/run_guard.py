@@ -268,7 +268,7 @@ PASSED_OVER = {
 }
 """Arguments of which a difference is not told."""
 LEARNED_BY = (AdaptiveEntropy, AdaptiveKL, LinearKL, ReferenceSync, RewardNormalization)
-"""Callbacks of which one is told."""
+"""Callbacks whose presence and arguments are compared."""
 
 
 def given_arguments(trainer: Trainer) -> dict[str, Any]:

@@ -145,17 +145,19 @@ class VLLMParser(ReplyParser):
         reply = Reply(content=content, text=text, truncated=truncated)
         if self._reasoning is not None:
             reply.reasoning, reply.content = self._reasoning(content)
+        if self._tools is None or not tools:
+            return reply
         marks = sum(reply.content.count(mark) for mark in {self.marker or "<tool_call>", "<parameter="})
-        if self._tools is not None and tools and marks > MOST_MARKS:
+        if marks > MOST_MARKS:
             reply.errors.append(f"the tool calls cannot be read: more than {MOST_MARKS} calls and arguments begin.")
-        elif self._tools is not None and tools:
-            after, calls = self._tools(reply.content, tools)
-            if not calls and self.marker and self.marker in reply.content:
-                reply.errors.append("the tool call cannot be read: it is not valid JSON with a name and arguments.")
-            else:
-                reply.content = after
-            for name, arguments in calls:
-                _add_call(reply, name, arguments, None)
+            return reply
+        after, calls = self._tools(reply.content, tools)
+        if not calls and self.marker and self.marker in reply.content:
+            reply.errors.append("the tool call cannot be read: it is not valid JSON with a name and arguments.")
+        else:
+            reply.content = after
+        for name, arguments in calls:
+            _add_call(reply, name, arguments, None)
         return reply
 
 
