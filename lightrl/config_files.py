@@ -214,9 +214,8 @@ def _located(name: str, folder: Path, asked_by: str) -> Path:
         raise ValueError(f"{asked_by}={name[:80]}...: no file can be called that: {error.strerror}.") from error
     if not there:
         where = "" if Path(name).is_absolute() else f" (looked in {folder})"
-        raise ValueError(
-            f"{asked_by}={name} does not exist{where}. `lightrl recipes` lists those that come with LightRL."
-        )
+        what = "does not exist" if not path.exists() else "is a folder" if path.is_dir() else "is a pipe or a device"
+        raise ValueError(f"{asked_by}={name} {what}{where}. `lightrl recipes` lists those that come with LightRL.")
     return path
 
 

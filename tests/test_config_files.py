@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,11 @@ def test_a_missing_file_is_said_with_the_folder_looked_in(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"--config=nosuch.yaml does not exist .looked in {tmp_path}"):
         expand_configs(["--config", "nosuch.yaml"])
+    with pytest.raises(ValueError, match="--config=. is a folder"):
+        expand_configs(["--config", "."])
+    os.mkfifo("piped.yaml")
+    with pytest.raises(ValueError, match="--config=piped.yaml is a pipe or a device"):
+        expand_configs(["--config", "piped.yaml"])
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import datasets
 import numpy as np
 from datasets import (
     Audio,
@@ -300,11 +301,18 @@ class RowSource:
         """Makes one message of what `datasets` raises."""
         try:
             yield
-        except (FileNotFoundError, ConnectionError) as error:
-            raise ValueError(
-                f"path={self.path!r}: neither a file or folder here nor on the hub (or no network): {one_line(error)}."
-            ) from error
         except Exception as error:
+            cache, failed = Path(datasets.config.HF_DATASETS_CACHE), getattr(error, "filename", None)
+            if isinstance(failed, str) and (cache.is_relative_to(failed) or Path(failed).is_relative_to(cache)):
+                raise ValueError(
+                    f"path={self.path!r}: the cache of `datasets`, {str(cache)!r}, cannot be used: {one_line(error)}. "
+                    "Name a folder that can be written, in HF_DATASETS_CACHE or HF_HOME."
+                ) from error
+            if isinstance(error, FileNotFoundError | ConnectionError):
+                raise ValueError(
+                    f"path={self.path!r}: neither a file or folder here nor on the hub (or no network): "
+                    f"{one_line(error)}."
+                ) from error
             self._require_readable_files()
             raise ValueError(f"path={self.path!r}, split={self.split!r}: {one_line(error)}.") from error
 

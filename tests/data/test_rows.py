@@ -119,6 +119,16 @@ def test_a_hub_name_that_cannot_be_had_is_named() -> None:
         RowSource(path="no-such-owner/no-such-set").read()
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_cache_that_cannot_be_written_is_told_from_a_missing_file(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "file" / "datasets")
+    with pytest.raises(ValueError, match=r"the cache of `datasets`, '.*file/datasets', cannot be used: .*HF_HOME"):
+        RowSource(path=str(write(kind, tmp_path))).read()
+
+
 def test_an_unknown_kind_of_file_lists_the_known_ones(tmp_path: Path) -> None:
     for name in ("rows.xlsx", "rows.parquet.gz", "rows.gz"):
         (tmp_path / name).write_text("x")
