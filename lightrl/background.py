@@ -15,13 +15,25 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
-__all__ = ["BackgroundLoop", "FairLock", "all_of", "in_background", "in_thread", "lock_limit", "outcome_of"]
+__all__ = [
+    "BackgroundLoop",
+    "FairLock",
+    "all_of",
+    "call_bound",
+    "in_background",
+    "in_thread",
+    "lock_limit",
+    "outcome_of",
+]
 
 T = TypeVar("T")
 _Jobs: TypeAlias = "queue.SimpleQueue[Callable[[Any], None]]"
 
 IDLE_SECONDS = 5.0
 """How long a thread of `in_thread` waits for another call before it ends."""
+
+BEAT_SECONDS = 1.0
+"""How often calls with a bound are looked at."""
 
 MARGIN_SECONDS = 15.0
 """How much longer than its limit code may hold Python's lock before the process ends."""
@@ -181,6 +193,62 @@ class _LockWatch:
 lock_limit = _LockWatch().limit
 """`with lock_limit(seconds):` while other people's code runs that has so much time: where nothing of Python ran for
 that long and 15 seconds more, the process ends with status 1 and each thread's lines on stderr; None for no limit."""
+
+
+class _CallWatch:
+    """Ends the process where a call that nothing can break off takes longer than its bound."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: dict[object, tuple[list[float], str]] = {}
+        self._beats = False
+        os.register_at_fork(after_in_child=self._in_child)
+
+    @contextlib.contextmanager
+    def bound(self, seconds: float | None, message: str) -> Iterator[None]:
+        """See `call_bound`."""
+        if seconds is None:
+            yield
+            return
+        call = object()
+        with self._lock:
+            self._calls[call] = [seconds], message
+            if not self._beats:
+                self._beats = True
+                in_background(self._beat, "lightrl-call-watch")
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls.pop(call, None)
+
+    def _beat(self) -> None:
+        idle = 0.0
+        while idle < IDLE_SECONDS:  # a short call after the other needs one thread
+            time.sleep(BEAT_SECONDS)
+            with self._lock:
+                idle = 0.0 if self._calls else idle + BEAT_SECONDS
+                for left, message in self._calls.values():
+                    left[0] -= BEAT_SECONDS  # not by a clock: the process may have been stopped (SIGSTOP) meanwhile
+                    if left[0] < 0:
+                        _end_with_lines(message)
+                if idle >= IDLE_SECONDS:
+                    self._beats = False
+
+    def _in_child(self) -> None:
+        self._lock, self._calls, self._beats = threading.Lock(), {}, False
+
+
+def _end_with_lines(message: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it
+        os.write(STDERR, f"\nerror: {message}\n".encode())
+        faulthandler.dump_traceback(STDERR)
+    os._exit(1)
+
+
+call_bound = _CallWatch().bound
+"""`with call_bound(seconds, message):` around a call into C that waits, and that no exception can break off: where it
+takes longer, the process ends with status 1, the message and each thread's lines on stderr; None for no bound."""
 
 
 class FairLock(AbstractContextManager[None]):

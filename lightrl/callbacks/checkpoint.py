@@ -7,6 +7,7 @@ import pickle
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightrl import interrupts
 from lightrl.arguments import above, rollouts_between
 from lightrl.callbacks.run_guard import RunGuard, is_of_another_run, other_settings
 from lightrl.compat.lightning import (
@@ -167,7 +169,10 @@ class RolloutCheckpoint(SavingCheckpoint):
         if threading.current_thread() is threading.main_thread():  # elsewhere whoever runs us handles signals
             for signum in (signal.SIGINT, *preemptions(trainer)):
                 self._previous_handlers[signum] = signal.signal(signum, self._on_interrupt)
+            launcher = trainer.strategy.launcher
+            interrupts.listen(None if launcher is None else partial(launcher.kill, signal.SIGKILL))
 
+    @interrupts.heard
     def _on_interrupt(self, signum: int, frame: Any) -> None:
         trainer, preempted = self._trainer, signum != signal.SIGINT
         if self._stop_requested and preempted:
@@ -276,6 +281,8 @@ class RolloutCheckpoint(SavingCheckpoint):
     def _restore_handlers(self) -> None:
         for signum, handler in self._previous_handlers.items():
             signal.signal(signum, handler)
+        if self._previous_handlers:
+            interrupts.listen()
         self._previous_handlers.clear()
 
 

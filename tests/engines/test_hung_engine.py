@@ -175,3 +175,41 @@ def test_ctrl_c_ends_a_run_whose_engine_hangs(tmp_path: Path, staleness: int) ->
     assert line and took < 25  # shutting down is bounded at 10 s; the rest is for a busy machine
     assert not psutil.pid_exists(core)
     assert trainer.wait(timeout=100) == 1
+
+
+IN_PROCESS = """
+import ctypes, sys
+from pathlib import Path
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from lightrl.engines import EngineContext, VLLMEngine
+from lightrl.types import Prompts, SamplingParams
+from tests.toys import quickstart_model
+
+def hangs(*args, **kwargs):
+    lock = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(lock)
+
+if __name__ == "__main__":
+    engine = VLLMEngine(progress_timeout=2.0)
+    engine.start(EngineContext(quickstart_model(Path(sys.argv[1])), max_prompt_tokens=8, max_new_tokens=4))
+    request = Prompts(token_ids=[[2, 5, 6]], texts=[""]).request(0, SamplingParams(max_new_tokens=4), 0, 2)
+    engine._adapter.progress_timeout = 300.0  # the first steps take long
+    list(engine.generate([request]))
+    engine._adapter.progress_timeout = 2.0
+    CPUModelRunner.execute_model = hangs
+    list(engine.generate([request]))
+"""
+
+
+def test_an_engine_of_this_process_that_hangs_ends_it_with_each_threads_lines(tmp_path: Path) -> None:
+    """No exception can: the main thread is inside of C."""
+    script = tmp_path / "trainer.py"
+    script.write_text(IN_PROCESS)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "error: vLLM's engine gave no sign of life for 2 s (VLLMEngine.progress_timeout)" in done.stderr
+    assert ", and ends with the trainer's process, whose threads follow. " in done.stderr
+    assert f'File "{script}", line 12 in hangs' in done.stderr

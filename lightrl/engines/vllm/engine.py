@@ -118,9 +118,10 @@ class VLLMEngine(Engine):
         lora_sync: of a policy with a LoRA adapter. "adapter": the engine keeps the base weights of the model's folder,
             and a push brings the adapter alone. "merged": a push brings all weights, the adapter merged; sampling is
             then as fast as without one. Quantised bases (QLoRA) are always merged.
-        progress_timeout: seconds for which the trainer waits for any sign of life from engine processes (one step of
-            the engine, one part of a weight push); then they count as lost, are ended, and `EngineDiedError` is raised.
-            None waits for ever.
+        progress_timeout: seconds for which the trainer waits for any sign of life from the engine (one step of it, one
+            part of a weight push). Engine processes then count as lost, are ended, and `EngineDiedError` is raised; an
+            engine in the trainer's process cannot be ended alone, so that process ends with status 1 and each thread's
+            lines. None waits for ever. The start has `VLLM_ENGINE_READY_TIMEOUT_S`, 600 seconds, in either place.
         engine_args: any further arguments of `vllm.LLM`, passed on untouched; they win over all of the above.
 
     Raises:
