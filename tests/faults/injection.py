@@ -288,6 +288,7 @@ def attend(arguments: list[str], *, parsed: bool) -> int:
     if not parsed:
         cli.run = lambda given: fit(given[3:])  # type: ignore[assignment]
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
     torch.manual_seed(0)
     sys.argv = ["lightrl"]
     try:
