@@ -205,11 +205,8 @@ class _CallWatch:
         os.register_at_fork(after_in_child=self._in_child)
 
     @contextlib.contextmanager
-    def bound(self, seconds: float | None, message: str) -> Iterator[None]:
+    def bound(self, seconds: float, message: str) -> Iterator[None]:
         """See `call_bound`."""
-        if seconds is None:
-            yield
-            return
         call = object()
         with self._lock:
             self._calls[call] = [seconds], message
@@ -248,7 +245,7 @@ def _end_with_lines(message: str) -> None:
 
 call_bound = _CallWatch().bound
 """`with call_bound(seconds, message):` around a call into C that waits, and that no exception can break off: where it
-takes longer, the process ends with status 1, the message and each thread's lines on stderr; None for no bound."""
+takes longer, the process ends with status 1, the message and each thread's lines on stderr."""
 
 
 class FairLock(AbstractContextManager[None]):

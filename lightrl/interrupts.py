@@ -106,8 +106,15 @@ def listen(at_end: Callable[[], object] | None = None) -> None:
         os.close(writer)
         return
     _listens = True
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # what a child gets is not for its parent
+    os.register_at_fork(after_in_child=_in_child)
     threading.Thread(target=_listen, args=(reader,), daemon=True, name="lightrl-ctrl-c").start()
+
+
+def _in_child() -> None:
+    """A forked process has no such thread yet, and what comes to it is not for its parent."""
+    global _listens
+    _listens = False
+    signal.set_wakeup_fd(-1)
 
 
 @heard

@@ -13,7 +13,7 @@ WAITS = """
 import ctypes, sys, time
 from lightrl.background import call_bound
 
-with call_bound(None, "no bound"), call_bound(60.0, "longer"), call_bound(float(sys.argv[1]), "it hangs."):
+with call_bound(60.0, "longer"), call_bound(float(sys.argv[1]), "it hangs."):
     print("begins", flush=True)
     lock = ctypes.create_string_buffer(64)
     if sys.argv[2] == "for ever":

@@ -230,8 +230,11 @@ def hanging(folder: Path, *arguments: str, begins: str) -> tuple[subprocess.Pope
 
 def test_ctrl_c_ends_a_command_that_hangs_in_c_while_it_loads(tmp_path: Path) -> None:
     process, _ = hanging(tmp_path, begins="hangs")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    try:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    finally:
+        process.kill()
     assert (tmp_path / "errors").read_text() == "Interrupted.\n"
 
 
