@@ -230,8 +230,8 @@ def run_lightrl(name: str, folder: str, micro_tokens: int, steps: int, ticket: T
     from lightrl.data import PromptSource
     from lightrl.engines import TransformersEngine, VLLMEngine
     from lightrl.environments import EnvironmentEpisode, ToolEnvironment
+    from lightrl.records import SamplingParams
     from lightrl.rollout import RolloutDataModule
-    from lightrl.types import SamplingParams
 
     seed_everything(1, verbose=False)
     engine = VLLMEngine() if name == "vllm" else TransformersEngine()
@@ -331,7 +331,7 @@ def our_share(folder: str, turns: int, attempts: int) -> dict[str, float]:
     from transformers import AutoTokenizer
 
     from lightrl.environments import EnvironmentEpisode, Task, ToolEnvironment
-    from lightrl.types import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams
+    from lightrl.records import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams
 
     class Endless(Book):
         """Never says that nothing is left."""

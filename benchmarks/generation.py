@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from lightrl.engines.transformers.engine import TransformersEngine
-from lightrl.types import EngineContext, Prompts, SamplingParams
+from lightrl.records import EngineContext, Prompts, SamplingParams
 
 VOCABULARY, EOS, PROMPTS, GROUP = 64, 1, 8, 8
 

@@ -34,9 +34,9 @@ from lightrl.callbacks import AdaptiveKL, Throughput, WeightSync
 from lightrl.data import ArithmeticRows, PromptSource
 from lightrl.engines import VLLMEngine
 from lightrl.models.spec import ModelSpec
+from lightrl.records import Rollouts, SamplingParams
 from lightrl.rewards import ExactAnswer
 from lightrl.rollout import RolloutDataModule
-from lightrl.types import Rollouts, SamplingParams
 
 TINY = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
 SIZES: dict[str, dict[str, int]] = {

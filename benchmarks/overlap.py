@@ -46,9 +46,9 @@ from lightrl.callbacks import WeightSync
 from lightrl.data import ArithmeticRows, PromptSource
 from lightrl.engines import TransformersEngine, VLLMEngine
 from lightrl.engines.base import RequestQueue
+from lightrl.records import CompletionGroup, GenerationRequest, SamplingParams
 from lightrl.rollout import RolloutDataModule
 from lightrl.rollout.sources import InFlight
-from lightrl.types import CompletionGroup, GenerationRequest, SamplingParams
 
 TINY = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
 MODEL = {"initializer_range": 0.1, "max_position_embeddings": 512}

@@ -35,8 +35,8 @@ from lightrl.callbacks import WeightSync
 from lightrl.data import PromptSource
 from lightrl.distributed.fsdp2 import FSDP2Strategy, ZeROStrategy
 from lightrl.engines import TransformersEngine
+from lightrl.records import SamplingParams
 from lightrl.rollout import RolloutDataModule
-from lightrl.types import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "configs" / "quickstart" / "model"

@@ -27,7 +27,7 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from lightrl.engines import EngineContext, VLLMEngine
-from lightrl.types import Prompts, SamplingParams
+from lightrl.records import Prompts, SamplingParams
 
 SIZES: dict[str, dict[str, int]] = {
     "0.6M": {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,

@@ -98,7 +98,7 @@ def make_rollouts(args: argparse.Namespace) -> Any:
     """`Rollouts` of PROMPTS image prompts with their completions; rows of a group share their model inputs."""
     import torch
 
-    from lightrl.types import Rollouts
+    from lightrl.records import Rollouts
 
     draw = torch.Generator().manual_seed(0)
     rows, columns = args.image_tokens // 16, 16

@@ -161,7 +161,7 @@ def run_lightrl(case: Case, folder: str, micro_tokens: int, steps: int, ticket: 
     from lightrl.callbacks import WeightSync
     from lightrl.data import PromptSource
     from lightrl.engines import TransformersEngine
-    from lightrl.types import SamplingParams
+    from lightrl.records import SamplingParams
 
     try:
         from lightrl.algorithms import GRPOLightningModule

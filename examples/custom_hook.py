@@ -11,9 +11,9 @@ from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.data import ArithmeticRows, PromptSource
 from lightrl.engines import TransformersEngine
+from lightrl.records import SamplingParams
 from lightrl.rewards import ExactAnswer
 from lightrl.rollout import RolloutDataModule
-from lightrl.types import SamplingParams
 
 
 class PositiveOnlyGRPO(GRPOLightningModule):

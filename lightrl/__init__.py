@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from lightrl.engines import ServerEngine, TransformersEngine, VLLMEngine
     from lightrl.environments import AgentProgram, EnvironmentEpisode
     from lightrl.models.spec import LoraSpec, ModelSpec
+    from lightrl.records import Experience, Rollouts, SamplingParams
     from lightrl.rollout import RolloutDataModule
-    from lightrl.types import Experience, Rollouts, SamplingParams
 
 # Where the names are, in import order: a room is looked through before those that would import it.
-_ROOMS = ("types", "models.spec", "engines", "data", "environments", "rollout", "algorithms", "callbacks")
+_ROOMS = ("records", "models.spec", "engines", "data", "environments", "rollout", "algorithms", "callbacks")
 
 __all__ = [  # noqa: RUF022 - grouped
     "WeightSync",

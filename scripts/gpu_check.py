@@ -401,7 +401,7 @@ def vllm_sleep_2(args: argparse.Namespace) -> dict[str, Any]:
 @step(VLLM_STEPS)
 def vllm_fire(args: argparse.Namespace) -> dict[str, Any]:
     """A heated first token, with vLLM's first model runner."""
-    from lightrl.types import SamplingParams
+    from lightrl.records import SamplingParams
 
     return _vllm(args, _share(args), sampling=SamplingParams(max_new_tokens=6, fire_temperature=5.0))
 
@@ -420,7 +420,7 @@ def vllm_seeds(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import Qwen2ForCausalLM
 
     from lightrl.engines.vllm.engine import VLLMEngine
-    from lightrl.types import EngineContext, Prompts, SamplingParams
+    from lightrl.records import EngineContext, Prompts, SamplingParams
     from tests.toys import quickstart_model
 
     with tempfile.TemporaryDirectory() as folder:

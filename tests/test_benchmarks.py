@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams
+from lightrl.records import Completion, CompletionGroup, GenerationRequest, SamplingParams
 from tests.rollout.conftest import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parent.parent

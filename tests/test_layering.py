@@ -16,7 +16,7 @@ import pytest
 
 # Rooms in import order: a room imports only from rooms above it.
 ROOMS = [
-    *("background", "interrupts", "arguments", "ops", "types", "redaction", "storage", "compat", "kernels"),
+    *("background", "interrupts", "arguments", "ops", "records", "redaction", "storage", "compat", "kernels"),
     "distributed",
     *("models", "objectives", "engines", "rewards", "data", "environments", "rollout", "algorithms", "callbacks"),
 ]
@@ -148,7 +148,7 @@ def test_no_files_import_each_other_in_a_circle(files: Files) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("lightrl/ops/x.py", "import lightrl.types"),
+        ("lightrl/ops/x.py", "import lightrl.records"),
         ("lightrl/models/x.py", "from lightrl.engines.base import Engine"),
         ("lightrl/kernels/cpu/x.py", "from lightrl.models import spec"),
         ("lightrl/objectives/x.py", "def f():\n    from lightrl import data\n"),
@@ -397,51 +397,6 @@ def test_a_private_part_of_a_dependency_is_found(source: str) -> None:
 def test_documented_parts_are_let_through() -> None:
     source = "from __future__ import annotations\nimport torch\nfrom . import rows\nx.__class__ = torch.nn.Linear"
     assert dependencies_private_parts({"lightrl/models/x.py": source}) == []
-
-
-# ---- records -----------------------------------------------------------------------------------------------------
-
-
-def stray_records(files: Files) -> list[str]:
-    """Records outside of types.py that another room imports.
-
-    A record is a dataclass, named tuple or typed dictionary that does nothing. Settings, which YAML fills, are none:
-    their docstrings have `Args:`, since they are the command line's help, and those of records have `Attributes:`. What
-    a formula of `ops` returns stays there, above `types`.
-    """
-    records: dict[tuple[str, str], str] = {}
-    for path, source in files.items():
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ClassDef) and room_of(path) not in ("types", "ops") and _is_record(node):
-                module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-                records[module, node.name] = path
-    return [
-        f"{records[module, name]}: {name}, which {path} imports"
-        for path, source in files.items()
-        for _, module, name in imports_of(path, ast.parse(source))
-        if (module, name) in records and room_of(path) not in (room_of(records[module, name]), "__init__")
-    ]
-
-
-def _is_record(node: ast.ClassDef) -> bool:
-    kinds = {ast.unparse(d).split("(")[0].split(".")[-1] for d in node.decorator_list}
-    kinds |= {ast.unparse(base).split(".")[-1] for base in node.bases}
-    acts = [f for f in node.body if isinstance(f, ast.FunctionDef) and not f.decorator_list and f.name[:2] != "__"]
-    settings = "Args:" in (ast.get_docstring(node) or "")
-    return bool(kinds & {"dataclass", "NamedTuple", "TypedDict"}) and not acts and not settings
-
-
-def test_records_that_cross_rooms_are_in_types(files: Files) -> None:
-    assert stray_records(files) == []
-
-
-def test_a_record_outside_of_types_is_found() -> None:
-    user = "from lightrl.data.rows import Row"
-    for record in ("@dataclass(frozen=True)\nclass Row:\n    x: int", "class Row(NamedTuple):\n    x: int"):
-        assert len(stray_records({"lightrl/data/rows.py": record, "lightrl/rollout/x.py": user})) == 1
-        assert stray_records({"lightrl/data/rows.py": record, "lightrl/data/x.py": user}) == []
-    settings = '@dataclass\nclass Row:\n    """Rows.\n\n    Args:\n        x: some.\n    """\n    x: int'
-    assert stray_records({"lightrl/data/rows.py": settings, "lightrl/rollout/x.py": user}) == []
 
 
 # ---- constructors ------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from lightrl.memory_plan.time import (
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
-from lightrl.types import EngineContext, Prompts, SamplingParams
+from lightrl.records import EngineContext, Prompts, SamplingParams
 from tests.toys import quickstart_model
 
 RATES = Rates(flops=4e14, decode_flops=1e14, bandwidth=1e12, overhead=0.0, network=1e10)

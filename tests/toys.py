@@ -20,9 +20,9 @@ from lightrl.compat.transformers import router_modules
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.vllm.engine import VLLMEngine
+from lightrl.records import Experience, Rollouts, Routes, SamplingParams
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.rollout.sync import EngineSync
-from lightrl.types import Experience, Rollouts, Routes, SamplingParams
 
 QUICKSTART_MODEL = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
 

@@ -15,7 +15,7 @@ from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.spec import Layout
 from lightrl.objectives.trajectories import TrajectoryLayout, first_rows
 from lightrl.ops.masking import masked_whiten
-from lightrl.types import Experience, Piece, Rollouts, SupervisedBatch
+from lightrl.records import Experience, Piece, Rollouts, SupervisedBatch
 
 __all__ = [
     "batched_forward",

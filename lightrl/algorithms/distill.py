@@ -27,8 +27,8 @@ from lightrl.objectives.divergences import Divergence
 from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.trajectories import TrajectoryLayout
 from lightrl.ops.advantages import returns_to_go
+from lightrl.records import Experience, Rollouts, SupervisedBatch, TopTokens
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.types import Experience, Rollouts, SupervisedBatch, TopTokens
 
 __all__ = ["DistillLightningModule"]
 

@@ -12,7 +12,7 @@ from lightrl.objectives.trajectories import first_rows, trajectory_lengths
 from lightrl.ops.advantages import group_stats
 from lightrl.ops.losses import explained_variance
 from lightrl.ops.masking import AllSum
-from lightrl.types import Experience, Rollouts
+from lightrl.records import Experience, Rollouts
 
 __all__ = ["add_std", "critic_metrics", "eval_metrics", "pass_at_k", "records", "rollout_metrics"]
 

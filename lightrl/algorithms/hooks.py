@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from lightrl.records import Experience, Rollouts
 from lightrl.rollout.learner import RolloutLearner
-from lightrl.types import Experience, Rollouts
 
 __all__ = ["RLCallback"]
 

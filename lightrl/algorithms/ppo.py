@@ -67,10 +67,10 @@ from lightrl.objectives.off_policy import OffPolicyCorrection
 from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, last_rows
 from lightrl.ops.entropy import top_entropy_mask
 from lightrl.ops.losses import clipped_value_loss
+from lightrl.records import Experience, Piece, Rollouts, Routes, SupervisedBatch
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.rollout.learner import RolloutLearner
 from lightrl.storage import require_entries
-from lightrl.types import Experience, Piece, Rollouts, Routes, SupervisedBatch
 
 __all__ = ["CriticSpec", "PPOLightningModule"]
 

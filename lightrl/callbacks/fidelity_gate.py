@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.arguments import above, at_least, one_of, sensible
-from lightrl.types import Experience, Rollouts
+from lightrl.records import Experience, Rollouts
 
 __all__ = ["FidelityGate"]
 

@@ -8,8 +8,8 @@ from typing import Any
 from lightrl.arguments import above, at_least, rollouts_between, sensible
 from lightrl.engines.base import Engine
 from lightrl.environments.canary import check_trajectories
+from lightrl.records import SamplingParams, Trajectory
 from lightrl.rollout.sync import TrajectoryCheck
-from lightrl.types import SamplingParams, Trajectory
 
 __all__ = ["LedgerCanary", "LedgerMismatchError"]
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks.offload_optimizer import on_host
+from lightrl.records import Experience
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.types import Experience
 
 __all__ = ["OffloadModels"]
 

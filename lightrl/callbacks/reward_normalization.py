@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.arguments import above, sensible
 from lightrl.objectives.trajectories import first_rows
-from lightrl.types import Rollouts
+from lightrl.records import Rollouts
 
 __all__ = ["RewardNormalization"]
 

@@ -26,8 +26,8 @@ from lightrl.arguments import at_least, rollouts_between
 from lightrl.callbacks.run_folder import run_folder
 from lightrl.callbacks.thumbnails import contact_sheet, describe, save_thumbnail
 from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, trajectory_lengths
+from lightrl.records import Experience, Rollouts
 from lightrl.storage import append_lines
-from lightrl.types import Experience, Rollouts
 
 __all__ = ["SampleLog"]
 

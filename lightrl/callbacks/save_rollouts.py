@@ -20,9 +20,9 @@ from lightrl.algorithms.hooks import RLCallback
 from lightrl.arguments import rollouts_between
 from lightrl.callbacks.run_folder import run_folder
 from lightrl.callbacks.thumbnails import fingerprint
+from lightrl.records import Experience, Media, Rollouts
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.storage import DamagedError, atomic_write, read_records, verify
-from lightrl.types import Experience, Media, Rollouts
 
 __all__ = ["SaveRollouts", "load_rollouts", "trajectory_records"]
 

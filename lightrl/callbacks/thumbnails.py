@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from lightrl.types import Media
+from lightrl.records import Media
 
 __all__ = ["contact_sheet", "describe", "fingerprint", "save_thumbnail"]
 

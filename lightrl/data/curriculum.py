@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrl.arguments import MAX_REWARD, at_least, fraction, sensible
 from lightrl.data.prompts import OpenSource, PromptSet, PromptSource, Reading, open_source
+from lightrl.records import Prompts
 from lightrl.storage import require_entries
-from lightrl.types import Prompts
 
 __all__ = ["CurriculumSet", "PromptCurriculum"]
 

@@ -18,8 +18,8 @@ import numpy as np
 from lightrl.arguments import one_of, user_path
 from lightrl.data.files import one_line
 from lightrl.data.rows import RowError, RowSource
+from lightrl.records import Media
 from lightrl.rewards.media import open_image
-from lightrl.types import Media
 
 __all__ = ["COLUMNS", "MediaError", "MediaSource", "decode", "require_present"]
 

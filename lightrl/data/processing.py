@@ -20,7 +20,7 @@ from lightrl.data.media import COLUMNS, KINDS, MediaError, MediaSource, decode
 from lightrl.data.templates import ChatTemplate, as_messages, conversation, encode, render_prompt
 from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
 from lightrl.models.video import video_timing
-from lightrl.types import ImageInputs, Media
+from lightrl.records import ImageInputs, Media
 
 __all__ = ["ConversationSource", "Encoded", "MediaProcessor", "arranged", "encode_prompt", "load_processor", "shown"]
 

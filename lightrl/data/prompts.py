@@ -26,7 +26,7 @@ from lightrl.data.processing import ConversationSource, Encoded, MediaProcessor,
 from lightrl.data.rows import RowError, plain_rows, require_columns, shuffled_order
 from lightrl.data.templates import encode, require_text
 from lightrl.models.media_tokens import TOKEN_INPUT
-from lightrl.types import Media, Prompts
+from lightrl.records import Media, Prompts
 
 __all__ = ["PromptMixture", "PromptSet", "PromptSource", "prompt_source"]
 

@@ -12,7 +12,7 @@ from lightrl.engines.base import (
     RequestQueue,
     StaleWeightsError,
 )
-from lightrl.types import EngineContext
+from lightrl.records import EngineContext
 
 if TYPE_CHECKING:
     from lightrl.engines.server.engine import ServerEngine

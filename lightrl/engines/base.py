@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightrl.types import CompletionGroup, EngineContext, GenerationRequest, Routes
+from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes
 
 __all__ = [
     "TOLERANCE",

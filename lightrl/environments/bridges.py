@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lightrl.environments.base import Message, Tools
-from lightrl.types import ImageInputs
+from lightrl.records import ImageInputs
 
 __all__ = ["Bridge", "ImageProcessor", "RendererBridge", "SampledTurn", "TemplateBridge", "Tokens", "make_renderer"]
 

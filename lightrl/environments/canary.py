@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrl.engines.base import Engine
-from lightrl.types import Trajectory
+from lightrl.records import Trajectory
 
 __all__ = ["LedgerMismatch", "check_trajectories"]
 

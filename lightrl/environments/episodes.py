@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lightrl.data.prompts import PromptMixture, PromptSource
-from lightrl.types import (
+from lightrl.records import (
     CompletionGroup,
     GenerationRequest,
     Prompts,

@@ -10,7 +10,7 @@ import torch
 
 from lightrl.environments.base import Message, Tools
 from lightrl.environments.bridges import Bridge, SampledTurn, Tokens
-from lightrl.types import Completion, GenerationRequest, ImageInputs, Media, Routes, Support, TrajectoryRow
+from lightrl.records import Completion, GenerationRequest, ImageInputs, Media, Routes, Support, TrajectoryRow
 
 __all__ = ["Ledger"]
 

@@ -18,8 +18,8 @@ from lightrl.environments.base import Tools
 from lightrl.environments.bridges import Bridge, ImageProcessor, RendererBridge, TemplateBridge, make_renderer
 from lightrl.environments.episodes import Ask, Episode, Task
 from lightrl.environments.parsing import ReplyParser, choose_parser
+from lightrl.records import SamplingParams, Trajectory
 from lightrl.rewards.calls import copied
-from lightrl.types import SamplingParams, Trajectory
 
 __all__ = ["Attempt", "MultiTurn"]
 

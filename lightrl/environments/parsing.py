@@ -12,7 +12,7 @@ from typing import Any
 from lightrl.compat import vllm_parsers
 from lightrl.environments.base import Reply, ToolCall, Tools
 from lightrl.environments.bridges import Bridge
-from lightrl.types import Completion
+from lightrl.records import Completion
 
 __all__ = ["PlainParser", "RendererParser", "ReplyParser", "VLLMParser", "choose_parser"]
 

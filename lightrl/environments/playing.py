@@ -24,8 +24,8 @@ from lightrl.environments.bridges import Bridge
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.environments.parsing import ReplyParser
+from lightrl.records import GenerationRequest, StopReason, Trajectory, TrajectoryRow
 from lightrl.rewards.calls import message_of, users_lines
-from lightrl.types import GenerationRequest, StopReason, Trajectory, TrajectoryRow
 
 __all__ = ["EnvironmentEpisode"]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from lightrl.background import BackgroundLoop
 from lightrl.environments import Environment, EnvironmentEpisode, Task
-from lightrl.types import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams, Trajectory
+from lightrl.records import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams, Trajectory
 
 __all__ = ["EnvironmentCheck", "Played", "play"]
 

@@ -37,7 +37,7 @@ from lightrl.models.packing.context import refuse_heads, share_stream
 from lightrl.models.packing.layouts import LayoutError, TokenStream, make_stream
 from lightrl.models.routing import Routers, RoutingPass
 from lightrl.models.spec import Layout
-from lightrl.types import HostRows, Routes
+from lightrl.records import HostRows, Routes
 
 __all__ = ["Backbone", "BackboneOutput"]
 

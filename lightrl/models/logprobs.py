@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from lightrl.arguments import above
-from lightrl.types import Support, TopTokens
+from lightrl.records import Support, TopTokens
 
 __all__ = [
     "LogitMap",

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
-from lightrl.types import HostRows
+from lightrl.records import HostRows
 
 __all__ = [
     "harmless_id",

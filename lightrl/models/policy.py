@@ -21,7 +21,7 @@ from lightrl.models.loading import load_backbone, load_causal_lm
 from lightrl.models.logprobs import LogitMap, TeacherStates, install_head
 from lightrl.models.lora import as_reference
 from lightrl.models.spec import Layout, ModelSpec
-from lightrl.types import HostRows, Routes, Support, TopTokens
+from lightrl.records import HostRows, Routes, Support, TopTokens
 
 __all__ = ["Lesson", "PolicyModel", "PolicyOutput", "ValueModel"]
 

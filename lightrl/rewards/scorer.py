@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from lightrl.arguments import MAX_REWARD, MOST_COEF, above, at_least, coefficient, one_of
 from lightrl.background import BackgroundLoop, all_of
+from lightrl.records import Scores
 from lightrl.rewards.base import RewardError, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import CallFailed, CallLog, RewardFunction, mean
 from lightrl.rewards.media import MEDIA
-from lightrl.types import Scores
 
 __all__ = ["RewardScorer", "ScoreHandle"]
 

@@ -12,8 +12,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from lightrl.records import Media, Prompts, Rollouts, Scores, StopReason, Trajectory, TrajectoryRow
 from lightrl.rewards.calls import mean
-from lightrl.types import Media, Prompts, Rollouts, Scores, StopReason, Trajectory, TrajectoryRow
 
 __all__ = ["ScoredGroup", "collate", "trajectory_metrics"]
 

@@ -33,9 +33,9 @@ from lightrl.engines.base import (
 )
 from lightrl.environments.base import EnvironmentFailedError
 from lightrl.environments.episodes import Episode, Task
+from lightrl.records import Completion, CompletionGroup, GenerationRequest, Media, Scores, Trajectory
 from lightrl.rewards.scorer import RewardScorer, ScoreHandle
 from lightrl.rollout.collation import ScoredGroup
-from lightrl.types import Completion, CompletionGroup, GenerationRequest, Media, Scores, Trajectory
 
 __all__ = ["MAX_RESTARTS", "Collection", "Collector", "RolloutStalledError", "may_restart"]
 

@@ -29,6 +29,7 @@ from lightrl.engines.base import Engine, StaleWeightsError
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.environments.episodes import Episode, SingleTurn, Task, request_seed
 from lightrl.models.loading import positions_of
+from lightrl.records import Completion, EngineContext, Prompts, Rollouts, SamplingParams, SupervisedBatch
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collation import ScoredGroup, collate, trajectory_metrics
@@ -41,7 +42,6 @@ from lightrl.rollout.sources import CollectedRollout, InFlight, InFlightSource, 
 from lightrl.rollout.sync import EngineSync, TrajectoryCheck
 from lightrl.rollout.weight_sync import WeightSync
 from lightrl.storage import require_entries
-from lightrl.types import Completion, EngineContext, Prompts, Rollouts, SamplingParams, SupervisedBatch
 
 __all__ = ["EvalLoader", "RolloutDataModule", "RolloutLoader"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
-from lightrl.types import Routes
+from lightrl.records import Routes
 
 __all__ = ["RolloutLearner"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from lightning.pytorch import Trainer
 
 from lightrl.data.prompts import PromptSet
-from lightrl.types import Prompts, Rollouts
+from lightrl.records import Prompts, Rollouts
 
 __all__ = ["EvalLoader", "RolloutLoader"]
 

@@ -19,10 +19,10 @@ import torch
 
 from lightrl.background import in_background
 from lightrl.engines.base import EngineRestartedError
+from lightrl.records import Completion, Piece, Rollouts, Routes, Support
 from lightrl.rollout.collation import ScoredGroup
 from lightrl.rollout.collector import Collection, may_restart
 from lightrl.storage import read_records
-from lightrl.types import Completion, Piece, Rollouts, Routes, Support
 
 __all__ = ["CollectedRollout", "InFlight", "InFlightSource", "StaleSource", "StreamedRollouts"]
 

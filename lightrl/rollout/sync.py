@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightrl.engines.base import Engine
+from lightrl.records import SamplingParams, Trajectory
 from lightrl.rollout.learner import RolloutLearner
-from lightrl.types import SamplingParams, Trajectory
 
 __all__ = ["EngineSync", "TrajectoryCheck"]
 

@@ -23,8 +23,8 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import GroupRelative, Reinforce
 from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
+from lightrl.records import SamplingParams
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.types import SamplingParams
 from tests.toys import bandit_model, quiet_trainer
 
 pytestmark = pytest.mark.slow

@@ -36,8 +36,8 @@ from lightrl.objectives.kl import KLInReward
 from lightrl.objectives.losses import DRO, PolicyLoss, PPOClip
 from lightrl.objectives.off_policy import EngineRatio
 from lightrl.objectives.turn_advantages import GiGPO
+from lightrl.records import SamplingParams
 from lightrl.rollout.learner import RolloutLearner
-from lightrl.types import SamplingParams
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 NAN = float("nan")

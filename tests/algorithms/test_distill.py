@@ -24,8 +24,8 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import RLOO, Reinforce
 from lightrl.objectives.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
+from lightrl.records import Experience, Rollouts, SamplingParams
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.types import Experience, Rollouts, SamplingParams
 from tests.algorithms.test_bandit import REWARDS, policy, reward, tv
 from tests.toys import bandit_model, quickstart_model, quiet_trainer, sums_data
 

@@ -17,7 +17,7 @@ from lightrl.objectives.advantages import GroupRelative
 from lightrl.objectives.kl import KLInLoss, KLInReward
 from lightrl.objectives.losses import PPOClip
 from lightrl.objectives.off_policy import EngineRatio, OffPolicyCorrection
-from lightrl.types import Experience, SamplingParams
+from lightrl.records import Experience, SamplingParams
 from tests.algorithms.toys import adam, fit, ppo, sgd, weights
 from tests.toys import Keep, ThreadEngine, digits_reward, quickstart_model, quiet_trainer, sums_data
 

@@ -32,7 +32,7 @@ from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.objectives.losses import CISPO, CPG, DPPO, DRO, GMPO, GSPO, SAPO, PolicyLoss, PPOClip, RLOOSequence
 from lightrl.objectives.off_policy import VESPO, GeometricEngineMask, OffPolicyCorrection, OffPolicySequenceMask
 from lightrl.objectives.turn_advantages import GiGPO, TurnGAE, TurnReturns
-from lightrl.types import Rollouts
+from lightrl.records import Rollouts
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 ESTIMATORS: list[Callable[[], AdvantageEstimator]] = [

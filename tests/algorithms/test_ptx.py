@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightrl.algorithms.batches import cut_minibatches
 from lightrl.data.sft import SFTSource
-from lightrl.types import Experience, SupervisedBatch
+from lightrl.records import Experience, SupervisedBatch
 from tests.algorithms.toys import fit, grpo, ppo, sgd, weights
 
 ANSWERS = SFTSource(rows=[{"prompt": f"{a:02d}+01=", "completion": str(a + 1)} for a in range(20)])

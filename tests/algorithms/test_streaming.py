@@ -21,8 +21,8 @@ from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import GAE, GroupRelative
 from lightrl.objectives.aggregation import SequenceMean
 from lightrl.objectives.kl import KLInLoss, KLInReward
+from lightrl.records import Experience, Piece, Prompts, Rollouts, SamplingParams, Trajectory, TrajectoryRow
 from lightrl.rollout.collation import ScoredGroup, collate
-from lightrl.types import Experience, Piece, Prompts, Rollouts, SamplingParams, Trajectory, TrajectoryRow
 from tests.toys import Keep, ThreadEngine, digits_reward, quiet_trainer, sgd, sums_data
 from tests.waiting import until
 

@@ -14,7 +14,7 @@ from lightrl.objectives.advantages import GroupRelative
 from lightrl.objectives.kl import KLInLoss
 from lightrl.objectives.losses import GMPO, GSPO, PolicyLoss, PPOClip, RLOOSequence
 from lightrl.objectives.off_policy import OffPolicyCorrection
-from lightrl.types import SamplingParams
+from lightrl.records import SamplingParams
 from tests.algorithms.toys import fit, grpo, ppo, weights
 
 

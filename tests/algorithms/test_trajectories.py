@@ -17,7 +17,7 @@ from lightrl.objectives.advantages import RLOO
 from lightrl.objectives.aggregation import SequenceMean, TokenMean
 from lightrl.objectives.kl import KLInLoss
 from lightrl.objectives.losses import PPOClip
-from lightrl.types import Rollouts
+from lightrl.records import Rollouts
 from tests.algorithms.test_product import AGGREGATIONS, ESTIMATORS, LOSSES
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
-from lightrl.types import Rollouts
+from lightrl.records import Rollouts
 from tests.callbacks.toys import make_rollouts
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightrl.callbacks import AdaptiveEntropy
-from lightrl.types import SamplingParams
+from lightrl.records import SamplingParams
 from tests.algorithms.toys import SMALL, FirstSums, fit, grpo, weights
 from tests.toys import quickstart_model
 

@@ -15,7 +15,7 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.losses import PPOClip
 from lightrl.objectives.off_policy import EngineRatio
-from lightrl.types import CompletionGroup, Experience, Rollouts
+from lightrl.records import CompletionGroup, Experience, Rollouts
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 

@@ -20,8 +20,8 @@ from rich.console import Console
 from lightrl.callbacks.sample_log import SampleLog, sample_records, samples_table
 from lightrl.callbacks.save_rollouts import SaveRollouts, load_rollouts
 from lightrl.callbacks.thumbnails import contact_sheet, describe
+from lightrl.records import Media, Rollouts
 from lightrl.report import report
-from lightrl.types import Media, Rollouts
 from tests.callbacks.toys import Loader, LoggingModule, make_rollouts
 
 

@@ -13,7 +13,7 @@ import torch
 
 from lightrl.callbacks.prediction_writer import PredictionWriter, write_records
 from lightrl.callbacks.save_rollouts import SaveRollouts, load_rollouts
-from lightrl.types import Rollouts
+from lightrl.records import Rollouts
 from tests.callbacks.toys import Loader, LoggingModule, make_rollouts
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch import seed_everything
 from torch import Tensor
 
 from lightrl.callbacks import RewardNormalization
-from lightrl.types import Rollouts
+from lightrl.records import Rollouts
 from tests.callbacks.toys import make_rollouts
 
 NAN = float("nan")

@@ -37,8 +37,8 @@ from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.kl import KLInReward
 from lightrl.objectives.losses import CISPO
+from lightrl.records import SamplingParams
 from lightrl.storage import StorageError, verify
-from lightrl.types import SamplingParams
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 

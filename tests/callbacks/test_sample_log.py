@@ -20,9 +20,9 @@ from rich.console import Console
 from lightrl.callbacks.evaluate_first import EvaluateFirst
 from lightrl.callbacks.reward_normalization import RewardNormalization
 from lightrl.callbacks.sample_log import SampleLog, markdown_table, sample_records, samples_table, shorten
+from lightrl.records import Experience, Rollouts
 from lightrl.report import report
 from lightrl.report.read import read_run
-from lightrl.types import Experience, Rollouts
 from tests.callbacks.toys import Loader, LoggingModule, make_rollouts
 
 

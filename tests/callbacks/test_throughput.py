@@ -15,7 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightrl.callbacks import throughput
 from lightrl.callbacks.throughput import Throughput
-from lightrl.types import Rollouts
+from lightrl.records import Rollouts
 from tests.callbacks.toys import Loader, LoggingModule
 
 

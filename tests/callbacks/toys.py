@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from lightrl.ops.padding import pad_rows
+from lightrl.records import Experience, Rollouts
 from lightrl.rollout.learner import RolloutLearner
-from lightrl.types import Experience, Rollouts
 
 
 def make_rollouts(prompts: list[str], completions: list[list[str]], rewards: list[list[float]]) -> Rollouts:

@@ -15,7 +15,7 @@ from lightrl.algorithms import GRPOLightningModule
 from lightrl.data.curriculum import CurriculumSet, PromptCurriculum
 from lightrl.data.prompts import PromptSource
 from lightrl.data.templates import load_tokenizer
-from lightrl.types import SamplingParams
+from lightrl.records import SamplingParams
 from tests.toys import Keep, quickstart_model, quiet_trainer, sums_data
 
 ROWS = [{"prompt": f"{i}+{i}=", "level": "easy" if i < 4 else "hard"} for i in range(8)]

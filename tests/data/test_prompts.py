@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightrl.data.prompts import PromptMixture, PromptSource
-from lightrl.types import Prompts
+from lightrl.records import Prompts
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i % 2} for i in range(10)]
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from lightrl.callbacks import RolloutCheckpoint
+from lightrl.records import Rollouts
 from lightrl.rollout.sources import InFlight
-from lightrl.types import Rollouts
 from tests.rollout.test_in_flight import Scripted, in_flight, versions, worst
 from tests.toys import ThreadEngine, quickstart_model
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.types import Prompts, SamplingParams
+from lightrl.records import Prompts, SamplingParams
 
 torch.set_num_threads(1)
 

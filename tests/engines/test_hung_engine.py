@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from lightrl.engines import EngineContext, EngineDiedError, GenerationCancelledError, RequestQueue, VLLMEngine
-from lightrl.types import Prompts, SamplingParams
+from lightrl.records import Prompts, SamplingParams
 from tests.engines.conftest import SOON, load
 from tests.waiting import until
 
@@ -126,7 +126,7 @@ from pathlib import Path
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import VLLMEngine
-from lightrl.types import SamplingParams
+from lightrl.records import SamplingParams
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 engine = VLLMEngine(in_process=False, engine_args={"max_num_seqs": 8})
@@ -182,7 +182,7 @@ import ctypes, sys
 from pathlib import Path
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from lightrl.engines import EngineContext, VLLMEngine
-from lightrl.types import Prompts, SamplingParams
+from lightrl.records import Prompts, SamplingParams
 from tests.toys import quickstart_model
 
 def hangs(*args, **kwargs):

@@ -13,7 +13,7 @@ import torch
 from lightrl.engines import EngineContext, TransformersEngine, VLLMEngine
 from lightrl.engines.base import RequestQueue
 from lightrl.engines.vllm.requests import joined
-from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams
+from lightrl.records import Completion, CompletionGroup, GenerationRequest, SamplingParams
 from tests.engines.conftest import change, load, reference_logprobs
 
 LONG = SamplingParams(max_new_tokens=24, ignore_eos=True)

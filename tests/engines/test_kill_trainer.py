@@ -22,7 +22,7 @@ TRAINER = """
 import json, sys
 from tests.engines.conftest import ask, load
 from lightrl.engines import EngineContext, VLLMEngine
-from lightrl.types import Prompts, SamplingParams
+from lightrl.records import Prompts, SamplingParams
 
 if __name__ == "__main__":
     backend = {"distributed_executor_backend": "mp"} if sys.argv[2] == "2" else {}

@@ -24,7 +24,7 @@ pytest.importorskip("uvicorn")
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, ServerEngine, StaleWeightsError, TransformersEngine
 from lightrl.engines.base import GenerationCancelledError, RequestQueue
-from lightrl.types import Prompts, SamplingParams
+from lightrl.records import Prompts, SamplingParams
 from tests.engines.conftest import build_model, change, load, reference_logprobs
 from tests.engines.sglang_server import SGLangServer
 

@@ -29,7 +29,7 @@ from lightrl.engines import EngineContext, EngineDiedError, ServerEngine, Server
 from lightrl.engines.base import GenerationCancelledError, RequestQueue
 from lightrl.engines.server.http import Server
 from lightrl.objectives.divergences import Divergence, ForwardKL
-from lightrl.types import Prompts, SamplingParams
+from lightrl.records import Prompts, SamplingParams
 from tests.algorithms.test_distill import Keep
 from tests.engines.conftest import ask, build_model, change, load, reference_logprobs
 from tests.engines.sglang_server import SGLangServer, serve

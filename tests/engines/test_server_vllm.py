@@ -24,7 +24,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, ServerEngine, ServerTeacher
-from lightrl.types import Prompts, SamplingParams
+from lightrl.records import Prompts, SamplingParams
 from tests.engines.conftest import ask, build_model, change, load, reference_logprobs
 from tests.ports import held_port
 from tests.toys import quiet_trainer, sums_data

@@ -37,7 +37,7 @@ from lightrl.engines.transformers.sampling import completion_uniforms, distribut
 from lightrl.kernels.cpu.decoder import CPUDecoder
 from lightrl.kernels.cpu.decoder_model import CPUModel, copy_by_rows
 from lightrl.kernels.cpu.prefix_cache import Past, PrefixCache
-from lightrl.types import CompletionGroup, EngineContext, GenerationRequest, Prompts, SamplingParams
+from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Prompts, SamplingParams
 from tests.engines.conftest import ask
 from tests.waiting import until
 

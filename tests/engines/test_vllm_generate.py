@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightrl.engines.vllm.engine import completion_seed
-from lightrl.types import CompletionGroup, Prompts, SamplingParams
+from lightrl.records import CompletionGroup, Prompts, SamplingParams
 from tests.engines.conftest import EOS, ask, load
 
 pytestmark = pytest.mark.vllm

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.engines import EngineContext, VLLMEngine
-from lightrl.types import Prompts, SamplingParams
+from lightrl.records import Prompts, SamplingParams
 from tests.engines.conftest import ask
 
 pytestmark = pytest.mark.vllm

@@ -16,7 +16,7 @@ from lightrl.engines.vllm.lora import AdapterFolder
 from lightrl.models.lora import adapter_config, add_lora, named_adapter_weights
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.types import Prompts, SamplingParams
+from lightrl.records import Prompts, SamplingParams
 from tests.engines.conftest import ask, load, reference_logprobs
 from tests.toys import quiet_trainer, sums_data
 

@@ -19,7 +19,7 @@ from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, EngineDiedError, EngineRestartedError, VLLMEngine
 from lightrl.objectives.advantages import GroupRelative
-from lightrl.types import Prompts, SamplingParams
+from lightrl.records import Prompts, SamplingParams
 from tests.engines.conftest import SOON, ask, change, load
 from tests.engines.test_vllm_sync import canary_gap, sampled_gap
 from tests.toys import quickstart_model, quiet_trainer, sums_data

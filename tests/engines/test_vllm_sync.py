@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightrl.engines.vllm.weights import WeightSender, _Bucket
-from lightrl.types import Prompts, SamplingParams
+from lightrl.records import Prompts, SamplingParams
 from tests.engines.conftest import ask, change, load, reference_logprobs
 
 pytestmark = pytest.mark.vllm

@@ -14,7 +14,7 @@ from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines.base import StaleWeightsError
 from lightrl.models.spec import ModelSpec
-from lightrl.types import SamplingParams
+from lightrl.records import SamplingParams
 from tests.toys import Idle, quiet_trainer, sums_data
 
 pytest.importorskip("vllm")

@@ -10,7 +10,7 @@ from typing import Any
 from lightrl.environments import Environment, EnvironmentEpisode, Reply, Step, Task, ToolCall
 from lightrl.environments.multi_turn import MultiTurn
 from lightrl.environments.parsing import ReplyParser
-from lightrl.types import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams, Trajectory
+from lightrl.records import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams, Trajectory
 
 ADD = {
     "type": "function",

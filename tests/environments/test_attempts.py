@@ -17,7 +17,7 @@ from jsonargparse import ArgumentParser
 from PIL import Image
 
 from lightrl.environments import Environment, EnvironmentEpisode, EnvironmentFailedError, Reply, Step, ToolEnvironment
-from lightrl.types import CompletionGroup, GenerationRequest, SamplingParams, Trajectory
+from lightrl.records import CompletionGroup, GenerationRequest, SamplingParams, Trajectory
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import Script, ScriptedAttempts, ScriptedEngine, Turn, alone, call, spell
 from tests.waiting import until

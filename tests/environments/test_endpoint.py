@@ -25,7 +25,7 @@ import pytest
 
 from lightrl.compat.uvicorn import serve
 from lightrl.environments import AgentProgram, EnvironmentEpisode, ToolEnvironment
-from lightrl.types import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
+from lightrl.records import Completion, CompletionGroup, GenerationRequest, SamplingParams, Trajectory
 from tests.environments import plain_program, programs
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import alone, spell

@@ -12,7 +12,7 @@ import pytest
 from lightrl.environments import EnvironmentEpisode
 from lightrl.environments.bridges import TemplateBridge
 from lightrl.environments.parsing import PlainParser, RendererParser, choose_parser
-from lightrl.types import Completion
+from lightrl.records import Completion
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import ADD, Script, spell
 

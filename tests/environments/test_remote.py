@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lightrl.environments import MCPEnvironment, OpenEnvironment, Reply, ToolCall
-from lightrl.types import CompletionGroup, GenerationRequest, Trajectory
+from lightrl.records import CompletionGroup, GenerationRequest, Trajectory
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import ScriptedAttempts, ScriptedEngine, Turn, alone, spell
 from tests.environments.test_attempts import SAMPLING

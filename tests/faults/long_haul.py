@@ -27,7 +27,7 @@ from lightning.pytorch import Callback
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import RolloutCheckpoint, WeightSync
 from lightrl.engines import Engine, VLLMEngine
-from lightrl.types import SamplingParams
+from lightrl.records import SamplingParams
 from tests.faults.containment import contained, libc_call
 from tests.toys import ThreadEngine, quickstart_model, quiet_trainer, sums_data
 

@@ -24,7 +24,7 @@ from lightrl.cli import users_error
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.distributed.checkpoint_io import CheckedCheckpointIO
 from lightrl.distributed.consolidate import read_checkpoint
-from lightrl.types import SamplingParams
+from lightrl.records import SamplingParams
 from tests.fuzz.configs import place
 from tests.fuzz.data import ANY
 from tests.fuzz.verdicts import ERROR, WORKS

@@ -16,8 +16,8 @@ from lightrl.engines.base import EngineDiedError, StaleWeightsError
 from lightrl.engines.server.http import Server, ServerError
 from lightrl.engines.server.pool import ServerPool
 from lightrl.engines.server.protocols import PROTOCOLS, Facts
+from lightrl.records import GenerationRequest, SamplingParams
 from lightrl.rewards import GenerativeJudge, RemoteReward, RewardError
-from lightrl.types import GenerationRequest, SamplingParams
 from tests.fuzz.data import ANY, GOOD_NUMBER, NUMBER, SCALAR, TEXT, often, score
 from tests.fuzz.verdicts import DROPPED, ERROR, WORKS
 

@@ -12,7 +12,7 @@ from lightrl.models.logprobs import LogitMap, TeacherStates, chunked_divergence,
 from lightrl.models.policy import Lesson, PolicyModel
 from lightrl.models.spec import Layout
 from lightrl.objectives.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
-from lightrl.types import Experience, Support, TopTokens
+from lightrl.records import Experience, Support, TopTokens
 from tests.models.conftest import Batch, build
 
 DIVERGENCES = [ReverseKL(), ForwardKL(), JensenShannon(0.3)]

@@ -30,7 +30,7 @@ from lightrl.models.packing.layouts import make_stream
 from lightrl.models.policy import PolicyModel
 from lightrl.models.routing import Routers
 from lightrl.models.spec import ModelSpec
-from lightrl.types import Completion, GenerationRequest, Rollouts, Routes, SamplingParams
+from lightrl.records import Completion, GenerationRequest, Rollouts, Routes, SamplingParams
 from tests.algorithms.toys import fit, sgd, weights
 from tests.models.conftest import VOCAB, Batch
 from tests.models.test_support import NewRow

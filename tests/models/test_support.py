@@ -18,7 +18,7 @@ from lightrl.models.loading import load_causal_lm
 from lightrl.models.logprobs import LogitMap, chunked_logprobs
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
-from lightrl.types import Completion, GenerationRequest, Rollouts, SamplingParams, Support
+from lightrl.records import Completion, GenerationRequest, Rollouts, SamplingParams, Support
 from tests.models.conftest import Batch, build
 from tests.toys import quickstart_model
 

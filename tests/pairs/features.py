@@ -21,8 +21,8 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.environments import EnvironmentEpisode
 from lightrl.models.spec import LoraSpec, ModelSpec
+from lightrl.records import SamplingParams
 from lightrl.rollout import RolloutDataModule
-from lightrl.types import SamplingParams
 from tests.rollout.tasks import Letters
 from tests.toys import ThreadEngine
 from tests.vision.conftest import picture

@@ -17,7 +17,7 @@ import yaml
 from lightrl.cli import main
 from lightrl.environments import Environment, EnvironmentEpisode, Reply, Step, ToolEnvironment
 from lightrl.environments.scripted import EnvironmentCheck, play
-from lightrl.types import SamplingParams
+from lightrl.records import SamplingParams
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.rollout.tasks import chat_model
 

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
+from lightrl.records import Scores
 from lightrl.rewards import CombinedReward, Reward, RewardError, RewardScorer
 from lightrl.rewards.calls import CallLog
-from lightrl.types import Scores
 
 NAN = math.nan
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightrl.engines.base import Engine, RequestQueue
-from lightrl.types import Completion, CompletionGroup, EngineContext, GenerationRequest
+from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest
 from tests.rollout.tasks import chat_model
 
 

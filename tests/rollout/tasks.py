@@ -21,8 +21,8 @@ from lightrl.callbacks import LedgerCanary, WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import AgentProgram, Environment, EnvironmentEpisode, EnvironmentFailedError, Reply, Step
+from lightrl.records import Experience, Rollouts, SamplingParams
 from lightrl.rollout import RolloutDataModule
-from lightrl.types import Experience, Rollouts, SamplingParams
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.toys import near_ties, quiet_trainer, sgd
 

@@ -15,8 +15,8 @@ from lightrl.callbacks import LedgerCanary, WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import AgentProgram, Episode
+from lightrl.records import SamplingParams
 from lightrl.rollout import RolloutDataModule
-from lightrl.types import SamplingParams
 from tests.rollout.tasks import Keep, chat_model, sgd
 from tests.toys import quiet_trainer
 

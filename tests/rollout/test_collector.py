@@ -16,11 +16,7 @@ import pytest
 from lightrl.engines.base import EngineDiedError, EngineRestartedError
 from lightrl.environments.episodes import Ask, Episode, SingleTurn, Task, one_turn
 from lightrl.environments.multi_turn import Attempt, MultiTurn
-from lightrl.rewards.base import RewardError
-from lightrl.rewards.scorer import RewardScorer
-from lightrl.rollout.collation import collate, trajectory_metrics
-from lightrl.rollout.collector import Collection, Collector, RolloutStalledError
-from lightrl.types import (
+from lightrl.records import (
     Completion,
     CompletionGroup,
     GenerationRequest,
@@ -29,6 +25,10 @@ from lightrl.types import (
     Trajectory,
     TrajectoryRow,
 )
+from lightrl.rewards.base import RewardError
+from lightrl.rewards.scorer import RewardScorer
+from lightrl.rollout.collation import collate, trajectory_metrics
+from lightrl.rollout.collector import Collection, Collector, RolloutStalledError
 from tests.rollout.conftest import ScriptedEngine
 
 PROMPTS = Prompts(token_ids=[[1, 2], [3]], texts=["p", "q"], columns={"answer": ["x", "y"]}, indices=[7, 9])

@@ -25,8 +25,8 @@ from lightrl.engines import ServerEngine
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import GSPO, GiGPO, GroupRelative, KLInLoss, KLInReward, TurnGAE, TurnReturns
 from lightrl.objectives.divergences import ReverseKL
+from lightrl.records import SamplingParams
 from lightrl.rollout.sources import InFlight
-from lightrl.types import SamplingParams
 from tests.rollout.tasks import Keep, Letters, chat_model, fit, gap, sgd, talk
 from tests.toys import ThreadEngine
 

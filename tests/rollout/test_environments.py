@@ -20,8 +20,8 @@ from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import EnvironmentEpisode
 from lightrl.objectives.advantages import GroupRelative
+from lightrl.records import SamplingParams
 from lightrl.rollout.collector import RolloutStalledError
-from lightrl.types import SamplingParams
 from tests.rollout.tasks import Letters, Numbered, chat_model, fit, make_data, sgd
 from tests.toys import ThreadEngine
 

@@ -22,8 +22,8 @@ from lightrl.engines import ServerEngine
 from lightrl.engines.base import RequestQueue
 from lightrl.environments.episodes import Episode, Task, one_turn
 from lightrl.models.spec import LoraSpec, ModelSpec
+from lightrl.records import CompletionGroup, Rollouts, SamplingParams, Trajectory
 from lightrl.rollout.sources import InFlight, InFlightSource
-from lightrl.types import CompletionGroup, Rollouts, SamplingParams, Trajectory
 from tests.models.test_routing import saved
 from tests.rollout.test_staleness import Watch, run, sgd
 from tests.toys import KeptEngine, ThreadEngine, quickstart_model, sums_data

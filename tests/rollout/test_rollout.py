@@ -15,10 +15,10 @@ from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines.base import StaleWeightsError
 from lightrl.environments.episodes import one_turn, request_seed
+from lightrl.records import Completion, CompletionGroup, Prompts, SamplingParams, Scores
 from lightrl.rewards.base import RewardError
 from lightrl.rollout.collation import ScoredGroup, collate
 from lightrl.rollout.loaders import RolloutLoader
-from lightrl.types import Completion, CompletionGroup, Prompts, SamplingParams, Scores
 from tests.toys import Idle, quickstart_model, quiet_trainer, sums_data
 
 

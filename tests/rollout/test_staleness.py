@@ -23,8 +23,8 @@ from lightrl.models.policy import PolicyModel
 from lightrl.objectives.kl import KLInReward
 from lightrl.objectives.losses import PPOClip
 from lightrl.objectives.off_policy import OffPolicyCorrection, OffPolicySequenceMask
+from lightrl.records import Rollouts, SamplingParams
 from lightrl.rewards.base import RewardError
-from lightrl.types import Rollouts, SamplingParams
 from tests.algorithms import test_bandit as bandit
 from tests.toys import ThreadEngine, digits_reward, quiet_trainer, sums_data
 from tests.waiting import until

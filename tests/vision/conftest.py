@@ -18,7 +18,7 @@ from lightrl.data.templates import load_tokenizer
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
-from lightrl.types import Prompts
+from lightrl.records import Prompts
 from tests.vision.models import QWEN, build
 
 

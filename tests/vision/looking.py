@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightrl.environments import Environment, EnvironmentEpisode, Reply, Step
+from lightrl.records import CompletionGroup, GenerationRequest, Prompts, Rollouts, SamplingParams
 from lightrl.rollout.collation import ScoredGroup, collate
-from lightrl.types import CompletionGroup, GenerationRequest, Prompts, Rollouts, SamplingParams
 from tests.environments.scripted import alone
 from tests.vision.conftest import picture
 

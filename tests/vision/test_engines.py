@@ -12,8 +12,8 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments.episodes import one_turn
 from lightrl.models.lora import named_hf_weights
 from lightrl.models.spec import LoraSpec
+from lightrl.records import EngineContext, Prompts, Rollouts, SamplingParams
 from lightrl.rollout.collation import ScoredGroup, collate
-from lightrl.types import EngineContext, Prompts, Rollouts, SamplingParams
 from tests.engines.conftest import ask
 from tests.vision.conftest import mixed_rows, picture
 from tests.vision.looking import played

@@ -19,7 +19,7 @@ from lightrl.environments.ledger import Ledger
 from lightrl.models.lora import named_hf_weights
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import GroupRelative
-from lightrl.types import Completion, EngineContext, SamplingParams
+from lightrl.records import Completion, EngineContext, SamplingParams
 from tests.rollout.tasks import fit, sgd
 from tests.vision.conftest import picture
 from tests.vision.looking import Looks, played

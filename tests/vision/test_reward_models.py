@@ -16,7 +16,7 @@ from lightrl.models.loading import load_causal_lm, load_scalar, save_hf_folder
 from lightrl.models.policy import ValueModel
 from lightrl.models.reward import RewardModel, RewardModelSpec
 from lightrl.models.spec import ModelSpec
-from lightrl.types import Rollouts
+from lightrl.records import Rollouts
 from tests.callbacks.toys import make_rollouts
 from tests.vision.models import FAMILIES, QWEN, build
 

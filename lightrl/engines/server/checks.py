@@ -12,7 +12,7 @@ from typing import Any
 
 from lightrl.engines.server.http import Server
 from lightrl.engines.server.protocols import ServerProtocol, VLLMProtocol
-from lightrl.types import EngineContext
+from lightrl.records import EngineContext
 
 __all__ = ["check_length", "check_tokenizer", "look_at"]
 

@@ -26,7 +26,7 @@ from lightrl.engines.server.connection import Connection
 from lightrl.engines.server.pool import ServerPool
 from lightrl.engines.server.weights import FolderTransport, TransferTransport, Transport
 from lightrl.engines.vllm.requests import check_lengths
-from lightrl.types import CompletionGroup, EngineContext, GenerationRequest, Routes
+from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes
 
 __all__ = ["ServerEngine"]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lightrl.engines.base import TOLERANCE, EngineDiedError, StaleWeightsError
 from lightrl.engines.server.http import Server, ServerError, ServerLostError
 from lightrl.engines.server.protocols import ServerProtocol
-from lightrl.types import Completion, CompletionGroup, GenerationRequest
+from lightrl.records import Completion, CompletionGroup, GenerationRequest
 
 __all__ = ["ServerPool"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightrl.engines.server.http import Server, ServerError
 from lightrl.engines.vllm.requests import completion_seed, plain_sampling
-from lightrl.types import Completion, GenerationRequest, SamplingParams
+from lightrl.records import Completion, GenerationRequest, SamplingParams
 
 __all__ = ["PROTOCOLS", "Facts", "SGLangProtocol", "ServerProtocol", "TokenScores", "VLLMProtocol"]
 

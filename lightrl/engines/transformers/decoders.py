@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from lightrl.compat.transformers import has_recurrent_state
 from lightrl.models.multimodal import media_positions
 from lightrl.models.routing import Routers, RoutingPass
-from lightrl.types import Routes
+from lightrl.records import Routes
 
 __all__ = ["CacheDecoder", "Decoder"]
 

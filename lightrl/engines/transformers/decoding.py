@@ -17,7 +17,7 @@ from torch import Tensor
 from lightrl.engines.base import RequestQueue
 from lightrl.engines.transformers.decoders import Decoder
 from lightrl.engines.transformers.sampling import completion_uniforms, cuts, forbidden_tokens, sample
-from lightrl.types import Completion, CompletionGroup, GenerationRequest, Routes, SamplingParams, Support
+from lightrl.records import Completion, CompletionGroup, GenerationRequest, Routes, SamplingParams, Support
 
 __all__ = ["Generation"]
 

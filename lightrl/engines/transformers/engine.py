@@ -28,7 +28,7 @@ from lightrl.models.loading import CONFIG_KEYS, causal_class, longest_sequence, 
 from lightrl.models.packing.attention import keep_attention_caps
 from lightrl.models.routing import Routers, RoutingPass
 from lightrl.models.spec import DTYPES
-from lightrl.types import CompletionGroup, EngineContext, GenerationRequest, Routes
+from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes
 
 __all__ = ["TransformersEngine"]
 

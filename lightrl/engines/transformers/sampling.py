@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightrl.types import SamplingParams
+from lightrl.records import SamplingParams
 
 __all__ = ["completion_uniforms", "cuts", "distribution", "sample"]
 

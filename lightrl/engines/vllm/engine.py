@@ -42,7 +42,7 @@ from lightrl.engines.vllm.setup import (
     refuse_what_pushes_miss,
     threads_per_engine,
 )
-from lightrl.types import Completion, CompletionGroup, EngineContext, GenerationRequest, Routes
+from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest, Routes
 
 if TYPE_CHECKING:
     from lightrl.compat.vllm import VLLMAdapter

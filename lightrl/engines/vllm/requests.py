@@ -11,7 +11,7 @@ import torch
 
 from lightrl.arguments import at_least
 from lightrl.models.video import video_timing
-from lightrl.types import Completion, GenerationRequest, Routes, SamplingParams
+from lightrl.records import Completion, GenerationRequest, Routes, SamplingParams
 
 __all__ = [
     "check_lengths",

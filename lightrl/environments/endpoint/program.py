@@ -18,8 +18,8 @@ from lightrl.environments.endpoint import running
 from lightrl.environments.endpoint.running import InProcess, InSubprocess, ProgramError, Runner
 from lightrl.environments.endpoint.session import Session
 from lightrl.environments.multi_turn import Attempt, MultiTurn
+from lightrl.records import StopReason, Trajectory
 from lightrl.rewards.calls import users_lines
-from lightrl.types import StopReason, Trajectory
 
 if TYPE_CHECKING:
     from lightrl.environments.endpoint.server import Endpoint

@@ -14,7 +14,7 @@ from lightrl.environments.bridges import Bridge
 from lightrl.environments.episodes import Ask
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.parsing import ReplyParser
-from lightrl.types import GenerationRequest, SamplingParams, StopReason, TrajectoryRow
+from lightrl.records import GenerationRequest, SamplingParams, StopReason, TrajectoryRow
 
 __all__ = ["Answered", "Asked", "RefusedError", "Session"]
 

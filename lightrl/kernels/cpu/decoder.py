@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightrl.kernels.cpu.decoder_model import CPUModel, Workspace
 from lightrl.kernels.cpu.prefix_cache import Past, PrefixCache
-from lightrl.types import Routes
+from lightrl.records import Routes
 
 __all__ = ["CPUDecoder"]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightrl.models.packing.layouts import TokenStream, make_stream
-from lightrl.types import HostRows, Routes
+from lightrl.records import HostRows, Routes
 
 __all__ = ["SharedStream", "heads_for_tokens", "refuse_heads", "share_stream", "tokens_for_heads"]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightrl.kernels.cpu import enabled
 from lightrl.models.packing.prefixes import Prefixes, no_prefixes, shared_prefixes
-from lightrl.types import Routes
+from lightrl.records import Routes
 
 __all__ = ["LayoutError", "TokenStream", "make_stream"]
 

@@ -10,7 +10,7 @@ from jsonargparse import lazy_instance
 
 from lightrl.compat.jsonargparse import realized
 from lightrl.ops.padding import pad_rows
-from lightrl.types import Prompts, Rollouts, SamplingParams
+from lightrl.records import Prompts, Rollouts, SamplingParams
 
 
 def rollouts() -> Rollouts:
