@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 __all__ = [
+    "DISTRIBUTION",
     "above",
     "at_least",
     "bearer_token",
@@ -24,6 +25,7 @@ __all__ = [
     "fraction",
     "http_url",
     "imported",
+    "install_command",
     "instance_of",
     "one_of",
     "require_model_folder",
@@ -35,6 +37,8 @@ __all__ = [
     "whole_number",
 ]
 
+DISTRIBUTION = "lightrl-llm"
+"""Name of the package on an index. The name `lightrl` there belongs to another project."""
 MOST_ENTROPY_COEF = 1e3
 """Largest weight of the entropy, which is about 0.1 to 10 nats per token."""
 
@@ -161,11 +165,16 @@ def _checked(name: str, value: T, ok: Callable[[Any], bool], allowed: str, or_no
     return value
 
 
+def install_command(extra: str) -> str:
+    """The command that installs an extra, such as `vllm`. From a clone or a wheel, pip reads the installed metadata."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
 def require_packages(owner: str, extra: str, *packages: str) -> None:
     """Raises a ValueError that says what to install if one of the packages, by its import name, is missing."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"{owner} needs {' and '.join(missing)}: pip install 'lightrl[{extra}]'.")
+        raise ValueError(f"{owner} needs {' and '.join(missing)}: {install_command(extra)}.")
 
 
 def bearer_token(name: str, token: str | None) -> str | None:

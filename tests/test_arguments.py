@@ -149,5 +149,5 @@ def test_a_file_that_fails_is_run_again_when_it_is_mended(tmp_path: Path) -> Non
 
 def test_missing_packages_are_refused_with_the_command_that_installs_them() -> None:
     require_packages("Judge", "rewards", "json", "re")
-    with pytest.raises(ValueError, match=r"Judge needs no_such_package: pip install 'lightrl\[rewards\]'\."):
+    with pytest.raises(ValueError, match=r"Judge needs no_such_package: pip install 'lightrl-llm\[rewards\]'\."):
         require_packages("Judge", "rewards", "json", "no_such_package")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrl.arguments import DISTRIBUTION
 from tests.toys import quickstart_model
 
 
@@ -65,6 +66,48 @@ def test_every_version_range_has_its_reason(root: Path) -> None:
     plain = ("pytest-timeout", "mypy", "pre-commit", "hatchling")  # tools for developers, any recent release
     without = [line for line in bounded if "#" not in line and not any(name in line for name in plain)]
     assert without == []
+
+
+def test_every_install_line_names_our_distribution(root: Path) -> None:
+    named = re.search(r'^name = "(.+?)"', (root / "pyproject.toml").read_text(), re.MULTILINE)
+    assert named is not None and named[1] == DISTRIBUTION == "lightrl-llm"
+    extras = (root / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    installs, tests = [], root / "tests"
+    for path in root.rglob("*.*"):
+        parts = path.relative_to(root).parts
+        if (
+            path.suffix not in (".py", ".md", ".yaml", ".yml", ".ipynb", ".sh", ".toml", ".html")
+            or tests in path.parents
+        ):
+            continue
+        if (
+            parts[0] in ("site", "outputs")
+            or any(part.startswith(".") for part in parts)
+            or path.name == "CHANGELOG.md"
+        ):
+            continue
+        for line in path.read_text(encoding="utf-8").splitlines():
+            where = f"{path}: {line}"
+            assert not re.search(r"\blightrl\[[a-z]", line), where
+            assert not re.search(
+                r"\b(pip|uv|uvx|pipx)\b[^\n`#]*\b(install|add|tool)\b[^\n`#]* '?lightrl(?![-\w/])", line
+            ), where
+            if "lightrl" in parts[0] and path.suffix == ".py" and path.name != "arguments.py":
+                assert DISTRIBUTION not in line, where  # one place in code
+            installs += [
+                (where, extra) for found in re.findall(r"lightrl-llm\[([\w,-]+)\]", line) for extra in found.split(",")
+            ]
+    assert len(installs) > 3
+    for where, extra in installs:
+        assert extra == "EXTRA" or re.search(rf"^{extra} = ", extras, re.MULTILINE), where
+
+
+def test_code_takes_its_install_hints_from_one_place(root: Path) -> None:
+    for path in (root / "lightrl").rglob("*.py"):
+        for extra in re.findall(
+            r"install_command\(['\"]([\w-]+)|require_packages\(\"\w+\", \"([\w-]+)", path.read_text()
+        ):
+            assert re.search(rf"^{''.join(extra)} = ", (root / "pyproject.toml").read_text(), re.MULTILINE), path
 
 
 @pytest.fixture(scope="module")

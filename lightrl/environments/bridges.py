@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lightrl.arguments import install_command
 from lightrl.environments.base import Message, Tools
 from lightrl.records import ImageInputs
 
@@ -570,7 +571,7 @@ def make_renderer(tokenizer: Any, name: str | None, options: Mapping[str, Any] |
     except ImportError as error:
         if name is None:
             return None
-        raise ValueError(f"renderer: {name!r} needs the package `renderers`: install lightrl[agents].") from error
+        raise ValueError(f"renderer: {name!r} needs the package `renderers`: {install_command('agents')}.") from error
     known = sorted(set(MODEL_RENDERER_MAP.values()))
     name = name or MODEL_RENDERER_MAP.get(getattr(tokenizer, "name_or_path", ""))
     if name is None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrl.arguments import user_path
+from lightrl.arguments import install_command, user_path
 from lightrl.compat.deepspeed import whole_parameters
 from lightrl.compat.peft import ADAPTER, REFERENCE, adapter_layers, dequantized, is_linear, lora_parts
 from lightrl.compat.transformers import router_modules
@@ -69,7 +69,7 @@ def _inject(model: nn.Module, spec: LoraSpec, name: str) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ValueError("lora=... needs the package peft: pip install 'lightrl[peft]'.") from error
+        raise ValueError(f"lora=... needs the package peft: {install_command('peft')}.") from error
     config = LoraConfig(
         r=spec.r,
         lora_alpha=spec.alpha,
