@@ -24,6 +24,12 @@ __all__ = [
 ]
 
 
+ROUNDING = 4 * torch.finfo(torch.float32).eps
+"""Differences between scores up to this fraction of the largest score of their group are rounding, not spread."""
+SMALLEST_SCALE = 1e-6
+"""The scale of a group whose scores are smaller: sums such as 0.1 + 0.2 - 0.3 leave 6e-17 instead of 0."""
+
+
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over the masked tokens of each sequence, which need not be contiguous.
 
@@ -76,7 +82,8 @@ class GroupStats(NamedTuple):
     Attributes:
         size: number of valid rows. mean: 0 in a group without one.
         std: unbiased (`n - 1`), 0 in a group of fewer than two.
-        varied: bool, whether the group has at least two different scores.
+        varied: bool, whether the scores of the group differ by more than rounding (`ROUNDING`). This is the one
+            definition of a group with spread, for estimators, metrics, and dynamic sampling.
     """
 
     size: Tensor
@@ -117,8 +124,9 @@ def group_stats(scores: Tensor, groups: Tensor, valid: Tensor, weights: Tensor |
         clean.new_full((num_groups,), start).scatter_reduce_(0, index[valid], clean[valid], how)[index]
         for start, how in ((torch.inf, "amin"), (-torch.inf, "amax"))
     )
+    scale = torch.maximum(low.abs(), high.abs()).clamp(min=SMALLEST_SCALE)
     dtype = scores.dtype
-    return GroupStats(count.to(dtype), mean.to(dtype), std.to(dtype), high > low)
+    return GroupStats(count.to(dtype), mean.to(dtype), std.to(dtype), high - low > ROUNDING * scale)
 
 
 def group_centered(scores: Tensor, stats: GroupStats, valid: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from lightrl.ops.advantages import group_stats
 from lightrl.records import Media, Prompts, Rollouts, Scores, StopReason, Trajectory, TrajectoryRow
 from lightrl.rewards.calls import mean
 
@@ -43,9 +44,10 @@ class ScoredGroup:
 
     @property
     def has_spread(self) -> bool:
-        """Whether its scored trajectories got different rewards."""
-        rewards = [reward for reward in self.rewards if not math.isnan(reward)]
-        return bool(rewards) and min(rewards) < max(rewards)
+        """Whether the rewards of its scored trajectories have spread; see `GroupStats.varied`."""
+        rewards = torch.tensor(self.rewards)
+        stats = group_stats(rewards, torch.zeros(len(rewards), dtype=torch.long), ~rewards.isnan())
+        return bool(stats.varied.any())
 
 
 def _reward(trajectory: Trajectory, scored: float) -> float:

@@ -92,6 +92,30 @@ def test_equal_scores_leave_no_rounding() -> None:
     assert (group_centered(scores, stats, torch.ones(3, dtype=torch.bool)) == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("scores", "varied"),
+    [
+        ([0.3, 0.1 + 0.2], False),
+        ([1e6 * 0.3, 1e6 * 0.1 + 1e6 * 0.2], False),
+        ([-0.3, -0.1 - 0.2], False),
+        ([0.1 + 0.2 - 0.3, 0.0], False),
+        ([0.7 + 0.1, 0.8, 0.8, 0.8], False),
+        ([20_000.0, 20_000.112], True),
+        ([1e-5, 1.1e-5], True),
+        ([0.0, 1e-4], True),
+        ([-1.0, 1.0], True),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_is_not_spread(scores: list[float], varied: bool, dtype: torch.dtype) -> None:
+    given, groups = torch.tensor(scores, dtype=dtype), torch.zeros(len(scores), dtype=torch.int64)
+    valid = torch.ones(len(scores), dtype=torch.bool)
+    stats = group_stats(given, groups, valid)
+    assert stats.varied.tolist() == [varied] * len(scores)
+    assert bool((group_centered(given, stats, valid) != 0).any()) == varied
+    assert bool((leave_one_out(given, groups, valid) != 0).any()) == varied
+
+
 def test_length_weighted_baseline_by_hand() -> None:
     # rewards 1 and 0, lengths 3 and 1: baseline 3/4
     out = optimal_baseline(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64), torch.ones(2).bool(),

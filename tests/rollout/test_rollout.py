@@ -18,6 +18,7 @@ from lightrl.environments.episodes import one_turn, request_seed
 from lightrl.records import Completion, CompletionGroup, Prompts, SamplingParams, Scores
 from lightrl.rewards.base import RewardError
 from lightrl.rollout.collation import ScoredGroup, collate
+from lightrl.rollout.dynamic_sampling import refill
 from lightrl.rollout.loaders import RolloutLoader
 from tests.toys import Idle, quickstart_model, quiet_trainer, sums_data
 
@@ -50,6 +51,22 @@ def test_rows_are_laid_out_by_hand() -> None:
     assert rows.group_ids.tolist() == [0, 0, 1, 1] and rows.truncated.tolist() == [False, True, False, False]
     assert rows.columns["answer"] == ["x", "x", "y", "y"] and rows.policy_version == 4 and rows.temperature == 0.7
     assert math.isnan(float(rows.rewards[1])) and rows.rewards[[0, 2, 3]].tolist() == [1.0, 0.0, 0.5]
+
+
+def test_a_group_whose_rewards_differ_by_rounding_is_refilled() -> None:
+    def group(*rewards: float) -> ScoredGroup:
+        prompts = Prompts(token_ids=[[5]], texts=["p"], columns={})
+        request = prompts.request(0, SamplingParams(), 0, len(rewards))
+        sampled = [Completion([8], [-0.5], "a", "stop") for _ in rewards]
+        return ScoredGroup(prompts, one_turn(CompletionGroup(request, sampled, 0)), Scores(list(rewards), {}))
+
+    nan = float("nan")
+    assert not group(0.3, 0.1 + 0.2).has_spread and not group(nan, nan).has_spread and not group(1.0, nan).has_spread
+    kept = group(0.0, nan, 1e-4)
+    groups, _, metrics = refill(
+        [group(0.3, 0.1 + 0.2)], 1, 1, collect=lambda *_: [kept], gather=lambda own: [own], rank=0
+    )
+    assert groups == [kept] and metrics["rollout/dropped_groups"] == 1 and metrics["rollout/flat_groups"] == 0
 
 
 def test_request_seeds_differ_wherever_something_differs() -> None:
