@@ -1,19 +1,19 @@
-"""Time of a GRPO step when generation and update take turns, and when they overlap in three ways.
+"""Time of a GRPO step when generation and update take turns, and when they overlap in two ways.
 
     python benchmarks/overlap.py [--rounds 3] [--steps 12] [--lengths varied equal tails] [--out overlap.json]
     python benchmarks/overlap.py --learning 8 [--out overlap_learning.json]
 
 The engine runs in a process of its own on one core, the trainer on another. The ways alternate, round by round, over
-one engine, and begin each with the same weights and seeds, so that serial and streaming learn from the same samples.
+one engine, and begin each with the same weights and seeds.
 `varied`: completions end by themselves (up to 256 tokens); `equal`: all have 48; `tails`: as varied, but a quarter as
 many, so that a step waits for its longest completion and learning takes a small part of it.
 
-`serial` waits for the rollout, then updates; `streaming` accumulates gradients of finished groups while others still
-generate (the same update); `staleness 1` samples the next rollout during the update; `in flight` does so at the same
-bound with weights that change within completions, so that the next rollout begins before the longest of the last are
+`serial` waits for the rollout, then updates; `staleness 1` samples the next rollout during the update; `in flight` does
+so at the same bound with weights that change within completions, so that the next rollout begins before the longest of
+the last are
 over. Figures are means over steps; the first of each run, before which nothing is sampled, and the last two, beside
 which nothing is sampled, are left out. `generate` and `update` (experience included) are those of serial. Required:
-staleness 1 at most 1.15 x max(generate, update); streaming at least 10 % below serial where lengths vary; in flight
+staleness 1 at most 1.15 x max(generate, update); in flight
 1.3 times the steps of staleness 1 with tails. CPU, two cores.
 
 With `--learning N` nothing is timed: staleness 1 and in flight learn from the same start with N seeds each, sampled by
@@ -59,7 +59,6 @@ LENGTHS = {
 }
 MODES: dict[str, dict[str, Any]] = {
     "serial": {},
-    "streaming": {"streaming": True},
     "staleness 1": {"staleness": 1},
     "in flight": {"staleness": 1, "in_flight": InFlight()},
 }

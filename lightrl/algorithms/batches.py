@@ -1,9 +1,9 @@
-"""Tensor work between scored rollouts and losses: forwards in micro-batches, token rewards, cutting, joining."""
+"""Tensor work between scored rollouts and losses: forwards in micro-batches, token rewards, cutting."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,13 +15,12 @@ from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.spec import Layout
 from lightrl.objectives.trajectories import TrajectoryLayout, first_rows
 from lightrl.ops.masking import masked_whiten
-from lightrl.records import Experience, Piece, Rollouts, SupervisedBatch
+from lightrl.records import Experience, Rollouts, SupervisedBatch
 
 __all__ = [
     "batched_forward",
     "cut_micro_batches",
     "cut_minibatches",
-    "join_pieces",
     "policy_forward",
     "shape_rewards",
     "shuffled_groups",
@@ -289,47 +288,3 @@ def _without_response(rows: Rows) -> Rows:
         if row.loss_weights is not None:
             row.loss_weights = torch.zeros_like(row.loss_weights)
     return row
-
-
-# ---- joining -----------------------------------------------------------------------------------------------------
-
-
-def join_pieces(rollouts: Rollouts, done: list[tuple[Piece, Experience]]) -> Experience:
-    """The pieces' experience in the rows and columns of the whole rollout, which gets the pieces' rewards.
-
-    Token ids (padding is no zero), turns and images are the rollout's: a piece has none of the latter two where only
-    others do. What is no tensor or list of rows is the first piece's.
-    """
-    total, width = rollouts.token_ids.shape
-    first_piece, first = done[0][0].rollouts, done[0][1]
-    rollouts.reward_weights = first_piece.reward_weights
-    rollouts.rewards = _gathered([(piece.rows, piece.rollouts.rewards) for piece, _ in done], total, 0)
-    rollouts.reward_parts = {
-        name: _gathered([(piece.rows, piece.rollouts.reward_parts[name]) for piece, _ in done], total, 0)
-        for name in first_piece.reward_parts
-    }
-    joined = {name: getattr(rollouts, name) for name in ("token_ids", "turn_ids", "inputs")}
-    for field in fields(first):
-        if field.name in joined:
-            continue
-        value = getattr(first, field.name)
-        parts = [(piece.rows, getattr(experience, field.name)) for piece, experience in done]
-        if isinstance(value, Tensor) and value.ndim:
-            joined[field.name] = _gathered(parts, total, width)
-        elif isinstance(value, list) and value:
-            merged = {row: item for rows, items in parts for row, item in zip(rows.tolist(), items, strict=True)}
-            joined[field.name] = [merged[row] for row in range(total)]
-    return replace(first, **joined)
-
-
-def _gathered(parts: list[tuple[Tensor, Tensor]], total: int, width: int) -> Tensor:
-    """(total, ...) or (total, width, ...) from parts of their rows, narrower ones filled with zeros on the right."""
-    like = parts[0][1]
-    out = like.new_zeros((total, width, *like.shape[2:]) if like.ndim > 1 else (total,))
-    for rows, values in parts:
-        rows = rows.to(out.device)
-        if like.ndim > 1:
-            out[rows, : values.shape[1]] = values
-        else:
-            out[rows] = values
-    return out

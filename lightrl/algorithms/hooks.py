@@ -18,13 +18,11 @@ class RLCallback(Callback):
     The module collects these declarations in its `setup`. Per rollout the hooks come in the order below.
 
     Attributes:
-        changes_rewards: changes `rollouts.rewards` in `on_rollout_scored`; not possible with `streaming`.
         moves_reference: changes the reference model, so that checkpoints must hold it.
         reads_entropy: reads `policy/entropy`, so that rows without an advantage are run, too.
         reads_old_logprobs: reads `experience.old_logprobs`, so that they are computed where nothing else needs them.
     """
 
-    changes_rewards: bool = False
     moves_reference: bool = False
     reads_entropy: bool = False
     reads_old_logprobs: bool = False

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
@@ -25,7 +24,6 @@ from lightrl.algorithms.batches import (
     batched_forward,
     cut_micro_batches,
     cut_minibatches,
-    join_pieces,
     policy_forward,
     shape_rewards,
     start_experience,
@@ -53,7 +51,7 @@ from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import is_compiled, run_seed
 from lightrl.distributed import random_states, strategies
 from lightrl.distributed.metrics import MetricSums
-from lightrl.distributed.reduction import PieceReduction, Reduction
+from lightrl.distributed.reduction import Reduction
 from lightrl.models.loading import require_model, return_router_logits
 from lightrl.models.lora import adapter_config, keep_reference, named_adapter_weights, named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
@@ -67,7 +65,7 @@ from lightrl.objectives.off_policy import OffPolicyCorrection
 from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, last_rows
 from lightrl.ops.entropy import top_entropy_mask
 from lightrl.ops.losses import clipped_value_loss
-from lightrl.records import Experience, Piece, Rollouts, Routes, SupervisedBatch
+from lightrl.records import Experience, Rollouts, Routes, SupervisedBatch
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.rollout.learner import RolloutLearner
 from lightrl.storage import require_entries
@@ -457,38 +455,22 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     # ---- one rollout -------------------------------------------------------------------------------------------
 
     def training_step(self, rollouts: Rollouts, batch_idx: int) -> dict[str, float]:
-        """Learns from one rollout and returns its metrics, reduced over ranks; callbacks read them as `outputs`.
-
-        A rollout that comes whole is a single piece, cut into the mini-batches of one update each. One whose groups
-        come as they finish is several pieces and makes one update: the gradient of their sums is divided at the end.
-        """
-        clock, learnt, pieces = Stopwatch(), MetricSums(), list[tuple[Piece, Experience]]()
-        this_rank, finite = PieceReduction(), self._all_finite()
-        for piece in clock.waiting_for(rollouts):
-            is_whole = piece.rollouts is rollouts  # on all ranks or on none: they must reduce in the same order
-            reduction = self._all_ranks if is_whole else this_rank
-            with clock.measures("time/experience"):
-                experience = self.make_experience(piece.rollouts, reduction)
-                pieces.append((piece, experience))
-            with clock.measures("time/update"):
-                for minibatch in self.minibatches(experience) if is_whole else [experience]:
-                    if is_whole:
-                        minibatch = self.normalized(minibatch)
-                    with strategies.optimizer_window(self.trainer.strategy, self._trained_models):
-                        for micro in self.micro_batches(minibatch, reduction, reduce_gradients=piece.last):
-                            supervised = isinstance(micro, SupervisedBatch)
-                            loss, values = self.compute_ptx_loss(micro) if supervised else self.compute_loss(micro)
-                            self.manual_backward(loss)
-                            finite &= torch.isfinite(loss.detach())  # read once per update, not per backward
-                            learnt.add(values, micro.response_mask)
-                    if piece.last:
-                        if not is_whole:
-                            experience = self._joined(rollouts, pieces, this_rank)
-                            minibatch = self.normalized(experience)
-                            self._divide_gradients(minibatch.normalizer)
-                        learns = minibatch.num_trained > 0
-                        learnt.add(self.apply_gradients(finite=bool(finite)) if learns else self._skip_empty_update())
-                        finite = self._all_finite()
+        """Learns from one rollout and returns its metrics, reduced over ranks; callbacks read them as `outputs`."""
+        clock, learnt = Stopwatch(), MetricSums()
+        with clock.measures("time/experience"):
+            experience = self.make_experience(rollouts)
+        with clock.measures("time/update"):
+            for minibatch in self.minibatches(experience):
+                minibatch, finite = self.normalized(minibatch), self._all_finite()
+                with strategies.optimizer_window(self.trainer.strategy, self._trained_models):
+                    for micro in self.micro_batches(minibatch):
+                        supervised = isinstance(micro, SupervisedBatch)
+                        loss, values = self.compute_ptx_loss(micro) if supervised else self.compute_loss(micro)
+                        self.manual_backward(loss)
+                        finite &= torch.isfinite(loss.detach())  # read once per update, not per backward
+                        learnt.add(values, micro.response_mask)
+                learns = minibatch.num_trained > 0
+                learnt.add(self.apply_gradients(finite=bool(finite)) if learns else self._skip_empty_update())
         learnt.add(rollouts.metrics)
         metrics = {**experience.metrics, **self._all_ranks.means(learnt), **clock.seconds, **self._coefficients()}
         self._call_callbacks("on_policy_updated", metrics)
@@ -496,22 +478,20 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         return metrics
 
     @torch.no_grad()
-    def make_experience(self, rollouts: Rollouts, reduction: Reduction | None = None) -> Experience:
+    def make_experience(self, rollouts: Rollouts) -> Experience:
         """Adds old and reference log-probs, values and reward models' scores, then advantages. Hook 1 of 5.
 
         Args:
-            rollouts: B scored rows: the whole rollout, or groups of a streamed one.
-            reduction: what statistics run over; all ranks where None. Callbacks see whole rollouts only.
+            rollouts: B scored rows.
 
         Returns:
             the same rows with log-probs, values, advantages and the metrics of the rollout.
         """
-        reduction = reduction or self._all_ranks
+        reduction = self._all_ranks
         self._note_missing_routes(rollouts)
         self.score(rollouts)
         raw_rewards, sums = rollouts.rewards, MetricSums()
-        if not reduction.is_piece:
-            self._call_callbacks("on_rollout_scored", rollouts)
+        self._call_callbacks("on_rollout_scored", rollouts)
         experience = start_experience(rollouts)
         self._evaluate_models(experience, rollouts, reduction)
         token_rewards = self._token_rewards(experience, rollouts, sums)
@@ -519,9 +499,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self._finish_advantages(experience, advantages, rollouts, reduction, sums)
         sums.add(evaluation.rollout_metrics(rollouts, experience, raw_rewards))
         experience.metrics = evaluation.add_std(reduction.means(sums))
-        if not reduction.is_piece:
-            experience.metrics |= evaluation.critic_metrics(experience, reduction.sum)
-            self._call_callbacks("on_experience_made", experience)
+        experience.metrics |= evaluation.critic_metrics(experience, reduction.sum)
+        self._call_callbacks("on_experience_made", experience)
         return experience
 
     def _note_missing_routes(self, rollouts: Rollouts) -> None:
@@ -691,24 +670,18 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         trained = int(counts[1] + counts[2])
         return replace(minibatch, normalizer=policy, token_normalizer=tokens, num_trained=trained, supervised=ptx)
 
-    def micro_batches(
-        self, minibatch: Experience, reduction: Reduction | None = None, *, reduce_gradients: bool = True
-    ) -> Iterator[Any]:
+    def micro_batches(self, minibatch: Experience) -> Iterator[Any]:
         """Cuts a mini-batch by tokens; gradients are reduced over ranks in the last one.
 
         Supervised rows come first, since DDP wants every trained model in the backward that reduces.
 
         Args:
-            minibatch: rows of one optimizer step, or a piece of them, with normalisers.
-            reduction: over what equally many micro-batches are made; all ranks where None.
-            reduce_gradients: whether the step comes after these rows.
+            minibatch: rows of one optimizer step, with normalizers.
         """
-        reduction = reduction or self._all_ranks
+        reduction = self._all_ranks
         layout = TrajectoryLayout(minibatch.trajectory_ids, minibatch.response_mask)
         minibatch = replace(minibatch, loss_weights=layout.split(self.aggregation.weights(layout.mask)))
         skip = self._zero_rows_are_free
-        if skip and not reduce_gradients and not bool((minibatch.advantages != 0).any()):
-            return
         budget, widest, micros = self.micro_batch_tokens, widest_layout(*self._trained_models), list[Any]()
         if minibatch.supervised is not None:
             micros += cut_micro_batches(minibatch.supervised, budget, reduction.max, layout=widest)
@@ -721,7 +694,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             layout=widest,
         )
         for i, micro in enumerate(micros):
-            last = reduce_gradients and i == len(micros) - 1
+            last = i == len(micros) - 1
             with strategies.backward_scope(self.trainer.strategy, self._trained_models, last=last):
                 yield micro
 
@@ -905,67 +878,6 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         """The coefficients in use, which callbacks may move."""
         kl = {} if self.kl is None else {"kl/coef": float(self.kl.coef)}
         return kl | ({"policy/entropy_coef": float(self.entropy_coef)} if self.entropy_coef else {})
-
-    # ---- a streamed rollout ------------------------------------------------------------------------------------
-
-    def _joined(self, rollouts: Rollouts, pieces: list[tuple[Piece, Experience]], own: PieceReduction) -> Experience:
-        """The experience of the whole rollout with its metrics, which callbacks see and must not change."""
-        experience = join_pieces(rollouts, pieces)
-        rewards = rollouts.rewards.clone()
-        self._call_callbacks("on_rollout_scored", rollouts)
-        _refuse_change("on_rollout_scored", "rewards", rollouts.rewards, rewards)
-        experience.metrics = evaluation.add_std(self._all_ranks.means(own.collected))
-        experience.metrics |= evaluation.critic_metrics(experience, self.all_sum)
-        advantages = experience.advantages.clone()
-        self._call_callbacks("on_experience_made", experience)
-        _refuse_change("on_experience_made", "advantages", experience.advantages, advantages)
-        return experience
-
-    def _divide_gradients(self, normalizer: float) -> None:
-        """Turns the gradient of the sum into that of the mean."""
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(1.0 / normalizer)
-
-    def refuse_streaming(self) -> None:
-        """Refuses what learning from groups as they finish would change.
-
-        Raises:
-            ValueError: the update needs all groups before its first gradient; the message says why, and the way out.
-        """
-        name, strategy = type(self).__name__, self.trainer.strategy
-        callbacks = rl_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]
-        changing = [type(callback).__name__ for callback in callbacks if callback.changes_rewards]
-        by_tokens = self.critic_spec is not None or self.aux_loss_coef
-        found = {
-            f"ppo_epochs={self.ppo_epochs}: every epoch but the last ends with all groups": self.ppo_epochs > 1,
-            f"minibatch_size={self.minibatch_size}: mini-batches are drawn from all groups": self.minibatch_size,
-            f"advantage={type(self.advantage).__name__}: it normalises over the batch": self.advantage.scope != "group",
-            "whiten_advantages=True: whitening needs all groups": self.whiten_advantages,
-            f"top_entropy_fraction={self.top_entropy_fraction}: the threshold is that of all groups": (
-                self.top_entropy_fraction < 1
-            ),
-            f"ptx_coef={self.ptx_coef}: supervised rows are normalised on their own": self.ptx_coef,
-            f"aggregation={type(self.aggregation).__name__}: critic and routers are normalised by tokens, as only "
-            "TokenMean does": by_tokens and type(self.aggregation) is not TokenMean,
-            f"strategy={type(strategy).__name__}: ranks must run sharded models in step": (
-                isinstance(strategy, (DeepSpeedStrategy, ModelParallelStrategy))
-            ),
-            "reward_models on several ranks: ranks must score equally often": (
-                self.reward_model_specs and self.trainer.world_size > 1
-            ),
-            f"{name} overrides minibatches, which pieces do not go through": (
-                type(self).minibatches is not PPOLightningModule.minibatches
-            ),
-            f"callback {', '.join(changing)} changes rewards once all are there": changing,
-        }
-        reasons = [reason for reason, holds in found.items() if holds]
-        if reasons:
-            raise ValueError(
-                f"streaming=True would not give the update of {name} exactly. {'; '.join(reasons)}. Change that, or "
-                "take streaming=False or staleness=1."
-            )
 
     # ---- evaluation --------------------------------------------------------------------------------------------
 
@@ -1177,21 +1089,3 @@ class Stopwatch:
         begin = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
-
-    def waiting_for(self, rollouts: Rollouts) -> Iterator[Piece]:
-        """The pieces of a rollout; the time that those of a streamed one take to come counts as `time/wait`."""
-        begin = time.perf_counter()
-        for piece in rollouts.pieces():
-            if piece.rollouts is not rollouts:
-                waited = time.perf_counter() - begin
-                self.seconds["time/wait"] = self.seconds.get("time/wait", 0.0) + waited
-            yield piece
-            begin = time.perf_counter()
-
-
-def _refuse_change(hook: str, name: str, now: Tensor, before: Tensor) -> None:
-    if now.shape != before.shape or not torch.equal(now.nan_to_num(0.0), before.nan_to_num(0.0)):
-        raise ValueError(
-            f"A callback changed the {name} in {hook}, but with streaming=True their gradient has been computed by "
-            "then. Set streaming=False (and `changes_rewards = True` on the callback, to be told at the start)."
-        )

@@ -37,7 +37,7 @@ class OffloadModels(RLCallback):
 
     Raises:
         ValueError: the module has none of them; with DeepSpeed and FSDP2, which shard models themselves; with
-            `streaming` and `staleness`, which learn while the engine samples; a critic with DDP, which would no longer
+            `staleness`, which learns while the engine samples; a critic with DDP, which would no longer
             see its gradients.
     """
 
@@ -57,8 +57,8 @@ class OffloadModels(RLCallback):
                 f"callback OffloadModels with strategy={name}: it shards the models itself. Remove the callback; "
                 "FSDP2Strategy has `cpu_offload`, DeepSpeed's configuration `offload_parameters`."
             )
-        if isinstance(data, RolloutDataModule) and (data.streaming or data.staleness):
-            beside = f"staleness={data.staleness}" if data.staleness else "streaming=True"
+        if isinstance(data, RolloutDataModule) and data.staleness:
+            beside = f"staleness={data.staleness}"
             raise ValueError(
                 f"callback OffloadModels with {beside}: the engine samples while the module learns, so the models are "
                 "needed all the time. Remove one of the two."

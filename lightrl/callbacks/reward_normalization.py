@@ -27,8 +27,6 @@ class RewardNormalization(RLCallback):
         min_std: floor of the standard deviation, above 0 and at most 1e6.
     """
 
-    changes_rewards = True
-
     def __init__(self, center: bool = True, min_std: float = 1e-4) -> None:
         self.center = center
         self.min_std = above("RewardNormalization.min_std", min_std)

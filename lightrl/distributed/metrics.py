@@ -45,14 +45,6 @@ class MetricSums:
                 self._sums[name] = self._sums.get(name, torch.zeros_like(total)) + total
                 self._counts[name] = self._counts.get(name, torch.zeros_like(total)) + chosen.sum()
 
-    def merge(self, other: MetricSums) -> None:
-        """Adds what another has collected."""
-        for mine, theirs in ((self._sums, other._sums), (self._counts, other._counts)):
-            for name, value in theirs.items():
-                mine[name] = mine[name] + value if name in mine else value
-        for name, value in other._maxima.items():
-            self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
-
     def reduce(
         self, all_sum: Callable[[Tensor], Tensor], all_max: Callable[[Tensor], Tensor], device: torch.device
     ) -> dict[str, float]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from lightrl.records.experience import Experience
 from lightrl.records.rollouts import (
     HostRows,
-    Piece,
     Rollouts,
     Scores,
     SupervisedBatch,
@@ -45,7 +44,6 @@ __all__ = [
     "HostRows",
     "ImageInputs",
     "Media",
-    "Piece",
     "Prompts",
     "Rollouts",
     "Routes",

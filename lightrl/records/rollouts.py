@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -337,26 +337,7 @@ class Rollouts(RowBatch):
         """B times whether the row's trajectory failed for a cause that is not the policy's."""
         return [reason == "failure" for reason in self.stop_reasons] or [False] * len(self)
 
-    def pieces(self) -> Iterator[Piece]:
-        """The rollout piece by piece, as its groups finish; an ordinary one is its own only piece, itself."""
-        yield Piece(torch.arange(len(self)), self, last=True)
-
     def to(self, device: torch.device | str) -> Rollouts:
         """The same record with its tensors on `device`, those of `supervised` too."""
         moved = super().to(device)
         return moved if self.supervised is None else replace(moved, supervised=self.supervised.to(device))
-
-
-@dataclass
-class Piece:
-    """Groups of a rollout that are handed out together.
-
-    Attributes:
-        rows: numbers of its rows in the whole rollout.
-        rollouts: the rows, with group and trajectory ids as in the whole.
-        last: whether all others came before.
-    """
-
-    rows: Tensor
-    rollouts: Rollouts
-    last: bool

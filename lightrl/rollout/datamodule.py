@@ -38,7 +38,7 @@ from lightrl.rollout.dynamic_sampling import refill
 from lightrl.rollout.learner import RolloutLearner
 from lightrl.rollout.loaders import EvalLoader, RolloutLoader
 from lightrl.rollout.progress import show_in_bar
-from lightrl.rollout.sources import CollectedRollout, InFlight, InFlightSource, StaleSource, StreamedRollouts
+from lightrl.rollout.sources import CollectedRollout, InFlight, InFlightSource, StaleSource
 from lightrl.rollout.sync import EngineSync, TrajectoryCheck
 from lightrl.rollout.weight_sync import WeightSync
 from lightrl.storage import require_entries
@@ -86,9 +86,6 @@ class RolloutDataModule(LightningDataModule):
         in_flight: with `staleness`, change the weights within completions instead of between rollouts: each is begun
             by a policy that lacks the updates of at most `staleness` rollouts and goes on with newer ones. What it
             records and replays; {} for neither. Needs an engine that resumes suspended requests (`VLLMEngine`).
-        streaming: strictly on-policy overlap: the module accumulates gradients of finished groups while others still
-            generate; the update is the same. Needs an engine in processes of its own, and a module whose rollout
-            makes one update from groups that do not depend on one another, which is checked.
         ptx: supervised rows for a second loss (`ptx_coef` of the module); None without one.
         ptx_batch_size: supervised rows per rollout and rank, shared by its mini-batches.
         reward_weights: weight of each reward function; 1 for each where None.
@@ -128,7 +125,6 @@ class RolloutDataModule(LightningDataModule):
         max_refills: int = 0,
         staleness: int = 0,
         in_flight: InFlight | None = None,
-        streaming: bool = False,
         ptx: SFTSource | None = None,
         ptx_batch_size: int = 32,
         reward_weights: list[float] | None = None,
@@ -176,7 +172,6 @@ class RolloutDataModule(LightningDataModule):
         self.max_refills = max_refills
         self.staleness = staleness
         self.in_flight = instance_of("in_flight", in_flight, InFlight, or_none="for changes between rollouts only")
-        self.streaming = streaming
         self.ptx = instance_of("ptx", ptx, SFTSource, or_none="for no supervised rows")
         self.ptx_batch_size = ptx_batch_size
         self.tokenizer_path = tokenizer
@@ -456,8 +451,6 @@ class RolloutDataModule(LightningDataModule):
         Args:
             left: rollouts that will be asked for after this one; no more are sampled ahead.
         """
-        if self.streaming:
-            return self._streamed_rollout()
         if self.staleness:
             collected = self._stale().next(self.prompt_cursor, left)
         else:
@@ -547,31 +540,6 @@ class RolloutDataModule(LightningDataModule):
                 succeeded = sum(reward >= spec.success_reward for reward in rewards)
                 own.append((group.prompt.indices[0], succeeded / len(rewards)))
         return [visit for visits in gather_objects(own) for visit in visits]
-
-    def _streamed_rollout(self) -> Rollouts:
-        """The next rollout with the current policy, its groups as they finish."""
-        first = self.prompt_cursor
-        sync = self._ready_engine()
-        own = self._own_prompts(first)
-        collection = self._start(own, self.sampling, self.group_size, self._seeds(own, first))
-
-        unchecked = True
-
-        def assemble(groups: list[ScoredGroup], numbers: list[int], is_whole: bool) -> Rollouts:
-            nonlocal unchecked
-            if collection.exhausted and unchecked:  # with the last piece, before the update
-                unchecked = False
-                self._check_trajectories(list(collection.groups.values()))
-            rollouts = self._assemble(groups, self.sampling, numbers)
-            if is_whole:
-                rollouts.metrics |= {**collection.seconds, "time/sync": sync, **self._prompt_counts()}
-                if self.episode.multi_turn:
-                    rollouts.metrics["rollout/retried"] = float(collection.retried)
-            return rollouts
-
-        self.prompt_cursor = first + self.prompts_per_rollout
-        one_row, temperature = not self.episode.multi_turn, self.sampling.temperature
-        return StreamedRollouts(collection, assemble, one_row=one_row, temperature=temperature)
 
     def _stale(self) -> StaleSource | InFlightSource:
         """What samples ahead; made when first asked for. Collective then."""
@@ -663,7 +631,7 @@ class RolloutDataModule(LightningDataModule):
         rollouts.reward_weights = {} if self.scorer is None else dict(self.scorer.weights)
         if self.episode.multi_turn:
             rollouts.metrics |= trajectory_metrics(groups)
-        if not (self.staleness or self.streaming):
+        if not self.staleness:
             self.engine.sleep()  # its memory is the trainer's until the next rollout, for engines that are told so
         return rollouts
 
@@ -768,11 +736,10 @@ class RolloutDataModule(LightningDataModule):
                 "`rewards`, whose results are known before the update."
             )
         if isinstance(self.prompts, PromptCurriculum):
-            if self.staleness or self.streaming:
-                wanted = f"staleness={self.staleness}" if self.staleness else "streaming=True"
+            if self.staleness:
                 raise ValueError(
-                    f"{wanted} with PromptCurriculum: the next prompts depend on how the last ones went, which is not "
-                    "known while they are sampled. Take one of the two."
+                    f"staleness={self.staleness} with PromptCurriculum: the next prompts depend on how the last ones "
+                    "went, which is not known while they are sampled. Use one of the two."
                 )
             if not (rewards or self.episode.multi_turn):
                 raise ValueError(
@@ -806,17 +773,12 @@ class RolloutDataModule(LightningDataModule):
             )
 
     def _check_overlap(self) -> None:
-        """Refuses what `staleness` and `streaming` cannot do with the engine, and what excludes them."""
+        """Rejects what `staleness` cannot do with the engine."""
         if self.in_flight is not None:
             self._check_in_flight()
-        wanted = f"staleness={self.staleness}" if self.staleness else "streaming=True" if self.streaming else ""
-        if not wanted:
+        if not self.staleness:
             return
-        if self.staleness and self.streaming:
-            raise ValueError(
-                f"staleness={self.staleness} with streaming=True: both hide generation behind the update, the first by "
-                "sampling ahead, the second within one rollout. Take one."
-            )
+        wanted = f"staleness={self.staleness}"
         if not self.engine.concurrent:
             raise ValueError(
                 f"{wanted} with engine={type(self.engine).__name__} in the trainer's process: it cannot sample while "
@@ -826,12 +788,6 @@ class RolloutDataModule(LightningDataModule):
             raise ValueError(
                 f"{wanted} with an engine={type(self.engine).__name__} that sleeps between rollouts: one that samples "
                 "beside the update never does. Set its sleep_level=0."
-            )
-        if self.streaming and (self.max_refills or self.ptx is not None):
-            name = "max_refills" if self.max_refills else "ptx"
-            raise ValueError(
-                f"streaming=True with {name}: which groups are in the batch, or how much the supervised rows weigh, is "
-                f"known at its end only. Drop one of the two; staleness=1 goes with {name}."
             )
 
     def _check_learner(self, module: RolloutLearner) -> None:
@@ -864,8 +820,6 @@ class RolloutDataModule(LightningDataModule):
                 f"ptx={'None' if self.ptx is None else self.ptx.label} (data) with ptx_coef={module.ptx_coef} "
                 "(module): a supervised loss needs both, rows and a coefficient above 0; set both or neither."
             )
-        if self.streaming:
-            module.refuse_streaming()
         for callback in self._checks():
             callback.check_sampling(self.sampling)
             if self.in_flight is not None:

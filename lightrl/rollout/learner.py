@@ -84,7 +84,3 @@ class RolloutLearner(LightningModule, ABC):
     def scores_rollouts(self) -> bool:
         """Whether reward models of its own add to the rewards."""
         return False
-
-    def refuse_streaming(self) -> None:
-        """Raises a ValueError with the reason if learning from groups as they finish would change the update."""
-        raise ValueError(f"streaming=True with {type(self).__name__}: it does not learn from groups one by one.")

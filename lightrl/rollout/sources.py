@@ -8,23 +8,21 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from lightrl.background import in_background
 from lightrl.engines.base import EngineRestartedError
-from lightrl.records import Completion, Piece, Rollouts, Routes, Support
+from lightrl.records import Completion, Routes, Support
 from lightrl.rollout.collation import ScoredGroup
 from lightrl.rollout.collector import Collection, may_restart
 from lightrl.storage import read_records
 
-__all__ = ["CollectedRollout", "InFlight", "InFlightSource", "StaleSource", "StreamedRollouts"]
+__all__ = ["CollectedRollout", "InFlight", "InFlightSource", "StaleSource"]
 
 log = logging.getLogger(__name__)
 
@@ -377,100 +375,3 @@ def _loaded(part: dict[str, Any]) -> Completion:
         "routes": None if routes is None else Routes(routes),
     }
     return Completion(**part | records)
-
-
-class StreamedRollouts(Rollouts):
-    """`Rollouts` that can also be had piece by piece: `pieces` yields finished groups while others still generate.
-
-    Reading any field waits for all groups, so code that knows nothing of pieces sees ordinary `Rollouts`. Groups are in
-    the order of the prompts; where a trajectory may have any number of rows, in the order in which they finished, since
-    a piece must say which rows of the whole it is.
-
-    Args:
-        collection: where groups come from.
-        assemble: (groups, their numbers, whether that is all of them) lays groups out as `Rollouts`.
-        one_row: whether every trajectory is one row.
-        temperature: of the sampling distribution.
-    """
-
-    def __init__(
-        self,
-        collection: Collection,
-        assemble: Callable[[list[ScoredGroup], list[int], bool], Rollouts],
-        *,
-        one_row: bool,
-        temperature: float,
-    ) -> None:
-        self.temperature = temperature
-        self.filler = False
-        self.supervised = None
-        self._collection = collection
-        self._assemble = assemble
-        self._one_row = one_row
-        self._device: torch.device | str = "cpu"
-        self._order: list[int] = []
-        self._finished = False
-
-    def __len__(self) -> int:
-        if self._one_row:
-            return sum(len(task.attempts) for task in self._collection.tasks)
-        return int(self.token_ids.shape[0])
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _FIELDS:  # the only ones that are not there from the start
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        self._finish()
-        return self.__dict__[name]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Rollouts:
-        return replace(self.whole())  # Lightning's half-precision plugins copy a batch before they convert its fields
-
-    def mapped(self, tensor_fn: Any, list_fn: Any) -> Any:
-        return self.whole().mapped(tensor_fn, list_fn)
-
-    def to(self, device: torch.device | str) -> Rollouts:  # type: ignore[override]
-        """Itself, which will come on that device; the finished one as ordinary `Rollouts`."""
-        if self._finished:
-            return self.whole().to(device)
-        self._device = device
-        return self
-
-    def whole(self) -> Rollouts:
-        """All rows as ordinary `Rollouts`; waits for them."""
-        return Rollouts(**{name: getattr(self, name) for name in _FIELDS})
-
-    def pieces(self) -> Iterator[Piece]:
-        """Yields all groups that are scored by then, again and again, until all are out; without metrics.
-
-        One piece of all rows where the whole has been waited for already.
-        """
-        if self._finished:
-            yield Piece(torch.arange(len(self)), replace(self.whole(), metrics={}), last=True)
-        given = 0
-        while not self._collection.exhausted:
-            numbers = self._next()
-            piece = self._assemble([self._collection.groups[n] for n in numbers], numbers, False)
-            piece.metrics = {}
-            if self._one_row:
-                sizes = [len(task.attempts) for task in self._collection.tasks]
-                rows = torch.cat([sum(sizes[:n]) + torch.arange(sizes[n]) for n in numbers])
-            else:
-                rows = given + torch.arange(len(piece))
-            given += len(piece)
-            yield Piece(rows, piece.to(self._device), last=self._collection.exhausted)
-
-    def _next(self) -> list[int]:
-        numbers = self._collection.next()
-        self._order += numbers
-        return numbers
-
-    def _finish(self) -> None:
-        while not self._collection.exhausted:
-            self._next()
-        order: Sequence[int] = range(len(self._order)) if self._one_row else self._order
-        whole = self._assemble([self._collection.groups[n] for n in order], list(order), True).to(self._device)
-        self.__dict__.update({name: getattr(whole, name) for name in _FIELDS - self.__dict__.keys()})
-        self._finished = True
-
-
-_FIELDS = {field.name for field in fields(Rollouts)}

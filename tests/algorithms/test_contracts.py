@@ -55,10 +55,10 @@ def test_a_hook_that_would_never_be_called_is_refused() -> None:
 
 def test_callbacks_say_what_they_do() -> None:
     declared = [
-        (c.changes_rewards, c.moves_reference, c.reads_entropy)
+        (c.moves_reference, c.reads_entropy)
         for c in rl_callbacks([WeightSync(), RewardNormalization(), ReferenceSync(), AdaptiveEntropy()])
     ]
-    assert declared == [(True, False, False), (False, True, False), (False, False, True)]
+    assert declared == [(False, False), (True, False), (False, True)]
 
 
 def test_data_modules_are_told_what_the_module_needs() -> None:

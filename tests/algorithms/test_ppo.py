@@ -207,8 +207,7 @@ def test_a_nonfinite_update_is_skipped_and_counted(model_path: str) -> None:
     assert bool(weights(module).isfinite().all())
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_an_update_without_a_token_to_train_is_skipped_and_counted(streaming: bool, model_path: str) -> None:
+def test_an_update_without_a_token_to_train_is_skipped_and_counted(model_path: str) -> None:
     """Momentum and weight decay would move the weights; two such rollouts in a row do not end the run."""
     calls: list[int] = []
 
@@ -225,7 +224,7 @@ def test_an_update_without_a_token_to_train_is_skipped_and_counted(streaming: bo
             after.append(weights(module).clone())
 
     with pytest.warns(UserWarning, match="none of its tokens is left to train"):
-        data: dict[str, Any] = {"rewards": [scores_the_first_rollout], "engine": ThreadEngine(), "streaming": streaming}
+        data: dict[str, Any] = {"rewards": [scores_the_first_rollout], "engine": ThreadEngine()}
         keep = fit(module, rollouts=3, callbacks=[Watch()], **data)
     assert [m["optim/skipped_updates"] for m in keep.metrics] == [0.0, 1.0, 1.0]
     assert module.num_skipped_updates == 0 and module.policy_version == 1, "neither was for a number that is not finite"

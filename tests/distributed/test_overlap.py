@@ -1,4 +1,4 @@
-"""Two processes sample ahead, or learn from finished groups, as one process does.
+"""Two processes sample ahead as one process does.
 
 The file is its own script: Lightning starts the second process by running it again.
 """
@@ -19,12 +19,11 @@ from lightrl.callbacks import WeightSync
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.kl import KLInLoss
 from tests.distributed.test_two_ranks import Record, sgd, some_flat
-from tests.toys import ThreadEngine, digits_reward, quickstart_model, quiet_trainer, sums_data
+from tests.toys import ThreadEngine, quickstart_model, quiet_trainer, sums_data
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WAYS: dict[str, dict[str, Any]] = {
     "staleness": {"staleness": 1, "rewards": [some_flat], "max_refills": 8},
-    "streaming": {"streaming": True, "rewards": [digits_reward]},
 }
 
 

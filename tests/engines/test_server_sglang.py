@@ -329,7 +329,7 @@ def test_weights_that_do_not_fit_are_refused(start: Start, tied_folder: Path, tm
         sample(engine)
 
 
-@pytest.mark.parametrize("overlap", [{}, {"staleness": 1}, {"streaming": True}], ids=str)
+@pytest.mark.parametrize("overlap", [{}, {"staleness": 1}], ids=str)
 def test_a_run_learns_from_servers(overlap: dict[str, Any], start: Start, tied_folder: Path, tmp_path: Path) -> None:
     """Strictly on-policy, one rollout ahead, and while groups come in."""
     engine, servers = start()

@@ -154,7 +154,6 @@ def test_models_that_cannot_leave_the_device_are_refused(path: str) -> None:
         (ModelParallelStrategy(), None, "OffloadModels with strategy=ModelParallelStrategy: it shards"),
         (DDPStrategy(), None, r"so the critic cannot move. Give models=\['reference', 'reward_models', 'teachers'\]"),
         (alone, sums_data(engine=engine, staleness=1), "OffloadModels with staleness=1"),
-        (alone, sums_data(engine=engine, streaming=True), "OffloadModels with streaming=True"),
     ):
         trainer: Any = SimpleNamespace(strategy=strategy, datamodule=data)
         with pytest.raises(ValueError, match=text):

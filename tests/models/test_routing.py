@@ -227,7 +227,7 @@ def grpo(path: str, **arguments: Any) -> GRPOLightningModule:
 
 
 def test_a_run_learns_from_the_experts_that_sampled(near: str, tmp_path: Path) -> None:
-    """Micro-batches, mini-batches, streaming and recomputation give the update of one pass, on the recorded experts."""
+    """Micro-batches, mini-batches, and recomputation give the update of one pass, on the recorded experts."""
     module = grpo(near)
     keep = fit(module, callbacks=[SaveRollouts(1, str(tmp_path))])
     rows = keep.rollouts[0]
@@ -247,7 +247,7 @@ def test_a_run_learns_from_the_experts_that_sampled(near: str, tmp_path: Path) -
     recomputing = ModelSpec(near, gradient_checkpointing=True)
     for other, data in (
         (grpo(near, micro_batch_tokens=64), {}),
-        (grpo(recomputing), {"engine": ThreadEngine(), "streaming": True}),  # type: ignore[arg-type]
+        (grpo(recomputing), {"engine": ThreadEngine()}),  # type: ignore[arg-type]
     ):
         fit(other, **data)
         torch.testing.assert_close(weights(other), moved[1], atol=1e-6, rtol=1e-5)

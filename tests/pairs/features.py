@@ -84,7 +84,7 @@ FACTORS: dict[str, list[str]] = {
     "critic": [*CRITICS],
     "kl": [OWN, *KLS],
     "loss": [OWN, *LOSSES],
-    "overlap": ["none", "streaming", "staleness"],
+    "overlap": ["none", "staleness"],
     "callback": [*CALLBACKS],
     "updates": ["one", "two epochs", "mini-batches", "micro-batches"],
     "masks": ["none", "truncated", "top entropy"],
@@ -209,38 +209,6 @@ REFUSALS = [
         lambda s: s.get("group") == "1" and s.get("refills") == "yes",
     ),
     Refusal(
-        "streaming with max_refills or ptx",
-        "streaming=True with (max_refills|ptx)",
-        lambda s: s.get("overlap") == "streaming" and "yes" in (s.get("refills"), s.get("ptx")),
-    ),
-    Refusal(
-        "streaming with several updates per rollout",
-        "streaming=True would not give the update",
-        lambda s: s.get("overlap") == "streaming" and s.get("updates") in ("two epochs", "mini-batches"),
-    ),
-    Refusal(
-        "streaming with whitening, top_entropy_fraction, or an estimator that normalises over the batch",
-        "streaming=True would not give the update",
-        lambda s: (
-            s.get("overlap") == "streaming"
-            and (whitens(s) or s.get("masks") == "top entropy" or estimator(s) in NORMALIZES)
-        ),
-    ),
-    Refusal(
-        "streaming with RewardNormalization",
-        "streaming=True would not give the update",
-        lambda s: s.get("overlap") == "streaming" and s.get("callback") == "RewardNormalization",
-    ),
-    Refusal(
-        "streaming with a critic and an aggregation other than TokenMean",
-        "streaming=True would not give the update",
-        lambda s: (
-            s.get("overlap") == "streaming"
-            and s.get("critic") not in ("none", None)
-            and s.get("aggregation") not in (OWN, "TokenMean", None)
-        ),
-    ),
-    Refusal(
         "AdaptiveKL, LinearKL or ReferenceSync without a KL term",
         "needs a KL term|with kl=None",
         lambda s: s.get("callback") in ("AdaptiveKL", "LinearKL", "ReferenceSync") and kl(s) == "none",
@@ -251,9 +219,9 @@ REFUSALS = [
         lambda s: s.get("callback") == "ReferenceSync" and s.get("lora") == "yes",
     ),
     Refusal(
-        "OffloadModels with streaming or staleness",
-        "OffloadModels with (streaming=True|staleness=1)",
-        lambda s: s.get("callback") == "OffloadModels" and s.get("overlap") in ("streaming", "staleness"),
+        "OffloadModels with staleness",
+        "OffloadModels with staleness=1",
+        lambda s: s.get("callback") == "OffloadModels" and s.get("overlap") == "staleness",
     ),
     Refusal(
         "OffloadModels with a critic of its own under DDP",
@@ -438,7 +406,6 @@ def data_of(s: Settings) -> RolloutDataModule:
         prompts_per_rollout=2 * int(s["ranks"]),
         rollouts_per_epoch=2,
         max_refills=int(s["refills"] == "yes"),
-        streaming=s["overlap"] == "streaming",
         staleness=int(s["overlap"] == "staleness"),
         seed=0,
         **REWARDS[s["rewards"]](),

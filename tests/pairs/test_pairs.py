@@ -103,12 +103,6 @@ def test_a_run_that_is_not_refused_but_should_be_is_found(monkeypatch: pytest.Mo
         run(plain | {"estimator": "GAE"})
 
 
-def test_streaming_with_half_precision_trains() -> None:
-    """Lightning copies a batch before it converts its fields; the generator within cannot be copied."""
-    plain = {name: levels[0] for name, levels in FACTORS.items()} | {"algorithm": "GRPO"}
-    assert run(plain | {"overlap": "streaming", "precision": "bf16-true"}) == "trained"
-
-
 def test_the_canary_does_not_ask_about_pictures_that_it_cannot_show() -> None:
     plain = {name: levels[0] for name, levels in FACTORS.items()} | {"algorithm": "GRPO"}
     assert run(plain | {"rows": "image", "callback": "LedgerCanary"}) == "trained"

@@ -229,14 +229,6 @@ CELLS: dict[str, list[Cell]] = {
     ],
     "Generation and learning at once": [
         Cell(
-            "`streaming`", lambda where: {"engine": ThreadEngine(), "streaming": True},
-            "the update of waiting", same_weights({"engine": ThreadEngine()}), prove=False,
-        ),
-        Cell(
-            "`streaming` with an engine that computes in the trainer's thread", lambda where: {"streaming": True},
-            refused="in the trainer's process: it cannot sample while the trainer computes",
-        ),
-        Cell(
             "`staleness`",
             lambda where: {"engine": ThreadEngine(), "staleness": 1, "rollouts_per_epoch": 3},
             "rollouts after the first lack one update",
@@ -524,7 +516,7 @@ def page() -> str:
         "Written by `python -m tests.rollout.test_combinations` from the table that",
         "`tests/rollout/test_combinations.py` tests with a tiny model, one rollout per cell. In every run the policy",
         "must move, and each trained token is compared with the engine's log-probs at 1e-5 (`LedgerCanary`); not with",
-        "`staleness`, `streaming` or another sampling temperature. *Environment* is an `EnvironmentEpisode`, *program*",
+        "`staleness` or another sampling temperature. *Environment* is an `EnvironmentEpisode`, *program*",
         "an `AgentProgram` ([environments](environments.md)). A refusal names the argument and the way out.",
     ]
     for title, cells in CELLS.items():

@@ -88,16 +88,6 @@ def test_forks_of_a_template_that_rewrites_are_proven_by_vllm_too(tmp_path: Path
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_streaming_makes_the_same_update_as_waiting(vllm: Any, path: str) -> None:
-    ends = []
-    for streaming in (False, True):
-        module = GRPOLightningModule(path, kl=None, optimizer=sgd, advantage=GroupRelative(scale="none"))
-        ends.append(fit(path, module=module, engine=vllm, streaming=streaming, compare=False)[0])
-    assert close(ends[0], ends[1])
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
 def test_staleness_samples_environments_beside_the_update(vllm: Any, path: str) -> None:
     _, keep = fit(path, engine=vllm, staleness=1, rollouts_per_epoch=3, compare=False)
     assert [m["rollout/staleness"] for m in keep.metrics] == [0, 1, 1]
@@ -152,18 +142,6 @@ def test_an_engine_that_is_killed_between_two_turns_of_programs_is_started_again
     assert keep.metrics[0]["rollout/stop_failure"] == 0 and close(module, quiet)
 
 
-# ---- staleness and streaming without vLLM: the engine computes in a thread ---------------------------------------
-
-
-def test_streaming_learns_from_trajectories_of_many_rows_as_they_finish(tmp_path: Path) -> None:
-    path = chat_model(tmp_path, "deepseek")
-    ends = []
-    for streaming in (False, True):
-        module = GRPOLightningModule(path, kl=None, optimizer=sgd, advantage=GroupRelative(scale="none"))
-        ends.append(fit(path, module=module, engine=ThreadEngine(), streaming=streaming, compare=False)[0])
-    assert close(ends[0], ends[1])
-
-
 # ---- killed and resumed ----------------------------------------------------------------------------------------------
 
 
@@ -208,11 +186,10 @@ STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 WAYS: dict[str, dict[str, Any]] = {
     "environment": {"environment": Letters},
     "program": {"program": talk},
-    "streaming": {"streaming": True},
     "staleness": {"staleness": 1},
 }
 SHARDED = {"fsdp2": ("environment", "program", "staleness"), "zero2": ("environment", "program")}
-SHARDED["zero3"] = SHARDED["zero2"]  # streaming is refused where ranks must run sharded models in step
+SHARDED["zero3"] = SHARDED["zero2"]
 COMPARED = ("rollout/turns", "rollout/stop_stop", "reward/mean")
 
 
@@ -221,7 +198,7 @@ def ranks_run(path: str, strategy: str, way: str) -> tuple[Any, dict[str, Any]]:
     module = GRPOLightningModule(path, kl=None, optimizer=sgd, advantage=GroupRelative(scale="none"))
     devices = 1 if strategy == "auto" else 2
     trainer = {"devices": devices, "strategy": make_strategy(strategy), "log_every_n_steps": 1}
-    weights, beside = Weights(), way in ("streaming", "staleness")  # which take an engine beside the update
+    weights, beside = Weights(), way == "staleness"  # needs a concurrent engine
     engine: dict[str, Any] = {"engine": ThreadEngine(), "compare": False} if beside else {}
     _, keep = fit(path, [weights], module, trainer, rollouts_per_epoch=3 if beside else 2, **WAYS[way], **engine)
     return module, {
@@ -243,7 +220,7 @@ class Weights(Callback):
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_two_ranks_play_their_own_environments_and_learn_what_one_learns(path: str, tmp_path: Path) -> None:
-    """Every strategy, with an environment and with a program, streamed and sampled ahead, in one pair of processes."""
+    """Every strategy, with an environment and with a program, and sampled ahead, in one pair of processes."""
     alone = {way: ranks_run(path, "auto", way)[1] for way in WAYS}
     assert alone["staleness"]["staleness"] == [0, 1, 1]
     names = STRATEGIES if find_spec("deepspeed") else STRATEGIES[:2]

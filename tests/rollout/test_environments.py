@@ -248,7 +248,7 @@ def test_evaluation_and_prediction_play_environments_too(path: str) -> None:
     assert len(records) == 3 and all(record["reward"] is not None for record in records)
 
 
-@pytest.mark.parametrize("way", [{}, {"streaming": True}, {"staleness": 1}])
+@pytest.mark.parametrize("way", [{}, {"staleness": 1}])
 def test_the_canary_stops_the_run_before_a_token_that_was_not_sampled_is_trained(
     way: dict[str, Any], path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

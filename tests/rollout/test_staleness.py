@@ -232,10 +232,7 @@ def test_an_error_in_the_background_stops_the_run(side_model: str) -> None:
     [
         ({"staleness": -1}, "staleness=-1: must be at least 0"),
         ({"staleness": 1, "engine": TransformersEngine()}, r"engine=TransformersEngine in the trainer's process.*VLLM"),
-        ({"streaming": True, "engine": VLLMEngine()}, r"streaming=True with engine=VLLMEngine.*in_process=False"),
-        ({"staleness": 1, "streaming": True}, "staleness=1 with streaming=True"),
         ({"staleness": 1, "engine": VLLMEngine(in_process=False, sleep_level=1)}, "sleep_level=0"),
-        ({"streaming": True, "max_refills": 2}, "streaming=True with max_refills"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(arguments: dict[str, Any], message: str) -> None:
