@@ -1,31 +1,25 @@
-"""`lightrl` and `python -m lightrl`: loads the command line, which Ctrl-C may already end."""
+"""`lightrl` and `python -m lightrl`: loads the command line; Ctrl-C may interrupt the load."""
 
-import os
+import signal
 import sys
-
-from lightrl import interrupts
+from typing import Any
 
 
 def command() -> None:
-    """Entry point of the `lightrl` command. After a failure the process ends, whatever threads are left in it."""
-    interrupts.watch()
+    """Entry point of the `lightrl` command."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not with `nohup` or `&` in a script
+        signal.signal(signal.SIGINT, _interrupt)
     try:
-        from lightrl.cli import end_in_time, main
-    except BaseException as error:
-        if os.environ.get("LIGHTRL_DEBUG") == "1" or not (isinstance(error, KeyboardInterrupt) or interrupts.came()):
-            raise
+        from lightrl.cli import main
+    except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
-        interrupts.ends()
-        sys.exit(interrupts.STATUS)
-    try:
-        main()
-    except BaseException as error:
-        status = error.code if isinstance(error, SystemExit) else 1
-        if status == interrupts.STATUS:
-            interrupts.ends()
-        if status not in (None, 0):
-            end_in_time(status if isinstance(status, int) else 1)
-        raise
+        sys.exit(128 + signal.SIGINT)
+    main()
+
+
+def _interrupt(signum: int, frame: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process, also inside of C
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import faulthandler
+import ctypes
 import os
 import queue
+import signal
 import threading
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
@@ -19,10 +19,9 @@ __all__ = [
     "BackgroundLoop",
     "FairLock",
     "all_of",
-    "call_bound",
+    "die_with_parent",
     "in_background",
     "in_thread",
-    "lock_limit",
     "outcome_of",
 ]
 
@@ -32,13 +31,7 @@ _Jobs: TypeAlias = "queue.SimpleQueue[Callable[[Any], None]]"
 IDLE_SECONDS = 5.0
 """How long a thread of `in_thread` waits for another call before it ends."""
 
-BEAT_SECONDS = 1.0
-"""How often calls with a bound are looked at."""
-
-MARGIN_SECONDS = 15.0
-"""How much longer than its limit code may hold Python's lock before the process ends."""
-
-STDERR = 2
+PR_SET_PDEATHSIG = 1
 
 _idle: list[_Jobs] = []  # of the threads that wait, which do not live on in a forked process
 os.register_at_fork(after_in_child=_idle.clear)
@@ -122,130 +115,17 @@ def _serve_jobs(jobs: _Jobs) -> None:
         del job  # and what it holds
 
 
-class _LockWatch:
-    """Ends the process where Python's lock is held for longer than any time limit allows.
+def die_with_parent(parent: int) -> None:
+    """Has Linux kill this process when the thread that started it ends, whatever it hangs in.
 
-    A time limit, Ctrl-C and SIGTERM are Python themselves: none of them comes to its turn while one thread computes
-    inside of a C function that keeps the lock, such as `re.match` or `9**9**9`. faulthandler's timer does, in a thread
-    of C. There is one for the process, so that whatever has a limit shares it: it is set to the smallest limit and
-    `MARGIN_SECONDS`, and set anew every few seconds by a thread of Python. That one cannot while the lock is held, and
-    only then does the timer run out: it writes each thread's lines to stderr and exits with status 1. The same happens
-    to a process that is stopped (SIGSTOP) for so long.
+    A rank that outlives a killed launcher waits for the missing rank until the collective's timeout.
+
+    Args:
+        parent: ID of the process that started this one.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._limits: list[float] = []
-        self._beats = False
-        os.register_at_fork(before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._in_child)
-
-    @contextlib.contextmanager
-    def limit(self, seconds: float | None) -> Iterator[None]:
-        """See `lock_limit`."""
-        if seconds is None:
-            yield
-            return
-        with self._lock:
-            self._limits.append(seconds)
-            if seconds == min(self._limits):
-                self._set()
-            if not self._beats:
-                self._beats = True
-                in_background(self._beat, "lightrl-lock-watch")
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._limits.remove(seconds)
-                if not self._limits:
-                    faulthandler.cancel_dump_traceback_later()
-
-    def _set(self) -> None:
-        with contextlib.suppress(OverflowError):  # of centuries
-            faulthandler.dump_traceback_later(min(self._limits) + MARGIN_SECONDS, exit=True, file=STDERR)
-
-    def _beat(self) -> None:
-        while True:
-            time.sleep(MARGIN_SECONDS / 5)
-            with self._lock:
-                if not self._limits:
-                    self._beats = False
-                    return
-                self._set()
-
-    # The timer's thread is not there in a forked process, which would wait for it for ever at its end.
-
-    def _before_fork(self) -> None:
-        self._lock.acquire()
-        if self._limits:
-            faulthandler.cancel_dump_traceback_later()
-
-    def _after_fork(self) -> None:
-        if self._limits:
-            self._set()
-        self._lock.release()
-
-    def _in_child(self) -> None:
-        self._limits, self._beats = [], False
-        self._lock.release()
-
-
-lock_limit = _LockWatch().limit
-"""`with lock_limit(seconds):` while other people's code runs that has so much time: where nothing of Python ran for
-that long and 15 seconds more, the process ends with status 1 and each thread's lines on stderr; None for no limit."""
-
-
-class _CallWatch:
-    """Ends the process where a call that nothing can break off takes longer than its bound."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._calls: dict[object, tuple[list[float], str]] = {}
-        self._beats = False
-        os.register_at_fork(after_in_child=self._in_child)
-
-    @contextlib.contextmanager
-    def bound(self, seconds: float, message: str) -> Iterator[None]:
-        """See `call_bound`."""
-        call = object()
-        with self._lock:
-            self._calls[call] = [seconds], message
-            if not self._beats:
-                self._beats = True
-                in_background(self._beat, "lightrl-call-watch")
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._calls.pop(call, None)
-
-    def _beat(self) -> None:
-        idle = 0.0
-        while idle < IDLE_SECONDS:  # a short call after the other needs one thread
-            time.sleep(BEAT_SECONDS)
-            with self._lock:
-                idle = 0.0 if self._calls else idle + BEAT_SECONDS
-                for left, message in self._calls.values():
-                    left[0] -= BEAT_SECONDS  # not by a clock: the process may have been stopped (SIGSTOP) meanwhile
-                    if left[0] < 0:
-                        _end_with_lines(message)
-                if idle >= IDLE_SECONDS:
-                    self._beats = False
-
-    def _in_child(self) -> None:
-        self._lock, self._calls, self._beats = threading.Lock(), {}, False
-
-
-def _end_with_lines(message: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it
-        os.write(STDERR, f"\nerror: {message}\n".encode())
-        faulthandler.dump_traceback(STDERR)
-    os._exit(1)
-
-
-call_bound = _CallWatch().bound
-"""`with call_bound(seconds, message):` around a call into C that waits, and that no exception can break off: where it
-takes longer, the process ends with status 1, the message and each thread's lines on stderr."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class FairLock(AbstractContextManager[None]):

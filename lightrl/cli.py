@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import difflib
 import errno
 import inspect
 import json
-import logging
-import multiprocessing
 import os
 import re
 import select
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
 import lightrl
-from lightrl import interrupts
+from lightrl.background import die_with_parent
 from lightrl.config_files import expand_configs
 from lightrl.console import quiet
 
@@ -214,13 +209,12 @@ NO_THREAD = "can't start new thread"
 """Python's message where the system gives no more."""
 AGAIN = "run the command again (a fit with --ckpt_path last goes on from its last save)"
 LOST_RANK = re.compile(r"gloo/|Gloo|NCCL|ProcessGroup")
-INTERRUPTED = interrupts.STATUS
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 UNREAD = 141
 """Status where nobody reads the output any more: that of SIGPIPE."""
 STEP_OF = "LIGHTRL_QUICKSTART_PID"
-"""Environment variable by which a step of the quickstart knows the process that it ends with."""
-LEFT_BEHIND_SECONDS = 10.0
-"""How long a command that failed waits at its end for threads that somebody's code left running."""
+"""Environment variable that tells a step of the quickstart which process it ends with."""
 PREEMPTED = 75
 """Status after SIGTERM or SIGUSR1: "try again" (EX_TEMPFAIL of sysexits.h), for a scheduler to requeue the job."""
 
@@ -263,9 +257,6 @@ def main(args: Sequence[str] | None = None) -> None:
             sys.exit(2)
         raise
     except Exception as error:
-        if interrupts.came() and not debug:  # a library that was being loaded is broken by it
-            _say_interrupted(args)
-            sys.exit(INTERRUPTED)
         message, status = users_error(error), 2
         if message is None:
             message, status = lost_part(error), 1
@@ -314,7 +305,7 @@ def _main(args: Sequence[str]) -> None:
     if arguments == given and arguments[0] in (*RUNS, *SPEAKING):
         quiet()
     if STEP_OF in os.environ:  # not handed down to what this process starts
-        end_with_parent(int(os.environ.pop(STEP_OF)), grace=0.0)
+        die_with_parent(int(os.environ.pop(STEP_OF)))
     if arguments[0] in COMMANDS:
         if (
             arguments[0] == "init"
@@ -333,7 +324,7 @@ def _main(args: Sequence[str]) -> None:
         _call(getattr(import_module(module), function), arguments[0], options)
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        end_with_parent(os.getppid(), grace=30.0)
+        die_with_parent(os.getppid())
     from lightrl.compat import parser_messages  # noqa: F401 - to tell an error when no more files can be opened
 
     run(arguments)
@@ -361,59 +352,3 @@ def _call(function: Callable[..., Any], command: str, options: Sequence[str]) ->
         said = short_message(redact_text(str(error)), names).rstrip(".")
         raise ValueError(f"{said}{'' if said[-1] == '?' else '.'} `lightrl {command} --help` explains more.") from error
     function(**{name: given[name] for name in names})
-
-
-def end_in_time(status: int) -> None:
-    """Ends this process, which has failed, `LEFT_BEHIND_SECONDS` from now where threads would keep it for ever.
-
-    Python waits at its end for every thread that is no daemon, and for those of a ThreadPoolExecutor: also for one in
-    which a reward function hangs. What is registered with `atexit` comes after these, and has its time.
-
-    Args:
-        status: the process's.
-    """
-    main_thread, joined = threading.main_thread(), threading.Event()
-    atexit.register(joined.set)
-
-    def say(left: list[str]) -> None:
-        print(f"Left behind at the end: {', '.join(left)} (threads that do not end).", file=sys.stderr)
-        for flush in (logging.shutdown, sys.stdout.flush, sys.stderr.flush):
-            with contextlib.suppress(Exception):
-                flush()
-
-    def watch() -> None:
-        if joined.wait(LEFT_BEHIND_SECONDS):
-            return
-        left = [t.name for t in threading.enumerate() if not t.daemon and t is not main_thread]
-        left = left or ["one of a ThreadPoolExecutor"]  # a daemon where it was made in one, and waited for all the same
-        for child in multiprocessing.active_children():
-            if child.daemon:  # as Python ends them
-                child.terminate()
-        last = threading.Thread(target=say, args=(left,), daemon=True)  # a left thread may hold a lock that this takes
-        last.start()
-        last.join(2.0)
-        os._exit(status)
-
-    threading.Thread(target=watch, daemon=True, name="end-in-time").start()
-
-
-def end_with_parent(parent: int, grace: float) -> None:
-    """Ends this process some seconds after the one that started it is gone.
-
-    A rank that Lightning's or torchrun's launcher started would otherwise outlive a killed launcher and, with NCCL,
-    wait for the missing rank until the collective's timeout. A rank that is only the last to finish has the seconds.
-    A step of a killed quickstart would go on writing where the next quickstart begins.
-
-    Args:
-        parent: id of the process that started this one.
-        grace: seconds, 0 or more.
-    """
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        time.sleep(grace)
-        print("error: the process that started this one is gone; ending.", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="end-with-parent").start()

@@ -26,7 +26,6 @@ import lightrl.environments
 import lightrl.objectives
 import lightrl.rewards
 import lightrl.rollout
-from lightrl import interrupts
 from lightrl.algorithms.hyperparameters import versions
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule
@@ -196,7 +195,6 @@ class LightRLCLI(YamlCLI):
 
     def _end_by_signals(self) -> None:
         """Has SIGTERM and its like end the command, at once until `RolloutCheckpoint` takes them for training."""
-        interrupts.run_begins()
         if threading.current_thread() is threading.main_thread():
             for signum in preemptions(self.trainer):
                 signal.signal(signum, preempt)

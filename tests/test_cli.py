@@ -29,7 +29,6 @@ import lightrl.engines
 import lightrl.objectives
 import lightrl.rewards
 import lightrl.rollout
-from lightrl import interrupts
 from lightrl.algorithms import LRSchedule
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.cli import main, run
@@ -926,95 +925,6 @@ sys.meta_path.insert(0, Interrupting())
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "Interrupted.\n")
     assert 'lightrl = "lightrl.__main__:command"' in (ROOT / "pyproject.toml").read_text()
-
-
-SLEEPS_AT_THE_END = "sys.late = type('Late', (), {'__del__': lambda self, sleep=time.sleep: sleep(100)})()"
-SWALLOWING = """
-import os, signal, sys, threading, time
-from lightrl import interrupts
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored in the background of a script
-interrupts.GRACE_SECONDS = {grace}
-class Swallowing:
-    def find_spec(self, name, *args):
-        if name != "lightrl.config_files":
-            return
-        for _ in range({times}):
-            try:
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(60)
-            except BaseException:
-                pass
-        {then}
-sys.meta_path.insert(0, Swallowing())
-from lightrl.__main__ import command
-command()
-"""
-
-
-@pytest.mark.parametrize(
-    ("times", "grace", "then"),
-    [
-        (1, 300, "raise ImportError('partially initialized module')"),  # what it broke is no error of its own
-        (1, 1, "threading.Event().wait(300)"),  # goes on as if nothing had come: it ends after the time it has
-        (2, 300, "threading.Event().wait(300)"),  # a second one does not wait
-        (1, 1, f"{SLEEPS_AT_THE_END}; raise ImportError"),  # Python's own end, in which no handler is left
-    ],
-)
-def test_an_interrupt_that_a_library_swallows_while_it_loads_ends_the_command(
-    times: int, grace: int, then: str
-) -> None:
-    script = SWALLOWING.format(times=times, grace=grace, then=then)
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert (done.returncode, done.stderr) == (130, "Interrupted.\n")
-
-
-def test_an_interrupt_that_was_swallowed_is_told_before_a_run_begins_and_errors_after_it_are_none(
-    write: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightrl.interrupts.came", lambda: True)
-    with pytest.raises(KeyboardInterrupt):
-        interrupts.run_begins()
-
-    def broken(*args: Any, **kwargs: Any) -> None:
-        raise AttributeError("module 'numpy' has no attribute 'ndarray'")
-
-    monkeypatch.setattr("lightrl.cli.run", broken)
-    with pytest.raises(SystemExit) as stop:
-        main(["fit", "--config", write()])
-    assert stop.value.code == 130
-    assert capsys.readouterr().err == "Interrupted before training began; nothing was saved.\n"
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_a_thread_that_hangs_does_not_keep_a_command_that_failed(own: bool, tmp_path: Path) -> None:
-    """Neither an own one nor that of a pool, both of which Python would wait for."""
-    script = """
-import sys, threading, time
-from concurrent.futures import ThreadPoolExecutor
-from lightrl import cli
-from lightrl.__main__ import command
-
-def fail(args):
-    submit = lambda: ThreadPoolExecutor(1, "pool").submit(time.sleep, 600)  # from a daemon, its threads are daemons
-    maker = threading.Thread(target=submit, daemon=True)
-    maker.start()
-    maker.join()
-    if OWN:
-        threading.Thread(target=time.sleep, args=(600,), name="own").start()
-    raise ValueError("no such thing")
-
-fail.__globals__["__name__"] = "lightrl.somewhere"
-cli._main = fail
-cli.LEFT_BEHIND_SECONDS = 1.0
-command()
-"""
-    (tmp_path / "hanging.py").write_text(script.replace("OWN", str(own)))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "hanging.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: no such thing\nLeft behind at the end: ")
-    assert ("own" if own else "one of a ThreadPoolExecutor") in done.stderr and "Traceback" not in done.stderr
 
 
 def test_reward_functions_that_fail(

@@ -7,7 +7,6 @@ import pickle
 import signal
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightrl import interrupts
 from lightrl.arguments import above, rollouts_between
 from lightrl.callbacks.run_guard import RunGuard, is_of_another_run, other_settings
 from lightrl.compat.lightning import (
@@ -169,15 +167,12 @@ class RolloutCheckpoint(SavingCheckpoint):
         if threading.current_thread() is threading.main_thread():  # elsewhere whoever runs us handles signals
             for signum in (signal.SIGINT, *preemptions(trainer)):
                 self._previous_handlers[signum] = signal.signal(signum, self._on_interrupt)
-            launcher = trainer.strategy.launcher
-            interrupts.listen(None if launcher is None else partial(launcher.kill, signal.SIGKILL))
 
-    @interrupts.heard
     def _on_interrupt(self, signum: int, frame: Any) -> None:
         trainer, preempted = self._trainer, signum != signal.SIGINT
         if self._stop_requested and preempted:
             return  # schedulers send it to the launcher and to the process, or once more to remind
-        if trainer is None or self._stop_requested:
+        if trainer is None:
             raise KeyboardInterrupt
         # A batch that is drawn but not yet learned from would be lost; the prompts of rollouts, too, count as used.
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
@@ -185,6 +180,7 @@ class RolloutCheckpoint(SavingCheckpoint):
         if not (self._updating or made or trainer.world_size > 1):
             raise Preempted if preempted else KeyboardInterrupt
         self._stop_requested, self._preempted = True, preempted
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process, also inside of C
         unit = "batch" if self._cursor is None else "rollout"
         rank_zero_info(f"\n{signal.Signals(signum).name}: finishing this {unit}, then saving. Ctrl-C stops at once.")
 
@@ -281,8 +277,6 @@ class RolloutCheckpoint(SavingCheckpoint):
     def _restore_handlers(self) -> None:
         for signum, handler in self._previous_handlers.items():
             signal.signal(signum, handler)
-        if self._previous_handlers:
-            interrupts.listen()
         self._previous_handlers.clear()
 
 

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrl.background import call_bound
 from lightrl.compat.torch import page_lock
 
 __all__ = [
@@ -189,13 +188,10 @@ def _deaths_translated() -> Iterator[None]:
         ) from error
 
 
-WITH_THE_TRAINER = "ends with the trainer's process, whose threads follow"
-
-
-def _no_life(seconds: float, end: str) -> str:
+def _no_life(seconds: float) -> str:
     return (
         f"vLLM's engine gave no sign of life for {seconds:g} s (VLLMEngine.progress_timeout): it hangs or was stopped, "
-        f"and {end}. Look at its log (VLLM_LOGGING_LEVEL=INFO) and at the machine's memory; raise progress_timeout "
+        "and is ended. Look at its log (VLLM_LOGGING_LEVEL=INFO) and at the machine's memory; raise progress_timeout "
         "where a single step may take longer."
     )
 
@@ -249,10 +245,7 @@ class VLLMAdapter:
                     # The sampler's rank count is compiled by inductor even with enforce_eager: 12 s for nothing.
                     type(current_platform).simple_compile_backend = "eager"
                 _keep_process_group(had_group and in_process)
-                ready = float(envs.VLLM_ENGINE_READY_TIMEOUT_S)
-                late = f"vLLM's engine did not start within {ready:g} s (VLLM_ENGINE_READY_TIMEOUT_S)"
-                here = call_bound(ready, f"{late}; it {WITH_THE_TRAINER}.")
-                with here if in_process else _ctrl_c_blocked():  # engine processes have this bound from vLLM
+                with nullcontext() if in_process else _ctrl_c_blocked():
                     self.llm: Any = LLM(**arguments)
         except BaseException:
             self._remove_sockets()
@@ -294,15 +287,9 @@ class VLLMAdapter:
             with _deaths_translated():
                 self.client.ensure_alive()
             if limit is not None and time.monotonic() - begin > limit:
-                raise LostEngineError(_no_life(limit, "is ended"))
+                raise LostEngineError(_no_life(limit))
 
         return look
-
-    def _bounded(self) -> AbstractContextManager[None]:
-        """Around a call into an engine of this process, of which there is no wait that could look up now and then."""
-        if not self.in_process or self.progress_timeout is None:
-            return nullcontext()
-        return call_bound(self.progress_timeout, _no_life(self.progress_timeout, WITH_THE_TRAINER))
 
     def _bound_waits(self) -> None:
         """vLLM's client waits for ever on a core that is gone or hangs; let it look up twice a second."""
@@ -349,8 +336,7 @@ class VLLMAdapter:
     def submit(self, method: str, *args: Any) -> Callable[..., list[Any]]:
         """Starts a worker method; the returned function waits for the workers' answers, at most the given seconds."""
         if self.in_process:
-            with self._bounded():
-                answers = self.llm.collective_rpc(method, args=args)
+            answers = self.llm.collective_rpc(method, args=args)
             return lambda seconds=None: answers
         with _deaths_translated():
             wait = self._submit_utility("collective_rpc", method, None, args, None)
@@ -385,7 +371,7 @@ class VLLMAdapter:
         """
         self._give_up = give_up
         # An engine of its own process draws no random numbers here, and its thread may not be the trainer's.
-        with _deaths_translated(), self._bounded(), isolated_rng() if self.in_process else nullcontext():
+        with _deaths_translated(), isolated_rng() if self.in_process else nullcontext():
             try:
                 return [output for output in self.engine.step() if output.finished]
             except _GaveUpError:
@@ -395,7 +381,7 @@ class VLLMAdapter:
         """Replaces the adapter that all requests use from now on by that in a folder."""
         from vllm.lora.request import LoRARequest
 
-        with _deaths_translated(), self._bounded():
+        with _deaths_translated():
             self.engine.add_lora(LoRARequest("policy", 1, path, load_inplace=True))
         self._lora = LoRARequest("policy", 1, path)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.arguments import MAX_REWARD, above, one_of
-from lightrl.background import lock_limit, outcome_of
+from lightrl.background import outcome_of
 from lightrl.data.media import MediaError
 from lightrl.environments import tools
 from lightrl.environments.base import Environment, Message, Reply, Step
@@ -296,8 +296,7 @@ class _Played(Attempt):
         began = time.monotonic()
         task = asyncio.ensure_future(outcome_of(lambda: _awaited(call)))
         try:
-            with lock_limit(seconds):
-                done, _ = await asyncio.wait([task], timeout=seconds)
+            done, _ = await asyncio.wait([task], timeout=seconds)
             if not done:
                 if late is not None:
                     raise _Failed(f"{late} took longer than environment_timeout, {seconds:g} seconds")

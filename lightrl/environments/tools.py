@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from lightrl.arguments import above, imported, one_of
-from lightrl.background import all_of, in_thread, lock_limit, outcome_of
+from lightrl.background import all_of, in_thread, outcome_of
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step, ToolCall
 
 __all__ = ["ToolEnvironment", "first_messages"]
@@ -134,8 +134,7 @@ class ToolEnvironment(Environment):
             return self._wrong(call.name, f"{call.name}: {error}")
         task = asyncio.ensure_future(_call(tool, call.arguments))
         try:
-            with lock_limit(self.tool_timeout):
-                await asyncio.wait([task], timeout=self.tool_timeout)
+            await asyncio.wait([task], timeout=self.tool_timeout)
         finally:
             if not (done := task.done()):
                 task.cancel()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lightrl.arguments import MAX_REWARD, whole_number
-from lightrl.background import BackgroundLoop, in_thread, lock_limit, outcome_of
+from lightrl.background import BackgroundLoop, in_thread, outcome_of
 from lightrl.rewards.base import RewardError, RewardFn
 from lightrl.rewards.media import MEDIA
 
@@ -160,8 +160,7 @@ class RewardFunction:
             raise RewardError(complaint)
         task = asyncio.ensure_future(self._outcome(offered))
         try:
-            with lock_limit(timeout):
-                await asyncio.wait({task}, timeout=timeout)
+            await asyncio.wait({task}, timeout=timeout)
         finally:
             if not task.done():  # out of time, or the scorer is closing
                 task.cancel()

@@ -23,7 +23,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightrl.background import BackgroundLoop, in_background, lock_limit
+from lightrl.background import BackgroundLoop, in_background
 from lightrl.engines.base import (
     Engine,
     EngineDiedError,
@@ -557,9 +557,8 @@ class Collection:
 
     async def _watch(self, timeout: float) -> None:
         """Fails the rollout when nothing has moved for `timeout` seconds."""
-        with lock_limit(timeout):
-            while (left := self._progress.moved + timeout - time.monotonic()) > 0 or self._suspended:
-                await asyncio.sleep(max(left, SLICE))
+        while (left := self._progress.moved + timeout - time.monotonic()) > 0 or self._suspended:
+            await asyncio.sleep(max(left, SLICE))
         message = f"Nothing moved for stall_timeout={timeout:g} seconds. Waiting for {self._waited_for()}."
         log.error(message)  # also where a stuck engine in this process keeps the error from being raised
         self.fail(RolloutStalledError(f"{message} Raise stall_timeout (null: never) if that is no fault."))

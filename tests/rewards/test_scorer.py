@@ -664,42 +664,6 @@ print("end", flush=True)
     assert done.returncode == 0 and done.stdout == "end\n", done.stderr
 
 
-HOLDS = """
-import os, re, sys, time
-from lightrl import background
-from lightrl.rewards import RewardScorer
-
-background.MARGIN_SECONDS = 2.0
-
-def patient(completions):
-    time.sleep(6)
-    return [1.0]
-
-def holds(completions):
-    return [float(bool(re.match(r"(a|aa)+$", "a" * 64 + "b")))]
-
-def score(function, timeout):
-    scorer = RewardScorer([function], timeout=timeout)
-    return scorer.submit(prompts=["p"], completions=["c"], completion_ids=[[1]], columns={}, group_ids=[0])
-
-waits = score(patient, 0.1)
-time.sleep(3)  # its limit and the margin are over, and it is still there, in its thread
-print(type(waits._future.exception()).__name__, score(patient, 20.0).result().total, flush=True)
-late = score(patient, 20.0)
-if os.fork() == 0:
-    sys.exit()  # a child has no timer, and nothing that it waits for at its end
-os.wait()
-score(holds, 1.0).result()
-"""
-
-
-def test_a_function_that_keeps_pythons_lock_ends_the_process_and_a_slow_one_does_not():
-    done = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, timeout=200)
-    assert done.stdout == "CallFailed [1.0]\n"
-    assert done.returncode == 1 and "Timeout (0:00:03)!" in done.stderr
-    assert 'File "<string>", line 13 in holds' in done.stderr
-
-
 def test_ctrl_c_interrupts_the_wait():
     code = """
 import signal, threading, os

@@ -119,9 +119,10 @@ class VLLMEngine(Engine):
             and a push brings the adapter alone. "merged": a push brings all weights, the adapter merged; sampling is
             then as fast as without one. Quantised bases (QLoRA) are always merged.
         progress_timeout: seconds for which the trainer waits for any sign of life from the engine (one step of it, one
-            part of a weight push). Engine processes then count as lost, are ended, and `EngineDiedError` is raised; an
-            engine in the trainer's process cannot be ended alone, so that process ends with status 1 and each thread's
-            lines. None waits for ever. The start has `VLLM_ENGINE_READY_TIMEOUT_S`, 600 seconds, in either place.
+            part of a weight push). Engine processes then count as lost, are ended, and `EngineDiedError` is raised.
+            None waits without a limit. An engine in the trainer's process has no limit
+            (`RolloutDataModule.stall_timeout` logs what is waited for). vLLM bounds the start of engine processes by
+            `VLLM_ENGINE_READY_TIMEOUT_S`, 600 seconds.
         engine_args: any further arguments of `vllm.LLM`, passed on untouched; they win over all of the above.
 
     Raises:
