@@ -203,13 +203,15 @@ def _prompts(built: Any) -> Any:
     from lightrl.data.processing import load_processor
     from lightrl.data.templates import load_tokenizer
     from lightrl.models.loading import require_model
+    from lightrl.models.turns import end_of_turn
 
     module, data = built.model, built.datamodule
     path = module.actor_spec.path
     require_model(module.actor_spec)
     tokenizer = load_tokenizer(data.tokenizer_path or path, chat_template=module.actor_spec.chat_template)
     template = "with" if tokenizer.chat_template else "without"
-    yield "ok", f"tokenizer: {len(tokenizer)} tokens, ends with {tokenizer.eos_token!r}, {template} a chat template"
+    end = tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer))
+    yield "ok", f"tokenizer: {len(tokenizer)} tokens, {template} a chat template, completions end with {end!r}"
     config = AutoConfig.from_pretrained(path).get_text_config()
     if len(tokenizer) > config.vocab_size:
         yield "problem", f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: they do not belong"

@@ -18,6 +18,7 @@ from lightrl.data.rows import RowSource
 from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource, check_positions
 from lightrl.data.templates import ChatTemplate, as_messages, load_tokenizer, render_prompt
 from lightrl.models.loading import positions_of
+from lightrl.models.turns import text_ids
 from lightrl.ops.padding import pad_rows
 
 __all__ = ["PreferenceDataModule", "PreferenceLoader", "PreferencePair", "PreferenceSource"]
@@ -47,8 +48,8 @@ class PreferenceSource(RowSource):
         system_prompt: put in front of every conversation; needs a chat template.
         chat_template: as in `PromptSource`. The same rendering as in reinforcement learning, token for token.
         template_kwargs: further variables of the chat template.
-        rendering: what the reward model is to score in PPO. "tokens": prompt, completion and end-of-sequence token,
-            tokenised as they are sampled, for `RewardModelSpec(tokenizer="policy")`. "text": prompt and completion as
+        rendering: what the reward model is to score in PPO. "tokens": prompt, completion and end of turn,
+            tokenized as they are sampled, for `RewardModelSpec(tokenizer="policy")`. "text": prompt and completion as
             one text without end, for `RewardModelSpec(tokenizer="own")` without a chat template of its own.
         max_tokens: longest sequence in tokens, prompt and completion together; None is no limit.
         overlong: what happens to pairs with a longer one: "drop" leaves them out (and says how many), "error" stops.
@@ -128,7 +129,7 @@ class PreferenceSource(RowSource):
                 texts.append(text + answer)
             except ValueError as error:
                 raise ValueError(f"{self.label}, row {i}: {error}") from error
-        return [list(tokenizer(text)["input_ids"]) for text in texts]
+        return [text_ids(tokenizer, text) for text in texts]
 
     def _rows_of(self, data: Any, column: str) -> SFTSource:
         """The supervised rows whose completions are those of one column."""

@@ -19,6 +19,7 @@ from lightrl.arguments import user_path
 from lightrl.data.media import COLUMNS, KINDS, MediaError, MediaSource, decode
 from lightrl.data.templates import ChatTemplate, as_messages, conversation, encode, render_prompt
 from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
+from lightrl.models.turns import begins_with_bos
 from lightrl.models.video import video_timing
 from lightrl.records import ImageInputs, Media
 
@@ -179,7 +180,7 @@ class MediaProcessor:
         try:
             return self.processor(
                 text=[text],
-                add_special_tokens=not templated,
+                add_special_tokens=not (templated or begins_with_bos(self.tokenizer, text)),
                 return_tensors="pt",
                 return_text_replacement_offsets=True,
                 **arguments,

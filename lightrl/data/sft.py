@@ -20,6 +20,7 @@ from lightrl.data.processing import ConversationSource, MediaProcessor, arranged
 from lightrl.data.rows import RowError, RowSource, shuffled_order
 from lightrl.data.templates import apply_template, as_messages, conversation, load_tokenizer, require_text
 from lightrl.models.loading import positions_of
+from lightrl.models.turns import ended_turn
 from lightrl.ops.padding import pad_rows
 
 __all__ = ["SFTDataModule", "SFTLoader", "SFTRows", "SFTSource", "check_positions"]
@@ -166,9 +167,7 @@ class SFTSource(ConversationSource):
             raise RowError(f"{self.where(i)}: {error}") from error
         tokens = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
         eos: Any = tokenizer.eos_token_id
-        # What a template writes after the end of the turn is never sampled, so it is not learnt.
-        tokens = tokens[: tokens.index(eos)] if templated and eos in tokens else tokens
-        return encoded.token_ids, [*tokens, eos], encoded.inputs
+        return encoded.token_ids, ended_turn(tokenizer, tokens) if templated else [*tokens, eos], encoded.inputs
 
     def _templated_answer(
         self, tokenizer: PreTrainedTokenizerBase, prompt: Any, system_prompt: str | None, answer: str, text: str
@@ -229,7 +228,7 @@ class SFTLoader:
     """Batches of tokenised rows, in an order that depends on (seed, pass) alone; resumes within a pass.
 
     Batch: `token_ids` (B, T) int64, right-padded; `attention_mask` (B, T) bool, True on real tokens; `response_mask`
-    (B, T) bool, True on completion tokens, the end-of-sequence token included; with a model that takes images and the
+    (B, T) bool, True on completion tokens, the end of the turn included; with a model that takes images and the
     like also `inputs`, B dictionaries of extra model inputs.
 
     Args:

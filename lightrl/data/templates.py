@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lightrl.arguments import user_path
 from lightrl.data.files import one_line
 from lightrl.models.spec import read_chat_template
+from lightrl.models.turns import text_ids
 
 __all__ = [
     "ChatTemplate",
@@ -249,7 +250,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, templated: bool) ->
         tokenizer: the tokenizer.
         text: from `render_prompt`.
         templated: a template's text holds its special tokens already; a plain one gets those the tokenizer adds, such
-            as a beginning-of-sequence token.
+            as a beginning-of-sequence token, but no end-of-sequence token: it is there to be continued.
     """
     require_text(text)
-    return list(tokenizer(text, add_special_tokens=not templated)["input_ids"])
+    plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if templated:
+        return plain
+    ids = text_ids(tokenizer, text)
+    eos = getattr(tokenizer, "eos_token_id", None)
+    return ids[:-1] if ids[-1:] == [eos] and ids[-1 - len(plain) : -1] == plain else ids

@@ -17,6 +17,7 @@ from typing import Any
 
 from lightrl.background import BackgroundLoop
 from lightrl.environments import Environment, EnvironmentEpisode, Task
+from lightrl.models.turns import end_of_turn
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams, Trajectory
 
 __all__ = ["EnvironmentCheck", "Played", "play"]
@@ -275,7 +276,7 @@ async def _scripts(
     notes: list[str],
 ) -> dict[str, list[_Reply]]:
     """Name -> replies by turn, for the tools that the environment has at this row."""
-    end = [tokenizer.eos_token_id]
+    end = [end_of_turn(tokenizer)]
 
     def ids(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -346,4 +347,4 @@ def _call_text(
     if not after.startswith(before) or json.dumps(name)[1:-1] not in after[len(before) :]:
         return None
     text: str = after[len(before) :]
-    return text.split(tokenizer.eos_token)[0] if tokenizer.eos_token else text
+    return text.split(tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)))[0]

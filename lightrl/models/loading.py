@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 import sys
@@ -33,6 +34,7 @@ from lightrl.models.media_tokens import placeholder_ids
 from lightrl.models.routing import recompute_contexts
 from lightrl.models.shards import meta_parameters, weight_places
 from lightrl.models.spec import LoraSpec, ModelSpec
+from lightrl.models.turns import end_of_turn
 from lightrl.storage import require_written
 
 __all__ = [
@@ -352,8 +354,21 @@ def save_hf_folder(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
+    if tokenizer.eos_token_id is not None:
+        _stop_at(Path(folder, "generation_config.json"), end_of_turn(tokenizer))
     if placeholder_ids(lm.config):
         _copy_processor(processor_path or tokenizer_path, Path(folder))
+
+
+def _stop_at(file: Path, end: int) -> None:
+    """Adds the end of a turn to the tokens at which an exported model stops generating."""
+    if not file.is_file():
+        return
+    config = json.loads(file.read_text())
+    eos = config.get("eos_token_id")
+    ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if end not in ends:
+        file.write_text(json.dumps({**config, "eos_token_id": [*ends, end]}, indent=2) + "\n")
 
 
 def _copy_processor(path: str, folder: Path) -> None:

@@ -18,6 +18,7 @@ from lightrl.models.multimodal import told_apart
 from lightrl.models.packing.micro_batches import micro_batches
 from lightrl.models.policy import read_values, transformer_blocks
 from lightrl.models.spec import Layout, ModelSpec, read_chat_template
+from lightrl.models.turns import text_ids
 from lightrl.ops.padding import pad_rows
 
 __all__ = ["RewardModel", "RewardModelSpec"]
@@ -256,7 +257,7 @@ class RewardModel(nn.Module):
     def encode(self, prompt: Any, completion: str) -> list[int]:
         """Token ids of a row, as `score_texts` takes it; may be none."""
         if self.chat_template is None:
-            return list(self.tokenizer(prompt + completion)["input_ids"])
+            return text_ids(self.tokenizer, prompt + completion)
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         messages = [*turns, {"role": "assistant", "content": completion}]
         template = None if self.chat_template == "default" else self.chat_template

@@ -35,8 +35,8 @@ class SamplingParams:
         repetition_penalty: divides (positive) or multiplies (negative) logits of seen tokens, from 1e-3 to 1e3; 1 is
             off.
         stop: strings that end a completion; its tokens and its text are kept up to and with the stop string.
-        stop_token_ids: token ids that end a completion, beside the tokenizer's end-of-sequence token.
-        ignore_eos: go on after end-of-sequence until `max_new_tokens`.
+        stop_token_ids: token IDs that end a completion, in addition to the EOS and the chat template's end of turn.
+        ignore_eos: continue after EOS and end of turn until `max_new_tokens`.
         regex: the completion must match this regular expression (engines with structured outputs only).
         json_schema: the completion must be JSON of this schema (engines with structured outputs only).
         extra: further arguments of the engine's own sampling parameters, passed through untouched.

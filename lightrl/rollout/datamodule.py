@@ -29,6 +29,7 @@ from lightrl.engines.base import Engine, StaleWeightsError
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.environments.episodes import Episode, SingleTurn, Task, request_seed
 from lightrl.models.loading import positions_of
+from lightrl.models.turns import ending_turns
 from lightrl.records import Completion, EngineContext, Prompts, Rollouts, SamplingParams, SupervisedBatch
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer
@@ -599,6 +600,7 @@ class RolloutDataModule(LightningDataModule):
                 sync.show_prompts(prompts.token_ids)
         if self.scorer is not None:
             self.scorer.set_progress(self._progress())
+        sampling = ending_turns(sampling, self.tokenizer)
         if self._collector is None:
             self._collector = Collector(
                 self.engine,

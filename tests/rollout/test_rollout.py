@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from transformers import AutoTokenizer
 
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
@@ -20,7 +21,7 @@ from lightrl.rewards.base import RewardError
 from lightrl.rollout.collation import ScoredGroup, collate
 from lightrl.rollout.dynamic_sampling import refill
 from lightrl.rollout.loaders import RolloutLoader
-from tests.toys import Idle, quickstart_model, quiet_trainer, sums_data
+from tests.toys import Idle, Keep, quickstart_model, quiet_trainer, sums_data
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +168,22 @@ def test_an_epoch_that_lightning_cut_short_is_over_for_a_resumed_run(taken: floa
     for _ in range(2 if taken != 3 else 3):
         next(rollouts)
     assert loader.state_dict() == {"position": position}
+
+
+def test_completions_end_with_the_turn_where_the_eos_is_another_token(tmp_path: Path) -> None:
+    path = quickstart_model(tmp_path, num_hidden_layers=1, hidden_size=32, intermediate_size=32, vocab_size=40)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}({{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}({% endif %}"
+    )
+    tokenizer.save_pretrained(path)
+    data = sums_data(sampling=SamplingParams(max_new_tokens=40), rollouts_per_epoch=1)
+    keep = Keep()
+    quiet_trainer(callbacks=[keep], max_epochs=1).fit(GRPOLightningModule(path), datamodule=data)
+    (rollouts,) = keep.rollouts
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    sampled = [ids[mask].tolist() for ids, mask in zip(rollouts.token_ids, rollouts.response_mask, strict=True)]
+    assert any(row[-1] == end for row in sampled)
+    assert not any(end in row[:-1] for row in sampled)
+    assert data.sampling.stop_token_ids is None  # the user's settings stay as they are

@@ -1,0 +1,157 @@
+"""The end of a turn and the single BOS: rows, engines, and reward models agree on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import processors
+from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+from lightrl.data.preferences import PreferenceSource
+from lightrl.data.prompts import PromptSource
+from lightrl.data.sft import SFTSource
+from lightrl.data.templates import encode
+from lightrl.models.loading import save_hf_folder
+from lightrl.models.reward import RewardModel
+from lightrl.models.turns import end_of_turn, ended_turn, ending_turns, text_ids
+from lightrl.records import SamplingParams
+
+LOOP = "{% for m in messages %}%s{% endfor %}%s{% if add_generation_prompt %}%s{% endif %}"
+CHATML = LOOP.replace("%s", "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n", 1).replace("%s", "", 1)
+CHATML = CHATML.replace("%s", "<|im_start|>assistant\n")
+TEMPLATES = {
+    # template: tokens that it needs, the end of a turn; EOS is <eos> throughout
+    "chatml": (CHATML, "<|im_end|>"),
+    "chatml without a prompt for the next turn": (
+        CHATML.replace("{% if add_generation_prompt %}", "").replace("{% endif %}", ""),
+        "<|im_end|>",
+    ),
+    "gemma": (
+        "{{ bos_token }}{% for m in messages %}<start_of_turn>"
+        "{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+        "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        "<end_of_turn>",
+    ),
+    "phi": (
+        "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
+        "<|end|>",
+    ),
+    "harmony": (
+        "{% for m in messages %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}"
+        "{% if loop.last and m['role'] == 'assistant' %}<eos>{% else %}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+        "<eos>",
+    ),
+    "command": (
+        "{% for m in messages %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}<|end|><eos>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant<|message|>{% endif %}",
+        "<eos>",
+    ),
+    "glm": (
+        "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        "<eos>",
+    ),
+    "alternating roles only": (
+        "{% for m in messages %}{% if loop.index0 > 1 %}{{ raise_exception('two turns') }}{% endif %}"
+        "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        "<|end|>",
+    ),
+    "no conversations": ("{{ raise_exception('no') }}", "<eos>"),
+    "text": ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", "<eos>"),
+}
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>", "<|end|>", "<|user|>", "<|assistant|>"]
+SPECIAL += ["<|start|>", "<|message|>"]
+
+
+@pytest.fixture
+def tokenizer(model_dir: Path) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.add_special_tokens({"bos_token": "<bos>", "additional_special_tokens": SPECIAL})
+    return tokenizer
+
+
+@pytest.fixture
+def adds_bos(tokenizer: Any) -> Any:
+    bos = ("<bos>", tokenizer.bos_token_id)
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[bos])
+    assert tokenizer("1").input_ids == [tokenizer.bos_token_id, 5]
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_rows_teach_the_end_that_stops_engines(name: str, tokenizer: Any) -> None:
+    tokenizer.chat_template, end = TEMPLATES[name]
+    end_id = tokenizer.convert_tokens_to_ids(end)
+    assert end_of_turn(tokenizer) == end_id
+    stops = ending_turns(SamplingParams(stop_token_ids=[7]), tokenizer).stop_token_ids
+    assert {*(stops or ())} == {7, end_id, tokenizer.eos_token_id}
+    assert ending_turns(SamplingParams(ignore_eos=True), tokenizer).stop_token_ids is None
+    if "no conv" in name:
+        return
+    ((_, completion),) = SFTSource(rows=[{"prompt": "1+1=", "completion": "2"}]).tokenized(tokenizer)
+    assert completion[-1] == end_id and completion.count(end_id) == 1
+    if end != "<eos>":
+        assert tokenizer.eos_token_id not in completion  # no engine samples beyond the end
+
+
+@pytest.mark.parametrize("name", ["chatml", "gemma", "phi", "glm"])
+def test_reward_models_read_the_same_token_in_training_and_in_ppo(name: str, tokenizer: Any) -> None:
+    tokenizer.chat_template, _ = TEMPLATES[name]
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    (trained,) = PreferenceSource(rows=[pair]).tokenized(tokenizer)
+    prompt = PromptSource(rows=[{"prompt": "1+1="}]).load(tokenizer).batch(0, 1).token_ids[0]
+    end = end_of_turn(tokenizer)
+    sampled = [*tokenizer("2", add_special_tokens=False).input_ids, end]  # an engine stops there
+    assert trained.chosen == prompt + sampled
+
+
+def test_turns_that_another_special_token_ends_stay_as_they_are(tokenizer: Any) -> None:
+    tokenizer.chat_template, _ = TEMPLATES["chatml"]
+    call, end = tokenizer.convert_tokens_to_ids(["<|message|>", "<|im_end|>"])
+    assert ended_turn(tokenizer, [5, call]) == [5, call]
+    assert ended_turn(tokenizer, [5, end, 6, end, 3]) == [5, end, 6, end]
+    assert ended_turn(tokenizer, [5]) == [5, end]
+
+
+def test_an_export_stops_at_the_end_of_the_turn(tokenizer: Any, tmp_path: Path) -> None:
+    source, export = tmp_path / "source", tmp_path / "export"
+    tokenizer.chat_template, _ = TEMPLATES["chatml"]
+    lm = Qwen2ForCausalLM(Qwen2Config.from_pretrained(tokenizer.name_or_path, vocab_size=len(tokenizer)))
+    lm.generation_config.eos_token_id = tokenizer.eos_token_id
+    tokenizer.save_pretrained(source)
+    save_hf_folder(SimpleNamespace(lm=lm), lm.state_dict(), export, tokenizer_path=str(source))
+    stops = GenerationConfig.from_pretrained(export).eos_token_id
+    assert stops == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+
+
+def test_bos_stands_once_wherever_text_is_tokenized(adds_bos: Any) -> None:
+    adds_bos.chat_template, _ = TEMPLATES["gemma"]
+    bos, row = adds_bos.bos_token_id, {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    prompts = PromptSource(rows=[row]).load(adds_bos).batch(0, 1)
+    assert prompts.token_ids[0].count(bos) == 1 and prompts.texts[0].startswith("<bos>")
+    for rendering in ("tokens", "text"):
+        (pair,) = PreferenceSource(rows=[row], rendering=rendering).tokenized(adds_bos)
+        assert pair.chosen.count(bos) == pair.rejected.count(bos) == 1, rendering
+    scored = RewardModel.__new__(RewardModel)
+    scored.__dict__ |= {"tokenizer": adds_bos, "chat_template": None}
+    assert scored.encode(prompts.texts[0], "2") == pair.chosen  # `text`, in training and in PPO
+    assert scored.encode("1+1=", "2")[0] == bos  # still added where the text has none
+    scored.__dict__["chat_template"] = "default"
+    assert scored.encode("1+1=", "2").count(bos) == 1
+    # Prompts that were rendered before:
+    assert encode(adds_bos, prompts.texts[0], templated=False) == prompts.token_ids[0]
+    assert text_ids(adds_bos, "<bos><bos>1") == [bos, bos, 5]
+
+
+def test_prompts_do_not_end_with_the_eos_that_a_tokenizer_adds(tokenizer: Any) -> None:
+    eos = ("<eos>", tokenizer.eos_token_id)
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[eos])
+    assert encode(tokenizer, "1+", templated=False) == [5, 14]
+    assert encode(tokenizer, "1+<eos>", templated=False) == [5, 14, tokenizer.eos_token_id]
