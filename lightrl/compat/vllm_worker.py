@@ -20,6 +20,7 @@ import torch
 import vllm.model_executor.layers.utils as layer_utils
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -32,6 +33,7 @@ PRIVATE = {
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod._setup_kernel": (
         "replaced on CPUs: a reload does not pack experts"
     ),
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits": "replaced: it fails on prompt log-probs",
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": "replaced: packed weights take no new ones",
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": "new weights where vLLM rearranged the old",
     "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": "the same",
@@ -79,7 +81,28 @@ def _pack_experts(method: Any, layer: nn.Module, w13: Tensor, w2: Tensor) -> Non
         method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
+def _add_lora_logits(
+    wrapper: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, *, buffer: Any = None, **_: Any
+) -> None:
+    """Adds the adapter's part of the logits, in place: `y += scale * x @ a.T @ b.T`.
+
+    vLLM looks up one adapter per sequence of the batch, also for the log-probs of a prompt, which come with a row per
+    token: the lookup then has the wrong length. All requests of an engine use the same adapter, so one index is enough.
+    Models with a LoRA layer on the output head (Llama, Qwen 3) get here, also if the adapter leaves the head alone.
+
+    Args:
+        y: (rows, vocabulary). x: (rows, hidden size). a: (adapters, 1, rank, hidden size). b: (adapters, 1,
+            vocabulary, rank), where unused adapters are 0.
+    """
+    index = int(wrapper.sampler_indices[0])
+    a, b = a[index, 0], b[index, 0]
+    if bool(a.any()):
+        count = min(y.shape[1], len(b))  # vLLM pads the two differently
+        y[:, :count] += (scale * (x.to(a.dtype) @ a.T) @ b[:count].T).to(y.dtype)
+
+
 if current_platform.is_cpu():
+    PunicaWrapperCPU.add_lora_logits = _add_lora_logits
     layer_utils.dispatch_cpu_unquantized_gemm = _keep_weight
     UnquantizedFusedMoEMethod._setup_kernel = _pack_experts
 

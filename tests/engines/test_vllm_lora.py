@@ -18,7 +18,7 @@ from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.records import Prompts, SamplingParams
 from tests.engines.conftest import ask, load, reference_logprobs
-from tests.toys import quiet_trainer, sums_data
+from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 pytest.importorskip("vllm")
 pytest.importorskip("peft")
@@ -66,6 +66,28 @@ def test_each_push_replaces_the_adapter(engine: VLLMEngine, tied_folder: Path) -
         torch.testing.assert_close(results[-1], torch.tensor(expected(policy, rows)), atol=5e-5, rtol=0)
     base = torch.stack([reference_logprobs(load(tied_folder), row) for row in rows])
     assert (results[0] - results[1]).abs().max() > 0.1 and (results[1] - base).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_several_sequences_are_scored_with_the_adapter_in_every_family(tmp_path: Path, family: str) -> None:
+    # vLLM gives Llama and Qwen 3 a LoRA layer on the output head, whose CPU kernel fails on the prompts' log-probs.
+    folder = Path(quickstart_model(tmp_path, family=family, **({"head_dim": 32} if family == "Qwen3" else {})))
+    rows = [[2, *range(5, 25)], [2, *range(20, 30)], [2, 7]]
+    engine = VLLMEngine(in_process=False)
+    try:
+        engine.start(EngineContext(str(folder), max_prompt_tokens=32, max_new_tokens=16, lora_rank=SPEC.r))
+        policy = adapted(folder, 1)
+        engine.load_adapter(named_adapter_weights(policy), adapter_config(policy, SPEC), policy_version=0)
+        for row, theirs in zip(rows, engine.logprobs(rows), strict=True):
+            ours = torch.tensor(expected(policy, [row])[0])
+            torch.testing.assert_close(torch.tensor(theirs), ours, atol=5e-5, rtol=0)
+        groups = ask(engine, Prompts(rows, [""] * 3), SamplingParams(max_new_tokens=4), num_completions=2, seeds=range(3))
+        for number, group in groups:
+            for part in group.completions:
+                ours = torch.tensor(expected(policy, [rows[number] + part.token_ids])[0][-len(part.token_ids) :])
+                torch.testing.assert_close(torch.tensor(part.logprobs), ours, atol=5e-5, rtol=0)
+    finally:
+        engine.close()
 
 
 def test_prompts_that_would_be_cut_in_two_keep_their_seeds(engine: VLLMEngine, tied_folder: Path) -> None:
