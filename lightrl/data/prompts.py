@@ -6,13 +6,16 @@ stops after k prompts goes on with prompt k, on any number of ranks, and nothing
 
 from __future__ import annotations
 
+import heapq
 import math
 import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -34,6 +37,8 @@ MIX_BLOCK = 1000
 SHUFFLE_BUFFER = 10_000
 SLACK = 64
 """Tokens by which a prompt may be longer than its bytes tell, such as those that begin a text."""
+MEASURED = 512
+"""Rows of a source, those with the most text, that are tokenized to find its longest prompt."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +216,10 @@ class OpenSource(ABC):
         """What its rows hold in a column; None for a stream, of which that is not known."""
         return None
 
+    def longest(self) -> int | None:
+        """Upper bound on the tokens of its prompts; None if unknown."""
+        return self.spec.max_prompt_tokens
+
     @property
     def read_columns(self) -> list[str]:
         """Columns that are looked at before training."""
@@ -362,7 +371,9 @@ class _MapRows(OpenSource):
         self.data = data
         self.seed = reading.seed
         self.shuffle = reading.shuffle
-        self.kept = spec.good_rows(data, self.read_columns, self.check)
+        self.sizes: list[tuple[int, int]] = []  # (bytes, number) of the rows with the most text, a heap
+        self.looked = 0
+        self.kept = spec.good_rows(data, self.read_columns, self._measured)
         bad = len(data) - len(self.kept)
         if self.drops:
             self.kept = [i for i in self.kept if self._keeps(i)]
@@ -375,6 +386,33 @@ class _MapRows(OpenSource):
         if not self.kept:
             raise ValueError(f"{spec.label}: every prompt is longer than max_prompt_tokens={spec.max_prompt_tokens}.")
         self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.arange(len(self.kept)))
+
+    def _measured(self, row: Mapping[str, Any]) -> None:
+        """As `check`; notes the size of the row's prompt."""
+        number, self.looked = self.looked, self.looked + 1
+        self.check(row)
+        note = heapq.heappush if len(self.sizes) < MEASURED else heapq.heappushpop
+        note(self.sizes, (len(str(row[self.spec.prompt_column]).encode(errors="replace")), number))
+
+    def longest(self) -> int | None:
+        """See `OpenSource.longest`: exact for up to `MEASURED` rows; of others it takes their bytes for tokens.
+
+        Rows of a model with media are not decoded for it, so that `max_prompt_tokens` is all that is known of them.
+        """
+        limit = self.spec.max_prompt_tokens
+        if self.processor is not None:
+            return limit
+        longest = around = 0
+        for size, number in self.sizes:
+            with suppress(RowError):  # dropped later, or an error
+                encoded = self.encode(number, self.spec.read_row(self.data, number))
+                longest = max(longest, len(encoded.token_ids))
+                around = max(around, len(encoded.text.encode(errors="replace")) - size)
+        if self.looked > len(self.sizes) == MEASURED:
+            longest = max(longest, self.sizes[0][0] + around + SLACK)
+        if self.room is not None:  # no prompt is longer, which `check` has seen to
+            longest = min(longest, self.room[0] - self.room[1])
+        return longest if limit is None else min(longest, limit)
 
     def _keeps(self, index: int) -> bool:
         try:
@@ -531,10 +569,10 @@ class PromptSet:
         """
         return sum(len(source) for source in self._sources)
 
-    @property
+    @cached_property
     def max_prompt_tokens(self) -> int | None:
-        """The longest prompt that can come out; None where a source has no limit."""
-        limits = [source.spec.max_prompt_tokens for source in self._sources]
+        """Upper bound on the tokens of a prompt; None if a source is a stream or has media, and no limit."""
+        limits = [source.longest() for source in self._sources]
         return None if None in limits else max(limit for limit in limits if limit is not None)
 
     @property

@@ -444,8 +444,9 @@ class EngineContext:
         rank: global rank of this process. world_size: number of processes.
         local_rank: rank on this machine.
         device: "cpu" or "cuda:0" and so on, the trainer's device.
-        max_prompt_tokens: longest prompt the data module lets through; None where it does not know.
+        max_prompt_tokens: Upper bound on the tokens of the run's prompts; None if unknown (streams, media).
         max_new_tokens: largest `max_new_tokens` of any sampling settings in the run.
+        max_sequences: Most completions that the run samples at a time on this rank; None if unknown.
         random_init: the model folder has a configuration but no weights; the first sync brings them.
         lora_rank: rank of the policy's adapter; 0 where there is none, or none that fits on the folder's weights.
         fire: some sampling settings of the run have a `fire_temperature`.
@@ -461,6 +462,7 @@ class EngineContext:
     device: str = "cpu"
     max_prompt_tokens: int | None = None
     max_new_tokens: int = 256
+    max_sequences: int | None = None
     random_init: bool = False
     lora_rank: int = 0
     fire: bool = False

@@ -691,11 +691,15 @@ class RolloutDataModule(LightningDataModule):
         """What the run tells the engine."""
         trainer: Any = self.trainer
         spec = self.learner.actor_spec
-        lengths = [length for s in self._sets.values() if (length := s.max_prompt_tokens) is not None]
         new_tokens = max(self.sampling.max_new_tokens, self.eval_sampling.max_new_tokens)
         if self.episode.multi_turn:  # a prompt is only the beginning of what is asked
             longest = self.episode.max_tokens
-            lengths = [] if longest is None else [max(longest - new_tokens, 1)]
+            lengths = [None if longest is None else max(longest - new_tokens, 1)]
+        else:
+            lengths = [prompts.max_prompt_tokens for prompts in self._sets.values()]
+        known = [length for length in lengths if length is not None]
+        sequences = [self.prompts_per_rollout // self.world_size * self.group_size]
+        sequences += [self.eval_batch_size * self.eval_group_size] * bool(self.eval_prompts)
         computed = trainer.strategy.param_dtype if isinstance(trainer.strategy, FSDP2Strategy) else None
         return EngineContext(
             model_path=spec.path,
@@ -705,8 +709,9 @@ class RolloutDataModule(LightningDataModule):
             local_rank=int(trainer.local_rank),
             world_size=self.world_size,
             device=str(trainer.strategy.root_device),
-            max_prompt_tokens=max(lengths) if lengths else None,
+            max_prompt_tokens=max(known) if known and len(known) == len(lengths) else None,
             max_new_tokens=new_tokens,
+            max_sequences=max(sequences),
             random_init=bool(spec.random_init),
             fire=any(s.fire_temperature is not None for s in (self.sampling, self.eval_sampling)),
             keep_cache=self.in_flight is not None and self.in_flight.cache == "keep",

@@ -81,7 +81,9 @@ def test_several_sequences_are_scored_with_the_adapter_in_every_family(tmp_path:
         for row, theirs in zip(rows, engine.logprobs(rows), strict=True):
             ours = torch.tensor(expected(policy, [row])[0])
             torch.testing.assert_close(torch.tensor(theirs), ours, atol=5e-5, rtol=0)
-        groups = ask(engine, Prompts(rows, [""] * 3), SamplingParams(max_new_tokens=4), num_completions=2, seeds=range(3))
+        groups = ask(
+            engine, Prompts(rows, [""] * 3), SamplingParams(max_new_tokens=4), num_completions=2, seeds=range(3)
+        )
         for number, group in groups:
             for part in group.completions:
                 ours = torch.tensor(expected(policy, [rows[number] + part.token_ids])[0][-len(part.token_ids) :])

@@ -35,13 +35,16 @@ from lightrl.engines.vllm.requests import (
     scoring_params,
 )
 from lightrl.engines.vllm.setup import (
+    cache_size,
     chosen_gpus,
     free_cached_memory,
     free_port,
     lacks_weights,
+    model_config,
     refuse_what_pushes_miss,
     threads_per_engine,
 )
+from lightrl.models.loading import longest_sequence
 from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest, Routes
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["VLLMEngine", "completion_seed"]
 
 _CPU_KV_BYTES = 256 << 20
+"""KV cache on a CPU for a model whose configuration transformers cannot read."""
 DTYPES = ("float32", "bfloat16", "float16", "auto", "half", "float")
 
 
@@ -103,10 +107,13 @@ class VLLMEngine(Engine):
             which serves float32 models in bfloat16, is only taken where it is asked for.
         in_process: the engine lives in the trainer's process: fastest start and sync. False: in processes of its own,
             which can generate while the trainer updates and whose death the trainer survives.
-        max_model_len: most tokens of prompt and completion together; where None, what the run's longest prompt and
-            completion need, and the model's own limit where the run does not know its prompts' length.
-        gpu_memory_utilization: fraction of the device's memory for weights and KV cache, in (0, 1]. None: 0.4 on a GPU
-            that a trainer uses too, 0.9 on GPUs of its own (`devices`); on CPU a KV cache of 256 MiB instead.
+        max_model_len: Maximum number of tokens of prompt and completion together. Defaults to what the run's longest
+            prompt and completion need, or to the model's own limit if the length of the prompts is unknown (streams,
+            media, turns without a limit). On a CPU that limit is lowered to what fits into a quarter of the free
+            memory.
+        gpu_memory_utilization: Fraction of the device's memory for weights and KV cache, in (0, 1]. Defaults to 0.4 on
+            a GPU that a trainer also uses and 0.9 on separate GPUs (`devices`). On a CPU the KV cache instead holds
+            the run's sequences, in at most a quarter of the free memory; `engine_args.kv_cache_memory_bytes` sets it.
         tensor_parallel_size: number of devices the model is split over; more than 1 needs `in_process=False`.
         devices: numbers of the visible GPUs on which this machine's engines run, `tensor_parallel_size` for each rank
             in the order of the ranks; needs `in_process=False`. None: rank r's engine starts at its trainer's GPU.
@@ -216,8 +223,6 @@ class VLLMEngine(Engine):
             return self.requested_model_len
         from transformers import AutoConfig
 
-        from lightrl.models.loading import longest_sequence
-
         config = AutoConfig.from_pretrained(self.model or model_path)
         rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
         return longest_sequence(config) if rope.get("rope_type") == "default" else None  # vLLM stretches scaled ones
@@ -242,10 +247,16 @@ class VLLMEngine(Engine):
                 progress_timeout=self.progress_timeout,
             )
         except (ValueError, TypeError) as error:
-            if "max_model_len" not in str(error):
+            said = " ".join(str(error).split())
+            if "KV cache" in said:
+                raise ValueError(
+                    f"VLLMEngine.max_model_len={arguments.get('max_model_len')}: the KV cache has no room for a "
+                    "sequence of that length. Set max_model_len to the longest prompt plus completion, or raise "
+                    f"gpu_memory_utilization or engine_args.kv_cache_memory_bytes. vLLM reports: {said[:600]}"
+                ) from error
+            if "max_model_len" not in said:
                 if not self.engine_args:
                     raise
-                said = " ".join(str(error).split())
                 raise ValueError(
                     f"VLLMEngine.engine_args ({', '.join(self.engine_args)}): vLLM says: {said[:600]}"
                 ) from error
@@ -313,8 +324,8 @@ class VLLMEngine(Engine):
             arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
         elif cuda:
             arguments["gpu_memory_utilization"] = 0.4 if self.devices is None else 0.9
-        else:
-            arguments["kv_cache_memory_bytes"] = _CPU_KV_BYTES
+        elif "kv_cache_memory_bytes" not in self.engine_args:
+            arguments |= self._cpu_cache(context, arguments)
         if cuda and self.in_process:
             arguments["distributed_executor_backend"] = "external_launcher"
         if cuda and self.sleep_level:
@@ -328,6 +339,23 @@ class VLLMEngine(Engine):
                 _refuse_fire_on_v2()
             arguments["logits_processors"] = ["lightrl.compat.vllm_worker:FireProcessor"]
         return arguments | self.engine_args
+
+    def _cpu_cache(self, context: EngineContext, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The KV cache on a CPU, and the longest sequence if the run does not know it."""
+        config = None if "hf_overrides" in self.engine_args else model_config(arguments["model"])
+        length = self.engine_args.get("max_model_len", arguments["max_model_len"])
+        longest = length if config is None else length or longest_sequence(config)
+        if config is None or longest is None:
+            return {"kv_cache_memory_bytes": _CPU_KV_BYTES}
+        size = cache_size(
+            config,
+            str(self.engine_args.get("dtype", arguments["dtype"])).removeprefix("torch."),
+            longest,
+            self.engine_args.get("max_num_seqs", context.max_sequences),
+            known=length is not None,
+            ranks=context.world_size,
+        )
+        return {"kv_cache_memory_bytes": size.nbytes, "max_model_len": size.max_model_len}
 
     def _own_gpus(self, context: EngineContext) -> str:
         """CUDA_VISIBLE_DEVICES of this rank's engine."""

@@ -2,23 +2,118 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 __all__ = [
+    "CacheSize",
+    "cache_size",
     "chosen_gpus",
     "free_cached_memory",
     "free_port",
     "lacks_weights",
+    "model_config",
     "refuse_what_pushes_miss",
     "threads_per_engine",
 ]
+
+log = logging.getLogger(__name__)
+
+_BLOCK = 128
+"""Tokens in a block of vLLM's KV cache on a CPU."""
+_SEQUENCES = 256
+"""Sequences that vLLM runs at a time by default."""
+_SHARE = 0.25
+"""Share of the free memory that KV caches on a CPU may have, all ranks together."""
+_BYTES = {"float32": 4, "float": 4, "auto": 4}
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """A KV cache on a CPU.
+
+    Attributes:
+        nbytes: its size.
+        max_model_len: Tokens of the longest sequence, at most what was asked for.
+    """
+
+    nbytes: int
+    max_model_len: int
+
+
+def cache_size(config: Any, dtype: str, length: int, sequences: int | None, *, known: bool, ranks: int) -> CacheSize:
+    """Sizes the KV cache on a CPU for the sequences of a run, within a quarter of the free memory.
+
+    Args:
+        config: of the model, from transformers.
+        dtype: of the cache.
+        length: Tokens of the longest sequence.
+        sequences: Sequences at a time; None if unknown.
+        known: whether sequences of that length will come. Otherwise `length` is the model's own limit, which is
+            lowered if one sequence of it does not fit.
+        ranks: processes that share the memory.
+
+    Raises:
+        ValueError: one sequence needs more than the free memory.
+    """
+    per_block = _BLOCK * _BYTES.get(dtype, 2) * _kv_width(config)
+    blocks = -(-length // _BLOCK)
+    free = _free_memory() // ranks
+    share = int(_SHARE * free) // per_block - 1  # vLLM keeps a block for itself
+    if not known and blocks > share >= 1:
+        length = share * _BLOCK
+        log.warning(
+            "VLLMEngine.max_model_len is %d tokens, which fit into a quarter of the free memory. The length of the "
+            "prompts is unknown and the model's own limit does not fit: set max_model_len or prompts.max_prompt_tokens "
+            "if sequences are longer.",
+            length,
+        )
+        return CacheSize((share + 1) * per_block, length)
+    if blocks * per_block > free:
+        raise ValueError(
+            f"VLLMEngine.max_model_len={length}: the KV cache of one sequence needs {blocks * per_block / 2**30:.1f} "
+            f"GiB and {free / 2**30:.1f} GiB of memory are free. Lower sampling.max_new_tokens or "
+            "prompts.max_prompt_tokens, or set max_model_len to the longest prompt plus completion."
+        )
+    wanted = blocks * min(sequences or _SEQUENCES, _SEQUENCES)
+    return CacheSize((max(blocks, min(wanted, share)) + 1) * per_block, length)
+
+
+def _kv_width(config: Any) -> int:
+    """Numbers that a token leaves in the KV cache, all layers together; an upper bound with sliding windows."""
+    text = config.get_text_config()
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * width)
+
+
+def _free_memory() -> int:
+    """Bytes of memory that this process can still get: the host's, or those of its control group if fewer."""
+    free = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError, KeyError):  # no limit, or another version
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(stat["inactive_file"]))
+    return max(free, 0)
+
+
+def model_config(model: str) -> Any:
+    """transformers' configuration; None if it cannot be read here."""
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError):
+        return None
 
 
 def chosen_gpus(first: int, count: int) -> str:
