@@ -19,8 +19,8 @@ import psutil  # type: ignore[import-untyped]
 import torch
 import vllm.model_executor.layers.utils as layer_utils
 from torch import Tensor, nn
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
