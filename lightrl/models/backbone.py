@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrl.compat.transformers import attention_implementation
+from lightrl.compat.transformers import attention_implementation, router_modules
 from lightrl.kernels.cpu import enabled
 from lightrl.kernels.cpu.memory import keep_freed_memory
 from lightrl.kernels.fusing import fuse
@@ -35,6 +35,7 @@ from lightrl.models.multimodal import (
 from lightrl.models.packing.attention import IMPLEMENTATION, keep_attention_caps, text_attention, unsupported_reason
 from lightrl.models.packing.context import refuse_heads, share_stream
 from lightrl.models.packing.layouts import LayoutError, TokenStream, make_stream
+from lightrl.models.rope import fix_rope, longrope_limit
 from lightrl.models.routing import Routers, RoutingPass
 from lightrl.models.spec import Layout
 from lightrl.records import HostRows, Routes
@@ -93,6 +94,7 @@ class Backbone:
         self.num_layers = model.config.get_text_config().num_hidden_layers
         keep_attention_caps(model)
         own = text_attention(model.config, attention_implementation(model.config.get_text_config()))
+        self._longest = fix_rope(model)
         self._context: Any = None
         self._routers: Routers | None = None
         self._restore_attention = partial(model.set_attn_implementation, own)
@@ -135,6 +137,7 @@ class Backbone:
         if host is None:
             response, groups = (None if x is None else x.cpu() for x in (response_mask, group_ids))
             host = HostRows(token_ids.cpu(), attention_mask.cpu(), response, groups)
+        self._refuse_long(host.attention_mask)
         rows = inputs if inputs and any(inputs) else None
         if rows and host.response_mask is not None and not bool((read := host.response_mask[:, 1:].any(1)).all()):
             # Of a row that nothing is read from, the mask no longer tells which placeholders were sampled: it is text.
@@ -153,6 +156,16 @@ class Backbone:
         shown = token_ids if hidden is None else token_ids.masked_fill(hidden, harmless_id(self.config))
         with misfits_named(self.body, shown, rows):
             return self._run(token_ids, attention_mask, host, rows, hidden, routes)
+
+    def _refuse_long(self, mask: Tensor) -> None:
+        """Refuses rows for which the model's family has other rotary factors than those that are fixed."""
+        if self._longest is not None and (tokens := int(mask.sum(1).max())) > self._longest:
+            dynamic = longrope_limit(self.config) is None
+            raise ValueError(
+                f"{self.name} with rows of {tokens} tokens: above {self._longest} its "
+                f"{'dynamic RoPE has other factors for every length' if dynamic else 'LongRoPE has other factors'}. "
+                f"{'Keep' if dynamic else 'Set long_rope: true on the model (`ModelSpec`), or keep'} rows shorter."
+            )
 
     def _run(
         self,
@@ -336,21 +349,38 @@ class Backbone:
 
     @torch.no_grad()
     def check_logits(self, lm: Any, logit_map: LogitMap) -> None:
-        """Compares eight log-probs with the model's own forward, once: catches models that change logits unseen.
+        """Compares eight log-probs with the model's own forward, and with those beside a longer row, once.
+
+        Catches models that change logits on their own, or whose rows depend on the batch or on chance.
 
         Raises:
             ValueError: they differ.
         """
-        ids = (torch.arange(8, device=lm.device) % lm.config.get_text_config().vocab_size).unsqueeze(0)
-        extra = no_token_inputs(self.body, ids)
-        hidden = self.body(input_ids=ids, use_cache=False, **extra).last_hidden_state[0]
-        own, _ = lm.get_output_embeddings()(hidden, targets=ids[0], logit_map=logit_map)
-        logits = lm(input_ids=ids, use_cache=False, **extra).logits[0]
-        plain = F.log_softmax(logits.float(), -1).gather(1, ids.T).squeeze(1)
+        vocabulary = lm.config.get_text_config().vocab_size
+        ids, longer = (torch.arange(count, device=lm.device) % vocabulary for count in (8, 16))
+        extra = no_token_inputs(self.body, ids[None])
+        head = lm.get_output_embeddings()
+        hidden = self.body(input_ids=ids[None], use_cache=False, **extra).last_hidden_state[0]
+        own, _ = head(hidden, targets=ids, logit_map=logit_map)
+        logits = lm(input_ids=ids[None], use_cache=False, **extra).logits[0]
+        plain = F.log_softmax(logits.float(), -1).gather(1, ids[:, None]).squeeze(1)
         tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 0.2
         worst = (own - plain).abs().max().item()
         if worst > tolerance:
             raise ValueError(
                 f"{self.name}: log-probs from its head differ by {worst:.3g} from its own forward pass, so it changes "
                 "logits in a way LightRL does not know. It cannot be trained correctly as it is."
+            )
+        if router_modules(lm):  # rounding, which depends on a batch's shape, may choose other experts
+            return
+        rows = torch.stack([F.pad(ids, (0, 8)), longer.flip(0)])
+        mask = torch.stack([F.pad(torch.ones_like(ids), (0, 8)), torch.ones_like(longer)])
+        extra = no_token_inputs(self.body, rows)
+        hidden = self.body(input_ids=rows, attention_mask=mask, use_cache=False, **extra).last_hidden_state[0, :8]
+        beside, _ = head(hidden, targets=ids, logit_map=logit_map)
+        usual = (own - beside).abs().median().item()
+        if usual > max(0.02, 2.5 * tolerance):
+            raise ValueError(
+                f"{self.name}: log-probs of a row differ by {usual:.3g} beside a longer row, so they depend on the "
+                "batch or on chance. It cannot be trained correctly. Use a model of another family."
             )

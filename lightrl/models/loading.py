@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from lightrl.compat.torch import persistent_buffers
 from lightrl.compat.transformers import cached_path, model_class, with_from_config
 from lightrl.models.lora import add_lora
 from lightrl.models.media_tokens import placeholder_ids
+from lightrl.models.rope import fix_rope
 from lightrl.models.routing import recompute_contexts
 from lightrl.models.shards import meta_parameters, weight_places
 from lightrl.models.spec import LoraSpec, ModelSpec
@@ -208,6 +210,7 @@ def _used_lora(spec: ModelSpec, trainable: bool) -> LoraSpec | None:
 def _prepared(model: Any, spec: ModelSpec, *, trainable: bool) -> PreTrainedModel:
     """A model as its spec wants it: no dropout, adapters, what is frozen."""
     _switch_dropout_off(model)
+    fix_rope(model, long=spec.long_rope)
     lora = _used_lora(spec, trainable)
     if lora is not None:
         add_lora(model, lora)
@@ -313,6 +316,13 @@ def _switch_dropout_off(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
+        if any("jitter" in name and value for name, value in vars(module).items()):
+            module.train = MethodType(_stay_in_eval, module)  # type: ignore[method-assign]
+
+
+def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
+    """`train` of a part that chooses experts at random in training (Phi-MoE, or Mixtral's and DBRX's jitter)."""
+    return nn.Module.train(module, False)
 
 
 def _freeze(model: nn.Module, patterns: list[str]) -> None:
@@ -354,7 +364,7 @@ def save_hf_folder(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
-    if tokenizer.eos_token_id is not None:
+    if getattr(tokenizer, "eos_token_id", None) is not None:
         _stop_at(Path(folder, "generation_config.json"), end_of_turn(tokenizer))
     if placeholder_ids(lm.config):
         _copy_processor(processor_path or tokenizer_path, Path(folder))

@@ -40,7 +40,7 @@ class RewardModelSpec:
         chat_template: Jinja text, or a file of it, that the own tokenizer renders [user: prompt, assistant: completion]
             with; "default" is the tokenizer's; null scores prompt + completion as plain text.
         max_length: longest text in tokens; longer ones lose their beginning. null is the model's limit.
-        layout: see `ModelSpec.layout`.
+        layout, long_rope: see `ModelSpec`.
         kwargs: further arguments of `from_pretrained`.
         labels: rows with one of these in `label_column` are scored, others are left as the functions scored them,
             as recipes do for functions; null scores all.
@@ -61,6 +61,7 @@ class RewardModelSpec:
     kwargs: dict[str, Any] = field(default_factory=dict)
     labels: list[str] | None = None
     label_column: str = "label"
+    long_rope: bool = False
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
@@ -126,7 +127,7 @@ class RewardModel(nn.Module):
     @classmethod
     def from_spec(cls, spec: RewardModelSpec) -> RewardModel:
         """Loads model and tokenizer, frozen."""
-        model_spec = ModelSpec(spec.path, dtype=spec.dtype, kwargs=spec.kwargs)
+        model_spec = ModelSpec(spec.path, dtype=spec.dtype, kwargs=spec.kwargs, long_rope=spec.long_rope)
         model = load_scalar(model_spec, trainable=False)
         own = spec.tokenizer == "own"
         tokenizer = AutoTokenizer.from_pretrained(spec.path) if own else None

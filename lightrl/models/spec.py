@@ -104,6 +104,9 @@ class ModelSpec:
         chat_template: Jinja text, or a file of it (.jinja), in place of the chat template of the tokenizer that the run
             reads with; exports have it. null is the tokenizer's own.
         kwargs: further arguments of `from_pretrained`, such as trust_remote_code or revision; not its dtype.
+        long_rope: of a model with LongRoPE (Phi-3, Phi-4-mini), use the factors for long sequences for every row, as
+            vLLM does when its `max_model_len` exceeds `original_max_position_embeddings`. Rows longer than that need
+            it; without it they are an error. No effect on other models.
 
     Attributes:
         live: the model of `ModelSpec.of`, which is trained itself; None where the model is loaded from `path`.
@@ -123,6 +126,7 @@ class ModelSpec:
     cpu_kernels: bool | None = None
     chat_template: str | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
+    long_rope: bool = False
     live: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

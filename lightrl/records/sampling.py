@@ -451,6 +451,7 @@ class EngineContext:
         lora_rank: rank of the policy's adapter; 0 where there is none, or none that fits on the folder's weights.
         fire: some sampling settings of the run have a `fire_temperature`.
         keep_cache: weights may be loaded while requests run, which keep their keys and values.
+        long_rope: a model with LongRoPE uses its factors for long sequences.
     """
 
     model_path: str
@@ -467,3 +468,4 @@ class EngineContext:
     lora_rank: int = 0
     fire: bool = False
     keep_cache: bool = False
+    long_rope: bool = False

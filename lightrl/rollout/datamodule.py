@@ -715,6 +715,7 @@ class RolloutDataModule(LightningDataModule):
             random_init=bool(spec.random_init),
             fire=any(s.fire_temperature is not None for s in (self.sampling, self.eval_sampling)),
             keep_cache=self.in_flight is not None and self.in_flight.cache == "keep",
+            long_rope=spec.long_rope,
             lora_rank=0 if spec.lora is None or spec.lora.quantize_4bit else spec.lora.r,
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightrl.engines.server.http import Server
 from lightrl.engines.server.protocols import ServerProtocol, VLLMProtocol
+from lightrl.models.rope import longrope_limit
 from lightrl.records import EngineContext
 
 __all__ = ["check_length", "check_tokenizer", "look_at"]
@@ -87,16 +88,25 @@ async def _check_worker(server: Server, protocol: VLLMProtocol, folder: str, pat
 
 
 def check_length(servers: Sequence[Server], context: EngineContext) -> None:
-    """Refuses servers that cannot hold the run's longest prompt and completion.
+    """Refuses servers that cannot hold the run's longest prompt and completion, or would use other rotary factors.
 
     Args:
         servers: whose facts are known.
         context: of the run.
     """
+    from transformers import AutoConfig
+
+    original = longrope_limit(AutoConfig.from_pretrained(context.model_path))
     for server in servers:
         longest, limit = (context.max_prompt_tokens or 0) + context.max_new_tokens, server.facts.max_model_len
         if limit and longest > limit:
             raise ValueError(
                 f"{server.url} holds max_model_len={limit} tokens; the longest prompt with max_new_tokens="
                 f"{context.max_new_tokens} needs {longest}. Start it with --max-model-len {longest}."
+            )
+        if original is not None and limit and (limit > original) != context.long_rope:
+            raise ValueError(
+                f"actor.long_rope={context.long_rope}: {server.url} holds max_model_len={limit} tokens, and above "
+                f"{original} it uses LongRoPE's factors for long sequences. Set long_rope to {not context.long_rope}, "
+                "or start it with another --max-model-len."
             )

@@ -26,6 +26,7 @@ from lightrl.kernels.cpu.decoder import SHORT_PROMPT, CPUDecoder
 from lightrl.kernels.cpu.decoder_model import CPUModel, copy_by_rows
 from lightrl.models.loading import CONFIG_KEYS, causal_class, longest_sequence, named_kwargs
 from lightrl.models.packing.attention import keep_attention_caps
+from lightrl.models.rope import fix_rope
 from lightrl.models.routing import Routers, RoutingPass
 from lightrl.models.spec import DTYPES
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes
@@ -134,13 +135,14 @@ class TransformersEngine(Engine):
                 model = auto_class.from_pretrained(path, dtype=dtype, **kwargs)
         model = model.to(self._device or context.device).eval().requires_grad_(False)
         keep_attention_caps(model)
+        rope_limit = fix_rope(model, long=context.long_rope)
         self._tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
         self._eos_ids = _end_ids(model, self._tokenizer)
         fast = model.device.type == "cpu" and cpu.enabled(self.cpu_kernels) and CPUModel.fits(model)
         self._cpu_model = CPUModel(model) if fast else None
         self._routers = _routers(model)
-        own = longest_sequence(model.config)
-        self._longest = min((limit for limit in (own, self._max_model_len) if limit is not None), default=1 << 30)
+        limits = (longest_sequence(model.config), self._max_model_len, rope_limit)
+        self._longest = min((limit for limit in limits if limit is not None), default=1 << 30)
         self._model = model
 
     def known_model_len(self, model_path: str) -> int | None:

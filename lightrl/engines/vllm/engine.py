@@ -215,8 +215,36 @@ class VLLMEngine(Engine):
                 "answers neither greedy requests nor the canary's. Leave it out; TransformersEngine records what "
                 "top_p, top_k and min_p leave."
             )
+        self._refuse_other_rope(context)
         if self._adapter_rank(context) == 0:
             refuse_what_pushes_miss(self.model or context.model_path, self.engine_args)
+
+    def _wanted_length(self, context: EngineContext) -> int | None:
+        """The `max_model_len` that the run needs; None if it doesn't know."""
+        if self.requested_model_len is not None:
+            return self.requested_model_len
+        length = None if context.max_prompt_tokens is None else context.max_prompt_tokens + context.max_new_tokens
+        original = self._longrope_limit(context) if context.long_rope else None
+        return length if original is None else max(length or 0, original + 1)
+
+    def _longrope_limit(self, context: EngineContext) -> int | None:
+        from transformers import AutoConfig
+
+        from lightrl.models.rope import longrope_limit
+
+        return longrope_limit(AutoConfig.from_pretrained(self.model or context.model_path))
+
+    def _refuse_other_rope(self, context: EngineContext) -> None:
+        """vLLM picks LongRoPE's factors by `max_model_len`; by default, those for short sequences."""
+        if (original := self._longrope_limit(context)) is None:
+            return
+        length = self.engine_args.get("max_model_len", self._wanted_length(context)) or original
+        if (length > original) != context.long_rope:
+            raise ValueError(
+                f"VLLMEngine.max_model_len={length} with actor.long_rope={context.long_rope}: above {original} tokens "
+                "vLLM uses LongRoPE's factors for long sequences, and the trainer would use others. "
+                f"{'Raise max_model_len above it' if context.long_rope else 'Set actor.long_rope: true, or lower it'}."
+            )
 
     def known_model_len(self, model_path: str) -> int | None:
         if self.requested_model_len is not None or "hf_overrides" in self.engine_args:
@@ -298,14 +326,11 @@ class VLLMEngine(Engine):
 
     def arguments(self, context: EngineContext, *, cuda: bool) -> dict[str, Any]:
         """Arguments of `vllm.LLM`."""
-        length = self.requested_model_len
-        if length is None and context.max_prompt_tokens is not None:
-            length = context.max_prompt_tokens + context.max_new_tokens
         arguments: dict[str, Any] = {
             "model": self.model or context.model_path,
             "dtype": self.requested_dtype or context.dtype,
             "seed": context.seed % 2**31,
-            "max_model_len": length,
+            "max_model_len": self._wanted_length(context),
             "tensor_parallel_size": self.tensor_parallel_size,
             "logprobs_mode": "processed_logprobs",
             "use_tqdm_on_load": False,
