@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
@@ -29,11 +30,14 @@ __all__ = [
     "checkpoint_kind",
     "clean_leftovers",
     "finish_folder",
+    "has_checksums",
+    "link",
     "partial_folder",
     "read_records",
     "remove",
     "require_entries",
     "require_written",
+    "same_data",
     "verify",
 ]
 
@@ -109,7 +113,7 @@ def atomic_write(path: str | Path, mode: Literal["w", "wb"] = "wb", *, checksum:
             os.fsync(raw.fileno())
             file.close()
             if checksum:
-                _publish_with_checksum(partial, path)
+                _publish_with_checksum(partial, path, _sha256(partial))
             else:
                 os.replace(partial, path)
             _sync_folder(path.parent)
@@ -125,9 +129,9 @@ def atomic_write(path: str | Path, mode: Literal["w", "wb"] = "wb", *, checksum:
             partial.unlink(missing_ok=True)
 
 
-def _publish_with_checksum(partial: Path, path: Path) -> None:
+def _publish_with_checksum(partial: Path, path: Path, digest: str) -> None:
     """At every moment the file that bears the name has its sum in the list: first both, then the new one alone."""
-    sums = [_sha256(partial), *(_read_sums(path) if path.exists() else [])]
+    sums = [digest, *(_read_sums(path) if path.exists() else [])]
     _write_sums(path, sums)
     os.replace(partial, path)
     _sync_folder(path.parent)
@@ -293,13 +297,7 @@ def finish_folder(partial: Path, path: Path) -> None:
             return
         if path.is_dir():
             _link_others(path, partial)
-        old = path.with_name(f".{path.name}{OLD}")
-        remove(old)
-        if path.exists():
-            os.rename(path, old)  # a run that dies here is repaired by `clean_leftovers`
-        os.rename(partial, path)
-        _sync_folder(path.parent)
-        remove(old)
+        _swap(partial, path)
 
 
 def _link_others(path: Path, partial: Path) -> None:
@@ -321,6 +319,65 @@ def _manifest(folder: Path) -> list[tuple[str, str]]:
         return []
     lines = (folder / MANIFEST).read_text(errors="replace").splitlines()
     return [(name, digest) for digest, _, name in (line.partition("  ") for line in lines)]
+
+
+def link(source: Path, target: Path) -> None:
+    """Makes `target` a second name of a written checkpoint, without a copy if the file system has hard links.
+
+    `target` is replaced, and whole at every moment if it is a file. A folder gets links of its files.
+
+    Args:
+        source: File with `SOURCE.sha256`, or a folder with its list of checksums.
+        target: New name, on the same file system.
+
+    Raises:
+        StorageError: The disk is full, or the folder is read-only.
+    """
+    partial = _partial(target)
+    try:
+        with _told(target):
+            if source.is_dir():
+                shutil.copytree(source, partial, copy_function=_link_or_copy)
+                _swap(partial, target)
+            else:
+                _link_or_copy(source, partial)
+                _publish_with_checksum(partial, target, _read_sums(source)[0])
+                _sync_folder(target.parent)
+    finally:
+        remove(partial)
+
+
+def same_data(path: Path, other: Path) -> bool:
+    """Whether two checkpoints are links to one another, so that damage to one damages both."""
+    first, second = (each / MANIFEST if each.is_dir() else each for each in (path, other))
+    return first.exists() and second.exists() and first.samefile(second)
+
+
+def has_checksums(path: Path) -> bool:
+    """Whether this module wrote a checkpoint, so that it is whole now."""
+    return (path / MANIFEST).is_file() if path.is_dir() else bool(_read_sums(path))
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        shutil.copyfile(source, target)  # a file system without links
+        with open(target, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _swap(partial: Path, path: Path) -> None:
+    """Gives a written folder its name; a run that dies in between is repaired by `clean_leftovers`."""
+    old = path.with_name(f".{path.name}{OLD}")
+    remove(old)
+    if path.exists():
+        os.rename(path, old)
+    os.rename(partial, path)
+    _sync_folder(path.parent)
+    remove(old)
 
 
 def remove(path: str | Path) -> None:
@@ -449,8 +506,9 @@ def _told(path: Path) -> Iterator[None]:
                 "or write to another folder."
             ) from raised
         free = shutil.disk_usage(folder).free / 2**20
+        kept = " What stood there before is untouched." if path.exists() else ""
         raise StorageError(
-            f"{str(path)!r} cannot be written: {error.strerror or error}. What stood there before is untouched. "
+            f"{str(path)!r} cannot be written: {error.strerror or error}.{kept} "
             f"{free:,.0f} MiB are free in {str(folder)!r}; free some, check its permissions and limits, or write to "
             "another folder."
         ) from raised

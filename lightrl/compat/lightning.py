@@ -27,12 +27,15 @@ __all__ = [
     "begin_table",
     "choose_last",
     "count_updates",
+    "ended_in_batch",
     "evaluation_follows",
     "evaluation_pending",
+    "evaluations_come",
     "flush_step_metrics",
     "is_compiled",
     "load_distributed_checkpoint",
     "load_module_state",
+    "logged_names",
     "run_seed",
     "set_data_parallel_size",
     "set_logged_step",
@@ -115,44 +118,22 @@ def is_compiled(module: Any) -> bool:
 
 
 class SavingCheckpoint(ModelCheckpoint):
-    """`ModelCheckpoint` whose saving can be asked for, and whose names and choice of the last can be changed."""
-
-    def extra_metrics(self, trainer: Trainer) -> dict[str, Any]:
-        """Further names for `filename` and `monitor`; override it."""
-        return {}
+    """`ModelCheckpoint` whose choice of the last checkpoint can be overridden; its subclass does the saving."""
 
     def last_checkpoints(self, trainer: Trainer) -> set[str]:
         """Files that `--ckpt_path last` takes the newest of; override it."""
         return super()._find_last_checkpoints(trainer)
 
-    def save_newest(self, trainer: Trainer) -> None:
-        """Saves `last.ckpt`."""
-        self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
-
-    def save_all(self, trainer: Trainer, *, may_wait: bool) -> None:
-        """Saves the newest or best K, and `last.ckpt`.
-
-        Args:
-            trainer: what to save.
-            may_wait: leave it to `on_validation_end` where `monitor` has not been logged yet.
-        """
-        candidates = self._monitor_candidates(trainer)
-        if may_wait and self.monitor is not None and self.monitor not in candidates:
-            self._defer_save_until_validation = True
-            return
-        self._save_topk_checkpoint(trainer, candidates)
-        self._save_last_checkpoint(trainer, candidates)
-
-    @property
-    def saved_step(self) -> int:
-        """`trainer.global_step` of the last save."""
-        return self._last_global_step_saved
-
-    def _monitor_candidates(self, trainer: Trainer) -> dict[str, Any]:
-        return {**super()._monitor_candidates(trainer), **self.extra_metrics(trainer)}
-
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         return self.last_checkpoints(trainer)
+
+    def write(self, trainer: Trainer, path: str) -> None:
+        """Saves the run to a file or folder and tells the loggers. Collective."""
+        trainer.save_checkpoint(path)
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = path
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            logger.after_save_checkpoint(self)
 
 
 def choose_last(callback: ModelCheckpoint, choose: Callable[[set[str]], set[str]]) -> None:
@@ -198,6 +179,11 @@ def set_logged_step(trainer: Any, step: int) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = step
 
 
+def logged_names(trainer: Any) -> set[str]:
+    """Names of the metrics that training has logged, including those whose value is known at the end of the epoch."""
+    return {result.meta.name for result in trainer.fit_loop.epoch_loop._results.values()}
+
+
 def count_updates(trainer: Any) -> float:
     """Updates of the run, infinite where it has no end.
 
@@ -212,6 +198,24 @@ def count_updates(trainer: Any) -> float:
 def accumulates(trainer: Any) -> bool:
     """Whether the optimizer's step is still to come for the last batch's gradients."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def ended_in_batch(trainer: Any) -> bool:
+    """Whether a resumed run was saved at the end of a batch, before Lightning counted it and evaluated."""
+    return bool(trainer.fit_loop.epoch_loop.restarted_on_train_batch_end)
+
+
+def evaluations_come(trainer: Any) -> bool:
+    """When training starts: whether this fit will evaluate, as far as its data and intervals tell."""
+    epochs, every = trainer.max_epochs, trainer.check_val_every_n_epoch
+    if not trainer.enable_validation:
+        return False
+    if every is not None and epochs not in (None, -1) and every > epochs:
+        return False
+    interval, batches = trainer.val_check_batch, trainer.fit_loop.max_batches
+    if every is None and epochs not in (None, -1) and interval is not None and interval > batches * epochs:
+        return False
+    return trainer.val_dataloaders is None or sum(trainer.num_val_batches) > 0  # None: read in a later epoch
 
 
 def evaluation_follows(trainer: Any) -> bool:

@@ -86,27 +86,31 @@ def test_whether_ranks_write_parts() -> None:
     assert not compat.writes_parts(ModelParallelStrategy(save_distributed_checkpoint=False))
 
 
-def test_saving_can_be_asked_for_and_names_added(tmp_path: Path) -> None:
-    class Named(compat.SavingCheckpoint):
-        def extra_metrics(self, trainer: Trainer) -> dict[str, Any]:
-            return {"batches": trainer.fit_loop.total_batch_idx + 1}
-
+def test_a_checkpoint_callback_can_save_and_choose_the_last_one(tmp_path: Path) -> None:
+    class Saving(compat.SavingCheckpoint):
         def last_checkpoints(self, trainer: Trainer) -> set[str]:
             return {*super().last_checkpoints(trainer), str(tmp_path / "other.ckpt")}
 
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-            if trainer.global_step == 1:
-                self.save_newest(trainer)
-            else:
-                self.save_all(trainer, may_wait=True)
+            self.write(trainer, str(tmp_path / "last.ckpt"))
 
-    saving = Named(tmp_path, filename="after-{batches}", auto_insert_metric_name=False, save_last=True)
+    saving = Saving(tmp_path, save_last=True)
     fit(saving)
-    assert saving.saved_step == 2
-    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["after-2.ckpt", "last.ckpt"]
     trainer = Trainer(logger=False, default_root_dir=tmp_path, accelerator="cpu")
     assert saving.last_checkpoints(trainer) == {str(tmp_path / "last.ckpt"), str(tmp_path / "other.ckpt")}
     assert "_find_last_checkpoints" in inspect.getsource(_CheckpointConnector)
+
+
+def test_what_training_has_logged_and_whether_an_evaluation_comes() -> None:
+    class Look(Callback):
+        def on_train_start(self, trainer: Trainer, *args: Any) -> None:
+            assert not compat.evaluations_come(trainer) and not compat.ended_in_batch(trainer)
+
+        def on_train_batch_end(self, trainer: Trainer, module: Any, *args: Any) -> None:
+            module.log("of epochs", 1.0, on_step=False, on_epoch=True)
+            assert "of epochs" in compat.logged_names(trainer)
+
+    fit(Look())
 
 
 def test_the_loading_functions_take_what_they_are_given() -> None:
