@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -21,6 +21,7 @@ import lightrl
 from lightrl.background import die_with_parent
 from lightrl.config_files import expand_configs
 from lightrl.console import quiet
+from lightrl.redaction import redact_text
 
 __all__ = ["main", "run"]
 
@@ -41,7 +42,6 @@ USAGE = """LightRL: reinforcement fine-tuning as an ordinary Lightning job.
   lightrl from-trl SCRIPT.yaml       a configuration from the arguments of a TRL script
   lightrl export --checkpoint C --output D   a Hugging Face folder, or a plain checkpoint, of any checkpoint
   lightrl doctor [--config x.yaml]   what is wrong with this installation, or with a run before it starts
-  lightrl completion bash            what makes the shell complete commands, options and configurations
 
 `lightrl COMMAND --help` explains every argument; `lightrl fit --model.help PPOLightningModule` those of a class.
 Several --config are merged, later ones win. LIGHTRL_DEBUG=1 shows the traceback of every error. -v (--verbose) shows
@@ -64,7 +64,6 @@ COMMANDS = {
     "quickstart": "lightrl.project:quickstart",
     "recipes": "lightrl.config_files:recipes",
     "doctor": "lightrl.doctor:doctor",
-    "completion": "lightrl.completion:completion",
 }
 """Command -> module and function, imported when asked for."""
 SPEAKING = ("check-env", "doctor", "export", "serve-reward")
@@ -119,22 +118,19 @@ def users_error(error: BaseException) -> str | None:
     from jsonargparse import ArgumentError
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-    from lightrl.compat.parser_messages import short_message
     from lightrl.environments.base import EnvironmentFailedError
-    from lightrl.redaction import redact_text
     from lightrl.rewards.base import RewardError
     from lightrl.storage import StorageError
 
     if isinstance(error, ArgumentError):
-        said = short_message(redact_text(str(error)), _known_names())
-        return f"{said}\n`lightrl COMMAND --help` explains the arguments."
+        return f"{parser_message(str(error), _known_names())}\n`lightrl COMMAND --help` explains the arguments."
     outer = error
     while _raised_in(error, "jsonargparse") and error.__cause__ is not None:
         error = error.__cause__  # the parser wraps what a constructor raises
     wrong = isinstance(error, ValueError) or (error is not outer and isinstance(error, TypeError))
     if wrong and _raised_in(error, "jsonargparse"):
         # Of a union, the cause is that of one alternative only: perhaps of one that takes other arguments.
-        return short_message(redact_text(str(outer)), _known_names())
+        return parser_message(str(outer), _known_names())
     if isinstance(error, RuntimeError) and str(error) == NO_THREAD:
         return f"{error}. Free what ran out (processes and threads, memory: ulimit -u, ulimit -v), then {AGAIN}."
     users = MisconfigurationException | ValueError | TypeError | RuntimeError  # the last: a metric to monitor
@@ -174,18 +170,33 @@ def lost_part(error: BaseException) -> str | None:
     return None
 
 
+def parser_message(text: str, known: Iterable[str] = ()) -> str:
+    """jsonargparse's message in one line: without the types of unions, with the closest name to a misspelled one."""
+    lines = [line.strip().removeprefix("- ") for line in text.splitlines() if not PARSER_NOISE.match(line)]
+    misspelled = re.findall(r"(?:[Oo]ption '|arguments: --|import path string: )([\w.]+)", text)
+    close = [difflib.get_close_matches(name, known, 1) for name in misspelled]
+    close += [difflib.get_close_matches(name.rpartition(".")[2], known, 1) for name in misspelled]
+    hint = next((f" Did you mean {found[0]!r}?" for found in close if found), "")
+    return redact_text(" ".join(lines) + hint)
+
+
 def _known_names() -> list[str]:
-    """What a misspelt name may have meant."""
+    """Candidates for a misspelled name: classes, their arguments, and the Trainer's arguments."""
     from lightning.pytorch import Trainer
 
-    import lightrl
     from lightrl import algorithms, callbacks, engines, objectives, rewards
 
     names = ["trainer", "model", "data", "ckpt_path", "seed_everything", "config", "run_dir", "without", "base"]
-    names += [f"trainer.{name}" for name in inspect.signature(Trainer).parameters]
-    return names + [
-        name for room in (lightrl, algorithms, callbacks, engines, objectives, rewards) for name in room.__all__
+    classes = [
+        getattr(room, name)
+        for room in (lightrl, algorithms, callbacks, engines, objectives, rewards)
+        for name in room.__all__
     ]
+    for cls in [Trainer, *classes]:
+        names.append(cls.__name__)
+        if inspect.isclass(cls) and inspect.isfunction(cls.__init__):  # type: ignore[misc]
+            names += inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    return names
 
 
 def _packages(error: BaseException) -> list[str]:
@@ -204,6 +215,10 @@ def _raised_in(error: BaseException, package: str) -> bool:
     return _packages(error)[-1:] == [package]
 
 
+PARSER_NOISE = re.compile(
+    r"\s*(- )*(Does not validate against any|Subtypes: |Errors:|Given value type|Given value: .{80}"
+    r"|Expected a <class 'NoneType'>|Expected a path but|$)"
+)
 OUT_OF_RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EMFILE, errno.ENFILE}
 NO_THREAD = "can't start new thread"
 """Python's message where the system gives no more."""
@@ -225,12 +240,8 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: command line without the program's name; None takes `sys.argv`.
     """
-    from lightrl.redaction import redact_messages, redact_text, remember_arguments
-
     args = sys.argv[1:] if args is None else args
     debug = os.environ.get("LIGHTRL_DEBUG") == "1"
-    redact_messages()
-    remember_arguments(args)
     try:
         _main(args)
         sys.stdout.flush()
@@ -325,8 +336,6 @@ def _main(args: Sequence[str]) -> None:
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         die_with_parent(os.getppid())
-    from lightrl.compat import parser_messages  # noqa: F401 - to tell an error when no more files can be opened
-
     run(arguments)
 
 
@@ -346,9 +355,6 @@ def _call(function: Callable[..., Any], command: str, options: Sequence[str]) ->
     try:
         given = parser.instantiate(parser.parse_args(options))
     except ArgumentError as error:
-        from lightrl.compat.parser_messages import short_message
-        from lightrl.redaction import redact_text
-
-        said = short_message(redact_text(str(error)), names).rstrip(".")
+        said = parser_message(str(error), names).rstrip(".")
         raise ValueError(f"{said}{'' if said[-1] == '?' else '.'} `lightrl {command} --help` explains more.") from error
     function(**{name: given[name] for name in names})

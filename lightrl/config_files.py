@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
 from lightrl.arguments import user_path
-from lightrl.redaction import remember_arguments, remember_secrets
+from lightrl.redaction import plain_secrets, remember_secret
 
-__all__ = ["SHIPPED", "expand_configs", "load_yaml", "read_yaml", "recipes", "shipped_configs"]
+__all__ = ["SHIPPED", "expand_configs", "read_yaml", "recipes", "shipped_configs"]
 
 PREFIX = "lightrl:"
-MOST_VALUES = 100_000
-"""Of one file, references (`*name`) counted as often as they stand there."""
 _PACKAGE = Path(__file__).parent
 SHIPPED = next(folder for folder in (_PACKAGE / "_configs", _PACKAGE.parent / "configs") if folder.is_dir())
 """The folder of the configurations that come with LightRL: inside the wheel, or `configs/` of a clone."""
@@ -38,94 +36,26 @@ def recipes() -> None:
         print(f"lightrl:{name:45s} {title}")
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses what the safe loader takes silently, or without saying where: ValueErrors with the line.
-
-    Dates stay text, as they do where the command line's parser reads them.
-    """
-
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {
-        first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def get_single_node(self) -> Any:
-        """The document, looked through before values are made of it."""
-        node = super().get_single_node()
-        sizes: dict[int, int] = {}
-        if node is not None and _size(node, sizes) > max(MOST_VALUES, 10 * len(sizes)):
-            raise ValueError(f"its references (*name) stand for more than {MOST_VALUES:,} values.")
-        return node
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """A value."""
-        try:
-            return super().construct_object(node, deep)
-        except ValueError as error:
-            if not isinstance(node, yaml.ScalarNode):
-                raise
-            shown = node.value if len(node.value) <= 40 else f"{node.value[:40]}..."
-            why = "too long for a number" if "digits" in str(error) else str(error)
-            raise ValueError(f"line {_line(node)}: {shown}: {why}; put text in quotes.") from error
-
-
-def _line(node: Any) -> int:
-    return int(node.start_mark.line) + 1
-
-
-def _size(node: Any, sizes: dict[int, int]) -> int:
-    """How many values a node stands for; refuses keys that stand in a mapping twice, and nodes within themselves."""
-    if id(node) in sizes:
-        if not sizes[id(node)]:
-            raise ValueError(f"line {_line(node)}: what stands here refers to itself (*name).")
-        return sizes[id(node)]
-    sizes[id(node)], size = 0, 1
-    if isinstance(node, yaml.MappingNode):
-        lines: dict[tuple[str, str], int] = {}
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if (key.tag, key.value) in lines:
-                    raise ValueError(
-                        f"line {_line(key)}: {key.value!r} is given a second time and would replace what stands in "
-                        f"line {lines[key.tag, key.value]}: put both together."
-                    )
-                lines[key.tag, key.value] = _line(key)
-            size += _size(key, sizes) + _size(value, sizes)
-    elif isinstance(node, yaml.SequenceNode):
-        size += sum(_size(value, sizes) for value in node.value)
-    sizes[id(node)] = size
-    return size
-
-
 def read_yaml(path: Path, name: str = "") -> Any:
-    """As `load_yaml`; the secrets in it are remembered for messages."""
-    content = load_yaml(path, name)
-    remember_secrets(content)
-    return content
-
-
-def load_yaml(path: Path, name: str = "") -> Any:
-    """What stands in a YAML file. References (`*name`) are the same object: look at types before text is made of it.
+    """The content of a YAML file.
 
     Args:
-        path: the file.
-        name: the argument that names it, for messages.
+        path: The file.
+        name: The argument that names it, for messages.
 
     Raises:
-        ValueError: it cannot be read or is no YAML, a key stands in a mapping twice, or its references stand for more
-            than a configuration can mean.
+        ValueError: The file cannot be read, or is not YAML.
     """
     place = f"{name}={path}" if name else str(path)
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{place} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{place} cannot be read as YAML: {error}") from error
-    except RecursionError:
-        raise ValueError(f"{place} cannot be read as YAML: its lists and mappings are nested too deeply.") from None
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
+    for _, secret in plain_secrets(content):
+        remember_secret(secret)  # the parser quotes values in its messages
+    return content
 
 
 def expand_configs(args: Sequence[str]) -> list[str]:
@@ -140,7 +70,6 @@ def expand_configs(args: Sequence[str]) -> list[str]:
     Raises:
         ValueError: a file that is not there, is no YAML mapping, or builds on itself; `--base`.
     """
-    remember_arguments(args)
     out: list[str] = []
     rest = iter(args)
     for argument in rest:
@@ -158,29 +87,6 @@ def expand_configs(args: Sequence[str]) -> list[str]:
             continue
         out += [f"--config={path}" for path in _chain(_located(value, Path.cwd(), "--config"), ())]
     return out
-
-
-def _wrong_parts(value: Any, place: str = "") -> Iterator[str]:
-    """What the command line's parser refuses without saying why: classes whose arguments stand in a wrong place."""
-    if isinstance(value, list):
-        for number, inner in enumerate(value):
-            yield from _wrong_parts(inner, f"{place}.{number}")
-    if not isinstance(value, dict):
-        return
-    for key, inner in value.items():
-        yield from _wrong_parts(inner, f"{place}.{key}" if place else str(key))
-    if "class_path" not in value:
-        return
-    if not isinstance(name := value["class_path"], str):
-        yield f"{place}.class_path={_shown(name)}: must be the name of a class."
-    if not isinstance(arguments := value.get("init_args", {}), dict):
-        yield f"{place}.init_args={_shown(arguments)}: must be a mapping of {name}'s arguments; leave it out for none."
-    if others := [key for key in value if key not in ("class_path", "init_args", "dict_kwargs")]:
-        yield f"{place}: {', '.join(map(str, others))} beside class_path: a class takes its arguments below init_args."
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)[:80]
 
 
 def _located(name: str, folder: Path, asked_by: str) -> Path:
@@ -208,13 +114,9 @@ def _located(name: str, folder: Path, asked_by: str) -> Path:
     if name.lstrip().startswith("{") or "\n" in name:  # may hold secrets, and is not shown
         raise ValueError(f"{asked_by}: settings themselves are given; write them to a file and give its path.")
     path = folder / user_path(asked_by, name)
-    try:
-        there = path.is_file()
-    except OSError as error:  # a name that is too long
-        raise ValueError(f"{asked_by}={name[:80]}...: no file can be called that: {error.strerror}.") from error
-    if not there:
+    if not path.is_file():
         where = "" if Path(name).is_absolute() else f" (looked in {folder})"
-        what = "does not exist" if not path.exists() else "is a folder" if path.is_dir() else "is a pipe or a device"
+        what = "is not a file" if path.exists() else "does not exist"
         raise ValueError(f"{asked_by}={name} {what}{where}. `lightrl recipes` lists those that come with LightRL.")
     return path
 
@@ -227,8 +129,6 @@ def _chain(path: Path, above: tuple[Path, ...]) -> list[Path]:
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"{path}: expected settings by name (trainer, model, data), found {found}.")
-    for wrong in _wrong_parts(content):
-        raise ValueError(f"{path}: {wrong}")
     bases = content.get("base")
     if bases is None:
         return [path]

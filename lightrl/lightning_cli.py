@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from tempfile import mkdtemp
 from typing import Any, Literal
 
@@ -34,7 +35,6 @@ from lightrl.callbacks.checkpoint import RolloutCheckpoint, preempt, preemptions
 from lightrl.callbacks.run_guard import RunGuard
 from lightrl.compat.jsonargparse import keep_lists, start_from_own_defaults
 from lightrl.compat.lightning import YamlCLI, begin_table
-from lightrl.config_values import from_environment, plain, redacted, refuse_senseless
 from lightrl.data import PromptSource
 from lightrl.distributed.strategies import refuse_crowd
 from lightrl.engines import Engine
@@ -42,7 +42,7 @@ from lightrl.objectives.advantages import AdvantageEstimator
 from lightrl.objectives.aggregation import Aggregation
 from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.losses import PolicyLoss
-from lightrl.redaction import redact_arguments
+from lightrl.redaction import plain_secrets, redact, redact_arguments, remember_secret, resolve_environment
 from lightrl.storage import LOCK
 
 __all__ = ["LightRLCLI"]
@@ -136,11 +136,6 @@ class LightRLCLI(YamlCLI):
             several = given if isinstance(given, list) else [given]
             has_csv = any(logger.class_path.endswith("CSVLogger") for logger in several)
             config.trainer.logger = several if has_csv else [table, *several]
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses, and refuses values that would do nothing silently."""
-        super().parse_arguments(parser, args)
-        refuse_senseless(self.config)
 
     def instantiate_classes(self) -> None:
         """Builds everything with secrets, and keeps them out of what is written."""
@@ -269,3 +264,42 @@ def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
         raise ValueError(
             f"{name}={str(path)!r}: this folder cannot be made ({error.strerror}): give another."
         ) from error
+
+
+def redacted(config: Any) -> Any:
+    """A copy of a parsed configuration for files and loggers, with secrets as `***`."""
+    places = []
+    for place, secret in plain_secrets(plain(config)):
+        remember_secret(secret)
+        places.append(place)
+    if places:
+        print(
+            f"warning: {', '.join(places)}: a secret in the configuration, saved as ***. Give it as ${{env:NAME}}.",
+            file=sys.stderr,
+        )
+    return _mapped(config, lambda value, name, path: redact(value, name))
+
+
+def from_environment(config: Any) -> Any:
+    """A copy of a parsed configuration with each `${env:NAME}` replaced by that environment variable."""
+    return _mapped(config, lambda value, name, path: resolve_environment(value, path) if type(value) is str else value)
+
+
+def plain(config: Any) -> Any:
+    """A parsed configuration as dictionaries and lists."""
+    if isinstance(config, Namespace):
+        config = vars(config)
+    if isinstance(config, dict):
+        return {key: plain(value) for key, value in config.items()}
+    return [plain(value) for value in config] if isinstance(config, list | tuple) else config
+
+
+def _mapped(config: Any, new: Callable[[Any, str, str], Any], path: str = "", name: str = "") -> Any:
+    """A copy of a parsed configuration with each string and number replaced by new(value, name, dotted path)."""
+    if isinstance(config, str | int | float):
+        return new(config, name, path)
+    if isinstance(config, Namespace | dict):
+        entries = vars(config) if isinstance(config, Namespace) else config
+        items = {k: _mapped(v, new, f"{path}.{k}" if path else str(k), str(k)) for k, v in entries.items()}
+        return Namespace(**items) if isinstance(config, Namespace) else items
+    return [_mapped(v, new, f"{path}.{i}", name) for i, v in enumerate(config)] if isinstance(config, list) else config

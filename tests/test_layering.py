@@ -23,7 +23,6 @@ ROOMS = [
 BELOW = {room: set(ROOMS[:i]) for i, room in enumerate(ROOMS)}
 # The top: the package's face and the programs may import anything.
 TOP = {
-    "completion",
     "console",
     "doctor",
     "moving",
@@ -31,7 +30,6 @@ TOP = {
     "__main__",
     "cli",
     "config_files",
-    "config_values",
     "lightning_cli",
     "project",
     "templates",

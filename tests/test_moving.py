@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,6 @@ import yaml
 
 import lightrl
 from lightrl.cli import main, run
-from lightrl.compat.parser_messages import parameters
 from lightrl.moving import convert_trl, from_trl
 from tests.toys import quickstart_model
 
@@ -99,7 +99,6 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: " + "9" * 5000, "line 1: 9{40}...: too long for a number"),
         ("a: " + "[" * 2000, "cannot be read as YAML"),
         ("num_generations: null", "num_generations=None: must be a number"),
         ("per_device_train_batch_size: x", "per_device_train_batch_size='x': must be a number"),
@@ -174,4 +173,5 @@ def test_our_side_of_every_row_exists(root: Path) -> None:
             cls = known.get(owner) or next((getattr(room, owner) for room in rooms if hasattr(room, owner)), None)
             assert cls is not None, (theirs, owner)
             if argument:
-                assert argument in parameters([f"{cls.__module__}.{cls.__name__}"]), (theirs, owner, argument)
+                inits = [each.__init__ for each in cls.__mro__ if "__init__" in vars(each)]
+                assert any(argument in inspect.signature(init).parameters for init in inits), (theirs, owner, argument)

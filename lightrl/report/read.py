@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightrl.config_files import load_yaml
+from lightrl.config_files import read_yaml
 
 __all__ = ["Run", "Series", "found_below", "read_run", "runs_below"]
 
@@ -302,7 +302,7 @@ def kl_target(folders: list[Path], left_out: list[str]) -> float | None:
     for path in (folder / "config.yaml" for folder in reversed(folders)):
         if regular_files([path], left_out):
             try:
-                config = load_yaml(path)
+                config = read_yaml(path)
             except ValueError as error:
                 raise ValueError(" ".join(str(error).split())) from error
             trainer = config.get("trainer") if isinstance(config, dict) else None

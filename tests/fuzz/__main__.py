@@ -3,7 +3,7 @@
     python -m tests.fuzz --cases 10000 --table docs/reliability.md
 
 A slice is fifty cases of one class, drawn by Hypothesis from the slice's number, so a failure is found again by its
-class and slice: `--only configs:17`. Verdicts go to `--results` (one line per slice); slices that stand there are not
+class and slice: `--only media:17`. Verdicts go to `--results` (one line per slice); slices that stand there are not
 run again.
 """
 

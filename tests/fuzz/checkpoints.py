@@ -25,10 +25,18 @@ from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.distributed.checkpoint_io import CheckedCheckpointIO
 from lightrl.distributed.consolidate import read_checkpoint
 from lightrl.records import SamplingParams
-from tests.fuzz.configs import place
 from tests.fuzz.data import ANY
 from tests.fuzz.verdicts import ERROR, WORKS
-from tests.toys import quiet_trainer, sgd, sums_data
+from tests.toys import quickstart_model, quiet_trainer, sgd, sums_data
+
+
+@functools.cache
+def place() -> Path:
+    """A folder with a tiny model."""
+    folder = Path(tempfile.mkdtemp(prefix="lightrl-fuzz-"))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    quickstart_model(folder / "model", num_hidden_layers=1, max_position_embeddings=1024, **sizes)
+    return folder
 
 
 def _adam(params: Any) -> torch.optim.Optimizer:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.internal.conjecture import providers
 
 from tests.fuzz.checkpoints import CHECKPOINTS, judge_checkpoints
-from tests.fuzz.configs import CONFIGS, judge_configs
 from tests.fuzz.data import (
     CHAT_ROWS,
     FILES,
@@ -43,14 +42,13 @@ class Class:
 
 
 CLASSES = {
-    "prompts": Class("prompt rows", PROMPT_ROWS, judge_prompts, 0.2),
-    "chats": Class("chats, supervised rows, preferences", CHAT_ROWS, judge_chats, 0.15),
+    "prompts": Class("prompt rows", PROMPT_ROWS, judge_prompts, 0.25),
+    "chats": Class("chats, supervised rows, preferences", CHAT_ROWS, judge_chats, 0.2),
     "files": Class("files and folders of rows", FILES, judge_files, 0.1),
     "media": Class("images, videos, sound", MEDIA, judge_media, 0.15),
     "rewards": Class("what a reward function returns", REWARDS, judge_rewards, 0.15),
     "servers": Class("answers of reward, judge and engine servers", SERVERS, judge_servers, 0.1),
     "checkpoints": Class("checkpoints", CHECKPOINTS, judge_checkpoints, 0.05),
-    "configs": Class("configurations", CONFIGS, judge_configs, 0.1),
 }
 
 

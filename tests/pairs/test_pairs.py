@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.config_values import refuse_senseless
+from lightrl.arguments import at_least
 from tests.pairs.__main__ import BEGIN, changes
 from tests.pairs.arrays import BrokenError, covering_array, missing_pairs, refused_settings, run
 from tests.pairs.features import FACTORS, REFUSALS, Settings, refusals
@@ -79,7 +79,7 @@ def test_a_rank_that_fails_or_stays_is_found(monkeypatch: pytest.MonkeyPatch) ->
     ways = {
         "ZeroDivisionError": lambda: str(1 / 0),
         "1. did not end": lambda: str(time.sleep(60)),
-        "without a known reason: nobody": lambda: refuse_senseless({"nobody": {"knows": float("nan")}}),
+        "without a known reason: unknown": lambda: str(at_least("unknown", -1, 0)),
     }
     monkeypatch.setattr("tests.pairs.arrays.RANK_SECONDS", 0.5)
     for message, way in ways.items():
