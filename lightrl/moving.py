@@ -121,6 +121,9 @@ class _Options:
     def take(self, name: str, default: Any = None) -> Any:
         return self._left.pop(name, default)
 
+    def look(self, name: str, default: Any = None) -> Any:
+        return self._left.get(name, default)
+
     def put(self, name: str, value: Any) -> None:
         self._left.setdefault(name, value)
 
@@ -322,6 +325,29 @@ def _objective(given: _Options, algorithm: str, length: int, notes: list[str]) -
     return {"advantage": _part("GroupRelative", scale=scale), "loss": loss, "aggregation": _part(AGGREGATIONS[kind])}
 
 
+def _ranking(given: _Options, strategy: str, notes: list[str]) -> dict[str, Any]:
+    """`monitor` and `mode` of RolloutCheckpoint, if the script keeps or loads the best checkpoint."""
+    metric, greater = given.take("metric_for_best_model"), given.take("greater_is_better")
+    load_best = given.look("load_best_model_at_end", False)
+    if metric is None and strategy != "best" and not load_best:
+        return {}
+    name = str(metric or "loss").removeprefix("eval_")
+    greater = not name.endswith("loss") if greater is None else greater
+    if given.look("eval_strategy", "no") == "no" and not given.look("do_eval", False):
+        notes.append("metric_for_best_model: eval_strategy is no, so the reward of training rollouts is monitored.")
+        return {"monitor": "reward/mean", "mode": "max"}
+    if name == "reward":
+        monitor = "eval/reward"
+    elif name.startswith("rewards/"):
+        monitor = f"eval/reward/{name.removeprefix('rewards/').removesuffix('/mean')}"
+    elif name == "completions/mean_length":
+        monitor = "eval/response_length"
+    else:
+        notes.append(f"metric_for_best_model: {metric or 'loss'} has no counterpart; eval/reward is monitored.")
+        return {"monitor": "eval/reward", "mode": "max"}
+    return {"monitor": monitor, "mode": "max" if greater else "min"}
+
+
 def _trainer(
     given: _Options, model: dict[str, Any], sizes: dict[str, Any], devices: int, notes: list[str]
 ) -> tuple[dict[str, Any], str]:
@@ -338,17 +364,20 @@ def _trainer(
     if given.take("eval_on_start", False):
         callbacks.append(_part("EvaluateFirst"))
     strategy, saved = given.take("save_strategy", "steps"), given.take("save_steps", 500)
+    ranking = _ranking(given, strategy, notes)
     keep = given.take("save_total_limit")
-    if strategy != "no":
+    if strategy != "no" or ranking:
         counted = strategy == "steps" and saved >= 1
         every = max(int(saved) // sizes["updates"], 1) if counted else 500
-        callbacks.append(_part("RolloutCheckpoint", every_n_rollouts=every, save_top_k=int(keep or 1)))
+        callbacks.append(
+            _part("RolloutCheckpoint", every_n_rollouts=every, save_top_k=1 if ranking else int(keep or 1), **ranking)
+        )
         notes.append(
             f"save_steps: {saved} updates are {every} rollouts."
             if counted
             else f"save_strategy: {strategy}, save_steps: {saved}: became every {every} rollouts; change it."
         )
-    callbacks.append(_part("HFExport"))
+    callbacks.append(_part("HFExport", best=True) if given.take("load_best_model_at_end", False) else _part("HFExport"))
     alpha, sync_steps = given.take("ref_model_mixup_alpha", 0.6), given.take("ref_model_sync_steps", 512)
     if given.take("sync_ref_model", False):
         rollouts = max(sync_steps // sizes["updates"], 1)

@@ -65,6 +65,41 @@ def test_the_defaults_of_trl_are_written_out() -> None:
     assert config["seed_everything"] == 42 and config["trainer"]["max_epochs"] == 3
 
 
+def callbacks_of(**options: Any) -> dict[str, dict[str, Any]]:
+    config, _ = convert_trl({"model_name_or_path": "m", "dataset_name": "d", **options})
+    return {each["class_path"]: each["init_args"] for each in config["trainer"]["callbacks"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "monitor", "mode"),
+    [
+        ({"metric_for_best_model": "eval_reward", "eval_strategy": "steps"}, "eval/reward", "max"),
+        ({"metric_for_best_model": "reward", "save_strategy": "best", "eval_strategy": "epoch"}, "eval/reward", "max"),
+        ({"metric_for_best_model": "eval_rewards/right/mean", "eval_strategy": "steps"}, "eval/reward/right", "max"),
+        (
+            {"metric_for_best_model": "reward", "greater_is_better": False, "eval_strategy": "steps"},
+            "eval/reward",
+            "min",
+        ),
+        ({"load_best_model_at_end": True, "eval_strategy": "steps"}, "eval/reward", "max"),  # TRL's default is the loss
+        ({"metric_for_best_model": "reward"}, "reward/mean", "max"),  # without an evaluation
+    ],
+)
+def test_the_best_checkpoint_is_kept_by_the_scripts_metric(options: dict[str, Any], monitor: str, mode: str) -> None:
+    callbacks = callbacks_of(**options)
+    saving = callbacks["RolloutCheckpoint"]
+    assert (saving["monitor"], saving["mode"]) == (monitor, mode)
+    assert callbacks["HFExport"].get("best", False) == options.get("load_best_model_at_end", False)
+
+
+def test_the_newest_checkpoints_are_kept_as_the_script_limits_them() -> None:
+    from lightrl.callbacks import RolloutCheckpoint
+
+    saving = callbacks_of(save_total_limit=2)["RolloutCheckpoint"]
+    assert saving["save_top_k"] == 2 and "monitor" not in saving
+    assert RolloutCheckpoint(**saving).save_top_k == 2  # it starts
+
+
 def test_rloo_has_its_estimator_and_its_kl_in_the_reward() -> None:
     config, _ = convert_trl({"model_name_or_path": "m", "dataset_name": "d", "reward_clip_range": [-2, 2]}, "rloo")
     model = config["model"]["init_args"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -162,6 +164,33 @@ class SavesPretrained(LightningModule):
                     f"`{type(self).__name__}.load_from_checkpoint`."
                 ) from error
             return SingleDeviceStrategy("cpu")
+
+    @contextmanager
+    def weights_of(self, checkpoint_path: str | Path, average: str | None = None) -> Iterator[None]:
+        """Within it the trained model has the weights of one of this run's checkpoints. Collective.
+
+        Args:
+            checkpoint_path: File or folder.
+            average: Name in the checkpoint of the state of an `EMA` callback, to use its average. Defaults to the
+                model's own weights. A checkpoint of before training has no average.
+        """
+        model, checkpoint = self.trained_model[0], read_checkpoint(checkpoint_path)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        before = {name: strategies.local_shard(p).clone() for name, p in trained.items()}
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        ranks = checkpoint["callbacks"][average]["ranks"] if average is not None else [{}]
+        rank = self._strategy().global_rank if len(ranks) > 1 else 0
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                if ranks[rank]:
+                    strategies.local_shard(parameter).copy_(ranks[rank][name])
+                else:
+                    strategies.blend_parameter(parameter, checkpoint["state_dict"][names[parameter]], 1.0)
+            try:
+                yield
+            finally:
+                for name, parameter in trained.items():
+                    strategies.local_shard(parameter).copy_(before[name])
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes weights, configuration and tokenizer as a folder that transformers and vLLM load, LoRA merged.

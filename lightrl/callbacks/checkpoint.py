@@ -151,6 +151,11 @@ class RolloutCheckpoint(SavingCheckpoint):
         if not any(isinstance(callback, RunGuard) for callback in callbacks):
             callbacks.append(RunGuard())  # Lightning calls its hooks from this one on
 
+    @property
+    def ranked_by(self) -> str | None:
+        """What logs the monitored metric: "batch", "epoch", or "evaluation". None until it was logged."""
+        return self._ranked_by
+
     def state_dict(self) -> dict[str, Any]:
         """Lightning's, and what logs the monitored metric."""
         return {**super().state_dict(), "ranked_by": self._ranked_by}
