@@ -96,8 +96,9 @@ class Environment(ABC):
     Each attempt has an environment of its own. All attempts of a group are reset with the same row and seed and must
     give the same first messages; otherwise their rewards cannot be compared, and the run stops.
 
-    A `step` that waits should await; one that blocks holds up all other environments. An exception out of any method
-    is a failure that the policy did not cause.
+    Methods that wait should await. All environments of a process share one event loop for that. Write a method that
+    blocks as a plain `def`; it then runs in a thread. One that blocks in spite of its `async def` is moved to a thread
+    once that is noticed. An exception out of any method is a failure that the policy did not cause.
     """
 
     tools: Tools = ()

@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import inspect
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.arguments import MAX_REWARD, above, one_of
 from lightrl.background import outcome_of
 from lightrl.data.media import MediaError
-from lightrl.environments import tools
+from lightrl.environments import base, calling, tools
 from lightrl.environments.base import Environment, Message, Reply, Step
 from lightrl.environments.bridges import Bridge
+from lightrl.environments.calling import UserCode
 from lightrl.environments.ledger import Ledger
 from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.environments.parsing import ReplyParser
@@ -40,8 +40,9 @@ class EnvironmentEpisode(MultiTurn):
 
     Args:
         environment: makes one; in YAML a class with its arguments. Called once for each attempt.
-        environment_timeout: seconds that each of the environment's `reset`, `finish` and `close` may take; a `reset`
-            or `finish` that takes longer is a failure. None waits for ever. `max_seconds` counts from after `reset`.
+        environment_timeout: seconds that making an environment and each of its `reset`, `finish` and `close` may take;
+            whatever takes longer, except `close`, is a failure. None waits for ever. `max_seconds` counts from after
+            `reset`.
         on_parse_error: what follows a reply with a tool call that cannot be read. "message": the policy is told, in a
             message of `parse_error_message`, and goes on; "end": the trajectory ends; "environment": the environment's
             `step` decides (`Reply.errors`).
@@ -97,8 +98,8 @@ class EnvironmentEpisode(MultiTurn):
 
 _LATE: Any = object()
 """What stands for the answer of an environment that took too long."""
-_PLAIN: Any = object()
-"""What stands for the answer of a method that is not async."""
+Outcome: TypeAlias = tuple[Any, BaseException | None]
+"""What a call returned, or what it raised."""
 
 
 class _Failed(Exception):
@@ -106,7 +107,7 @@ class _Failed(Exception):
 
     def __init__(self, cause: str, raised: BaseException | None = None) -> None:
         super().__init__(cause)
-        self.lines = "" if raised is None else users_lines(raised, __file__, tools.__file__)
+        self.lines = "" if raised is None else users_lines(raised, __file__, calling.__file__, tools.__file__)
 
 
 @dataclass
@@ -122,6 +123,10 @@ class _Played(Attempt):
     seconds: float = 0.0
     calls: int = 0
     parse_errors: int = 0
+    trusted: bool = False
+
+    def __post_init__(self) -> None:
+        self.code = UserCode(self.settings.environment)
 
     async def play(self, first: list[list[Message]]) -> Trajectory:
         """Plays to the end.
@@ -134,27 +139,28 @@ class _Played(Attempt):
         environment: Environment | None = None
         metrics: dict[str, float] = {}
         try:
-            made = await self._of_environment(lambda: _made(self.settings.environment), None)
+            made = await self._of_environment(
+                self.code.make(self.settings.environment), self.settings.environment_timeout, late="making it"
+            )
             if not isinstance(made, Environment):
                 raise ValueError(
                     f"environment={self.settings.environment!r} made {made!r}: it must make a new Environment."
                 )
             environment = made
+            self.trusted = type(made).__module__.partition(".")[0] == __name__.partition(".")[0]
             stop = await self._turns(environment, first)
             if self.rewards:
-                finish, seconds = partial(environment.finish, stop), self.settings.environment_timeout
+                finish, seconds = self._call(environment.finish, stop), self.settings.environment_timeout
                 last = await self._of_environment(finish, seconds, late="finish")
                 self.rewards[-1] += _reward(environment, "finish", last)
         except _Failed as error:
             stop, failure, raised_at = "failure", str(error), error.lines
         finally:
-            if environment is not None:
-                metrics = _numbers(environment)
-                try:
-                    await self._of_environment(environment.close, self.settings.environment_timeout, late="close")
-                except _Failed as error:  # what the attempt brought is complete
-                    metrics["close_errors"] = 1.0
-                    rank_zero_warn(f"An environment could not be closed: {error}")
+            try:
+                if environment is not None:
+                    metrics = await self._closed(environment)
+            finally:
+                self.code.close()
         rows = self.ledger.rows if self.ledger is not None else [TrajectoryRow([0], [-1], [0.0], [-1])]
         metrics |= {
             "turns": float(len(self.rewards)),
@@ -175,11 +181,22 @@ class _Played(Attempt):
             raised_at=raised_at,
         )
 
+    async def _closed(self, environment: Environment) -> dict[str, float]:
+        """Closes the environment; what it logs."""
+        metrics = _numbers(environment)
+        try:
+            closing = self._call(environment.close)
+            await self._of_environment(closing, self.settings.environment_timeout, late="close")
+        except _Failed as error:  # what the attempt brought is complete
+            metrics["close_errors"] = 1.0
+            rank_zero_warn(f"An environment could not be closed: {error}")
+        return metrics
+
     async def _turns(self, environment: Environment, first: list[list[Message]]) -> StopReason:
         """Plays all turns; why they ended."""
         settings = self.settings
         messages = await self._of_environment(
-            partial(environment.reset, self.row, seed=self.seed), settings.environment_timeout, late="reset"
+            self._call(environment.reset, self.row, seed=self.seed), settings.environment_timeout, late="reset"
         )
         if not _are_messages(messages) or messages[-1]["role"] == "assistant":
             raise ValueError(
@@ -280,7 +297,7 @@ class _Played(Attempt):
             said = settings.parse_error_message.format(error=" ".join(reply.errors))
             return Step([{"role": settings.parse_error_role, "content": said}])
         left = None if settings.max_seconds is None else max(settings.max_seconds - self.seconds, 0.0)
-        step = await self._of_environment(partial(environment.step, reply), left)
+        step = await self._of_environment(self._call(environment.step, reply), left)
         if step is _LATE:
             return None
         if not isinstance(step, Step):
@@ -289,25 +306,27 @@ class _Played(Attempt):
             )
         return step
 
-    async def _of_environment(
-        self, call: Callable[[], Awaitable[Any]], seconds: float | None, late: str | None = None
-    ) -> Any:
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Awaitable[Outcome]:
+        """Outcome of a method of the environment. LightRL's own environments never block the event loop."""
+        if self.trusted or function.__module__ == base.__name__:
+            return outcome_of(partial(function, *args, **kwargs))
+        return self.code.call(function, *args, **kwargs)
+
+    async def _of_environment(self, call: Awaitable[Outcome], seconds: float | None, late: str | None = None) -> Any:
         """Awaits the environment; `_LATE` where `seconds` were not enough, or a failure where `late` names the call."""
         began = time.monotonic()
-        task = asyncio.ensure_future(outcome_of(lambda: _awaited(call)))
+        task = asyncio.ensure_future(call)
         try:
             done, _ = await asyncio.wait([task], timeout=seconds)
             if not done:
                 if late is not None:
                     raise _Failed(f"{late} took longer than environment_timeout, {seconds:g} seconds")
                 return _LATE
-            if task.cancelled():
+            value, error = (None, asyncio.CancelledError()) if task.cancelled() else task.result()
+            if isinstance(error, asyncio.CancelledError):
                 raise _Failed("the environment was cancelled")
-            value, error = task.result()
             if error is not None:
                 raise _Failed(f"{type(error).__name__}: {message_of(error)}", error) from error
-            if value is _PLAIN:
-                raise ValueError("environment: `reset`, `step`, `finish` and `close` must be `async def`.")
             return value
         finally:
             self.seconds += time.monotonic() - began
@@ -357,12 +376,3 @@ def _numbers(environment: Environment) -> dict[str, float]:
         raise ValueError(
             f"environment {name}: metrics={repr(metrics)[:80]}: give names and numbers: {error}."
         ) from error
-
-
-async def _awaited(call: Callable[[], Awaitable[Any]]) -> Any:
-    work = call()
-    return await work if inspect.isawaitable(work) else _PLAIN
-
-
-async def _made(factory: Callable[[], Environment]) -> Environment:
-    return factory()
