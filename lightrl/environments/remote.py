@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from lightrl.arguments import above, require_packages
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step
+from lightrl.environments.tool_arguments import check_by_schema
 from lightrl.environments.tools import ToolEnvironment, first_messages
 
 __all__ = ["MCPEnvironment", "OpenEnvironment"]
@@ -54,9 +55,9 @@ class MCPEnvironment(ToolEnvironment):
         for tool in tools:
             if tool.name in self._tools:
                 raise ValueError(f"factory: the server has a tool {tool.name!r}, too; rename the method.")
-            self._tools[tool.name] = self._tool(client, tool.name)
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-            self.tools = [*self.tools, {"type": "function", "function": function}]
+            schema = {"type": "function", "function": function}
+            self._add_tool(schema, self._tool(client, tool.name), check_by_schema(tool.input_schema), True)
         return await super().reset(row, seed=seed)
 
     async def _hold(self, ready: asyncio.Future[tuple[Any, list[Any]]], end: asyncio.Event) -> None:
@@ -81,8 +82,8 @@ class MCPEnvironment(ToolEnvironment):
             if not ready.done():
                 ready.set_exception(EnvironmentFailedError(f"MCP server {self.server}: {_said(error)}"))
 
-    def _tool(self, client: Any, name: str) -> Callable[..., Any]:
-        async def call(**arguments: Any) -> Any:
+    def _tool(self, client: Any, name: str) -> Callable[[dict[str, Any]], Awaitable[Any]]:
+        async def call(arguments: dict[str, Any]) -> Any:
             from mcp import MCPError
 
             try:

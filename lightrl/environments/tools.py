@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from lightrl.arguments import above, imported, one_of
-from lightrl.background import all_of, in_thread, outcome_of
+from lightrl.background import all_of
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step, ToolCall
+from lightrl.environments.calling import UserCode
+from lightrl.environments.tool_arguments import Check, check_by_hints, tool_schema
 
 __all__ = ["ToolEnvironment", "first_messages"]
 
@@ -18,6 +22,21 @@ NOT_TOOLS = {"reset", "get_reward", "close"}
 
 class _Ended(RuntimeError):
     """Stands for what would end more than the call, such as SystemExit; the text names it."""
+
+
+@dataclass
+class _Tool:
+    """A tool that the policy may call.
+
+    Attributes:
+        function: Takes the arguments; gives what the policy reads.
+        check: Check of the arguments.
+        waits: Whether it is async, so that calls of one reply may run together.
+    """
+
+    function: Callable[[dict[str, Any]], Awaitable[Any]]
+    check: Check
+    waits: bool
 
 
 class ToolEnvironment(Environment):
@@ -65,14 +84,26 @@ class ToolEnvironment(Environment):
         self._object = (imported("factory:", factory) if isinstance(factory, str) else factory)()
         if not callable(getattr(self._object, "reset", None)):
             raise ValueError(f"factory: {type(self._object).__name__} has no method `reset`.")
-        self._tools = {
-            name: getattr(self._object, name)
-            for name, _ in inspect.getmembers(type(self._object), predicate=inspect.isfunction)
-            if not name.startswith("_") and name not in NOT_TOOLS
-        }
-        self.tools = [_schema(name, tool) for name, tool in self._tools.items()]
-        self._signatures: dict[str, inspect.Signature] = {}
+        self._code = UserCode(type(self._object), "tool")
+        self._tools: dict[str, _Tool] = {}
+        self.tools = []
+        for name, _ in inspect.getmembers(type(self._object), predicate=inspect.isfunction):
+            if not name.startswith("_") and name not in NOT_TOOLS:
+                method = getattr(self._object, name)
+                schema = tool_schema(name, method)
+                self._add_tool(
+                    schema,
+                    partial(self._call, method),
+                    check_by_hints(method, schema),
+                    inspect.iscoroutinefunction(method),
+                )
         self._counts = {"tools/calls": 0.0, "tools/errors": 0.0, "tools/timeouts": 0.0, "tools/left_behind": 0.0}
+
+    def _add_tool(
+        self, schema: dict[str, Any], function: Callable[[dict[str, Any]], Awaitable[Any]], check: Check, waits: bool
+    ) -> None:
+        self.tools = [*self.tools, schema]
+        self._tools[schema["function"]["name"]] = _Tool(function, check, waits)
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -84,7 +115,7 @@ class ToolEnvironment(Environment):
         named = inspect.signature(self._object.reset).parameters.get("seed")
         if named is not None and named.kind is not inspect.Parameter.VAR_KEYWORD:
             arguments.setdefault("seed", seed)
-        return first_messages(row, await _call(self._object.reset, arguments))
+        return first_messages(row, await self._call(self._object.reset, arguments))
 
     async def step(self, reply: Reply) -> Step:
         if not reply.tool_calls:
@@ -113,7 +144,7 @@ class ToolEnvironment(Environment):
             for number in numbers:
                 await one(number)
 
-        waits = [inspect.iscoroutinefunction(self._tools.get(call.name)) for call in calls]
+        waits = [call.name in self._tools and self._tools[call.name].waits for call in calls]
         alone = [number for number, wait in enumerate(waits) if not wait]
         running = [in_turn(alone), *(one(number) for number, wait in enumerate(waits) if wait)]
         await all_of(running)  # one failed, or the attempt was given up: no call outlives its turn
@@ -126,13 +157,10 @@ class ToolEnvironment(Environment):
         if tool is None:
             known = ", ".join(self._tools) or "none"
             return self._wrong(call.name, f"there is no tool {call.name!r}; there are: {known}.")
-        try:
-            if call.name not in self._signatures:
-                self._signatures[call.name] = inspect.signature(tool)
-            self._signatures[call.name].bind(**call.arguments)
-        except TypeError as error:
-            return self._wrong(call.name, f"{call.name}: {error}")
-        task = asyncio.ensure_future(_call(tool, call.arguments))
+        arguments, wrong = tool.check(call.arguments)
+        if wrong:
+            return self._wrong(call.name, f"{call.name}: {' '.join(wrong)}")
+        task = asyncio.ensure_future(tool.function(arguments))
         try:
             await asyncio.wait([task], timeout=self.tool_timeout)
         finally:
@@ -141,7 +169,7 @@ class ToolEnvironment(Environment):
                 await asyncio.wait([task], timeout=1.0)  # one that ignores this is left behind
         if not done:
             self._counts["tools/timeouts"] += 1
-            self._counts["tools/left_behind"] += not inspect.iscoroutinefunction(tool)
+            self._counts["tools/left_behind"] += not tool.waits
             return self.timeout_message.format(name=call.name, seconds=self.tool_timeout)
         try:
             result = task.result()
@@ -153,6 +181,15 @@ class ToolEnvironment(Environment):
             return self._wrong(call.name, f"{type(error).__name__}: {error}")
         return result if isinstance(result, list) and _are_blocks(result) else str(result)
 
+    async def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Result of a method of the object."""
+        result, error = await self._code.call(function, **arguments)
+        if error is None:
+            return result
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which a coroutine cannot raise
+            raise error
+        raise _Ended(f"{type(error).__name__}: {error}") from error
+
     def _wrong(self, name: str, error: str) -> str:
         self._counts["tools/errors"] += 1
         return self.error_message.format(name=name, error=error)
@@ -160,36 +197,14 @@ class ToolEnvironment(Environment):
     async def finish(self, stop_reason: str) -> float:
         if not callable(getattr(self._object, "get_reward", None)):
             return 0.0
-        return float(await _call(self._object.get_reward, {}))
+        return float(await self._call(self._object.get_reward, {}))
 
     async def close(self) -> None:
-        if callable(getattr(self._object, "close", None)):
-            await _call(self._object.close, {})
-
-
-def _schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
-    from transformers.utils import get_json_schema
-
-    try:
-        return dict(get_json_schema(tool))
-    except Exception as error:
-        raise ValueError(
-            f"factory: the tool {name!r} needs a type hint for each argument and a Google docstring that describes "
-            f"them, or a name that begins with an underscore if it is no tool: {error}"
-        ) from error
-
-
-async def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """The function's result: awaited, or from a thread that does not keep the process alive."""
-    if inspect.iscoroutinefunction(function):
-        result, error = await outcome_of(lambda: function(**arguments))
-    else:
-        result, error = await in_thread(lambda: function(**arguments), f"tool {getattr(function, '__name__', '')}")
-    if error is None:
-        return result
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which a coroutine cannot raise
-        raise error
-    raise _Ended(f"{type(error).__name__}: {error}") from error
+        try:
+            if callable(getattr(self._object, "close", None)):
+                await self._call(self._object.close, {})
+        finally:
+            self._code.close()
 
 
 def _are_blocks(content: Sequence[Any]) -> bool:

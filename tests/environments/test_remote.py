@@ -88,7 +88,7 @@ def children() -> set[int]:
 def test_the_tools_of_an_mcp_server_are_called_and_its_errors_told() -> None:
     pytest.importorskip("mcp")
     before = children()
-    turns = [calls("add", a=2), calls("add", a="x"), calls("fails"), calls("nothing"), calls("sleeps"), said("done")]
+    turns = [calls("add", a=2), calls("add", a="2"), calls("fails"), calls("nothing"), calls("sleeps"), said("done")]
     made: list[MCPEnvironment] = []
 
     def make() -> MCPEnvironment:

@@ -1,0 +1,236 @@
+"""Arguments of tool calls are checked against hints and schemas, and the policy reads what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+from typing import Annotated, Any, Literal, Optional, TypedDict
+
+import pytest
+from pydantic import BaseModel, Field
+
+from lightrl.environments import Reply, ToolCall, ToolEnvironment
+from lightrl.environments.tool_arguments import check_by_schema
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: float = 0.0
+
+
+class Named(TypedDict):
+    name: str
+    at: Point
+
+
+class Order(BaseModel):
+    item: str
+    count: int = Field(ge=1)
+
+
+class Tools:
+    def reset(self, **row: Any) -> None: ...
+
+    def add(self, a: int, b: int = 0) -> int:
+        """Adds.
+
+        Args:
+            a: one
+            b: two
+        """
+        return a + b
+
+    async def half(self, x: float) -> float:
+        """Halves.
+
+        Args:
+            x: number
+        """
+        return x / 2
+
+    def take(
+        self,
+        numbers: list[int] = [],  # noqa: B006
+        by_name: dict[str, list[float]] = {},  # noqa: B006
+        maybe: Optional[int] = None,  # noqa: UP045
+        either: int | str = 0,
+        mode: Literal["fast", "slow"] = "fast",
+        pair: tuple[int, str] = (0, ""),
+        color: Color = Color.RED,
+        point: Point | None = None,
+        named: Named | None = None,
+        order: Order | None = None,
+        small: Annotated[int, Field(le=9)] = 0,
+        flag: bool = False,
+        drink: str = "tea",
+        anything: Any = None,
+    ) -> str:
+        """Takes.
+
+        Args:
+            numbers: -
+            by_name: -
+            maybe: -
+            either: -
+            mode: -
+            pair: -
+            color: -
+            point: -
+            named: -
+            order: -
+            small: -
+            flag: -
+            drink: what to drink (choices: ["tea", "coffee"])
+            anything: -
+        """
+        given = [numbers, by_name, maybe, either, mode, pair, color, point, named, order, small, flag, drink, anything]
+        return repr([value for value, default in zip(given, self.take.__defaults__, strict=True) if value != default])
+
+    def more(self, first: str, **rest: int) -> str:
+        """Takes more.
+
+        Args:
+            first: -
+            rest: others
+        """
+        return f"{first} {sorted(rest.items())}"
+
+
+def called(name: str, arguments: dict[str, Any]) -> str:
+    reply = Reply("", None, [ToolCall(name, arguments, "call00000")])
+    step = asyncio.run(ToolEnvironment(Tools).step(reply))
+    return str(step.messages[0]["content"])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "place"),
+    [
+        ("add", {"a": "1", "b": "2"}, "a"),
+        ("add", {"a": 1, "b": "2"}, "b"),
+        ("add", {"a": True}, "a"),
+        ("add", {"a": 1.5}, "a"),
+        ("add", {"a": None}, "a"),
+        ("add", {"a": [1]}, "a"),
+        ("add", {}, "a"),
+        ("add", {"a": 1, "c": 2}, "c"),
+        ("half", {"x": "0.5"}, "x"),
+        ("take", {"numbers": [1, "2"]}, "numbers[1]"),
+        ("take", {"numbers": 1}, "numbers"),
+        ("take", {"by_name": {"k": [1, "x"]}}, "by_name.k[1]"),
+        ("take", {"maybe": "1"}, "maybe"),
+        ("take", {"either": [1]}, "either"),
+        ("take", {"mode": "medium"}, "mode"),
+        ("take", {"pair": [1]}, "pair"),
+        ("take", {"color": "green"}, "color"),
+        ("take", {"point": {"x": "1"}}, "point.x"),
+        ("take", {"named": {"name": "n"}}, "named.at"),
+        ("take", {"order": {"item": "tea", "count": 0}}, "order.count"),
+        ("take", {"small": 10}, "small"),
+        ("take", {"flag": "true"}, "flag"),
+        ("take", {"flag": 1}, "flag"),
+        ("take", {"drink": "milk"}, "drink"),
+        ("more", {"first": "a", "x": "1"}, "x"),
+        ("more", {"x": 1}, "first"),
+    ],
+)
+def test_wrong_arguments_are_told_and_the_tool_is_not_called(name: str, arguments: dict[str, Any], place: str) -> None:
+    told = called(name, arguments)
+    assert told.startswith(f"Error: {name}: ") and place in told.removeprefix(f"Error: {name}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "result"),
+    [
+        ("add", {"a": 1, "b": 2}, "3"),
+        ("add", {"a": -1}, "-1"),
+        ("half", {"x": 3}, "1.5"),
+        ("take", {}, "[]"),
+        ("take", {"numbers": [1, 2]}, "[[1, 2]]"),
+        ("take", {"by_name": {"k": [1, 0.5]}}, "[{'k': [1.0, 0.5]}]"),
+        ("take", {"maybe": None}, "[]"),
+        ("take", {"maybe": 3}, "[3]"),
+        ("take", {"either": "x"}, "['x']"),
+        ("take", {"mode": "slow"}, "['slow']"),
+        ("take", {"pair": [1, "b"]}, "[(1, 'b')]"),
+        ("take", {"color": "blue"}, "[<Color.BLUE: 'blue'>]"),
+        ("take", {"point": {"x": 1}}, "[Point(x=1, y=0.0)]"),
+        ("take", {"named": {"name": "n", "at": {"x": 2}}}, "[{'name': 'n', 'at': Point(x=2, y=0.0)}]"),
+        ("take", {"order": {"item": "tea", "count": 2}}, "[Order(item='tea', count=2)]"),
+        ("take", {"drink": "coffee"}, "['coffee']"),
+        ("take", {"anything": {"a": [None]}}, "[{'a': [None]}]"),
+        ("more", {"first": "a", "x": 1, "y": 2}, "a [('x', 1), ('y', 2)]"),
+    ],
+)
+def test_right_arguments_reach_the_tool_as_hinted(name: str, arguments: dict[str, Any], result: str) -> None:
+    assert called(name, arguments) == result
+
+
+def test_wrong_calls_are_counted_and_the_attempt_continues() -> None:
+    environment = ToolEnvironment(Tools)
+    calls = [ToolCall("add", {"a": "1"}, "call00000"), ToolCall("add", {"a": 1}, "call00001")]
+    step = asyncio.run(environment.step(Reply("", None, calls)))
+    assert [message["content"] for message in step.messages][1] == "1" and not step.done
+    assert environment.metrics["tools/calls"] == 2 and environment.metrics["tools/errors"] == 1
+
+
+def test_the_schema_shows_what_is_checked() -> None:
+    shown = {tool["function"]["name"]: tool["function"]["parameters"] for tool in ToolEnvironment(Tools).tools}
+    assert shown["take"]["properties"]["color"]["enum"] == ["red", "blue"]
+    assert shown["take"]["properties"]["order"]["anyOf"][1] == {"type": "null"}
+    assert shown["more"]["required"] == ["first"] and set(shown["more"]["properties"]) == {"first"}
+    assert shown["more"]["additionalProperties"]["type"] == "integer"
+    assert shown["add"]["properties"]["a"] == {"type": "integer", "description": "one"}
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": 0},
+        "place": {"$ref": "#/$defs/Place"},
+        "unit": {"enum": ["m", "km"]},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["a"],
+    "$defs": {"Place": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        ({"a": "1"}, "a"),
+        ({"a": True}, "a"),
+        ({"a": -1}, "a"),
+        ({}, "a"),
+        ({"a": 1, "b": 2}, "b"),
+        ({"a": 1, "place": {}}, "place.name"),
+        ({"a": 1, "place": {"name": 3}}, "place.name"),
+        ({"a": 1, "unit": "mile"}, "unit"),
+        ({"a": 1, "maybe": 3}, "maybe"),
+    ],
+)
+def test_arguments_of_a_servers_tool_are_checked_against_its_schema(arguments: dict[str, Any], place: str) -> None:
+    _, (told,) = check_by_schema(SCHEMA)(arguments)
+    assert told.startswith(f"{place}: ")
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments"),
+    [
+        (SCHEMA, {"a": 1, "place": {"name": "n"}, "unit": "m", "maybe": None}),
+        (SCHEMA | {"additionalProperties": True}, {"a": 1, "b": 2}),
+        ({"type": "object"}, {"b": 2}),
+        ({}, {"b": 2}),
+        ({"properties": {"a": {"$ref": "http://127.0.0.1:1/not/there"}}}, {"a": 2}),
+        ({"properties": {"a": {"type": "strange"}}}, {"a": 2}),
+    ],
+)
+def test_what_a_servers_schema_allows_or_cannot_say_is_sent(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
+    assert check_by_schema(schema)(arguments) == (arguments, [])
