@@ -8,21 +8,42 @@ from typing import Any
 
 from lightrl.environments.base import Message
 from lightrl.environments.endpoint.api import (
+    UNKNOWN,
     Api,
+    Members,
     call_message,
     event,
     function_tool,
+    given,
     listed,
     new_id,
     of_type,
     pieces,
-    refuse,
+    strict,
     text_of,
     whole,
 )
 from lightrl.environments.endpoint.session import Answered, Asked, RefusedError
 
 __all__ = ["Messages"]
+
+PREFILL = "This model does not support assistant message prefill. The conversation must end with a user message."
+
+_CHOICE = Members(fixed={"type": ("auto", "none"), "name": (), "disable_parallel_tool_use": (False,)})
+_OUTPUT = Members(sampling=["effort"], fixed={"format": (), "task_budget": ()})
+_TOOL = Members(
+    read=["type", "name", "description", "input_schema", "strict"],
+    harmless=["cache_control", "eager_input_streaming"],
+    fixed={"allowed_callers": (["direct"],), "defer_loading": (False,), "input_examples": ([],)},
+)
+_MESSAGE = Members(read=["role", "content"], fixed={"clear_at": (), "output_config": ()})
+_BLOCKS = {
+    "thinking": Members(read=["type", "thinking"], harmless=["signature", "cache_control"]),
+    "tool_use": Members(read=["type", "id", "name", "input"], harmless=["cache_control", "caller", "toolset_name"]),
+    "tool_result": Members(
+        read=["type", "tool_use_id", "content"], harmless=["cache_control", "is_error", "toolset_name"]
+    ),
+}
 
 _ERRORS = {
     401: "authentication_error",
@@ -40,19 +61,32 @@ class Messages(Api):
     """
 
     path = "/messages"
-    read_names = frozenset(
-        [
-            *("messages", "model", "system", "tools", "tool_choice", "stream", "max_tokens", "stop_sequences"),
-            *("metadata", "service_tier"),
-        ]
+    members = Members(
+        read=[
+            *("messages", "model", "system", "tools", "tool_choice", "stream", "max_tokens", "output_config"),
+        ],
+        sampling=["temperature", "top_k", "top_p", "thinking"],
+        harmless=[
+            *("metadata", "service_tier", "cache_control", "diagnostics", "inference_geo", "speed"),
+            *("billing_policy", "fallbacks", "fallback_credit_token"),
+        ],
+        fixed={
+            "compaction": (),
+            "container": (),
+            "context_management": ({"edits": []},),
+            "mcp_servers": ([],),
+            "output_format": (),
+            "stop_sequences": ([],),
+            "thread": (),
+        },
     )
 
     def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]) -> Asked:
         """See `Api.read`."""
-        choice = body.get("tool_choice")
-        kind = None if choice is None else of_type(choice, dict, "tool_choice", "an object").get("type")
-        refuse({"tool_choice": kind}, {"tool_choice": ("auto", "none")})
-        refuse(body, {"stop_sequences": ([],), "mcp_servers": ([],), "container": (), "output_format": ()})
+        ignored = self.members.check(body)
+        choice = given(body, "tool_choice")
+        _CHOICE.check(choice, "tool_choice.")
+        ignored += _OUTPUT.check(given(body, "output_config"), "output_config.")
         said = of_type(body.get("messages"), list, "messages", "a list")
         if not said:
             raise RefusedError(400, "messages must not be empty.", "messages")
@@ -64,14 +98,16 @@ class Messages(Api):
             messages.append({"role": "system", "content": text_of(body["system"], "system")})
         for i, message in enumerate(said):
             messages += _messages(message, f"messages[{i}]")
+        if said[-1].get("role") == "assistant":
+            raise RefusedError(400, PREFILL, "messages")
         tools = listed(body, "tools")
         return Asked(
             messages=messages,
-            tools=[] if kind == "none" else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
+            tools=[] if choice.get("type") == "none" else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
             max_new_tokens=limit,
             model=str(body.get("model") or ""),
             stream=bool(body.get("stream")),
-            ignored=self._ignored(body),
+            ignored=ignored + strict(tools),
         )
 
     def write(self, asked: Asked, answered: Answered) -> dict[str, Any]:
@@ -117,7 +153,13 @@ class Messages(Api):
     def error(self, refused: RefusedError) -> dict[str, Any]:
         """See `Api.error`; Anthropic's shape."""
         kind = _ERRORS.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": refused.message}}
+        message = refused.message
+        if refused.code == UNKNOWN:
+            message = f"{refused.parameter}: Extra inputs are not permitted"
+        error: dict[str, Any] = {"type": kind, "message": message}
+        if refused.parameter == "thread":  # its SDK then sends the whole conversation
+            error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        return {"type": "error", "error": error}
 
 
 def _event(kind: str, **members: Any) -> bytes:
@@ -147,12 +189,14 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     kind = of_type(tool, dict, where, "an object").get("type")
     if kind not in (None, "custom"):
         raise RefusedError(400, f"{where}: tools of type {kind!r} are not offered here, only the program's own.", where)
+    _TOOL.check(tool, f"{where}.")
     return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), where)
 
 
 def _messages(message: Any, where: str) -> list[Message]:
     """A message as chat templates take it: results of tools are messages of their own."""
     role = of_type(message, dict, where, "an object").get("role")
+    _MESSAGE.check(message, f"{where}.")
     content = message.get("content")
     where = f"{where}.content"
     if role == "system":
@@ -164,6 +208,9 @@ def _messages(message: Any, where: str) -> list[Message]:
     blocks = [
         of_type(block, dict, where, "a list of objects") for block in of_type(content, list, where, "text or a list")
     ]
+    for block in blocks:
+        if block.get("type") in _BLOCKS:
+            _BLOCKS[block["type"]].check(block, f"{where}.")
     if role == "assistant":
         return [_assistant(blocks, where)]
     results = [block for block in blocks if block.get("type") == "tool_result"]
@@ -189,9 +236,9 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
         if kind == "thinking":
             thoughts.append(of_type(block.get("thinking"), str, f"{where}.thinking", "a string"))
         elif kind == "tool_use":
-            given = of_type(block.get("input"), dict, f"{where}.input", "an object")
-            calls.append(call_message(block.get("id"), block.get("name"), given, where))
-        elif kind != "redacted_thinking":
+            arguments = of_type(block.get("input"), dict, f"{where}.input", "an object")
+            calls.append(call_message(block.get("id"), block.get("name"), arguments, where))
+        else:
             texts.append(block)
     said["content"] = text_of(texts, where)
     if "".join(thoughts):

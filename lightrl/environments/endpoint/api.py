@@ -5,43 +5,145 @@ from __future__ import annotations
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightrl.environments.base import Message
 from lightrl.environments.endpoint.session import Answered, Asked, RefusedError
 
 __all__ = [
+    "OPENAI_FIXED",
+    "OPENAI_HARMLESS",
+    "OPENAI_SAMPLING",
+    "UNKNOWN",
     "Api",
+    "Members",
     "arguments_of",
     "call_message",
     "event",
     "function_tool",
+    "given",
     "listed",
     "new_id",
     "of_type",
     "pieces",
-    "refuse",
+    "strict",
     "text_of",
     "whole",
 ]
 
 
+@dataclass(frozen=True)
+class Members:
+    """What becomes of the members of a JSON object in a request. Others are rejected; null counts as left out.
+
+    Attributes:
+        read: Have their effect.
+        sampling: Known sampling parameters. They have no effect, because the loss takes tokens to be drawn by the run's
+            settings. They are counted, and named once in the log.
+        harmless: Have no effect on the completion.
+        fixed: Accepted only with these values, most of which ask for what happens anyway.
+    """
+
+    read: Collection[str] = ()
+    sampling: Collection[str] = ()
+    harmless: Collection[str] = ()
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def check(self, given: Mapping[str, Any], where: str = "") -> tuple[str, ...]:
+        """The sampling parameters that are given.
+
+        Args:
+            given: The object.
+            where: Its place in the body, such as "messages[0].".
+
+        Raises:
+            RefusedError: a member is unknown, or has a value that is not supported.
+        """
+        found = []
+        for name, value in given.items():
+            if value is None or name in self.read or name in self.harmless:
+                continue
+            if name in self.sampling:
+                found.append(where + name)
+            elif name not in self.fixed:
+                raise RefusedError(400, f"Unknown parameter: '{where}{name}'.", where + name, UNKNOWN)
+            elif not any(_equal(value, fixed) for fixed in self.fixed[name]):
+                code = "unsupported_value" if self.fixed[name] else "unsupported_parameter"
+                shown = json.dumps(value)[:200]
+                raise RefusedError(
+                    400, f"{where}{name}={shown}: not supported here. Leave {name} out.", where + name, code
+                )
+        return tuple(found)
+
+
+def _equal(value: Any, fixed: Any) -> bool:
+    return value == fixed and isinstance(value, bool) == isinstance(fixed, bool)
+
+
+UNKNOWN = "unknown_parameter"
+
+OPENAI_SAMPLING = frozenset(
+    [
+        *("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed"),
+        *("top_k", "min_p", "repetition_penalty"),  # of vLLM and SGLang
+    ]
+)
+
+OPENAI_HARMLESS = frozenset(
+    [
+        *("user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key"),
+        *("prompt_cache_retention", "request_id", "session_id", "priority", "cache_salt"),
+    ]
+)
+
+OPENAI_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "parallel_tool_calls": (True,),
+    "moderation": (),
+    # What vLLM and SGLang add.
+    "stop": ([], ""),
+    "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "structured_outputs": (),
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    "length_penalty": (1.0,),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "documents": ([],),
+    "include_reasoning": (True,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+}
+
+TEXT_BLOCK = Members(
+    read=("type", "text", "refusal"),
+    harmless=("cache_control", "citations", "prompt_cache_breakpoint", "annotations", "logprobs"),
+)
+
+
 class Api(ABC):
     """One interface: from a body to what is asked, and from a turn to what is answered.
 
-    What a program asks about sampling (`temperature`, `top_p`, `seed`, penalties ...) has no effect: the run's settings
-    hold, because the loss takes tokens to be sampled by them. It is counted. What would change the shape of the
-    answer (several choices, stop strings, a forced tool, JSON of a schema, log-probs) is refused by name, since the
-    program would rely on it. The most tokens of a reply are kept to where they are fewer than the run's.
+    The members of a body are decided by `members`. A limit of tokens is kept to if it is lower than the run's.
 
     Attributes:
         path: of its requests, without `/v1`.
-        read_names: the members of a body that have an effect, or that name or store things without any on tokens.
+        members: of a body.
     """
 
     path: str
-    read_names: frozenset[str]
+    members: Members
 
     @abstractmethod
     def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]) -> Asked:
@@ -52,7 +154,7 @@ class Api(ABC):
             recall: the conversation of an earlier response, by its id.
 
         Raises:
-            RefusedError: the body is malformed, or asks for what there is not.
+            RefusedError: the body is malformed, or asks for something that is not supported.
         """
 
     @abstractmethod
@@ -69,9 +171,6 @@ class Api(ABC):
         kind = kinds.get(refused.status, "server_error" if refused.status >= 500 else "invalid_request_error")
         error = {"message": refused.message, "type": kind, "param": refused.parameter, "code": refused.code}
         return {"error": error}
-
-    def _ignored(self, body: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(name for name, value in body.items() if value is not None and name not in self.read_names)
 
 
 def new_id(prefix: str) -> str:
@@ -102,21 +201,11 @@ def of_type(value: Any, kind: type | tuple[type, ...], name: str, what: str) -> 
     return value
 
 
-def refuse(body: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuses what changes the shape of the answer.
-
-    Args:
-        body: of the request.
-        allowed: name -> its values that change nothing, beside None.
-
-    Raises:
-        RefusedError: a member has another value.
-    """
-    for name, values in allowed.items():
-        if (value := body.get(name)) is not None and not any(type(value) is type(v) and value == v for v in values):
-            raise RefusedError(
-                400, f"{name}={json.dumps(value)[:200]} is not offered here: the run's sampling settings hold.", name
-            )
+def given(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A member that is an object; empty if it is missing or null."""
+    value = body.get(name)
+    found: dict[str, Any] = {} if value is None else of_type(value, dict, name, "an object")
+    return found
 
 
 def listed(body: Mapping[str, Any], name: str) -> list[Any]:
@@ -153,6 +242,7 @@ def text_of(content: Any, name: str, kinds: Sequence[str] = ("text",)) -> str:
         kind = of_type(block, dict, name, "a list of objects").get("type")
         if kind not in kinds:
             raise RefusedError(400, f"{name} holds a block of type {kind!r}; this endpoint takes text only.", name)
+        TEXT_BLOCK.check(block, f"{name}.")
         texts.append(of_type(block.get("text", block.get("refusal")), str, f"{name}.text", "a string"))
     return "\n".join(texts)
 
@@ -169,6 +259,11 @@ def function_tool(name: Any, description: Any, parameters: Any, where: str) -> d
     if parameters is not None:
         function["parameters"] = of_type(parameters, dict, f"{where}.parameters", "a JSON schema")
     return {"type": "function", "function": function}
+
+
+def strict(tools: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """The name of the member that asks for arguments that match their schema, if a tool has it."""
+    return ("tools.strict",) if any(tool.get("function", tool).get("strict") for tool in tools) else ()
 
 
 def arguments_of(value: Any, name: str) -> Any:

@@ -9,22 +9,41 @@ from typing import Any
 
 from lightrl.environments.base import Message
 from lightrl.environments.endpoint.api import (
+    OPENAI_FIXED,
+    OPENAI_HARMLESS,
+    OPENAI_SAMPLING,
     Api,
+    Members,
     arguments_of,
     call_message,
     event,
     function_tool,
+    given,
     listed,
     new_id,
     of_type,
     pieces,
-    refuse,
+    strict,
     text_of,
     whole,
 )
 from lightrl.environments.endpoint.session import Answered, Asked, RefusedError
 
 __all__ = ["ChatCompletions"]
+
+_STREAM = Members(read=["include_usage"], harmless=["include_obfuscation"])
+_TOOL = Members(read=["type", "function"], harmless=["cache_control"])
+_MESSAGE = Members(
+    read=["role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "refusal"],
+    # The last ones are what OpenRouter and LiteLLM add to messages that programs send back.
+    harmless=[
+        *("name", "annotations", "cache_control"),
+        *("reasoning_details", "provider_specific_fields", "thinking_blocks"),
+    ],
+    fixed={"audio": (), "function_call": ()},
+)
+_CALL = Members(read=["id", "type", "function"], harmless=["index"])
+_CALLED = Members(read=["name", "arguments"])
 
 
 class ChatCompletions(Api):
@@ -34,37 +53,37 @@ class ChatCompletions(Api):
     """
 
     path = "/chat/completions"
-    read_names = frozenset(
-        [
-            *("messages", "model", "tools", "tool_choice", "stream", "stream_options", "max_tokens"),
-            *("max_completion_tokens", "n", "stop", "logprobs", "response_format", "user", "metadata", "store"),
-            *("safety_identifier", "prompt_cache_key", "service_tier", "modalities"),
-        ]
+    members = Members(
+        read=[
+            *("messages", "model", "tools", "stream", "stream_options", "max_tokens"),
+            *("max_completion_tokens", "chat_template_kwargs"),
+        ],
+        sampling=OPENAI_SAMPLING | {"reasoning_effort", "verbosity"},
+        harmless=OPENAI_HARMLESS | {"prediction", "prompt_cache_options"},
+        fixed={
+            **OPENAI_FIXED,
+            "n": (1,),
+            "logprobs": (False,),
+            "top_logprobs": (0,),
+            "response_format": ({"type": "text"},),
+            "modalities": (["text"],),
+            "functions": ([],),
+            "function_call": ("none", "auto"),
+            "audio": (),
+            "tool_choice": ("auto", "none"),
+            "web_search_options": (),
+        },
     )
 
     def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]) -> Asked:
         """See `Api.read`."""
-        refuse(
-            body,
-            {
-                "n": (1,),
-                "stop": ([], ""),
-                "logprobs": (False,),
-                "top_logprobs": (0,),
-                "tool_choice": ("auto", "none"),
-                "response_format": ({"type": "text"},),
-                "modalities": (["text"],),
-                "functions": ([],),
-                "function_call": ("none",),
-                "audio": (),
-            },
-        )
+        ignored = self.members.check(body)
         said = of_type(body.get("messages"), list, "messages", "a list")
         if not said:
             raise RefusedError(400, "messages must not be empty.", "messages")
         limits = [whole(body.get(name), name) for name in ("max_completion_tokens", "max_tokens")]
-        options = body.get("stream_options")
-        usage = options is not None and of_type(options, dict, "stream_options", "an object").get("include_usage")
+        options = given(body, "stream_options")
+        _STREAM.check(options, "stream_options.")
         tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(listed(body, "tools"))]
         return Asked(
             messages=[_message(message, f"messages[{i}]") for i, message in enumerate(said)],
@@ -72,8 +91,9 @@ class ChatCompletions(Api):
             max_new_tokens=min((limit for limit in limits if limit is not None), default=None),
             model=str(body.get("model") or ""),
             stream=bool(body.get("stream")),
-            usage=bool(usage),
-            ignored=self._ignored(body),
+            usage=bool(options.get("include_usage")),
+            ignored=ignored + strict(listed(body, "tools")),
+            template_kwargs=given(body, "chat_template_kwargs"),
         )
 
     def write(self, asked: Asked, answered: Answered) -> dict[str, Any]:
@@ -153,6 +173,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     kind = of_type(tool, dict, where, "an object").get("type")
     if kind != "function":
         raise RefusedError(400, f"{where}: tools of type {kind!r} are not offered here, only functions.", where)
+    _TOOL.check(tool, f"{where}.")
     function = of_type(tool.get("function"), dict, f"{where}.function", "an object")
     made = function_tool(
         function.get("name"), function.get("description"), function.get("parameters"), f"{where}.function"
@@ -165,6 +186,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 def _message(message: Any, where: str) -> Message:
     """A message as chat templates take it."""
     role = of_type(message, dict, where, "an object").get("role")
+    _MESSAGE.check(message, f"{where}.")
     if role in ("system", "developer", "user"):
         return {
             "role": "system" if role == "developer" else role,
@@ -182,7 +204,7 @@ def _message(message: Any, where: str) -> Message:
         )
     said: Message = {
         "role": "assistant",
-        "content": text_of(message.get("content"), f"{where}.content", ("text", "refusal")),
+        "content": text_of(message.get("content") or message.get("refusal"), f"{where}.content", ("text", "refusal")),
     }
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     if thoughts:
@@ -193,6 +215,8 @@ def _message(message: Any, where: str) -> Message:
         function = of_type(
             of_type(call, dict, place, "an object").get("function"), dict, f"{place}.function", "an object"
         )
+        _CALL.check(call, f"{place}.")
+        _CALLED.check(function, f"{place}.function.")
         arguments = arguments_of(function.get("arguments"), f"{place}.function.arguments")
         calls.append(call_message(call.get("id"), function.get("name"), arguments, place))
     if calls:

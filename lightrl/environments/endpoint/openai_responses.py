@@ -9,16 +9,21 @@ from typing import Any
 
 from lightrl.environments.base import Message
 from lightrl.environments.endpoint.api import (
+    OPENAI_FIXED,
+    OPENAI_HARMLESS,
+    OPENAI_SAMPLING,
     Api,
+    Members,
     arguments_of,
     call_message,
     event,
     function_tool,
+    given,
     listed,
     new_id,
     of_type,
     pieces,
-    refuse,
+    strict,
     text_of,
     whole,
 )
@@ -26,6 +31,37 @@ from lightrl.environments.endpoint.session import Answered, Asked, RefusedError
 
 __all__ = ["Responses"]
 
+_FORM = Members(sampling=["verbosity"], fixed={"format": ({"type": "text"},)})
+_CACHE = Members(harmless=["mode", "ttl", "comparison_response_id"], fixed={"prewarm": (False,)})
+_INCLUDE = Members(
+    fixed={
+        "include": (
+            "reasoning.encrypted_content",
+            # Of tools of the server, which are not offered, and of images.
+            "file_search_call.results",
+            "web_search_call.results",
+            "web_search_call.action.sources",
+            "message.input_image.image_url",
+            "computer_call_output.output.image_url",
+            "code_interpreter_call.outputs",
+        )
+    },
+)
+_TOOL = Members(
+    read=["type", "name", "description", "parameters", "strict"],
+    fixed={"allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,), "output_schema": ()},
+)
+_PLACE = ("id", "status", "phase", "caller")  # of an item in the conversation that it comes from
+_ITEMS = {
+    "message": Members(read=["type", "role", "content"], harmless=_PLACE),
+    "reasoning": Members(read=["type", "content"], harmless=[*_PLACE, "summary", "encrypted_content"]),
+    "function_call": Members(
+        read=["type", "call_id", "name", "arguments"], harmless=_PLACE, fixed={"async": (False,), "namespace": ()}
+    ),
+    "function_call_output": Members(
+        read=["type", "call_id", "output"], harmless=[*_PLACE, "name"], fixed={"namespace": ()}
+    ),
+}
 _TEXT = ("input_text", "output_text", "text", "refusal")
 
 
@@ -36,42 +72,46 @@ class Responses(Api):
     """
 
     path = "/responses"
-    read_names = frozenset(
-        [
-            *("input", "instructions", "model", "tools", "tool_choice", "stream", "max_output_tokens"),
-            *("previous_response_id", "store", "metadata", "user", "text", "background", "include", "truncation"),
-            *("safety_identifier", "prompt_cache_key", "service_tier", "stream_options"),
-        ]
+    members = Members(
+        read=[
+            *("input", "instructions", "model", "tools", "stream", "max_output_tokens"),
+            *("previous_response_id", "text", "include", "prompt_cache_options", "chat_template_kwargs"),
+        ],
+        sampling=OPENAI_SAMPLING | {"reasoning"},
+        harmless=OPENAI_HARMLESS
+        | {"access_programs", "background_options", "image", "max_tool_calls", "stream_options"},
+        fixed={
+            **OPENAI_FIXED,
+            "background": (False,),
+            "context_management": ([],),
+            "conversation": (),
+            "enable_response_messages": (False,),
+            "multi_agent": ({"enabled": False},),
+            "prompt": (),
+            "tool_choice": ("auto", "none"),
+            "top_logprobs": (0,),
+            "truncation": ("disabled",),
+        },
     )
 
     def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]) -> Asked:
         """See `Api.read`."""
-        refuse(
-            body,
-            {
-                "tool_choice": ("auto", "none"),
-                "background": (False,),
-                "include": ([], ["reasoning.encrypted_content"]),
-                "truncation": ("disabled",),
-                "top_logprobs": (0,),
-                "conversation": (),
-                "prompt": (),
-            },
-        )
-        form = body.get("text")
-        if form is not None:
-            refuse(of_type(form, dict, "text", "an object"), {"format": ({"type": "text"},)})
+        ignored = self.members.check(body)
+        ignored += _FORM.check(given(body, "text"), "text.")
+        _CACHE.check(given(body, "prompt_cache_options"), "prompt_cache_options.")
+        for wanted in listed(body, "include"):
+            _INCLUDE.check({"include": wanted})
         messages: list[Message] = []
         if body.get("instructions") is not None:
             messages.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
         first = len(messages)
         if (earlier := body.get("previous_response_id")) is not None:
             messages += recall(of_type(earlier, str, "previous_response_id", "a string"))
-        given = body.get("input")
-        if isinstance(given, str):
-            messages.append({"role": "user", "content": given})
+        asked = body.get("input")
+        if isinstance(asked, str):
+            messages.append({"role": "user", "content": asked})
         else:
-            items = of_type(given, list, "input", "text or a list of items")
+            items = of_type(asked, list, "input", "text or a list of items")
             _add(messages, items)
         if len(messages) == first:
             raise RefusedError(400, "input must not be empty.", "input")
@@ -82,7 +122,8 @@ class Responses(Api):
             max_new_tokens=whole(body.get("max_output_tokens"), "max_output_tokens"),
             model=str(body.get("model") or ""),
             stream=bool(body.get("stream")),
-            ignored=self._ignored(body),
+            ignored=ignored + strict(tools),
+            template_kwargs=given(body, "chat_template_kwargs"),
             instructions=first,
         )
 
@@ -190,6 +231,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     kind = of_type(tool, dict, where, "an object").get("type")
     if kind != "function":
         raise RefusedError(400, f"{where}: tools of type {kind!r} are not offered here, only functions.", where)
+    _TOOL.check(tool, f"{where}.")
     return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), where)
 
 
@@ -200,6 +242,8 @@ def _add(messages: list[Message], items: list[Any]) -> None:
         where = f"input[{i}]"
         kind = of_type(item, dict, where, "an object").get("type", "message")
         role = item.get("role")
+        if kind in _ITEMS:
+            _ITEMS[kind].check(item, f"{where}.")
         if kind in ("reasoning", "function_call") or (kind == "message" and role == "assistant"):
             if open_one is None:
                 open_one = {"role": "assistant", "content": ""}

@@ -12,10 +12,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities import rank_zero_warn
+
 from lightrl.arguments import MAX_REWARD, at_least, imported, require_packages
 from lightrl.background import in_thread
 from lightrl.environments.endpoint import running
-from lightrl.environments.endpoint.running import InProcess, InSubprocess, ProgramError, Runner
+from lightrl.environments.endpoint.running import InProcess, InSubprocess, LoopBlockedError, ProgramError, Runner
 from lightrl.environments.endpoint.session import Session
 from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.records import StopReason, Trajectory
@@ -35,13 +37,18 @@ class AgentProgram(MultiTurn):
     The program is a function `main(row, base_url, api_key)`, sync or async, that returns a reward or None (the reward
     functions then score the trajectory). `row` has the data set's columns and the column `prompt`. It asks `base_url`
     for replies by OpenAI's chat completions or responses or by Anthropic's messages, plain or streaming, with any
-    client. What it gets are turns of the policy.
+    client. What it gets are turns of the policy. Sync programs run in threads, async ones on one event loop, so that
+    one client can serve all attempts if each request has its attempt's key.
 
     Each attempt has a key of its own, void after its end. A request that continues one of the attempt's conversations
     word for word extends its row where that is proven; any other begins a new row, with what was sampled before as
-    context (sub-agents, compactions). The run's sampling settings hold: what a program asks about sampling has no
-    effect and is counted (`ignored_parameters`), what would change the shape of the answer (several choices, stop
-    strings, a forced tool, JSON of a schema) is refused. A server on 127.0.0.1 lives for as long as attempts do.
+    context (sub-agents, compactions). The run's sampling settings apply: sampling parameters in a request have no
+    effect, are counted (`ignored_parameters`), and named once in a warning. Members that would change the completion
+    (several choices, stop strings, a forced tool, JSON of a schema) and unknown ones are rejected as the provider
+    rejects them. A server on 127.0.0.1 lives for as long as attempts do.
+
+    A request with the key of another attempt, which a client of the whole process makes, ends the run, and so does a
+    reward from a program that sent no request.
 
     A limit ends an attempt with its name as its stop reason; it is scored, because the policy caused it, with what the
     program returns, or with `limit_reward` where that is nothing. An exception in the program, a process that dies, an
@@ -97,6 +104,12 @@ class AgentProgram(MultiTurn):
         self.max_requests = at_least("max_requests", max_requests, 1)
         self.max_body_bytes = at_least("max_body_bytes", max_body_bytes, 1)
         self._endpoint: Endpoint | None = None
+        self._notified: set[str] = set()
+
+    def _notify(self, message: str) -> None:
+        if message not in self._notified:
+            self._notified.add(message)
+            rank_zero_warn(message)
 
     @contextlib.asynccontextmanager
     async def player(self) -> AsyncIterator[Callable[[Attempt], Awaitable[Trajectory]]]:
@@ -115,6 +128,8 @@ class AgentProgram(MultiTurn):
                     max_tokens=attempt.max_tokens,
                     max_requests=self.max_requests,
                     name=attempt.name,
+                    template_kwargs=self.template_kwargs,
+                    notify=self._notify,
                 )
                 return await self._play(session, endpoint, attempt.row)
 
@@ -161,7 +176,8 @@ class AgentProgram(MultiTurn):
                     self._endpoint = None
 
     async def close(self) -> None:
-        """Stops the endpoint where attempts were given up so hastily that they did not wait for its end."""
+        """Ends what attempts share: the event loop of async programs, and an endpoint that they did not wait for."""
+        await self.runner.close()
         await in_thread(self._stop, "endpoint's end")
 
     def _stop(self) -> None:
@@ -196,7 +212,17 @@ class AgentProgram(MultiTurn):
             broken.cancel()
             program.cancel()
             await asyncio.gather(program, broken, return_exceptions=True)
+        if session.error is not None:
+            raise session.error
+        if not program.cancelled() and isinstance(program.exception(), LoopBlockedError):
+            session.fail(f"run: {program.exception()}.")
         if not session.turns:
+            if reward is not None and session.failure is None and not session.requested:
+                raise ValueError(
+                    "run: the program returned a reward but sent no request with its key. Create the client inside the "
+                    "program from its `base_url` and `api_key`: a client of the whole process belongs to the attempt "
+                    "that set it last. Return None if a row needs no turn."
+                )
             refusal = f" Its last request was refused: {session.refusal}" if session.refusal else ""
             session.fail(f"the program ended without a turn.{refusal}")
         if session.failure is None and reward is None and (stop == "time" or session.limited):

@@ -13,24 +13,38 @@ import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightrl.background import in_thread
+from lightrl.background import BackgroundLoop, in_background, in_thread
+from lightrl.environments.endpoint.callers import enter
 from lightrl.rewards.calls import message_of
 
-__all__ = ["InProcess", "InSubprocess", "ProgramError", "Runner"]
+__all__ = ["InProcess", "InSubprocess", "LoopBlockedError", "ProgramError", "Runner"]
 
 CHILD = Path(__file__).with_name("child.py")
+LEAVE_SECONDS = 1.0  # that a program has to end when its attempt does
+BLOCKED_SECONDS = 10.0  # that an event loop may take to react
 LOG_BYTES = 4000  # of a process's output that a message shows
 
 
 class ProgramError(Exception):
     """The program raised, or its process ended without a result."""
+
+
+class LoopBlockedError(ProgramError):
+    """The event loop that async programs share is blocked, by this program or another."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "an async program blocks the event loop that all attempts share. Use `await` for whatever takes long, or "
+            "write a plain function"
+        )
 
 
 class Runner(ABC):
@@ -44,73 +58,138 @@ class Runner(ABC):
             ProgramError: it raised, or its process ended.
         """
 
+    async def close(self) -> None:  # noqa: B027 - only some hold anything
+        """Ends what attempts share. Another `run` starts it again."""
+
 
 class InProcess(Runner):
-    """Calls a function in a thread; an async one gets an event loop of its own there.
+    """Calls a function in a thread. If it is async, it runs on one event loop that all attempts share until `close`, so
+    that they can share a client.
 
-    An async function is cancelled at its next `await`. A sync one cannot be ended: its key is void, and a thread that
-    goes on all the same is left behind, with a warning.
+    An async function is cancelled at its next `await`. A sync one cannot be ended: its key is void, and its thread is
+    left behind with a warning. Once an async function has blocked the shared loop, each attempt gets a separate loop.
 
     Args:
-        function: takes row, base URL and key.
+        function: Takes row, base URL, and key.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
+        self._shared = BackgroundLoop("programs")
+        self._blocks = False
 
     async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
-        """See `Runner.run`."""
-        call = _Call(self.function, (deepcopy(dict(row)), base_url, api_key))
-        task = asyncio.ensure_future(in_thread(call, "program"))
+        """See `Runner.run`.
+
+        Raises:
+            LoopBlockedError: an attempt blocks the loop that this one runs on.
+        """
+        arguments = (deepcopy(dict(row)), base_url, api_key)
+
+        def call() -> Any:
+            enter(api_key)
+            return self.function(*arguments)
+
+        calling = asyncio.ensure_future(in_thread(call, "program"))
         try:
-            result, error = await asyncio.shield(task)
-            if error is None:
-                return result
-            said = f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")  # SystemExit, or cancelled
-            raise ProgramError(said) from error
+            result = _result(*await asyncio.shield(calling))
         finally:
-            if not task.done():
-                call.cancel()
-                await asyncio.wait([task], timeout=1.0)
-                if not task.done():
+            if not calling.done():
+                await asyncio.wait([calling], timeout=LEAVE_SECONDS)
+                if not calling.done():
                     rank_zero_warn("A program did not end when its attempt did; its thread is left behind.")
-                task.cancel()
+                calling.cancel()
+        return await self._awaited(result, api_key) if inspect.isawaitable(result) else result
 
-
-class _Call:
-    """One call of a function, sync or async, which can be cancelled from another thread if it is async."""
-
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self.function = function
-        self.arguments = arguments
-        self._lock = threading.Lock()
-        self._cancelled = False
-        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
-
-    def __call__(self) -> Any:
-        result = self.function(*self.arguments)
-        return asyncio.run(self._awaited(result)) if inspect.isawaitable(result) else result
-
-    async def _awaited(self, result: Any) -> Any:
-        task = asyncio.current_task()
-        assert task is not None
-        with self._lock:
-            self._running = (asyncio.get_running_loop(), task)
-            if self._cancelled:
-                task.cancel()
+    async def _awaited(self, awaitable: Awaitable[Any], api_key: str) -> Any:
+        """The result of an awaitable on the shared loop, or on a separate one if programs block."""
+        separate = self._blocks
+        loop = BackgroundLoop("program") if separate else self._shared
+        program = _OnLoop(awaitable, partial(enter, api_key, self._has_blocked))
+        running = asyncio.wrap_future(loop.submit(program.run()))
         try:
-            return await result
+            while not running.done():
+                if not separate and loop is not self._shared:
+                    raise LoopBlockedError
+                await asyncio.wait([running], timeout=1.0)
+            return _result(*running.result())
         finally:
-            with self._lock:
-                self._running = None
+            if not running.done():
+                loop.call(program.cancel)
+                await asyncio.wait([running], timeout=LEAVE_SECONDS)
+                if not running.done() and not program.cancelled:
+                    await asyncio.wait([running], timeout=BLOCKED_SECONDS)
+                if not running.done() and (separate or program.cancelled):
+                    rank_zero_warn("A program did not end when its attempt did; its task is left behind.")
+                elif not running.done():
+                    self._give_up(loop)
+                    raise LoopBlockedError
+            if separate:
+                _end(loop)
+
+    def _give_up(self, loop: BackgroundLoop) -> None:
+        """Leaves a blocked loop behind, which ends when it can."""
+        self._has_blocked()
+        if loop is self._shared:
+            self._shared = BackgroundLoop("programs")
+            _end(loop)
+
+    def _has_blocked(self) -> None:
+        if not self._blocks:
+            self._blocks = True
+            rank_zero_warn(
+                "run: an async program blocks the event loop that all attempts share. From now on each attempt has a "
+                "separate loop, so a client cannot be shared. Use an async client with `await`, or write a plain "
+                "function."
+            )
+
+    async def close(self) -> None:
+        """See `Runner.close`."""
+        await in_thread(partial(self._shared.close, timeout=LEAVE_SECONDS), "programs' end")
+
+
+def _end(loop: BackgroundLoop) -> None:
+    """Ends an event loop as soon as nothing blocks it."""
+    in_background(partial(loop.close, timeout=threading.TIMEOUT_MAX), "program's end")
+
+
+class _OnLoop:
+    """An awaitable that runs on another thread's event loop. `enter` is called in its context."""
+
+    def __init__(self, awaitable: Awaitable[Any], enter: Callable[[], None]) -> None:
+        self.awaitable = awaitable
+        self.enter = enter
+        self.cancelled = False
+        self.task: asyncio.Task[Any] | None = None
+
+    async def run(self) -> tuple[Any, BaseException | None]:
+        """What it returned, or what it raised, SystemExit included, which would break off the loop."""
+        self.task = asyncio.current_task()
+        if self.cancelled and self.task is not None:
+            self.task.cancel()
+        self.enter()
+        try:
+            return await self.awaitable, None
+        except BaseException as error:
+            return None, error
 
     def cancel(self) -> None:
-        """Cancels an async function; a sync one runs on."""
-        with self._lock:
-            self._cancelled = True
-            if self._running is not None:
-                loop, task = self._running
-                loop.call_soon_threadsafe(task.cancel)
+        """Cancels it, on the loop."""
+        self.cancelled = True
+        if self.task is not None:
+            self.task.cancel()
+
+
+def _result(result: Any, error: BaseException | None) -> Any:
+    """The result, if there is no error.
+
+    Raises:
+        ProgramError: there is one.
+    """
+    if error is None:
+        return result
+    said = f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")  # SystemExit, or cancelled
+    raise ProgramError(said) from error
 
 
 class InSubprocess(Runner):

@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect
 from lightrl.compat.uvicorn import bounded_protocol, cut, serve
 from lightrl.environments.endpoint.anthropic_messages import Messages
 from lightrl.environments.endpoint.api import Api
+from lightrl.environments.endpoint.callers import key_of
 from lightrl.environments.endpoint.openai_chat import ChatCompletions
 from lightrl.environments.endpoint.openai_responses import Responses
 from lightrl.environments.endpoint.session import Answered, Asked, RefusedError, Session
@@ -31,13 +32,19 @@ HOST = "127.0.0.1"
 READ_SECONDS = 60.0  # that a program may take to send a request
 # OpenAI's clients add "/chat/completions" to their base URL, Anthropic's "/v1/messages": one URL does for both.
 PREFIXES = ("", "/v1", "/v1/v1")
+MIXED_UP = (
+    "run: one attempt sent a request with the key of another, which would be trained on it. This happens if programs "
+    "set a client, key, or URL for the whole process. Create the client inside the program from its `base_url` and "
+    "`api_key`, or set process=True."
+)
 NO_RETRY = {"x-should-retry": "false"}  # both official clients heed it
 
 
 class Endpoint:
     """Serves sessions on 127.0.0.1 at a free port, from a thread and an event loop of its own.
 
-    Each session has a key, which is 256 random bits, compared in constant time, and void after the session's end.
+    Each session has a key, which a secret of 256 random bits signs, compared in constant time, and void after the
+    session's end. A key that another attempt of this process uses ends the run.
     Nothing is answered without one, and no body is read.
 
     Where the thread ends unasked, or nothing listens any more, its sessions fail.
@@ -53,7 +60,8 @@ class Endpoint:
     def __init__(self, max_body_bytes: int, max_connections: int) -> None:
         self.max_body_bytes = max_body_bytes
         self.users = 0
-        self._sessions: dict[str, tuple[bytes, Session]] = {}  # by the part of the key that is no secret
+        self._secret = secrets.token_bytes(32)
+        self._sessions: dict[str, Session] = {}  # by the part of the key that is not secret
         self._opening = threading.Lock()
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.bind((HOST, 0))
@@ -65,6 +73,7 @@ class Endpoint:
             ws="none",
             lifespan="off",
             log_config=None,
+            headers=[("connection", "close")],  # so that a connection tells which attempt a request comes from
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=2,
@@ -101,7 +110,7 @@ class Endpoint:
         cut(self._server)
         self._socket.close()
         with self._opening:
-            left = [session for _, session in self._sessions.values()]
+            left = list(self._sessions.values())
             self._sessions.clear()
         for session in left:
             _fail(session, "endpoint: its thread has ended")
@@ -132,28 +141,43 @@ class Endpoint:
 
     def open(self, session: Session) -> str:
         """The key of a session, which is answered from now on; the session has failed where the endpoint has ended."""
-        name, secret = secrets.token_hex(8), secrets.token_urlsafe(32)
+        name = secrets.token_hex(8)
         with self._opening:
             if self._ends or self._server.should_exit or not self._thread.is_alive():
                 session.fail("endpoint: it has ended")
             else:
-                self._sessions[name] = (secret.encode(), session)
-        return f"sk-{name}-{secret}"
+                self._sessions[name] = session
+        return self._key(name)
+
+    def _key(self, name: str) -> str:
+        return f"sk-{name}-{hmac.new(self._secret, name.encode(), 'sha256').hexdigest()}"
 
     def close(self, key: str) -> None:
         """Voids a key."""
-        self._sessions.pop(key.split("-")[1], None)
+        self._sessions.pop(_name(key), None)
 
     def _find(self, request: Request) -> Session:
+        """The session that a request belongs to.
+
+        Raises:
+            RefusedError: its key is wrong, or belongs to an attempt that has ended or that did not make the request.
+        """
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = request.headers.get("x-api-key", "")
-        _, _, rest = key.strip().partition("sk-")
-        name, _, given = rest.partition("-")
-        secret, session = self._sessions.get(name, (b"", None))
-        right = hmac.compare_digest(secret, given.encode())
-        if session is None or not right:
-            raise RefusedError(401, "The key is wrong, or its attempt has ended.", code="invalid_api_key")
+        key = key.strip()
+        name = _name(key)
+        if not hmac.compare_digest(self._key(name).encode(), key.encode()):
+            raise RefusedError(401, "The key is wrong.", code="invalid_api_key")
+        session = self._sessions.get(name)
+        caller = None if request.client is None else key_of(request.client.port)
+        if caller is not None and caller != key:
+            for mixed_up in (session, self._sessions.get(_name(caller))):
+                if mixed_up is not None:
+                    _on_loop(mixed_up, mixed_up.stop, ValueError(MIXED_UP))
+            raise RefusedError(403, MIXED_UP)
+        if session is None:
+            raise RefusedError(401, "The attempt that this key belongs to has ended.", code="invalid_api_key")
         return session
 
     # ---- requests, on the server's own loop ---------------------------------------------------------------------
@@ -169,7 +193,10 @@ class Endpoint:
         async def missing(request: Request, error: Exception) -> Response:
             status = getattr(error, "status_code", 404)
             api = apis[2] if "anthropic-version" in request.headers else apis[0]
-            return _refusal(api, RefusedError(status, f"{request.method} {request.url.path} is not offered here."))
+            refused = RefusedError(status, f"{request.method} {request.url.path} is not offered here.")
+            with contextlib.suppress(RefusedError):
+                _note(self._find(request), refused)
+            return _refusal(api, refused)
 
         app.add_exception_handler(404, missing)
         app.add_exception_handler(405, missing)
@@ -190,6 +217,8 @@ class Endpoint:
                 session = self._find(request)
                 return await self._answer(api, session, request)
             except RefusedError as refused:
+                if session is not None:
+                    _note(session, refused)
                 return _refusal(api, refused)
             except ClientDisconnect:  # half-way through its request
                 return Response(status_code=499)
@@ -267,9 +296,22 @@ async def _give_up_requests() -> None:
     await asyncio.get_running_loop().shutdown_asyncgens()
 
 
-def _fail(session: Session, cause: str) -> None:
+def _name(key: str) -> str:
+    """The part of a key that is not secret."""
+    return key.removeprefix("sk-").partition("-")[0]
+
+
+def _on_loop(session: Session, function: Callable[..., object], *arguments: Any) -> None:
     with contextlib.suppress(RuntimeError):  # its loop has ended
-        session.loop.call_soon_threadsafe(session.fail, cause)
+        session.loop.call_soon_threadsafe(function, *arguments)
+
+
+def _fail(session: Session, cause: str) -> None:
+    _on_loop(session, session.fail, cause)
+
+
+def _note(session: Session, refused: RefusedError) -> None:
+    _on_loop(session, session.refused, refused)
 
 
 async def _disconnected(request: Request) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,7 +51,8 @@ class Asked:
         model: name that the program asked for; it is given back and has no effect.
         stream: whether the answer comes as server-sent events.
         usage: whether a stream of chat completions ends with the counts of tokens.
-        ignored: names of parameters without effect here.
+        ignored: names of sampling parameters, which have no effect.
+        template_kwargs: variables of the chat template that the program asked for.
         instructions: how many of the first messages are not part of the conversation that a response continues.
     """
 
@@ -61,6 +63,7 @@ class Asked:
     stream: bool = False
     usage: bool = False
     ignored: tuple[str, ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     instructions: int = 0
 
 
@@ -129,6 +132,8 @@ class Session:
         max_tokens: most tokens of a row.
         max_requests: most requests in flight.
         name: how messages call the attempt.
+        template_kwargs: variables of the chat template.
+        notify: is told what a user should know once.
     """
 
     bridge: Bridge
@@ -140,11 +145,15 @@ class Session:
     max_tokens: int
     max_requests: int
     name: str
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    notify: Callable[[str], None] = lambda message: None
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop, init=False)
     broken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     failure: str | None = field(default=None, init=False)
     raised_at: str = field(default="", init=False)
+    error: Exception | None = field(default=None, init=False)
     refusal: str | None = field(default=None, init=False)
+    requested: bool = field(default=False, init=False)
     ended: bool = field(default=False, init=False)
     completion: str = field(default="", init=False)
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0.0), init=False)
@@ -215,6 +224,27 @@ class Session:
             self.failure, self.raised_at = cause, raised_at
         self.broken.set()
 
+    def stop(self, error: Exception) -> None:
+        """Notes an error that ends the run."""
+        self.error = error
+        self.broken.set()
+
+    def refused(self, refused: RefusedError) -> None:
+        """Notes a request that was not answered."""
+        self.requested = True
+        self.counts["refused_requests"] += 1
+        self.refusal = refused.message
+        if refused.status in (400, 404, 405, 413) and refused.code != "context_length_exceeded":
+            self.notify(f"A request of the program was rejected with status {refused.status}: {refused.message}")
+
+    def _ignore(self, names: Sequence[str]) -> None:
+        self.counts["ignored_parameters"] += len(names)
+        for name in names:
+            self.notify(
+                f"The program's requests set {name}, which has no effect: the run's sampling settings apply. Set it in "
+                "`sampling`, or leave it out of the requests.",
+            )
+
     def remember(self, name: str, messages: list[Message]) -> None:
         """Keeps the conversation of a response, to be continued by its id."""
         self._responses[name] = messages
@@ -239,18 +269,15 @@ class Session:
         """
         task = asyncio.current_task()
         assert task is not None
+        self.requested = True
         try:
             self._admit()
             if not self._tasks:
                 self._waiting_since = time.monotonic()
             self._tasks.add(task)
-            self.counts["ignored_parameters"] += len(asked.ignored)
+            self._ignore(asked.ignored)
             return await self._sample(asked)
-        except RefusedError as refused:
-            self.counts["refused_requests"] += 1
-            self.refusal = refused.message
-            raise
-        except asyncio.CancelledError:
+        except (RefusedError, asyncio.CancelledError):
             raise
         except Exception as error:
             self.fail(f"{type(error).__name__}: {error}")
@@ -278,6 +305,15 @@ class Session:
             raise RefusedError(
                 400, f"max_tokens={wanted} is below the run's min_new_tokens={self.sampling.min_new_tokens}."
             )
+        for name, value in asked.template_kwargs.items():
+            if name not in self.template_kwargs or self.template_kwargs[name] != value:
+                raise RefusedError(
+                    400,
+                    f"chat_template_kwargs.{name}={json.dumps(value)}: differs from the run's. Set "
+                    "episode.template_kwargs.",
+                    f"chat_template_kwargs.{name}",
+                    "unsupported_value",
+                )
         number = heapq.heappop(self._free) if self._free else self._numbers
         self._numbers = max(self._numbers, number + 1)
         stream = None

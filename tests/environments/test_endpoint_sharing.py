@@ -1,0 +1,335 @@
+"""Attempts that share a process: one client for all of them, one event loop, and keys that are mixed up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from lightrl.environments import AgentProgram
+from lightrl.environments.endpoint import running
+from lightrl.records import GenerationRequest
+from tests.environments import plain_program
+from tests.environments.test_endpoint import ASK, TOKENIZER, Engine, group, play
+
+AGAIN = [*ASK, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "more"}]
+
+
+def chat(client: Any, messages: Any = ASK) -> Any:
+    return client.chat.completions.create(model="m", messages=messages)
+
+
+# ---- keys that are mixed up -----------------------------------------------------------------------------------------
+
+
+def by_module_settings(base_url: str, api_key: str) -> Callable[[Any], Any]:
+    openai.base_url, openai.api_key = base_url + "/", api_key
+    return lambda messages: chat(openai, messages)
+
+
+def by_environment(base_url: str, api_key: str) -> Callable[[Any], Any]:
+    os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"] = base_url, api_key
+    return lambda messages: chat(openai.OpenAI(), messages)
+
+
+class Default:
+    client: Any = None
+
+
+def by_default_client(base_url: str, api_key: str) -> Callable[[Any], Any]:
+    Default.client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    return lambda messages: chat(Default.client, messages)
+
+
+def by_default_anthropic_client(base_url: str, api_key: str) -> Callable[[Any], Any]:
+    Default.client = anthropic.Anthropic(base_url=base_url, api_key=api_key)
+    return lambda messages: Default.client.messages.create(model="m", messages=messages, max_tokens=99)
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai, "api_key", None)
+    monkeypatch.setattr(openai, "base_url", None)
+    monkeypatch.setattr(openai, "_client", None, raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "")
+    monkeypatch.setenv("OPENAI_BASE_URL", "")
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("late", [False, True], ids=["at-once", "after-a-turn"])
+@pytest.mark.parametrize(
+    "configure", [by_module_settings, by_environment, by_default_client, by_default_anthropic_client]
+)
+def test_programs_that_set_a_client_of_the_whole_process_end_the_run(configure: Any, late: bool) -> None:
+    everyone = threading.Barrier(3)
+
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        if late:  # a turn of its own first, as happens where attempts start one after the other
+            plain_program.once({}, base_url, api_key)
+        ask = configure(base_url, api_key)
+        everyone.wait(30)
+        ask(ASK)
+        ask(AGAIN)
+        return 1.0
+
+    engine = Engine("Hi")
+    with pytest.raises(ValueError, match="run: .*base_url"):
+        play(main, engine, number=3)
+
+
+def test_an_async_program_that_sets_a_client_of_the_whole_process_ends_the_run() -> None:
+    set_by: list[str] = []
+
+    async def main(row: Any, base_url: str, api_key: str) -> float:
+        Default.client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        set_by.append(api_key)
+        while len(set_by) < 3:
+            await asyncio.sleep(0.01)
+        await chat(Default.client)
+        return 1.0
+
+    with pytest.raises(ValueError, match="run: .*base_url"):
+        play(main, Engine("Hi"), number=3)
+
+
+def test_a_program_that_outlives_its_attempt_cannot_train_the_next_one() -> None:
+    later = threading.Event()
+    keys: list[str] = []
+    asked: list[str] = []
+
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        keys.append(api_key)
+        if len(keys) == 1:
+            plain_program.once({}, base_url, api_key)
+            later.wait(60)  # past its time; its thread is left behind
+            with contextlib.suppress(Exception):
+                plain_program.once({}, base_url, keys[-1])  # the key that is set by now
+            asked.append(api_key)
+            return 1.0
+        later.set()
+        while not asked:
+            time.sleep(0.01)
+        return 1.0
+
+    program = AgentProgram(main, max_seconds=1)
+    program.setup(TOKENIZER)
+
+    async def run() -> None:
+        async with program.player():
+            (first,) = await group(program, Engine("Hi"), {})
+            assert first.stop_reason == "time"
+            program.max_seconds = 60
+            await group(program, Engine("Hi"), {})
+
+    with pytest.raises(ValueError, match="run: .*base_url"):
+        asyncio.run(run())
+
+
+def test_a_reward_without_a_request_ends_the_run_also_where_threads_hide_who_asks() -> None:
+    everyone = threading.Barrier(2)
+
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        Default.client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        everyone.wait(30)
+        with ThreadPoolExecutor(1) as pool:  # its threads do not have the attempt's context
+            pool.submit(chat, Default.client).result()
+        everyone.wait(30)
+        return 1.0
+
+    with pytest.raises(ValueError, match="run: .*base_url"):
+        play(main, Engine("Hi"), number=2)
+
+
+def test_a_reward_after_requests_that_failed_does_not_end_the_run() -> None:
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        with contextlib.suppress(openai.BadRequestError):
+            openai.OpenAI(base_url=base_url, api_key=api_key).responses.create(model="m", input=[])
+        return 1.0
+
+    (trajectory,) = play(main, Engine("Hi"))
+    assert "input must not be empty" in str(trajectory.failure)
+
+
+@pytest.mark.parametrize("pooled", ["options", "headers"])
+def test_one_client_for_all_threads_that_is_given_each_attempts_key_is_not_mixed_up(pooled: str) -> None:
+    everyone = threading.Barrier(4)
+    shared = openai.OpenAI(base_url="http://127.0.0.1:1", api_key="of each attempt")
+    plain = httpx.Client(timeout=60)
+
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        for messages in (ASK, AGAIN):
+            everyone.wait(30)
+            if pooled == "options":
+                chat(shared.with_options(base_url=base_url, api_key=api_key), messages)
+            else:
+                headers = {"authorization": f"Bearer {api_key}"}
+                answer = plain.post(base_url + "/chat/completions", json={"messages": messages}, headers=headers)
+                answer.raise_for_status()
+        return 1.0
+
+    trajectories = play(main, Engine("Hi", "Hi"), number=4)
+    assert [(t.failure, t.metrics["turns"], len(t.rows)) for t in trajectories] == [(None, 2.0, 1)] * 4
+
+
+# ---- one event loop -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["one-client", "one-per-attempt"])
+def test_async_clients_work_on_one_loop_for_all_attempts_and_groups(
+    shares: bool, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loops: set[Any] = set()
+    made: list[Any] = []
+
+    def client(base_url: str, api_key: str) -> Any:
+        if not shares:
+            return openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        if not made:
+            made.append(openai.AsyncOpenAI(base_url=base_url, api_key="of each attempt"))
+        return made[0].with_options(base_url=base_url, api_key=api_key)
+
+    async def main(row: Any, base_url: str, api_key: str) -> float:
+        loops.add(asyncio.get_running_loop())
+        mine = client(base_url, api_key)
+        await chat(mine)
+        await asyncio.gather(*(chat(mine, AGAIN) for _ in range(2)))
+        return 1.0
+
+    program = AgentProgram(main)
+    program.setup(TOKENIZER)
+
+    async def run() -> list[Any]:
+        played = []
+        for _ in range(2):
+            played += await group(program, Engine("Hi", "Hi", "Hi"), {}, 4)
+        await program.close()
+        return played
+
+    with caplog.at_level(logging.WARNING):
+        trajectories = asyncio.run(run())
+        gc.collect()
+    assert [(t.failure, t.metrics["turns"]) for t in trajectories] == [(None, 3.0)] * 8
+    assert len(loops) == 1
+    assert "Traceback" not in capfd.readouterr().err
+    assert "closed" not in caplog.text and "never retrieved" not in caplog.text
+    assert not [thread for thread in threading.enumerate() if thread.name == "programs"]
+
+
+def test_a_time_limit_ends_one_async_attempt_and_leaves_the_others() -> None:
+    ended: list[str] = []
+
+    async def main(row: Any, base_url: str, api_key: str) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        await chat(client)
+        if not ended:
+            ended.append("begun")
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append("cancelled")
+        return 1.0
+
+    trajectories = play(main, Engine("Hi"), number=3, max_seconds=3)
+    assert sorted(t.stop_reason for t in trajectories) == ["stop", "stop", "time"]
+    assert sorted(sum(t.turn_rewards) for t in trajectories) == [0.0, 1.0, 1.0]
+    assert ended == ["begun", "cancelled"]
+
+
+def test_cancelling_a_run_ends_its_async_programs() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def main(row: Any, base_url: str, api_key: str) -> float:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+        return 1.0
+
+    program = AgentProgram(main)
+    program.setup(TOKENIZER)
+
+    async def run() -> None:
+        playing = asyncio.ensure_future(group(program, Engine("Hi"), {}))
+        await asyncio.to_thread(begun.wait, 60)
+        playing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await playing
+        await program.close()
+
+    asyncio.run(run())
+    assert ended.is_set()
+
+
+def test_an_async_program_that_blocks_the_loop_is_a_failure_of_all_and_then_only_its_own_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(running, "BLOCKED_SECONDS", 1.0)
+    later = threading.Event()
+    attempts: list[str] = []
+
+    async def main(row: Any, base_url: str, api_key: str) -> float:
+        await chat(openai.AsyncOpenAI(base_url=base_url, api_key=api_key))
+        attempts.append(api_key)
+        if len(attempts) in (2, 3):
+            later.wait(60)  # holds the loop up
+        await asyncio.sleep(0.5)
+        return 1.0
+
+    program = AgentProgram(main, max_seconds=2, max_retries=0)
+    program.setup(TOKENIZER)
+
+    async def run() -> tuple[list[Any], list[Any]]:
+        both = await group(program, Engine("Hi"), {}, 2)
+        again = await group(program, Engine("Hi"), {}, 2)
+        later.set()
+        await program.close()
+        return both, again
+
+    with pytest.warns(UserWarning, match="blocks the event loop"):
+        both, again = asyncio.run(run())
+    assert all("blocks the event loop" in str(t.failure) for t in both)
+    assert sorted(t.stop_reason for t in again) == ["stop", "time"]
+
+
+def test_async_programs_that_ask_with_a_blocking_client_do_not_wait_for_each_other() -> None:
+    at_once: list[int] = []
+
+    async def main(row: Any, base_url: str, api_key: str) -> float:
+        chat(openai.OpenAI(base_url=base_url, api_key=api_key))
+        return 1.0
+
+    class Slow(Engine):
+        asking = 0
+
+        async def __call__(self, request: GenerationRequest) -> Any:
+            self.asking += 1
+            at_once.append(self.asking)
+            await asyncio.sleep(0.5)
+            self.asking -= 1
+            return await super().__call__(request)
+
+    program = AgentProgram(main)
+    program.setup(TOKENIZER)
+
+    async def run() -> list[Any]:
+        played = [*await group(program, Slow("Hi"), {}, 3), *await group(program, Slow("Hi"), {}, 3)]
+        await program.close()
+        return played
+
+    with pytest.warns(UserWarning, match="blocks the event loop"):
+        trajectories = asyncio.run(run())
+    assert [t.failure for t in trajectories] == [None] * 6
+    assert max(at_once[:3]) == 1 and max(at_once[3:]) == 3
