@@ -20,15 +20,17 @@ from lightrl.kernels.cpu import enabled
 from lightrl.kernels.cpu.memory import keep_freed_memory
 from lightrl.kernels.fusing import fuse
 from lightrl.models.logprobs import LogitMap
-from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
+from lightrl.models.media_tokens import TOKEN_INPUT, causal_type, placeholder_ids
 from lightrl.models.multimodal import (
     harmless_id,
     idle_parameters,
+    lent_rows,
     marked_tokens,
     media_positions,
     merged_inputs,
     misfits_named,
     no_token_inputs,
+    runs_on_all_ranks,
     sampled_placeholders,
     true_embeddings,
 )
@@ -149,13 +151,66 @@ class Backbone:
             rows = rows if any(rows) else None
         if self._context is not None:
             return self._run_spread(token_ids.device, host, rows, routes)
+        if self.sees and runs_on_all_ranks(self.body):
+            lent = lent_rows(self.config, rows or [], host, token_ids.device)
+            if lent:
+                return self._run_with(lent, host, rows, routes, token_ids.device)
+        return self._run_rows(token_ids, attention_mask, host, rows, routes)
+
+    def _run_with(
+        self,
+        lent: list[tuple[list[int], dict[str, Any]]],
+        host: HostRows,
+        rows: list[dict[str, Any]] | None,
+        routes: Sequence[Routes | None],
+        device: torch.device,
+    ) -> BackboneOutput:
+        """Runs the rows together with rows of other ranks, whose outputs count for nothing."""
+        (count, width), more = host.token_ids.shape, len(lent)
+        longest = max(width, *(len(ids) for ids, _ in lent))
+        ids, attention, response = (
+            F.pad(x, (0, longest - width, 0, more))
+            for x in (host.token_ids, host.attention_mask.bool(), host.attention_mask.bool() & False)
+        )
+        if host.response_mask is not None:
+            response[:count, :width] = host.response_mask.bool()
+        for i, (tokens, _) in enumerate(lent, count):
+            ids[i, : len(tokens)] = torch.tensor(tokens)
+            attention[i, : len(tokens)] = True
+            response[i, len(tokens) - 1] = True
+        groups = host.group_ids
+        if groups is not None:
+            groups = torch.cat([groups, int(groups.max()) + 1 + torch.arange(more)])
+        joint = HostRows(ids, attention, None if host.response_mask is None else response, groups)
+        shown = [*(rows or [{}] * count), *(inputs for _, inputs in lent)]
+        counted = count if bool(response[:count, 1:].any()) else None  # a loss over no row at all is no number
+        routes = [*routes, *[None] * more] if routes else routes
+        out = self._run_rows(ids.to(device), attention.to(device), joint, shown, routes, counted)
+        row, column = out.targets // longest, out.targets % longest
+        own = row < count
+        idle = 0.0 * out.hidden[~own].sum()
+        empty = not bool(own.any())
+        hidden = (out.hidden[:1] if empty else out.hidden[own]) + idle
+        targets = out.targets.new_zeros(1) if empty else (row * width + column)[own]
+        return BackboneOutput(hidden, targets, (count, width), empty, out.aux_loss)
+
+    def _run_rows(
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        host: HostRows,
+        rows: list[dict[str, Any]] | None,
+        routes: Sequence[Routes | None],
+        count: int | None = None,
+    ) -> BackboneOutput:
+        """Runs a batch; only its first `count` rows are in the load-balancing loss, all where None."""
         if rows and any("token_type_ids" in row for row in rows) and self.layout != "padded":
             self._fall_back("parts of its images attend in both directions")
         hidden = sampled_placeholders(self.config, host.token_ids, host.response_mask) if rows else None
         hidden = None if hidden is None else hidden.to(token_ids.device)
         shown = token_ids if hidden is None else token_ids.masked_fill(hidden, harmless_id(self.config))
         with misfits_named(self.body, shown, rows):
-            return self._run(token_ids, attention_mask, host, rows, hidden, routes)
+            return self._run(token_ids, attention_mask, host, rows, hidden, routes, count)
 
     def _refuse_long(self, mask: Tensor) -> None:
         """Refuses rows for which the model's family has other rotary factors than those that are fixed."""
@@ -175,6 +230,7 @@ class Backbone:
         rows: list[dict[str, Any]] | None,
         hidden: Tensor | None,
         routes: Sequence[Routes | None],
+        count: int | None,
     ) -> BackboneOutput:
         if self.layout != "padded":
             ids, spans = marked_tokens(self.config, rows, host) if rows else (host.token_ids, None)
@@ -190,12 +246,12 @@ class Backbone:
             )
             try:
                 with self._replaying(Routes.at(routes, stream.source, token_ids.shape[1])):
-                    return self._run_stream(token_ids, stream, rows, hidden)
+                    return self._run_stream(token_ids, stream, rows, hidden, count)
             except LayoutError as error:
                 self._fall_back(str(error))
         places = torch.arange(token_ids.numel(), device=token_ids.device)
         with self._replaying(Routes.at(routes, places, token_ids.shape[1])):
-            return self._run_padded(token_ids, attention_mask, host, rows, hidden)
+            return self._run_padded(token_ids, attention_mask, host, rows, hidden, count)
 
     def _replaying(self, experts: Tensor | None) -> AbstractContextManager[RoutingPass | None]:
         """Context in which the routers use these (N, L, K) experts, as of `Routes.at`."""
@@ -218,13 +274,19 @@ class Backbone:
         self._restore_attention()
 
     def _run_stream(
-        self, token_ids: Tensor, stream: TokenStream, rows: list[dict[str, Any]] | None, hidden: Tensor | None
+        self,
+        token_ids: Tensor,
+        stream: TokenStream,
+        rows: list[dict[str, Any]] | None,
+        hidden: Tensor | None,
+        count: int | None,
     ) -> BackboneOutput:
         positions, ids = stream.position_ids.unsqueeze(0), token_ids.reshape(1, -1).index_select(1, stream.source)
         inputs = no_token_inputs(self.body, ids)
         shown = bool(rows) and len(stream.targets) > 0  # else the stream is empty, and no picture belongs to it
         if rows:
-            merged = merged_inputs(rows, stream.shown if shown else [], stream.shape, token_ids.device)
+            plain = causal_type(self.config)
+            merged = merged_inputs(rows, stream.shown if shown else [], stream.shape, token_ids.device, plain)
             inputs |= {
                 name: x.reshape(1, -1).index_select(1, stream.source) if name.endswith(TOKEN_INPUT) else x
                 for name, x in merged.items()
@@ -246,7 +308,8 @@ class Backbone:
             )
         if stream.num_calls != self.num_layers:
             raise LayoutError(f"{stream.num_calls} of its {self.num_layers} layers use the replaced attention")
-        return self._output(out, stream.read, stream.targets, stream.shape, None, idle=self.sees and not shown)
+        counted = None if count is None else (stream.source < count * stream.shape[1]).long().unsqueeze(0)
+        return self._output(out, stream.read, stream.targets, stream.shape, counted)
 
     def _run_spread(
         self, device: torch.device, host: HostRows, rows: list[dict[str, Any]] | None, routes: Sequence[Routes | None]
@@ -290,6 +353,7 @@ class Backbone:
         host: HostRows,
         rows: list[dict[str, Any]] | None,
         hidden: Tensor | None,
+        count: int | None,
     ) -> BackboneOutput:
         shape = (token_ids.shape[0], token_ids.shape[1])
         text = self.config.get_text_config()
@@ -302,7 +366,7 @@ class Backbone:
             )
         inputs = no_token_inputs(self.body, token_ids)
         if rows:
-            inputs |= merged_inputs(rows, range(len(rows)), shape, token_ids.device)
+            inputs |= merged_inputs(rows, range(len(rows)), shape, token_ids.device, causal_type(self.config))
             own = media_positions(self.body, token_ids, rows)
             inputs |= {} if own is None else {"position_ids": own}
         with true_embeddings(self.body, hidden, token_ids):
@@ -320,10 +384,14 @@ class Backbone:
             wanted[:, :1] = False
             targets = wanted.reshape(-1).nonzero().squeeze(1).to(token_ids.device, non_blocking=True)
             read = targets - 1
-        return self._output(out, read, targets, shape, attention_mask, idle=self.sees and not rows)
+        counted = attention_mask
+        if count is not None:
+            counted = attention_mask.clone()
+            counted[count:] = False
+        return self._output(out, read, targets, shape, counted)
 
     def _output(
-        self, out: Any, read: Tensor, targets: Tensor, shape: tuple[int, int], mask: Tensor | None, *, idle: bool
+        self, out: Any, read: Tensor, targets: Tensor, shape: tuple[int, int], mask: Tensor | None
     ) -> BackboneOutput:
         hidden = out.last_hidden_state
         hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -331,7 +399,7 @@ class Backbone:
         if empty:
             read = targets = targets.new_zeros(1)
         hidden = hidden.index_select(0, read)
-        if idle:
+        if self.sees:
             hidden = hidden + idle_parameters(self.body)
         return BackboneOutput(hidden, targets, shape, empty, self._aux_loss(out, mask))
 

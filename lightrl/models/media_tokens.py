@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["TOKEN_INPUT", "placeholder_ids"]
+__all__ = ["TOKEN_INPUT", "causal_type", "placeholder_ids"]
 
 TOKEN_INPUT = "token_type_ids"
 """Model inputs whose name ends like this have an entry per token; all others have entries per medium or feature."""
@@ -25,3 +25,8 @@ def placeholder_ids(config: Any) -> dict[str, int]:
         if value is not None:
             found[kind] = int(value)
     return found
+
+
+def causal_type(config: Any) -> int:
+    """Token type of text that attends to earlier tokens alone: 1 for PaliGemma, whose type 0 is a two-way prefix."""
+    return int(config.model_type == "paligemma")

@@ -13,20 +13,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
+from lightrl.compat.peft import adapter_layers
+from lightrl.distributed.strategies import has_process_group, is_sharded
+from lightrl.models.media_tokens import TOKEN_INPUT, causal_type, placeholder_ids
 from lightrl.records import HostRows
 
 __all__ = [
+    "adapts_media",
     "harmless_id",
     "idle_parameters",
+    "lent_rows",
     "marked_tokens",
     "media_positions",
     "merged_inputs",
     "misfits_named",
     "no_token_inputs",
+    "runs_on_all_ranks",
     "sampled_placeholders",
     "told_apart",
     "true_embeddings",
@@ -37,7 +43,9 @@ Rows = Sequence[dict[str, Any]]
 TYPE_STEP = 1 << 26  # more than any vocabulary
 
 
-def merged_inputs(rows: Rows, wanted: Sequence[int], shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
+def merged_inputs(
+    rows: Rows, wanted: Sequence[int], shape: tuple[int, int], device: torch.device, plain: int = 0
+) -> dict[str, Tensor]:
     """The model inputs of a batch.
 
     Args:
@@ -45,15 +53,16 @@ def merged_inputs(rows: Rows, wanted: Sequence[int], shape: tuple[int, int], dev
         wanted: numbers of the rows whose images and the like go through the model, in stream order.
         shape: (B, T).
         device: where to.
+        plain: token type of text, see `causal_type`.
 
     Returns:
-        inputs per token as (B, T), 0 where a row says nothing; all others laid end to end along their first dimension,
-        other dimensions zero-padded to the largest, as processors do for a batch.
+        inputs per token as (B, T), `plain` where a row says nothing; all others laid end to end along their first
+        dimension, other dimensions zero-padded to the largest, as processors do for a batch.
     """
     merged: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         if name.endswith(TOKEN_INPUT):
-            merged[name] = torch.zeros(shape, dtype=torch.long, device=device)
+            merged[name] = torch.full(shape, plain, dtype=torch.long, device=device)
             for i, row in enumerate(rows):
                 if name in row:
                     merged[name][i, : row[name].shape[1]] = row[name][0].to(device, non_blocking=True)
@@ -74,12 +83,12 @@ def _padded(part: Tensor, sizes: list[int]) -> Tensor:
 
 
 def no_token_inputs(body: Any, token_ids: Tensor) -> dict[str, Tensor]:
-    """Zero `token_type_ids` for a batch of text, where a vision-language model requires them in training.
+    """`token_type_ids` of plain text for a batch of text, where a vision-language model requires them in training.
 
     A model of text alone gets none: GPT-2 and its like would add the embedding of token 0 everywhere.
     """
     insists = bool(placeholder_ids(body.config)) and TOKEN_INPUT in inspect.signature(body.forward).parameters
-    return {TOKEN_INPUT: torch.zeros_like(token_ids)} if insists else {}
+    return {TOKEN_INPUT: torch.full_like(token_ids, causal_type(body.config))} if insists else {}
 
 
 def marked_tokens(config: Any, rows: Rows, host: HostRows) -> tuple[Tensor, Tensor]:
@@ -195,10 +204,15 @@ def _misfit(number: int, reason: str) -> ValueError:
 
 @contextmanager
 def misfits_named(body: Any, token_ids: Tensor, rows: Rows | None) -> Iterator[None]:
-    """Context in which an error of the model's about a whole batch becomes one that names the row."""
+    """Context in which an error of the model's about a whole batch becomes one that names the row.
+
+    Not in a model that all ranks run together: one rank alone cannot run it again.
+    """
     try:
         yield
     except (ValueError, RuntimeError) as error:
+        if runs_on_all_ranks(body):
+            raise
         for i, row in enumerate(rows or ()):
             if row and not _fits(body, token_ids[i : i + 1], row):
                 raise _misfit(i, str(error)) from error
@@ -207,7 +221,7 @@ def misfits_named(body: Any, token_ids: Tensor, rows: Rows | None) -> Iterator[N
 
 @torch.no_grad()
 def _fits(body: Any, token_ids: Tensor, row: dict[str, Any]) -> bool:
-    inputs = merged_inputs([row], [0], (1, token_ids.shape[1]), token_ids.device)
+    inputs = merged_inputs([row], [0], (1, token_ids.shape[1]), token_ids.device, causal_type(body.config))
     try:
         body(input_ids=token_ids, use_cache=False, **inputs)
     except (ValueError, RuntimeError):
@@ -216,16 +230,92 @@ def _fits(body: Any, token_ids: Tensor, row: dict[str, Any]) -> bool:
 
 
 def idle_parameters(body: Any) -> Tensor | float:
-    """0, with a graph over the trained parameters outside the language model, for a batch that shows nothing.
+    """0, with a graph over the trained parameters outside the language model.
 
-    DDP waits for the gradient of every parameter on every rank, and only some ranks may have images. Sharded parameters
-    would have to be gathered for that, which this does not do.
+    DDP waits for the gradient of every parameter, and some are not used by a batch: all of the vision tower's in a
+    batch of text, its last layers in families that read an earlier one. Sharded parameters need no gradient.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized() and torch.is_grad_enabled()):
+    if not (has_process_group() and torch.is_grad_enabled()):
         return 0.0
     inside = {id(p) for p in body.get_decoder().parameters()}
-    idle = [p for p in body.parameters() if p.requires_grad and id(p) not in inside and type(p) is torch.nn.Parameter]
+    idle = [p for p in body.parameters() if p.requires_grad and id(p) not in inside and not is_sharded(p)]
     return sum((p.sum() * 0.0 for p in idle), 0.0)
+
+
+def adapts_media(lm: Any) -> bool:
+    """Whether a LoRA adapter sits on what reads images, videos, or sound."""
+    if not placeholder_ids(lm.config):
+        return False
+    language = {id(module) for module in (*lm.base_model.get_decoder().modules(), lm.get_output_embeddings())}
+    return any(id(layer) not in language for layer in adapter_layers(lm).values())
+
+
+def runs_on_all_ranks(body: Any) -> bool:
+    """Whether every rank calls this model at the same time, since it is sharded or its gradients will be reduced."""
+    if not has_process_group() or dist.get_world_size() == 1:
+        return False
+    return any(is_sharded(p) or (p.requires_grad and torch.is_grad_enabled()) for p in body.parameters())
+
+
+def lent_rows(config: Any, rows: Rows, host: HostRows, device: torch.device) -> list[tuple[list[int], dict[str, Any]]]:
+    """Rows of other ranks that make this rank run the same modules as they do. Collective.
+
+    A vision tower runs on the ranks that show an image. Where it is sharded, or its gradients are reduced as they
+    arrive, it has to run on all of them. So a rank that shows nothing of a kind that another rank shows gets the
+    shortest row of that rank.
+
+    Args:
+        config: of the model.
+        rows: B dictionaries of model inputs, `{}` for text.
+        host: the same rows' tokens.
+        device: of the model.
+
+    Returns:
+        (token ids, inputs) of each row to run, the last of whose tokens follows its media; none where all ranks show
+        the same kinds.
+    """
+    offers = _offers(config, rows, host)
+    kinds, rank = list(placeholder_ids(config)), dist.get_rank()
+    shows = torch.tensor([kind in offers for kind in kinds], dtype=torch.long, device=device)
+    agreed = torch.cat([shows * (rank + 1), -shows])
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    lenders, all_show = agreed.view(2, -1).tolist()
+    lent = []
+    for kind, lender, shown in zip(kinds, lenders, all_show, strict=True):
+        if lender == 0 or shown == -1:
+            continue
+        parcel = [offers.get(kind)]
+        dist.broadcast_object_list(parcel, src=lender - 1)
+        if kind not in offers and parcel[0] is not None:
+            lent.append(parcel[0])
+    return lent
+
+
+def _offers(config: Any, rows: Rows, host: HostRows) -> dict[str, tuple[list[int], dict[str, Any]]]:
+    """Kind -> the shortest row that shows some, up to the first token after all of its media."""
+    found: dict[str, tuple[int, int]] = {}
+    placeholders = placeholder_ids(config)
+    for i, row in enumerate(rows):
+        if not row:
+            continue
+        places = {kind: host.token_ids[i] == token for kind, token in placeholders.items()}
+        if host.response_mask is not None:
+            places = {kind: at & ~host.response_mask[i].bool() for kind, at in places.items()}
+        ends = {kind: int(at.nonzero().max()) + 1 for kind, at in places.items() if bool(at.any())}
+        for kind in ends:
+            found[kind] = min(found.get(kind, (1 << 60, i)), (max(ends.values()), i))
+    offers = {}
+    for kind, (end, i) in found.items():
+        ids = host.token_ids[i, :end].clone()
+        if host.response_mask is not None:
+            sampled = torch.isin(ids, torch.tensor(list(placeholders.values()))) & host.response_mask[i, :end].bool()
+            ids[sampled] = harmless_id(config)
+        inputs = {
+            name: (x[:, :end] if name.endswith(TOKEN_INPUT) else x).cpu() if isinstance(x, Tensor) else x
+            for name, x in rows[i].items()
+        }
+        offers[kind] = ([*ids.tolist(), harmless_id(config)], inputs)
+    return offers
 
 
 def _after_media(positions: Tensor, row: dict[str, Any]) -> Tensor:
