@@ -261,6 +261,8 @@ class VLLMAdapter:
         self.client: Any = self.engine.engine_core
         self.max_model_len: int = self.llm.model_config.max_model_len
         self.dtype: torch.dtype = self.llm.model_config.dtype
+        self.model_class: str = self.llm.model_config.architecture
+        self.attends_both_ways: bool = getattr(self.llm.model_config, "is_mm_prefix_lm", False)
         if not in_process:
             self._bound_waits()
         self.pids: list[int] = [] if in_process else self._processes()

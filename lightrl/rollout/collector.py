@@ -105,6 +105,7 @@ class Collector:
         world_size: number of processes.
         stall_timeout: seconds without any progress after which a rollout fails; None waits for ever.
         show: shows how far a rollout of several turns is, "" at its end; False is that it cannot, and the log says it.
+        asks_with_media: Called with every request that has media before the engine gets it, in the episodes' thread.
     """
 
     engine: Engine
@@ -115,6 +116,7 @@ class Collector:
     world_size: int
     stall_timeout: float | None
     show: Callable[[str], bool] = lambda text: False
+    asks_with_media: Callable[[GenerationRequest], None] = lambda request: None
     loop: BackgroundLoop = field(default_factory=lambda: BackgroundLoop("lightrl-episodes"), init=False)
     _live: list[Collection] = field(default_factory=list, init=False)
 
@@ -445,6 +447,8 @@ class Collection:
     async def ask(self, request: GenerationRequest) -> CompletionGroup:
         """Has the engine complete a request. Cancelling it cancels the request."""
         future: asyncio.Future[CompletionGroup] = asyncio.get_running_loop().create_future()
+        if request.media:
+            self._collector.asks_with_media(request)
         with self._lock:
             if self._error is not None:
                 raise asyncio.CancelledError

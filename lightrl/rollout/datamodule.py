@@ -29,8 +29,17 @@ from lightrl.engines.base import Engine, StaleWeightsError
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.environments.episodes import Episode, SingleTurn, Task, request_seed
 from lightrl.models.loading import positions_of
+from lightrl.models.multimodal import adapts_media
 from lightrl.models.turns import ending_turns
-from lightrl.records import Completion, EngineContext, Prompts, Rollouts, SamplingParams, SupervisedBatch
+from lightrl.records import (
+    Completion,
+    EngineContext,
+    GenerationRequest,
+    Prompts,
+    Rollouts,
+    SamplingParams,
+    SupervisedBatch,
+)
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.scorer import RewardScorer
 from lightrl.rollout.collation import ScoredGroup, collate, trajectory_metrics
@@ -455,8 +464,10 @@ class RolloutDataModule(LightningDataModule):
         if self.staleness:
             collected = self._stale().next(self.prompt_cursor, left)
         else:
+            own = self._own_prompts(self.prompt_cursor)
+            self._show(own)
             sync = self._ready_engine()
-            collected = self._collect_rollout(self.prompt_cursor, gather_objects, recover=True)
+            collected = self._collect_rollout(self.prompt_cursor, gather_objects, recover=True, own=own)
             collected.metrics["time/sync"] = sync
         rollouts = self._assemble(collected.groups, self.sampling)
         rollouts.metrics |= collected.metrics
@@ -484,6 +495,7 @@ class RolloutDataModule(LightningDataModule):
             cursor: number of prompts before this rollout, in the same stream; part of the random seeds.
         """
         self.drain()
+        self._show(prompts)
         sync = self._ready_engine()
         collection = self._start(prompts, sampling, group_size, self._seeds(prompts, cursor, stream))
         rollouts = self._assemble(collection.finish(), sampling)
@@ -496,7 +508,13 @@ class RolloutDataModule(LightningDataModule):
             self._stale_source.drain()
 
     def _collect_rollout(
-        self, first: int, gather: Callable[[int], list[int]], *, recover: bool, begun: Collection | None = None
+        self,
+        first: int,
+        gather: Callable[[int], list[int]],
+        *,
+        recover: bool,
+        begun: Collection | None = None,
+        own: Prompts | None = None,
     ) -> CollectedRollout:
         """The training rollout that starts with prompt number `first`, or has `begun`; the engine must be ready."""
         count, metrics = self.prompts_per_rollout, {"time/generate": 0.0, "time/score": 0.0}
@@ -519,7 +537,7 @@ class RolloutDataModule(LightningDataModule):
             return self._start(prompts, self.sampling, self.group_size, seeds, recover=recover)
 
         if begun is None:
-            own = self._own_prompts(first)
+            own = self._own_prompts(first) if own is None else own
             begun = start_with(own, self._seeds(own, first))
         groups, cursor = collect(begun), first + count
         if self.max_refills:
@@ -591,13 +609,24 @@ class RolloutDataModule(LightningDataModule):
     def _seeds(self, prompts: Prompts, cursor: int, stream: str = "train") -> list[int]:
         return [request_seed(self.seed, stream, cursor, i * self.world_size + self.rank) for i in range(len(prompts))]
 
+    def _show(self, prompts: Prompts) -> None:
+        """Tells what pushes weights of prompts that are about to be sampled."""
+        if not any(prompts.media):
+            for sync in self._syncs():
+                sync.show_prompts(prompts.token_ids)
+        elif not self.episode.multi_turn:  # several turns may begin with something else
+            i = next(i for i, media in enumerate(prompts.media) if media)
+            self._show_media(prompts.request(i, self.sampling, 0, 1))
+
+    def _show_media(self, request: GenerationRequest) -> None:
+        for sync in self._syncs():
+            sync.show_media(request)
+
     def _start(
         self, prompts: Prompts, sampling: SamplingParams, group_size: int, seeds: list[int], **how: Any
     ) -> Collection:
         """Starts the groups of this rank's prompts, as `Collector.start` says; the engine must be ready."""
-        if not any(prompts.media):
-            for sync in self._syncs():
-                sync.show_prompts(prompts.token_ids)
+        self._show(prompts)
         if self.scorer is not None:
             self.scorer.set_progress(self._progress())
         sampling = ending_turns(sampling, self.tokenizer)
@@ -610,6 +639,7 @@ class RolloutDataModule(LightningDataModule):
                 world_size=self.world_size,
                 stall_timeout=self.stall_timeout,
                 show=partial(show_in_bar, self.trainer),
+                asks_with_media=self._show_media,
             )
         tasks = [
             Task(
@@ -716,8 +746,16 @@ class RolloutDataModule(LightningDataModule):
             fire=any(s.fire_temperature is not None for s in (self.sampling, self.eval_sampling)),
             keep_cache=self.in_flight is not None and self.in_flight.cache == "keep",
             long_rope=spec.long_rope,
-            lora_rank=0 if spec.lora is None or spec.lora.quantize_4bit else spec.lora.r,
+            lora_rank=self._adapter_rank(),
         )
+
+    def _adapter_rank(self) -> int:
+        """Rank of the adapter that an engine may put on the folder's weights; 0 for merged weights."""
+        lora, actor = self.learner.actor_spec.lora, getattr(self.learner, "actor", None)
+        if lora is None or lora.quantize_4bit:
+            return 0
+        # Engines leave out adapters of a vision tower
+        return 0 if actor is not None and adapts_media(actor.lm) else lora.r
 
     # ---- checks, which change nothing --------------------------------------------------------------------------
 

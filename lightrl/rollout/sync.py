@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightrl.engines.base import Engine
-from lightrl.records import SamplingParams, Trajectory
+from lightrl.records import GenerationRequest, SamplingParams, Trajectory
 from lightrl.rollout.learner import RolloutLearner
 
 __all__ = ["EngineSync", "TrajectoryCheck"]
@@ -42,6 +42,9 @@ class EngineSync(_EngineCallback):
 
     def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
         """Token ids of prompts without media that are about to be sampled, of this rank; in any thread."""
+
+    def show_media(self, request: GenerationRequest) -> None:
+        """A prompt with media that is about to be sampled, of this rank; in any thread."""
 
 
 class TrajectoryCheck(_EngineCallback):

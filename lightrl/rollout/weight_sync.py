@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from lightrl.arguments import above, at_least, sensible
 from lightrl.compat.transformers import as_saved
 from lightrl.engines.base import TOLERANCE, Engine, StaleWeightsError
 from lightrl.models.media_tokens import placeholder_ids
 from lightrl.models.multimodal import harmless_id
+from lightrl.records import Completion, GenerationRequest, SamplingParams
 from lightrl.rollout.learner import RolloutLearner
 from lightrl.rollout.sync import EngineSync
 
 __all__ = ["WeightSync"]
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class WeightSync(EngineSync):
@@ -28,7 +34,9 @@ class WeightSync(EngineSync):
 
     After a push a *canary* asks engine and trainer for the log-probs of a few fixed tokens: of the run's first prompts
     once there are any, of random ones before. If they differ by more than `tolerance` the run stops: training on
-    samples of stale or half-loaded weights fails silently otherwise. It also stops where the trainer's log-probs have
+    samples of stale or half-loaded weights fails silently otherwise. If the run has prompts with media, it also samples
+    a few tokens after one of them and compares their log-probs: what the vision tower computes, how image tokens are
+    attended to, and adapters on the tower show there alone. It also stops where the trainer's log-probs have
     moved by ten times the gap of the push before, and the push has not brought the engine's half of the way: steps too
     small for any tolerance leave an engine behind unseen otherwise.
 
@@ -37,7 +45,8 @@ class WeightSync(EngineSync):
         tolerance: largest allowed mean absolute difference in nats, and nothing else. None takes 5e-4 for a float32
             engine, 0.15 for bfloat16, 0.05 for float16, and looks at the way that the push has brought the engine.
         num_sequences: sequences of the canary.
-        num_tokens: tokens in each.
+        num_tokens: tokens in each, and tokens sampled after a prompt with media. A mixture of experts gets more
+            sequences if the engine routes its tokens: about eight tokens for each expert.
 
     Raises:
         StaleWeightsError: from `ensure_synced`, with the gap.
@@ -53,13 +62,21 @@ class WeightSync(EngineSync):
         self.num_tokens = at_least("WeightSync.num_tokens", num_tokens, 2)
         self.last_gap: float | None = None
         """Mean absolute log-prob gap in nats of the last canary."""
+        self.last_media_gap: float | None = None
+        """The same for a completion of a prompt with media; None for text alone."""
         self._prompts: list[list[int]] | None = None
+        self._media: GenerationRequest | None = None
+        self._media_before: tuple[Completion, torch.Tensor, float] | None = None  # its trainer's log-probs, the gap
         self._answered: tuple[torch.Tensor, torch.Tensor, float] | None = None  # tokens, the engine's answer, the gap
 
     def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
         """Takes the first prompts that it sees for the canary."""
         if self._prompts is None:
             self._prompts = [list(ids) for ids in token_ids]
+
+    def show_media(self, request: GenerationRequest) -> None:
+        """Keeps the first prompt with media that it sees."""
+        self._media = self._media or request
 
     def ensure_synced(self, module: RolloutLearner, engine: Engine) -> None:
         """Pushes if the versions differ. Collective: every rank calls it at the same time."""
@@ -77,9 +94,10 @@ class WeightSync(EngineSync):
                 engine.load_weights(weights, policy_version=module.policy_version)
             if self.canary:
                 self._check(module, engine)
+                self._check_media(module, engine)
 
     def _check(self, module: RolloutLearner, engine: Engine) -> None:
-        tokens = self._tokens(module, min(self.num_tokens, engine.max_model_len - 1))
+        tokens = self._tokens(module, engine, min(self.num_tokens, engine.max_model_len - 1))
         for placeholder in placeholder_ids(module.actor.lm.config).values():  # stands for what is not there
             tokens[tokens == placeholder] = harmless_id(module.actor.lm.config)
         routes = [module.actor.agreed_routes(tokens)] if engine.replays_routes else []
@@ -92,7 +110,7 @@ class WeightSync(EngineSync):
             )
         gaps = (ours - theirs).abs()
         self.last_gap = float(gaps.mean())
-        tolerance = self.tolerance or TOLERANCE.get(engine.dtype or "float32", TOLERANCE["bfloat16"])
+        tolerance = self._tolerance(engine)
         behind = self.tolerance is None and self._is_behind(tokens, ours)
         worst = bool(module.all_max(torch.tensor(float(behind or not self.last_gap <= tolerance))))
         self._answered = None if worst else (tokens, theirs, self.last_gap)
@@ -107,13 +125,62 @@ class WeightSync(EngineSync):
                 "trainer's precision; raise WeightSync.tolerance only if the gap is rounding."
             )
 
-    def _tokens(self, module: RolloutLearner, length: int) -> torch.Tensor:
-        """(num_sequences, length): prompts one after the other, or random tokens where there are too few."""
+    def _check_media(self, module: RolloutLearner, engine: Engine) -> None:
+        """Compares the log-probs of a completion that the engine samples after a prompt with media. Collective."""
+        request = self._media
+        if not bool(module.all_max(torch.tensor(float(request is not None)))):
+            return
+        if request is None:  # other ranks have one, and every rank runs the model
+            module.token_logprobs(torch.zeros((1, 2), dtype=torch.long, device=module.device))
+            return self._judge_media(module, engine, 0.0, 0.0)
+        room = min(self.num_tokens, engine.max_model_len - len(request.token_ids))
+        asked = replace(request, sampling=SamplingParams(max_new_tokens=room, ignore_eos=True), seed=0)
+        (group,) = engine.generate([asked])
+        new = group.completions[0]
+        before = self._media_before or (new, None, 0.0)
+        now, again = _logprobs(module, request, [new, before[0]])
+        theirs = torch.tensor(new.logprobs)
+        gap = float((now - theirs).abs().mean())
+        moved = 0.0 if before[1] is None else float((again - before[1]).abs().mean())
+        self.last_media_gap = gap
+        self._media_before = new, now, gap
+        behind = self.tolerance is None and moved > 10 * before[2] and gap > moved / 2
+        return self._judge_media(module, engine, gap, moved if behind else 0.0)
+
+    def _judge_media(self, module: RolloutLearner, engine: Engine, gap: float, moved: float) -> None:
+        tolerance = self._tolerance(engine)
+        worst = float(module.all_max(torch.tensor([gap if gap == gap else float("inf"), moved])).max())
+        if bool(module.all_max(torch.tensor(float(moved > 0 or not gap <= tolerance)))):
+            self._media_before = None
+            engine.mark_stale()
+            raise StaleWeightsError(
+                f"{type(engine).__name__} with {type(module.actor.lm).__name__}: after a prompt with images, videos, "
+                f"or audio its log-probs differ from the trainer's by {worst:.2e} on average (allowed: {tolerance:g}), "
+                "while those of text agree. They read the media differently: an adapter or weights outside the "
+                "language model are missing in the engine, or it attends to media tokens in another way. Use "
+                "TransformersEngine, or train on text only."
+            )
+
+    def _tolerance(self, engine: Engine) -> float:
+        return self.tolerance or TOLERANCE.get(engine.dtype or "float32", TOLERANCE["bfloat16"])
+
+    def _tokens(self, module: RolloutLearner, engine: Engine, length: int) -> torch.Tensor:
+        """(rows, length): prompts one after the other, or random tokens where there are too few.
+
+        Where the engine's routers choose the experts, rows of random tokens follow, so that most experts are asked.
+        """
+        config = module.actor.lm.config.get_text_config()
+        generator = torch.Generator().manual_seed(0)
         known = [token for prompt in self._prompts or () for token in prompt][: self.num_sequences * length]
         if len(known) == self.num_sequences * length:
-            return torch.tensor(known).view(self.num_sequences, length)
-        vocabulary = module.actor.lm.config.get_text_config().vocab_size
-        return torch.randint(vocabulary, (self.num_sequences, length), generator=torch.Generator().manual_seed(0))
+            tokens = torch.tensor(known).view(self.num_sequences, length)
+        else:
+            tokens = torch.randint(config.vocab_size, (self.num_sequences, length), generator=generator)
+        if engine.replays_routes or not module.actor.has_experts:
+            return tokens
+        experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 0)
+        rows = -(-8 * experts // (length * (getattr(config, "num_experts_per_tok", None) or 1)))
+        return torch.cat([tokens, torch.randint(config.vocab_size, (rows, length), generator=generator)])
 
     def _is_behind(self, tokens: torch.Tensor, ours: torch.Tensor) -> bool:
         """Whether the trainer has moved well beyond rounding since the last canary, and the engine not half as far."""
@@ -122,6 +189,29 @@ class WeightSync(EngineSync):
         _, before, rounding = self._answered
         moved = float((ours - before).abs().mean())  # what the gap would be without a push
         return moved > 10 * rounding and self.last_gap is not None and self.last_gap > moved / 2
+
+
+@torch.no_grad()
+def _logprobs(
+    module: RolloutLearner, request: GenerationRequest, completions: Sequence[Completion]
+) -> list[torch.Tensor]:
+    """The trainer's log-probs of each completion of a prompt with media."""
+    rows = [torch.tensor(request.token_ids + completion.token_ids) for completion in completions]
+    token_ids = pad_sequence(rows, batch_first=True).to(module.device)
+    lengths = torch.tensor([len(row) for row in rows], device=module.device)
+    places = torch.arange(token_ids.shape[1], device=module.device)
+    attention = places < lengths[:, None]
+    response = attention & (places >= len(request.token_ids))
+    with module.trainer.precision_plugin.forward_context():
+        out = module.actor(
+            token_ids,
+            attention,
+            response,
+            inputs=[request.inputs] * len(rows),
+            routes=[completion.routes for completion in completions],
+        )
+    start = len(request.token_ids)
+    return [row[start : len(ids)].cpu() for row, ids in zip(out.logprobs, rows, strict=True)]
 
 
 def _named_for(

@@ -182,4 +182,58 @@ def _qwen2_audio() -> tuple[Any, Any]:
     return t.Qwen2AudioForConditionalGeneration(config), processor
 
 
-_OTHERS = {"idefics3": _idefics3, "llava": _llava, "qwen2_audio": _qwen2_audio}
+def _gemma3() -> tuple[Any, Any]:
+    import transformers as t
+
+    tokens = ["<start_of_image>", "<end_of_image>", "<image_soft_token>", "\n\n", "\n\n\n", "\n\n\n\n"]  # for vLLM
+    tokenizer = make_tokenizer(tokens, "<start_of_image>")
+    for name in ("boi_token", "eoi_token", "image_token"):
+        token = {"boi": "<start_of_image>", "eoi": "<end_of_image>"}.get(name[:3], "<image_soft_token>")
+        setattr(tokenizer, name, token)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    tokenizer.init_kwargs |= {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    tokenizer.init_kwargs |= {"image_token": "<image_soft_token>"}
+    layers = ["sliding_attention", "full_attention"]
+    text = text_settings(head_dim=32, query_pre_attn_scalar=32, sliding_window=64, layer_types=layers)
+    config = t.Gemma3Config(
+        text_config=text,
+        vision_config={**VISION, "model_type": "siglip_vision_model", "image_size": 16},
+        mm_tokens_per_image=4,
+        boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+        tie_word_embeddings=False,
+        **{name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
+    images = t.Gemma3ImageProcessor(size={"height": 16, "width": 16})
+    processor = t.Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=4)
+    return t.Gemma3ForConditionalGeneration(config), processor
+
+
+def _paligemma() -> tuple[Any, Any]:
+    import transformers as t
+
+    tokenizer = make_tokenizer(["<image>"], "<image>")
+    text = text_settings(model_type="gemma", head_dim=32)
+    config = t.PaliGemmaConfig(
+        text_config=text,
+        vision_config={**VISION, "model_type": "siglip_vision_model", "image_size": 16, "projection_dim": 64},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        projection_dim=64,
+        hidden_size=64,
+        tie_word_embeddings=False,
+        **{name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
+    images = t.SiglipImageProcessor(size={"height": 16, "width": 16})
+    images.image_seq_length = 16
+    processor = t.PaliGemmaProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
+    return t.PaliGemmaForConditionalGeneration(config), processor
+
+
+_OTHERS = {
+    "idefics3": _idefics3,
+    "llava": _llava,
+    "qwen2_audio": _qwen2_audio,
+    "gemma3": _gemma3,
+    "paligemma": _paligemma,
+}

@@ -64,7 +64,7 @@ def compare(engine: Any, folder: Any) -> Any:
     return policy
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma3", "paligemma"])  # the last two attend to images both ways
 def test_the_transformers_engine_agrees(folder_of: Any, family: str) -> None:
     engine = TransformersEngine()
     compare(engine, folder_of(family))
@@ -88,6 +88,23 @@ def test_vllm_agrees(folder_of: Any, family: str) -> None:
             prompts.media[0].key = "other"
             with pytest.raises(ValueError, match=r"Prompt 0 \(data-set row 1\).*differ"):
                 sample(engine, prompts)
+    finally:
+        engine.close()
+
+
+@pytest.mark.vllm
+def test_vllm_on_a_cpu_rejects_images_of_models_that_attend_to_them_both_ways(folder_of: Any) -> None:
+    pytest.importorskip("vllm")
+    from lightrl.engines import VLLMEngine
+
+    arguments = {"kv_cache_memory_bytes": 32 << 20, "load_format": "dummy"}  # vLLM reads other names of the tower
+    folder, engine = folder_of("gemma3"), VLLMEngine(engine_args=arguments)
+    engine.start(EngineContext(folder.path, max_prompt_tokens=400, max_new_tokens=12))
+    try:
+        prompts = folder.prompts(mixed_rows("gemma3"))
+        assert len(sample(engine, prompts[[0, 3]])) == 6, "of text"
+        with pytest.raises(ValueError, match="Gemma3"):
+            sample(engine, prompts)
     finally:
         engine.close()
 

@@ -495,6 +495,11 @@ class VLLMEngine(Engine):
                 f"SamplingParams.fire_temperature={sampling.fire_temperature}: this engine was started without it, "
                 "start it with EngineContext(fire=True), which a run does whose own settings have one."
             )
+        if request.media and not self._on_cuda and self._running().attends_both_ways:
+            raise ValueError(
+                f"engine=VLLMEngine on a CPU with images and {self._running().model_class}: the model attends in both "
+                "directions within an image, and vLLM's attention on a CPU is causal. Use TransformersEngine."
+            )
         check_lengths(request, limit=("engine's", limit), way_out="raise VLLMEngine.max_model_len")
 
     def _stream(self, queue: RequestQueue) -> Iterator[CompletionGroup]:
