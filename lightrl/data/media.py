@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote, urlparse
 
 import datasets
@@ -21,7 +22,7 @@ from lightrl.data.rows import RowError, RowSource
 from lightrl.records import Media
 from lightrl.rewards.media import open_image
 
-__all__ = ["COLUMNS", "MediaError", "MediaSource", "decode", "require_present"]
+__all__ = ["COLUMNS", "Grid", "MediaError", "MediaSource", "Optioned", "decode", "options_of", "require_present"]
 
 COLUMNS = {
     "image": "image",
@@ -34,10 +35,78 @@ COLUMNS = {
 """Columns that hold media, and of which kind."""
 
 KINDS = ("image", "video", "audio")
+ADDRESSES = ("url", "path", "bytes", "data", "base64")
+_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "image": _SIZES,
+    "video": (*_SIZES, "total_pixels", "fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"),
+    "audio": (),
+}
+"""What may stand next to one medium, per kind. Names and meaning are those of qwen-vl-utils."""
 
 
 class MediaError(RowError):
     """A medium that is missing, broken or of an unknown form."""
+
+
+class Grid(NamedTuple):
+    """What a model cuts media into: sides of pictures and of frames, in pixels, and numbers of frames are multiples."""
+
+    image: int = 1
+    video: int = 1
+    frames: int = 1
+
+
+@dataclass
+class Optioned:
+    """A medium with the options that stand next to it."""
+
+    value: Any
+    options: dict[str, float]
+
+
+def options_of(kind: str, given: Mapping[str, Any]) -> dict[str, float]:
+    """The options next to a medium.
+
+    Args:
+        kind: of the medium.
+        given: what stands there, apart from its type and the medium itself.
+
+    Raises:
+        MediaError: an option that is not one of `OPTIONS`, or options that do not go together.
+    """
+    options = {name: value for name, value in given.items() if value is not None}
+    options.pop("detail", None) if options.get("detail") == "auto" else None
+    for name, value in options.items():
+        if name not in OPTIONS[kind]:
+            known = f"LightRL honors {', '.join(OPTIONS[kind])}" if OPTIONS[kind] else "LightRL honors none"
+            raise MediaError(f"{name}={value!r} next to {_a(kind)}: {known}. Remove it.")
+        least = name in ("video_start", "video_end")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 or (least and value == 0)):
+            raise MediaError(f"{name}={value!r} next to {_a(kind)}: must be a number above 0.")
+    for one, other in (("fps", "nframes"), ("resized_height", "max_pixels"), ("resized_height", "min_pixels")):
+        if one in options and other in options:
+            raise MediaError(f"{one} and {other} next to {_a(kind)}: they contradict each other. Remove one.")
+    if ("resized_height" in options) != ("resized_width" in options):
+        raise MediaError(f"resized_height or resized_width next to {_a(kind)}: give both.")
+    for low, high in (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end")):
+        if low in options and high in options and options[low] > options[high]:
+            raise MediaError(f"{low}={options[low]:g} next to {_a(kind)}: must be at most {high}={options[high]:g}.")
+    return options
+
+
+def _a(kind: str) -> str:
+    return f"a {kind}" if kind == "video" else f"an {kind}"
+
+
+def _split(kind: str, value: Any) -> tuple[Any, dict[str, float]]:
+    """A medium and its options; those may also stand in a dictionary that names its file."""
+    value, options = (value.value, value.options) if isinstance(value, Optioned) else (value, {})
+    if isinstance(value, Mapping):
+        medium = ("type", kind, "array", "sampling_rate", *ADDRESSES)
+        options = options_of(kind, {**{k: v for k, v in value.items() if k not in medium}, **options})
+        value = value[kind] if value.get(kind) is not None else {k: v for k, v in value.items() if k in medium}
+    return value, options
 
 
 @dataclass
@@ -121,14 +190,15 @@ def _pictures(data: datasets.Dataset, number: int) -> Iterator[Any]:
                 yield value["path"]
 
 
-def decode(found: Sequence[tuple[str, Any]], source: MediaSource) -> Media:
+def decode(found: Sequence[tuple[str, Any]], source: MediaSource, grid: Grid = Grid()) -> Media:  # noqa: B008
     """Reads media.
 
     Args:
         found: (kind, value) of each, in the order of the prompt's places. A value is a PIL image, an array, a path, a
             `file://` address, bytes, base64 (also as a data URL), or what `datasets` makes of them; a video also a
-            list of frames.
+            list of frames. Options next to it win over the source's limits.
         source: limits, and where paths start.
+        grid: of the model.
 
     Raises:
         MediaError: one cannot be read; the message says which and why.
@@ -137,10 +207,11 @@ def decode(found: Sequence[tuple[str, Any]], source: MediaSource) -> Media:
     for kind, value in found:
         number = 1 + len({"image": media.images, "video": media.videos, "audio": media.audios}[kind])
         try:
+            value, options = _split(kind, value)
             if kind == "image":
-                media.images.append(_capped(_image(value, root), source.max_pixels))
+                media.images.append(_sized(_image(value, root), options, source.max_pixels, grid.image))
             elif kind == "video":
-                frames, times = _video(value, root, source)
+                frames, times = _video(value, root, source, options, grid)
                 media.videos.append(frames)
                 media.video_times.append(times)
             else:
@@ -160,6 +231,10 @@ def require_present(found: Sequence[tuple[str, Any]], source: MediaSource) -> No
     numbers = dict.fromkeys(KINDS, 0)
     for kind, value in found:
         numbers[kind] += 1
+        try:
+            value, _ = _split(kind, value)
+        except MediaError as error:
+            raise MediaError(f"{kind} {numbers[kind]}: {error}") from error
         frames = value if kind == "video" and isinstance(value, list | tuple) else [value]
         for item in frames:
             try:
@@ -284,20 +359,59 @@ def _capped(image: Any, max_pixels: int | None) -> Any:
     return image.resize((min(width, max(1, bound // height)), min(height, max(1, bound // width))))
 
 
+def _sized(image: Any, options: Mapping[str, float], max_pixels: float | None, factor: int) -> Any:
+    """The image as large as the options next to it say; without any, at most `max_pixels` large."""
+    if not any(name in options for name in _SIZES):
+        return _capped(image, None if max_pixels is None else int(max_pixels))
+    width, height = image.size
+    height, width = options.get("resized_height", height), options.get("resized_width", width)
+    most = options.get("max_pixels", 16384 * factor**2)
+    height, width = _smart_size(height, width, factor, options.get("min_pixels", min(4 * factor**2, most)), most)
+    return image if (width, height) == image.size else image.resize((width, height))
+
+
+def _smart_size(height: float, width: float, factor: int, least: float, most: float) -> tuple[int, int]:
+    """Sides that are multiples of `factor`, about in proportion, with an area from `least` to `most`.
+
+    Source: https://github.com/QwenLM/Qwen3-VL/tree/main/qwen-vl-utils (`smart_resize`).
+    """
+    rows, columns = (max(factor, round(side / factor) * factor) for side in (height, width))
+    if rows * columns > most:
+        scale = (height * width / most) ** 0.5
+        rows, columns = (max(factor, int(side / scale / factor) * factor) for side in (height, width))
+    elif rows * columns < least:
+        scale = (least / (height * width)) ** 0.5
+        rows, columns = (math.ceil(side * scale / factor) * factor for side in (height, width))
+    return rows, columns
+
+
 # ---- videos ------------------------------------------------------------------------------------------------------
 
 
-def _video(value: Any, root: Path, source: MediaSource) -> tuple[np.ndarray[Any, Any], list[float]]:
+def _video(
+    value: Any, root: Path, source: MediaSource, options: Mapping[str, float], grid: Grid
+) -> tuple[np.ndarray[Any, Any], list[float]]:
     """(F, H, W, 3) uint8 and the second of each frame."""
     content = _content(value, root)
     if content is None:
         if len(value) == 0:
             raise MediaError("a video without frames.")
-        picked = _spread(len(value), len(value), source.max_frames)
-        frames, times = [_image(value[i], root) for i in picked], [i / source.frame_rate for i in picked]
+        rate = options.get("fps", source.frame_rate)  # they were picked at that rate
+        if _picks_frames(options):
+            picked = _picked(len(value), rate, source, {"fps": rate, **options}, grid)
+        else:
+            picked = _spread(len(value), len(value), source.max_frames)
+        frames, times = [_image(value[i], root) for i in picked], [i / rate for i in picked]
     else:
-        frames, times = _video_file(content, source)
-    frames = [_capped(frame, source.max_pixels) for frame in frames]
+        frames, times = _video_file(content, source, options, grid)
+    most: float | None = source.max_pixels
+    if any(name in options for name in (*_SIZES, "total_pixels")) and "resized_height" not in options:
+        least = options.get("min_pixels", 128 * grid.video**2)
+        share = options.get("total_pixels", 115200 * grid.video**2) / len(frames) * 2  # two frames are one step in time
+        bound = max(min(768 * grid.video**2, share), int(1.05 * least))
+        most = min(options.get("max_pixels", bound), bound)
+        options = {**options, "max_pixels": most, "min_pixels": min(least, most)}
+    frames = [_sized(frame, options, most, grid.video) for frame in frames]
     if len({frame.size for frame in frames}) > 1:
         raise MediaError(f"frames of different sizes {sorted({frame.size for frame in frames})}.")
     return np.stack([np.asarray(frame) for frame in frames]), times
@@ -308,24 +422,63 @@ def _spread(total: int, wanted: int, limit: int) -> list[int]:
     return [int(i) for i in np.linspace(0, total - 1, max(1, min(wanted, limit))).round()]
 
 
-def _video_file(content: bytes | Path, source: MediaSource) -> tuple[list[Any], list[float]]:
+def _picks_frames(options: Mapping[str, float]) -> bool:
+    return any(name in options for name in OPTIONS["video"] if name not in (*_SIZES, "total_pixels"))
+
+
+def _picked(total: int, rate: float, source: MediaSource, options: Mapping[str, float], grid: Grid) -> list[int]:
+    """Numbers of the frames to take of a video.
+
+    Args:
+        total: frames that it has. rate: of them per second.
+        source: settings that hold without options.
+        options: next to the video.
+        grid: of the model.
+
+    Source: https://github.com/QwenLM/Qwen3-VL/tree/main/qwen-vl-utils (`smart_nframes`).
+    """
+    if not _picks_frames(options):
+        return _spread(total, round(total / rate * source.frame_rate), source.max_frames)
+    first = math.ceil(options.get("video_start", 0) * rate)
+    last = min(math.floor(options.get("video_end", total / rate) * rate), total - 1)
+    count, step = last - first + 1, grid.frames
+    if count < 1:
+        raise MediaError(f"video_start={options.get('video_start', 0):g}: the video has {total / rate:g} seconds.")
+    if "nframes" in options:
+        wanted = round(options["nframes"] / step) * step
+        if not step <= wanted <= count:
+            raise MediaError(f"nframes={options['nframes']:g}: must be from {step} to {count}, the frames it has.")
+    else:
+        least = math.ceil(options.get("min_frames", 4) / step) * step
+        most = max(step, int(options.get("max_frames", source.max_frames) / step) * step)
+        wanted = int(min(max(count / rate * options.get("fps", source.frame_rate), least), most, count))
+        wanted = max(1, wanted // step * step)
+    return [int(i) for i in np.linspace(first, last, wanted).round()]
+
+
+def _video_file(
+    content: bytes | Path, source: MediaSource, options: Mapping[str, float], grid: Grid
+) -> tuple[list[Any], list[float]]:
     from PIL import UnidentifiedImageError
 
     try:
         moving = open_image(io.BytesIO(content) if isinstance(content, bytes) else content)
     except UnidentifiedImageError:
-        return _with_opencv(content, source)
+        return _with_opencv(content, source, options, grid)
     frames, starts, clock = [], [], 0.0
     for number in range(getattr(moving, "n_frames", 1)):  # GIF, WebP, APNG
         moving.seek(number)
         frames.append(moving.convert("RGB"))
         starts.append(clock)
         clock += moving.info.get("duration", 1000 / source.frame_rate) / 1000
-    picked = _spread(len(frames), round(clock * source.frame_rate), source.max_frames)
+    rate = len(frames) / clock if clock else source.frame_rate
+    picked = _picked(len(frames), rate, source, options, grid)
     return [frames[i] for i in picked], [starts[i] for i in picked]
 
 
-def _with_opencv(content: bytes | Path, source: MediaSource) -> tuple[list[Any], list[float]]:
+def _with_opencv(
+    content: bytes | Path, source: MediaSource, options: Mapping[str, float], grid: Grid
+) -> tuple[list[Any], list[float]]:
     try:
         import cv2
     except ImportError as error:
@@ -340,7 +493,7 @@ def _with_opencv(content: bytes | Path, source: MediaSource) -> tuple[list[Any],
         total, rate = int(reader.get(cv2.CAP_PROP_FRAME_COUNT)), reader.get(cv2.CAP_PROP_FPS) or source.frame_rate
         if total < 1:
             raise MediaError(f"{content if isinstance(content, Path) else 'bytes'}: no video that OpenCV can read.")
-        picked = _spread(total, round(total / rate * source.frame_rate), source.max_frames)
+        picked = _picked(total, rate, source, options, grid)
         frames: dict[int, Any] = {}
         for number in range(picked[-1] + 1):
             good = reader.grab()

@@ -16,17 +16,35 @@ import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from lightrl.arguments import user_path
-from lightrl.data.media import COLUMNS, KINDS, MediaError, MediaSource, decode
+from lightrl.data.media import (
+    ADDRESSES,
+    COLUMNS,
+    KINDS,
+    Grid,
+    MediaError,
+    MediaSource,
+    Optioned,
+    decode,
+    options_of,
+)
 from lightrl.data.templates import ChatTemplate, as_messages, conversation, encode, render_prompt
 from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
 from lightrl.models.turns import begins_with_bos
 from lightrl.models.video import video_timing
 from lightrl.records import ImageInputs, Media
 
-__all__ = ["ConversationSource", "Encoded", "MediaProcessor", "arranged", "encode_prompt", "load_processor", "shown"]
+__all__ = [
+    "ConversationSource",
+    "Encoded",
+    "MediaProcessor",
+    "arranged",
+    "encode_prompt",
+    "load_processor",
+    "require_read",
+    "shown",
+]
 
 _PLACE = object()
-_ADDRESSES = ("url", "path", "bytes", "data", "base64")
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 
@@ -113,6 +131,17 @@ class MediaProcessor:
         return getattr(self.processor, f"{kind}_token", None)
 
     @property
+    def grid(self) -> Grid:
+        """What the model cuts media into."""
+        images, videos = (getattr(self.processor, f"{kind}_processor", None) for kind in ("image", "video"))
+        sides = [getattr(p, "patch_size", None) for p in (images, videos)]
+        cells = [
+            side * (getattr(p, "merge_size", None) or 1) if isinstance(side, int) else 1
+            for side, p in zip(sides, (images, videos), strict=True)
+        ]
+        return Grid(*cells, getattr(videos, "temporal_patch_size", None) or 1)
+
+    @property
     def wants_blocks(self) -> bool:
         """Whether the chat template leaves out contents that are strings instead of lists of blocks."""
         if self._blocks is None:
@@ -156,7 +185,7 @@ class MediaProcessor:
         """Images without a prompt: decoded, their model inputs, and the placeholders that stand for each.
 
         Args:
-            values: n images, as content blocks hold them.
+            values: n images, as content blocks hold them, or whole blocks with the options next to an image.
 
         Raises:
             MediaError: the model takes no images, or one cannot be read.
@@ -164,7 +193,7 @@ class MediaProcessor:
         token = self.token("image")
         if token is None:
             raise MediaError(f"{type(self.processor).__name__} takes no images.")
-        media = decode([("image", value) for value in values], MediaSource(rows=[{}]))
+        media = decode([("image", value) for value in values], MediaSource(rows=[{}]), self.grid)
         out = self._run(token * len(values), {"images": [media.images]}, templated=True)
         offsets = out.get("text_replacement_offsets")
         if not offsets or len(offsets[0]) != len(values):
@@ -191,7 +220,7 @@ class MediaProcessor:
     @staticmethod
     def _inputs(out: Any) -> dict[str, torch.Tensor]:
         """The extra model inputs in it."""
-        skipped = ("input_ids", "attention_mask")
+        skipped = ("input_ids", "attention_mask", "labels")
         return {name: x for name, x in out.items() if isinstance(x, torch.Tensor) and name not in skipped}
 
     def _special_ids(self) -> set[int]:
@@ -282,7 +311,7 @@ def encode_prompt(
     prompt, system_prompt, found = arranged(prompt, row, source, tokenizer, processor)
     text, templated = source.render(tokenizer, prompt, system_prompt)
     if found and processor is not None:
-        return processor(text, decode(found, source), templated=templated), templated
+        return processor(text, decode(found, source, processor.grid), templated=templated), templated
     token_ids = encode(tokenizer, text, templated=templated)
     for kind, placeholder in processor.placeholders.items() if processor is not None else ():
         if placeholder in token_ids:
@@ -302,6 +331,7 @@ def arranged(
 
     The arguments and errors are those of `encode_prompt`.
     """
+    require_read(row, source, processor)
     columns: Mapping[str, str] = {}
     system_prompt = source.system_prompt
     if source.media_columns is not None:
@@ -324,6 +354,20 @@ def arranged(
     elif processor is not None and found:
         prompt = "".join(str(block.get("text") or processor.token(block["type"])) for block in prompt[0]["content"])
     return prompt, system_prompt, found
+
+
+def require_read(row: Mapping[str, Any], source: MediaSource, processor: MediaProcessor | None) -> None:
+    """Raises a `ValueError` about a column with media of a kind that the model does not take."""
+    if source.media_columns is not None:
+        return
+    taken = {} if processor is None else processor.placeholders
+    for name, kind in COLUMNS.items():
+        if kind not in taken and _several(kind, row.get(name)):
+            used = {column: own for column, own in COLUMNS.items() if own in taken and column in row}
+            raise ValueError(
+                f"column {name!r} holds media of the kind {kind!r}, which the model does not take. Train a model that "
+                f"takes it, or set media_columns: {used} to leave the column out of the prompt."
+            )
 
 
 def _as_blocks(prompt: Any, system_prompt: str | None) -> list[dict[str, Any]]:
@@ -374,9 +418,10 @@ def shown(prompt: Any, row: Mapping[str, Any], columns: Mapping[str, str]) -> tu
             waiting.setdefault(kind, []).extend(_several(kind, row[name]))
     offered = {kind: len(values) for kind, values in waiting.items()}
     found: list[tuple[str, Any]] = []
+    options: list[dict[str, float]] = []
     messages = conversation(prompt)
     for message in messages:
-        message["content"] = _blocks(message["content"], waiting, found)
+        message["content"] = _blocks(message["content"], waiting, found, options)
     asked = {kind: sum(k == kind and v is _PLACE for k, v in found) for kind in KINDS}
     if not found and any(offered.values()):
         first = next((m for m in messages if m["role"] == "user"), messages[0])
@@ -388,6 +433,7 @@ def shown(prompt: Any, row: Mapping[str, Any], columns: Mapping[str, str]) -> tu
             raise MediaError(f"the prompt has {asked[kind]} place(s) for {offered.get(kind, 0)} {kind}(s).")
     queues = {kind: iter(values) for kind, values in waiting.items()}
     found = [(kind, next(queues[kind]) if value is _PLACE else value) for kind, value in found]
+    found = [(kind, Optioned(v, own) if own else v) for (kind, v), own in zip(found, options, strict=True)]
     return (messages, found) if found or not isinstance(prompt, str) else (prompt, [])
 
 
@@ -419,8 +465,16 @@ def _is_video(leaf: Any) -> bool:
     return isinstance(leaf, bytes) and not leaf.startswith((b"\x89PNG", b"\xff\xd8", b"BM"))
 
 
-def _blocks(content: Any, waiting: Mapping[str, list[Any]], found: list[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """A message's content as blocks without data; appends its media (`_PLACE` for a column's) to `found`."""
+def _blocks(
+    content: Any,
+    waiting: Mapping[str, list[Any]],
+    found: list[tuple[str, Any]],
+    options: list[dict[str, float]],
+) -> list[dict[str, Any]]:
+    """A message's content as blocks without data.
+
+    Appends its media (`_PLACE` for a column's) to `found`, and what stands next to each to `options`.
+    """
     if isinstance(content, str) or content is None:
         content = [{"type": "text", "text": content or ""}]
     blocks: list[dict[str, Any]] = []
@@ -428,14 +482,20 @@ def _blocks(content: Any, waiting: Mapping[str, list[Any]], found: list[tuple[st
         block = {key: value for key, value in given.items() if value is not None}  # Arrow fills missing keys with None
         kind = next((kind for kind in KINDS if kind in str(block.get("type", ""))), None)
         if kind is not None:
-            names = (kind, str(block.get("type")), f"{kind}_url", f"input_{kind}", *_ADDRESSES)
-            found.append((kind, next((block[name] for name in names if name in block), _PLACE)))
+            names = (kind, str(block.get("type")), f"{kind}_url", f"input_{kind}", *ADDRESSES)
+            value = next((block[name] for name in names if name in block), _PLACE)
+            number = block.pop("index", None)  # of the column's medium
+            if number not in (None, sum(other == kind and v is _PLACE for other, v in found)):
+                raise MediaError(f"index={number!r} next to a place for {kind}s: places must be in the column's order.")
+            options.append(options_of(kind, {k: v for k, v in block.items() if k not in ("type", *names)}))
+            found.append((kind, value))
             blocks.append({"type": kind})
             continue
         marks = "|".join(f"<{kind}>" for kind in KINDS if kind in waiting)
         for part in re.split(f"({marks})", str(block.get("text", ""))) if marks else [str(block.get("text", ""))]:
             if marks and re.fullmatch(marks, part):
                 found.append((part[1:-1], _PLACE))
+                options.append({})
                 blocks.append({"type": part[1:-1]})
             elif part:
                 blocks.append({"type": "text", "text": part})

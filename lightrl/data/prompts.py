@@ -25,7 +25,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrl.arguments import at_least, one_of
 from lightrl.data.media import COLUMNS, MediaError, require_present
-from lightrl.data.processing import ConversationSource, Encoded, MediaProcessor, arranged, encode_prompt
+from lightrl.data.processing import (
+    ConversationSource,
+    Encoded,
+    MediaProcessor,
+    arranged,
+    encode_prompt,
+    require_read,
+)
 from lightrl.data.rows import RowError, plain_rows, require_columns, shuffled_order
 from lightrl.data.templates import encode, require_text
 from lightrl.models.media_tokens import TOKEN_INPUT
@@ -239,6 +246,10 @@ class OpenSource(ABC):
             except ValueError as error:
                 raise RowError(f" {error}") from error
         media_columns = self.processor is not None or spec.media_columns
+        try:
+            require_read(row, spec, self.processor)
+        except ValueError as error:
+            raise RowError(f": {error}") from error
         try:
             if isinstance(prompt, str) and not media_columns:
                 if not prompt:

@@ -106,7 +106,7 @@ class Bridge(ABC):
                 f"environment: a {role} message holds a content block of type 'image', and the model, or its renderer, "
                 "takes text only. Describe it in words, or leave it out; a model that sees needs `renderer: template`."
             )
-        return {**part, "image": self.processor.images([part["image"]]).images[0]}
+        return {"type": kind, "image": self.processor.images([part]).images[0]}
 
     @abstractmethod
     def render(self, messages: Sequence[Message], tools: Tools) -> Tokens:

@@ -18,7 +18,9 @@ from lightrl.data.media import MediaError, MediaSource, decode
 from lightrl.data.processing import shown
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTSource
+from lightrl.data.templates import load_tokenizer
 from lightrl.rewards.media import decode_images
+from tests.toys import QUICKSTART_MODEL
 from tests.vision.conftest import film, mixed_rows, picture
 
 
@@ -226,8 +228,9 @@ def test_over_long_prompts_are_never_cut_through_an_image(folder_of: Any) -> Non
         folder.tokenizer, processor=folder.processor)) == 1  # fmt: skip
 
 
-def test_a_text_model_ignores_media_columns_and_refuses_blocks(tokenizer: Any) -> None:
-    prompts = PromptSource(rows=[{"prompt": "1+1=", "image": picture(4, 4)}]).load(tokenizer).batch(0, 1)
+def test_a_text_model_refuses_blocks(tokenizer: Any) -> None:
+    rows = [{"prompt": "1+1=", "image": picture(4, 4)}]
+    prompts = PromptSource(rows=rows, media_columns={}).load(tokenizer).batch(0, 1)
     assert prompts.inputs == [{}] and prompts.media == []
     block = [{"role": "user", "content": [{"type": "image", "image": picture(4, 4)}]}]
     with pytest.raises(MediaError, match="row 0: .*text only"):
@@ -260,3 +263,77 @@ def test_inputs_stay_on_the_host_and_are_shared_by_a_group(folder_of: Any) -> No
         m is prompts.media[0] for m in rollouts.media
     )
     assert isinstance(rollouts.select(torch.tensor([2])).inputs[0]["pixel_values"], torch.Tensor)
+
+
+def shape_of(folder: Any, row: dict[str, Any]) -> Any:
+    media = folder.prompts([row]).media[0]
+    return media.images[0].size if media.images else (media.videos[0].shape, media.video_times[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),  # as qwen-vl-utils' smart_resize with a factor of 8, of an image 100 wide and 60 high
+    [
+        ({}, (100, 60)),
+        ({"max_pixels": 1000}, (40, 24)),
+        ({"max_pixels": 1_000_000}, (96, 64)),
+        ({"min_pixels": 10_000}, (136, 80)),
+        ({"resized_height": 33, "resized_width": 50}, (48, 32)),
+    ],
+)
+def test_options_next_to_an_image_are_honored_wherever_they_stand(
+    folder_of: Any, options: dict[str, Any], size: tuple[int, int]
+) -> None:
+    folder, image = folder_of("qwen2_vl"), picture(100, 60)
+    block = {"type": "image", "image": image, **options}
+    conversation = [{"role": "user", "content": [block, {"type": "text", "text": "what is it?"}]}]
+    assert shape_of(folder, {"prompt": conversation}) == size
+    assert shape_of(folder, {"prompt": "what is it?", "images": [{"image": image, **options}]}) == size
+    place = [{"role": "user", "content": [{"type": "image", "index": 0, **options}]}]
+    assert shape_of(folder, {"prompt": place, "images": [image]}) == size
+    capped = folder.prompts([{"prompt": conversation}], max_pixels=640).media[0].images[0].size
+    assert capped == size if options else capped[0] * capped[1] <= 640, "the option of one image wins"
+
+
+@pytest.mark.parametrize(
+    ("options", "times"),  # as qwen-vl-utils' smart_nframes: even numbers, at least four
+    [
+        ({"fps": 0.2}, [0, 3, 6, 9]),
+        ({"nframes": 2}, [0, 9]),
+        ({"video_start": 2, "video_end": 5, "fps": 2}, [2, 3, 4, 5]),
+        ({"max_frames": 6, "fps": 4}, [0, 2, 4, 5, 7, 9]),
+    ],
+)
+def test_options_next_to_a_video_are_honored(folder_of: Any, options: dict[str, Any], times: list[int]) -> None:
+    frames = [Image.fromarray(frame) for frame in film(10)]
+    file = io.BytesIO()
+    frames[0].save(file, format="WEBP", save_all=True, append_images=frames[1:], duration=1000, lossless=True)
+    block = {"type": "video", "video": file.getvalue(), **options}
+    conversation = [{"role": "user", "content": [block, {"type": "text", "text": "what is it?"}]}]
+    shape, seconds = shape_of(folder_of("qwen2_vl"), {"prompt": conversation})
+    assert seconds == times and shape[0] == len(times)
+    sized = [{"role": "user", "content": [{**block, "resized_height": 16, "resized_width": 32}]}]
+    assert shape_of(folder_of("qwen2_vl"), {"prompt": sized})[0] == (len(times), 16, 32, 3)
+
+
+@pytest.mark.parametrize(
+    "options", [{"zoom": 2}, {"detail": "low"}, {"fps": 2}, {"resized_height": 8}, {"max_pixels": "big"}, {"index": 1}]
+)
+def test_options_that_cannot_be_honored_are_rejected_by_name(folder_of: Any, options: dict[str, Any]) -> None:
+    block = {"type": "image", "image": picture(16, 16), **options}
+    with pytest.raises(ValueError, match=next(iter(options))):
+        folder_of("qwen2_vl").prompts([{"prompt": [{"role": "user", "content": [block]}]}])
+
+
+@pytest.mark.parametrize("column", ["images", "image", "videos", "audio"])
+def test_a_model_of_text_rejects_rows_with_media(column: str) -> None:
+    tokenizer = load_tokenizer(str(QUICKSTART_MODEL))
+    rows = [{"prompt": "1+1=", column: None}, {"prompt": "1+2=", column: [picture(8, 8)]}]
+    with pytest.raises(ValueError, match=f"row 1.*{column}.*media_columns"):
+        PromptSource(rows=rows).load(tokenizer)
+    assert len(PromptSource(rows=rows, media_columns={}).load(tokenizer)) == 2
+    assert len(PromptSource(rows=rows[:1]).load(tokenizer)) == 1
+
+
+def test_a_model_of_images_rejects_rows_with_videos(folder_of: Any) -> None:
+    with pytest.raises(ValueError, match="videos"):
+        folder_of("idefics3").prompts([{"prompt": "what is it?", "images": [picture(8, 8)], "videos": [film(4)]}])
