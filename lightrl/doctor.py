@@ -231,7 +231,10 @@ def _prompts(built: Any) -> Any:
             f"{', '.join(prompts.columns)}"
         ),
     )
-    yield "ok", f"the first: {looked.texts[0][-200:]!r}"
+    if data.episode.multi_turn:
+        yield "note", "`lightrl check-env --config FILE` shows what the environment asks the model for these rows"
+    else:
+        yield "ok", f"the first: {looked.texts[0][-200:]!r}"
     if rows is not None and rows < data.prompts_per_rollout:
         yield "note", f"a rollout of {data.prompts_per_rollout} prompts takes some of the {rows} rows more than once"
     limit = getattr(config, "max_position_embeddings", None)

@@ -13,6 +13,7 @@ from lightrl.ops.advantages import group_stats
 from lightrl.ops.losses import explained_variance
 from lightrl.ops.masking import AllSum
 from lightrl.records import Experience, Rollouts
+from lightrl.rollout.collation import asked
 
 __all__ = ["add_std", "critic_metrics", "eval_metrics", "pass_at_k", "records", "rollout_metrics"]
 
@@ -133,8 +134,11 @@ def _majority(rollouts: Rollouts, rows: Tensor, success: Tensor) -> float:
     return float(success[rows[texts.index(winner)]])
 
 
-def records(rollouts: Rollouts) -> list[dict[str, Any]]:
-    """One plain dictionary per trajectory, as `lightrl predict` writes them; with its conversation where it has one."""
+def records(rollouts: Rollouts, tokenizer: Any = None) -> list[dict[str, Any]]:
+    """One plain dictionary per trajectory, as `lightrl predict` writes them; with its conversation where it has one.
+
+    `tokenizer` decodes what was asked; see `asked`.
+    """
     lengths = trajectory_lengths(rollouts.response_mask, rollouts.trajectory_ids)
 
     def number(value: Tensor) -> float | None:
@@ -144,7 +148,7 @@ def records(rollouts: Rollouts) -> list[dict[str, Any]]:
     for i in first_rows(rollouts.trajectory_ids).tolist():
         record: dict[str, Any] = {name: values[i] for name, values in rollouts.columns.items()}
         record |= {
-            "prompt": rollouts.prompts[i],
+            "prompt": asked(rollouts, i, tokenizer),
             "completion": rollouts.completions[i],
             "reward": number(rollouts.rewards[i]),
             "num_tokens": int(lengths[i]),

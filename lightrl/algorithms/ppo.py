@@ -903,7 +903,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def predict_step(self, rollouts: Rollouts, batch_idx: int) -> list[dict[str, Any]]:
         """One record per completion: prompt, completion, rewards, and the row's columns."""
         self.score(rollouts)
-        return evaluation.records(rollouts)
+        return evaluation.records(rollouts, getattr(self.trainer.datamodule, "tokenizer", None))  # type: ignore[attr-defined]
 
     # ---- what callbacks and data modules read ------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from lightrl.callbacks.run_folder import run_folder
 from lightrl.callbacks.thumbnails import contact_sheet, describe, save_thumbnail
 from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, trajectory_lengths
 from lightrl.records import Experience, Rollouts
+from lightrl.rollout.collation import asked
 from lightrl.storage import append_lines
 
 __all__ = ["SampleLog"]
@@ -42,7 +43,8 @@ class SampleLog(RLCallback):
     They go to a table in the terminal (above the progress bar, rank 0 only), to every logger that takes tables
     (W&B, MLflow, Comet) or text (TensorBoard), and in full to `samples.jsonl` in the run's folder, one object per
     line: `step` (as in the loggers; -1 before training, see `EvaluateFirst`), `phase` (`train` or `eval`),
-    `prompt`, `completion`, `reward`, `reward_parts` (function -> value), `extra` (what functions gave to
+    `prompt` (the text of the first tokens that the engine got), `completion`, `reward`,
+    `reward_parts` (function -> value), `extra` (what functions gave to
     `log_extra`, where they did), `num_tokens`, `truncated` and in training `advantage` (mean over the sampled
     tokens). With an environment `completion` is what was sampled last, and there are `turns`, `stop_reason` and the
     whole conversation as `messages`. Where the prompt shows images, videos or sound, `media` says so in words and
@@ -100,7 +102,13 @@ class SampleLog(RLCallback):
         self._begin()
         done = trainer.fit_loop.total_batch_idx + 1
         if isinstance(batch, Rollouts) and trainer.is_global_zero and done % self.every_n_rollouts == 0:
-            records = sample_records(batch, self.num_samples, rewards=self._rewards, advantages=self._advantages)
+            records = sample_records(
+                batch,
+                self.num_samples,
+                rewards=self._rewards,
+                advantages=self._advantages,
+                tokenizer=_tokenizer(trainer),
+            )
             self._log(trainer, "train", records, f"rollout {done}")
         self._rewards = self._advantages = None
 
@@ -122,7 +130,7 @@ class SampleLog(RLCallback):
         """Takes the first prompts, the same in each evaluation."""
         missing = self.num_samples - len(self._evaluated)
         if isinstance(batch, Rollouts) and trainer.is_global_zero and missing > 0 and dataloader_idx == 0:
-            self._evaluated += sample_records(batch, missing)
+            self._evaluated += sample_records(batch, missing, tokenizer=_tokenizer(trainer))
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs them."""
@@ -166,6 +174,10 @@ class SampleLog(RLCallback):
         if sheet is not None and not _trying_out(trainer):
             words["thumbnail"] = f"{THUMBNAILS}/{save_thumbnail(sheet, self._path.parent / THUMBNAILS)}"
         return {**record, **words}
+
+
+def _tokenizer(trainer: Trainer) -> Any:
+    return getattr(trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
 
 
 def _trying_out(trainer: Trainer) -> bool:
@@ -215,7 +227,12 @@ def log_samples(logger: Any, name: str, records: list[dict[str, Any]], sheets: l
 
 
 def sample_records(
-    rollouts: Rollouts, num_samples: int, *, rewards: Tensor | None = None, advantages: Tensor | None = None
+    rollouts: Rollouts,
+    num_samples: int,
+    *,
+    rewards: Tensor | None = None,
+    advantages: Tensor | None = None,
+    tokenizer: Any = None,
 ) -> list[dict[str, Any]]:
     """The first completion of each of the first prompts, then the second of each, up to `num_samples` records.
 
@@ -224,6 +241,7 @@ def sample_records(
     Args:
         rollouts: B rows. num_samples: most records.
         rewards: (B,) to show; `rollouts.rewards` where None. advantages: (B,), mean over tokens.
+        tokenizer: See `asked`.
     """
 
     def number(values: Tensor, row: int) -> float | None:
@@ -240,7 +258,7 @@ def sample_records(
     records = []
     for row in sorted(rank_in_group, key=lambda i: (rank_in_group[i], i))[:num_samples]:
         record: dict[str, Any] = {
-            "prompt": rollouts.prompts[row],
+            "prompt": asked(rollouts, row, tokenizer),
             "completion": rollouts.completions[row],
             "reward": number(rewards, row),
             "reward_parts": {name: number(part, row) for name, part in rollouts.reward_parts.items()},

@@ -6,7 +6,6 @@ import io
 import json
 import math
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from lightrl.arguments import rollouts_between
 from lightrl.callbacks.run_folder import run_folder
 from lightrl.callbacks.thumbnails import fingerprint
 from lightrl.records import Experience, Media, Rollouts
+from lightrl.rollout.collation import asked
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.storage import DamagedError, atomic_write, read_records, verify
 
@@ -110,9 +110,9 @@ class SaveRollouts(RLCallback):
             key: save_media(media, folder) for key, media in {id(media): media for media in rollouts.media}.items()
         }
         data = trainer.datamodule  # type: ignore[attr-defined]
-        decode = data.tokenizer.decode if isinstance(data, RolloutDataModule) else None
+        tokenizer = data.tokenizer if isinstance(data, RolloutDataModule) else None
         with atomic_write(folder / f"rank{trainer.global_rank}.jsonl", "w") as file:
-            for record in trajectory_records(rollouts, experience, decode):
+            for record in trajectory_records(rollouts, experience, tokenizer):
                 place: dict[str, Any] = {"rollout": done, "rank": trainer.global_rank}
                 if rollouts.media:
                     place["media"] = saved[id(rollouts.media[record.pop("row")])]
@@ -142,19 +142,17 @@ def _rows_of(rows: Rollouts | Experience) -> dict[int, list[int]]:
     return found
 
 
-def trajectory_records(
-    rollouts: Rollouts, experience: Experience, decode: Callable[[list[int]], str] | None
-) -> list[dict[str, Any]]:
+def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: Any) -> list[dict[str, Any]]:
     """One dictionary per trajectory, as `SaveRollouts` writes them; `row` is the number of its last row.
 
     Args:
         rollouts: B scored rows. experience: the same rows.
-        decode: text of token ids; None leaves the tokens' texts out.
+        tokenizer: of the policy; None leaves the tokens' texts out.
     """
     rollouts, experience = rollouts.to("cpu"), experience.to("cpu")
     pieces: dict[int, str] = {}
-    if decode is not None:
-        pieces = {i: decode([i]) for i in experience.token_ids[experience.attention_mask].unique().tolist()}
+    if tokenizer is not None:
+        pieces = {i: tokenizer.decode([i]) for i in experience.token_ids[experience.attention_mask].unique().tolist()}
     mask = rollouts.response_mask
     turn_ids = torch.where(mask, 0, -1) if rollouts.turn_ids is None else rollouts.turn_ids
     trained = (experience.response_mask.any(1) & experience.valid).tolist()
@@ -182,7 +180,7 @@ def trajectory_records(
                 "group": int(rollouts.group_ids[first]),
                 "trajectory": trajectory,
                 "policy_version": rollouts.policy_version,
-                "prompt": rollouts.prompts[first] if rollouts.prompts else "",
+                "prompt": asked(rollouts, first, tokenizer) if tokenizer is not None or rollouts.prompts else "",
                 "completion": rollouts.completions[first] if rollouts.completions else "",
                 "messages": rollouts.messages[first] if rollouts.messages else [],
                 "columns": {name: values[first] for name, values in rollouts.columns.items()},

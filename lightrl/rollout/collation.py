@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, get_args
 
 import torch
@@ -16,7 +16,7 @@ from lightrl.ops.advantages import group_stats
 from lightrl.records import Media, Prompts, Rollouts, Scores, StopReason, Trajectory, TrajectoryRow
 from lightrl.rewards.calls import mean
 
-__all__ = ["ScoredGroup", "collate", "trajectory_metrics"]
+__all__ = ["ScoredGroup", "asked", "collate", "trajectory_metrics"]
 
 ENVIRONMENT = "environment"
 """Name of the rewards that turns got, beside those of the reward functions."""
@@ -124,6 +124,27 @@ def collate(
         media=_shown("media", Media, prompts, of_group, rows),
         metrics=dict(scores.metrics),
     )
+
+
+def asked(rollouts: Rollouts, row: int, tokenizer: Any) -> str:
+    """What the engine was asked first in a trajectory: the text of its tokens, tools and system prompt included.
+
+    Args:
+        rollouts: B rows.
+        row: the first one of a trajectory.
+        tokenizer: of the policy. None gives the prompt as it stands in the data.
+
+    Returns:
+        the text, in which each run of one special token, such as the placeholders of an image, is one of them.
+    """
+    if tokenizer is None:
+        return rollouts.prompts[row]
+    real = int(rollouts.attention_mask[row].sum())
+    sampled = rollouts.response_mask[row].nonzero()
+    ids = rollouts.token_ids[row, : int(sampled[0]) if len(sampled) else real].tolist()
+    special = set(tokenizer.all_special_ids)
+    runs = ((token, list(run)) for token, run in groupby(ids))
+    return str(tokenizer.decode([i for token, run in runs for i in (run[:1] if token in special else run)]))
 
 
 def _padded(rows: Sequence[Sequence[float]], real: Tensor, value: float, dtype: torch.dtype) -> Tensor:
