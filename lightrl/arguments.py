@@ -31,7 +31,6 @@ __all__ = [
     "require_model_folder",
     "require_packages",
     "reward_value",
-    "rollouts_between",
     "sensible",
     "user_path",
     "whole_number",
@@ -51,10 +50,8 @@ MOST_COEF = 1e6
 """Largest weight of a term of a loss or reward, whose others are about 1e-3 to 10."""
 
 
-def at_least(
-    name: str, value: T, low: float, note: str = "", *, or_none: str | None = None, most: int | None = None
-) -> T:
-    """The value if it is `low` or more, and not above `most`.
+def at_least(name: str, value: T, low: float, note: str = "", *, or_none: str | None = None) -> T:
+    """The value if it is `low` or more.
 
     Args:
         name: what the message calls the argument, such as `SampleLog.num_samples`.
@@ -62,13 +59,11 @@ def at_least(
         low: the smallest that is allowed.
         note: end of the message, behind what is allowed.
         or_none: what None stands for, such as "for no limit"; without it None is refused.
-        most: the largest that can be meant; None is no bound.
 
     Raises:
         ValueError: with the name, the value and what is allowed.
     """
-    _checked(name, value, lambda x: x >= low, f"at least {low:g}{note}", or_none)
-    return _at_most(name, value, most)
+    return _checked(name, value, lambda x: x >= low, f"at least {low:g}{note}", or_none)
 
 
 def above(name: str, value: T, low: float = 0, note: str = "", *, or_none: str | None = None) -> T:
@@ -99,11 +94,6 @@ def reward_value(name: str, value: T, *, or_none: str | None = None) -> T:
     return _checked(name, value, lambda x: abs(x) <= MAX_REWARD, allowed, or_none)
 
 
-def rollouts_between(name: str, value: T, *, or_none: str | None = None) -> T:
-    """How often something is done, if it is from 1 to 1e6 rollouts; otherwise as `at_least`."""
-    return sensible(name, at_least(name, value, 1, or_none=or_none), 1, 1e6, "would never come")
-
-
 def fraction(name: str, value: T, bounds: str = "[0, 1]", note: str = "", *, or_none: str | None = None) -> T:
     """The value if it is in the interval from 0 to 1 whose brackets say which ends belong to it, such as `(0, 1]`."""
 
@@ -119,14 +109,13 @@ def one_of(name: str, value: T, *choices: T) -> T:
     return _checked(name, value, lambda x: x in choices, f"{', '.join(most)} or {last}", None)
 
 
-def whole_number(name: str, value: T, low: int = 0, *, or_none: str | None = None, most: int | None = None) -> T:
-    """The value if it is an integer of `low` or more, and not above `most`; otherwise as `at_least`."""
+def whole_number(name: str, value: T, low: int = 0, *, or_none: str | None = None) -> T:
+    """The value if it is an integer of `low` or more; otherwise as `at_least`."""
 
     def ok(x: Any) -> bool:
         return isinstance(x, int) and not isinstance(x, bool) and x >= low
 
-    _checked(name, value, ok, f"at least {low}, a whole number", or_none)
-    return _at_most(name, value, most)
+    return _checked(name, value, ok, f"at least {low}, a whole number", or_none)
 
 
 def instance_of(name: str, value: T, *kinds: type, or_none: str | None = None) -> T:
@@ -144,13 +133,6 @@ def instance_of(name: str, value: T, *kinds: type, or_none: str | None = None) -
         "" if or_none is None else f", or None {or_none}"
     )
     raise ValueError(f"{name}={repr(value)[:60]} ({type(value).__name__}): give {allowed}.")
-
-
-def _at_most(name: str, value: T, most: int | None) -> T:
-    """The value if it is no larger than anybody means: a count that would keep a run busy for hours, or for ever."""
-    if most is not None and isinstance(value, int | float) and value > most:
-        raise ValueError(f"{name}={value!r}: must be at most {most:,}; more cannot be meant.")
-    return value
 
 
 def _checked(name: str, value: T, ok: Callable[[Any], bool], allowed: str, or_none: str | None) -> T:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lightrl.algorithms.batches import batched_forward, policy_forward
 from lightrl.algorithms.variants import CriticFreeLightningModule
-from lightrl.arguments import above, coefficient, fraction
+from lightrl.arguments import above, fraction
 from lightrl.data.curriculum import PromptCurriculum
 from lightrl.data.processing import encode_prompt
 from lightrl.data.prompts import PromptMixture, PromptSource
@@ -139,7 +139,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         self.teacher_column = teacher_column
         self.privileged_column = privileged_column
         self._refuse_settings_without_effect(divergence)
-        self.distill_coef = above("DistillLightningModule.coef", coefficient("DistillLightningModule.coef", coef))
+        self.distill_coef = above("DistillLightningModule.coef", coef)
         self.distill_gamma = fraction("DistillLightningModule.gamma", gamma)
         self.divergence = divergence
         self.divergence_top_k = divergence_top_k

@@ -109,7 +109,6 @@ class CriticSpec:
         sensible("CriticSpec.clip", self.clip, LEAST, 1e6, "nothing, or everything, would be clipped")
 
 
-MOST_EPOCHS = 10_000
 WHOLE_FROM_ONE = ("ppo_epochs", "micro_batch_tokens", "max_skipped_updates")
 REFUSED_CALLBACKS = {
     "BatchSizeFinder": "micro_batch_tokens bounds the memory; `lightrl plan` says what fits.",
@@ -286,7 +285,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         if self.max_grad_norm is not None and self.max_grad_norm > MOST_NORM:
             raise ValueError(f"max_grad_norm={self.max_grad_norm:g}: would never clip; None (null) turns clipping off.")
         for name in WHOLE_FROM_ONE:
-            whole_number(name, getattr(self, name), 1, most=MOST_EPOCHS if name == "ppo_epochs" else None)
+            whole_number(name, getattr(self, name), 1)
         whole_number("minibatch_size", self.minibatch_size, 1, or_none="(null in YAML) to turn it off")
         for name in ABOVE_ZERO_OR_NONE:
             above(name, getattr(self, name), or_none="(null in YAML) to turn it off")

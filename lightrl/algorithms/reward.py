@@ -12,7 +12,7 @@ from torchmetrics.classification import BinaryAccuracy
 
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, refuse_factories, with_schedule
-from lightrl.arguments import at_least, coefficient, sensible
+from lightrl.arguments import at_least
 from lightrl.compat.lightning import count_updates
 from lightrl.distributed import strategies
 from lightrl.models.loading import require_model
@@ -62,10 +62,9 @@ class RewardLightningModule(SavesPretrained):
         self.model_spec = ModelSpec.given(model, argument="model")
         self.optimizer_factory = optimizer
         self.head_lr = at_least("head_lr", head_lr, 0, or_none="for the optimizer's")
-        sensible("head_lr", head_lr, 1e-10, 100, "no head learns at such a rate")
         self.lr_scheduler_factory = lr_scheduler
         refuse_factories(optimizer, lr_scheduler)
-        self.centering_coef = coefficient("centering_coef", centering_coef, 0, "; 0 turns it off")
+        self.centering_coef = at_least("centering_coef", centering_coef, 0, "; 0 turns it off")
         self.eval_loss = MeanMetric()
         self.eval_margin = MeanMetric()
         self.eval_accuracy = BinaryAccuracy()

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightrl.arguments import above, rollouts_between
+from lightrl.arguments import above, at_least
 from lightrl.callbacks.run_guard import RunGuard, is_of_another_run, other_settings
 from lightrl.compat.lightning import (
     SavingCheckpoint,
@@ -123,8 +123,8 @@ class RolloutCheckpoint(SavingCheckpoint):
             enable_version_counter=False,
         )
         self.save_top_k = save_top_k
-        self.every_n_rollouts = rollouts_between(
-            "RolloutCheckpoint.every_n_rollouts", every_n_rollouts, or_none="for interruptions only"
+        self.every_n_rollouts = at_least(
+            "RolloutCheckpoint.every_n_rollouts", every_n_rollouts, 1, or_none="for interruptions only"
         )
         self.save_every_minutes = above(
             "RolloutCheckpoint.save_every_minutes", save_every_minutes, or_none="for none by time"

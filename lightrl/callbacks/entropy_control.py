@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.arguments import MOST_ENTROPY_COEF, above, coefficient, sensible
+from lightrl.arguments import above
 from lightrl.ops.entropy import adaptive_entropy_coef
 
 __all__ = ["AdaptiveEntropy"]
@@ -47,9 +47,7 @@ class AdaptiveEntropy(RLCallback):
                 "<= maximum."
             )
         self.target = above("AdaptiveEntropy.target", target)
-        sensible("AdaptiveEntropy.target", target, 0, 1e3, "no policy has so much entropy per token")
-        self.step = coefficient("AdaptiveEntropy.step", above("AdaptiveEntropy.step", step), high=MOST_ENTROPY_COEF)
-        coefficient("AdaptiveEntropy.maximum", maximum, high=MOST_ENTROPY_COEF)
+        self.step = above("AdaptiveEntropy.step", step)
         self.minimum = minimum
         self.maximum = maximum
         self.coef = start

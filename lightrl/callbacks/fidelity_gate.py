@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.arguments import above, at_least, one_of, sensible
+from lightrl.arguments import above, at_least, one_of
 from lightrl.records import Experience, Rollouts
 
 __all__ = ["FidelityGate"]
@@ -52,7 +52,6 @@ class FidelityGate(RLCallback):
         self, bound: float | None = None, action: Literal["warn", "stop"] = "warn", min_tokens: int = 16
     ) -> None:
         self.bound = above("FidelityGate.bound", bound, or_none="(null) for the dtype's")
-        sensible("FidelityGate.bound", bound, 0, 100, "any engine would pass")
         self.action = one_of("FidelityGate.action", action, "warn", "stop")
         self.min_tokens = at_least("FidelityGate.min_tokens", min_tokens, 1)
         self._rollouts: Rollouts | None = None

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.arguments import rollouts_between
+from lightrl.arguments import at_least
 from lightrl.callbacks.ema import EMA
 from lightrl.callbacks.run_folder import run_folder
 
@@ -43,9 +43,7 @@ class HFExport(Callback):
         best: bool = False,
     ) -> None:
         self.dirpath = dirpath
-        self.every_n_rollouts = rollouts_between(
-            "HFExport.every_n_rollouts", every_n_rollouts, or_none="for the end alone"
-        )
+        self.every_n_rollouts = at_least("HFExport.every_n_rollouts", every_n_rollouts, 1, or_none="for the end alone")
         self.ema = ema
         self.best = best
 

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.arguments import above, at_least, coefficient, sensible
+from lightrl.arguments import above, at_least
 
 __all__ = ["AdaptiveKL", "LinearKL"]
 
@@ -40,10 +40,7 @@ class AdaptiveKL(_KLControl):
     """
 
     def __init__(self, target: float = 0.05, horizon: float = 10_000) -> None:
-        if horizon > 1e8:
-            raise ValueError(f"AdaptiveKL.horizon={horizon:g}: the coefficient would never move; drop the callback.")
         self.target = above("AdaptiveKL.target", target)
-        sensible("AdaptiveKL.target", target, 0, 1e3, "no policy goes so far per token")
         self.horizon = above("AdaptiveKL.horizon", horizon)
         self.coef: float | None = None
 
@@ -85,8 +82,8 @@ class LinearKL(_KLControl):
     """
 
     def __init__(self, start: float, end: float, num_rollouts: int) -> None:
-        self.start = coefficient("LinearKL.start", start)
-        self.end = coefficient("LinearKL.end", end)
+        self.start = at_least("LinearKL.start", start, 0)
+        self.end = at_least("LinearKL.end", end, 0)
         self.num_rollouts = at_least("LinearKL.num_rollouts", num_rollouts, 1)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightrl.arguments import above, at_least, rollouts_between, sensible
+from lightrl.arguments import above, at_least
 from lightrl.engines.base import Engine
 from lightrl.environments.canary import check_trajectories
 from lightrl.records import SamplingParams, Trajectory
@@ -39,10 +39,9 @@ class LedgerCanary(TrajectoryCheck):
     """
 
     def __init__(self, every_n_rollouts: int = 1, num_trajectories: int = 4, tolerance: float = 1e-4) -> None:
-        self.every_n_rollouts = rollouts_between("LedgerCanary.every_n_rollouts", every_n_rollouts)
+        self.every_n_rollouts = at_least("LedgerCanary.every_n_rollouts", every_n_rollouts, 1)
         self.num_trajectories = at_least("LedgerCanary.num_trajectories", num_trajectories, 1)
         self.tolerance = above("LedgerCanary.tolerance", tolerance)
-        sensible("LedgerCanary.tolerance", tolerance, 0, 100, "any trajectory would pass")
         self._rollouts = 0
 
     def check_sampling(self, sampling: SamplingParams) -> None:

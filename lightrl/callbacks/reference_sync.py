@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.arguments import fraction, rollouts_between
+from lightrl.arguments import at_least, fraction
 from lightrl.distributed import strategies
 
 __all__ = ["ReferenceSync"]
@@ -35,7 +35,7 @@ class ReferenceSync(RLCallback):
     moves_reference = True
 
     def __init__(self, every_n_rollouts: int = 100, alpha: float = 0.6) -> None:
-        self.every_n_rollouts = rollouts_between("ReferenceSync.every_n_rollouts", every_n_rollouts)
+        self.every_n_rollouts = at_least("ReferenceSync.every_n_rollouts", every_n_rollouts, 1)
         self.alpha = fraction("ReferenceSync.alpha", alpha, "(0, 1]")
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:

@@ -22,7 +22,7 @@ from rich.text import Text
 from torch import Tensor
 
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.arguments import at_least, rollouts_between
+from lightrl.arguments import at_least
 from lightrl.callbacks.run_folder import run_folder
 from lightrl.callbacks.thumbnails import contact_sheet, describe, save_thumbnail
 from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, trajectory_lengths
@@ -64,7 +64,7 @@ class SampleLog(RLCallback):
     def __init__(
         self, every_n_rollouts: int = 10, num_samples: int = 4, max_characters: int = 300, terminal: bool = True
     ) -> None:
-        self.every_n_rollouts = rollouts_between("SampleLog.every_n_rollouts", every_n_rollouts)
+        self.every_n_rollouts = at_least("SampleLog.every_n_rollouts", every_n_rollouts, 1)
         self.num_samples = at_least("SampleLog.num_samples", num_samples, 1)
         self.max_characters = at_least("SampleLog.max_characters", max_characters, 20)
         self.terminal = terminal

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.arguments import rollouts_between
+from lightrl.arguments import at_least
 from lightrl.callbacks.run_folder import run_folder
 from lightrl.callbacks.thumbnails import fingerprint
 from lightrl.records import Experience, Media, Rollouts
@@ -63,7 +63,7 @@ class SaveRollouts(RLCallback):
     """
 
     def __init__(self, every_n_rollouts: int = 10, dirpath: str | None = None, evaluate: bool = True) -> None:
-        self.every_n_rollouts = rollouts_between("SaveRollouts.every_n_rollouts", every_n_rollouts)
+        self.every_n_rollouts = at_least("SaveRollouts.every_n_rollouts", every_n_rollouts, 1)
         self.dirpath = dirpath
         self.evaluate = evaluate
         self._folder = Path()

@@ -15,7 +15,7 @@ import numpy as np
 from datasets import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from lightrl.arguments import MAX_REWARD, at_least, fraction, sensible
+from lightrl.arguments import at_least, fraction
 from lightrl.data.prompts import OpenSource, PromptSet, PromptSource, Reading, open_source
 from lightrl.records import Prompts
 from lightrl.storage import require_entries
@@ -68,7 +68,7 @@ class PromptCurriculum:
     class_window: int = 64
 
     def __post_init__(self) -> None:
-        sensible("PromptCurriculum.success_reward", self.success_reward, 0, MAX_REWARD, "no reward is so large")
+        at_least("PromptCurriculum.success_reward", self.success_reward, float("-inf"))
         at_least("PromptCurriculum.window", self.window, 1)
         fraction("PromptCurriculum.low", self.low, "[0, 1)")
         if not self.low < self.high <= 1:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from lightrl.arguments import MOST_COEF, coefficient, one_of
+from lightrl.arguments import at_least, one_of
 from lightrl.models.backbone import Backbone
 from lightrl.models.loading import load_scalar
 from lightrl.models.multimodal import told_apart
@@ -66,7 +66,7 @@ class RewardModelSpec:
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"reward_models.name={self.name!r}: must consist of letters, digits and underscores.")
-        coefficient(f"reward_models.{self.name}.weight", self.weight, -MOST_COEF)
+        at_least(f"reward_models.{self.name}.weight", self.weight, float("-inf"))
         one_of("reward_models.tokenizer", self.tokenizer, "own", "policy")
         if self.chat_template not in (None, "default"):
             self.chat_template = read_chat_template(str(self.chat_template), f"reward_models.{self.name}.chat_template")

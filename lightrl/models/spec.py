@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightrl.arguments import above, at_least, fraction, one_of, sensible, user_path
+from lightrl.arguments import above, at_least, fraction, one_of, user_path
 
 __all__ = ["DTYPES", "Layout", "LoraSpec", "ModelSpec", "read_chat_template"]
 
@@ -57,9 +57,8 @@ class LoraSpec:
     def __post_init__(self) -> None:
         if self.adapter is not None:
             self._take_over(_adapter_config(self.adapter))
-        at_least("lora.r", self.r, 1, most=1 << 16)
+        at_least("lora.r", self.r, 1)
         above("lora.alpha", self.alpha, note=", or the adapter has no effect")
-        sensible("lora.alpha", self.alpha, 1e-6, 1e6, "the adapter would have no effect, or nothing else would")
         fraction("lora.dropout", self.dropout, "[0, 1)")
 
     def _take_over(self, config: dict[str, Any]) -> None:

@@ -24,7 +24,6 @@ from lightrl.rewards.base import Reward, RewardError
 
 __all__ = ["MathVerify"]
 
-MOST_WORKERS = 1024
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 2.0
 _LONGEST_SECONDS = 1e6  # of one wait
@@ -62,7 +61,7 @@ class MathVerify(Reward):
         self.needed_columns = (column,)
         self.timeout = above("MathVerify.timeout", timeout, note=" seconds")
         self.timeout_value = reward_value("MathVerify.timeout_value", timeout_value, or_none="for no score")
-        self.max_concurrency = at_least("MathVerify.num_workers", num_workers, 1, most=MOST_WORKERS)
+        self.max_concurrency = at_least("MathVerify.num_workers", num_workers, 1)
         self._workers = [_Worker() for _ in range(num_workers)]
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # last in, first out: few workers are ever started
         for worker in self._workers:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from lightrl.arguments import above, at_least, coefficient, one_of, reward_value
+from lightrl.arguments import above, at_least, one_of, reward_value
 from lightrl.rewards.base import Reward, RewardError, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
 from lightrl.rewards.extract import EXTRACTORS, Extract, to_number
@@ -17,7 +17,6 @@ from lightrl.rewards.patterns import TimedPattern
 
 __all__ = ["CosineLength", "ExactAnswer", "LengthReward", "RegexFormat", "RepetitionPenalty", "SoftOverlong"]
 
-MOST_TOKENS = 10**9
 """Longest completion that can be meant."""
 
 
@@ -164,10 +163,10 @@ class LengthReward(Reward):
     def __init__(self, target: int | None = None, column: str | None = None, alpha: float = 0.0003) -> None:
         if (target is None) == (column is None):
             raise ValueError(f"LengthReward: target={target!r}, column={column!r}: give exactly one of the two.")
-        self.target = at_least("LengthReward.target", target, 0, or_none="with column", most=MOST_TOKENS)
+        self.target = at_least("LengthReward.target", target, 0, or_none="with column")
         self.column = column
         self.needed_columns = () if column is None else (column,)
-        self.alpha = coefficient("LengthReward.alpha", above("LengthReward.alpha", alpha))
+        self.alpha = above("LengthReward.alpha", alpha)
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float | None]:
         targets = [self.target] * len(completion_ids) if self.column is None else _column(self.column, columns)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from lightrl.arguments import MAX_REWARD, MOST_COEF, above, at_least, coefficient, one_of
+from lightrl.arguments import MAX_REWARD, above, at_least, one_of
 from lightrl.background import BackgroundLoop, all_of
 from lightrl.records import Scores
 from lightrl.rewards.base import RewardError, RewardSpec, load_reward, reward_name
@@ -339,8 +339,6 @@ def _check(
         )
     if weights is not None and not all(map(math.isfinite, weights)):
         raise ValueError(f"reward_weights={list(weights)}: must be finite.")
-    for name, weight in zip(names, weights or (), strict=False):
-        coefficient(f"reward_weights: that of {name!r}", weight, -MOST_COEF)
     if weights is not None and not any(weights):
         raise ValueError(f"reward_weights={list(weights)}: every reward would be 0; one weight must differ from it.")
     if recipes is not None:
@@ -362,7 +360,6 @@ def _check_recipes(
                 raise ValueError(f"recipes[{label!r}] names {name!r}; the reward functions are: {', '.join(names)}.")
             if not math.isfinite(weight):
                 raise ValueError(f"recipes[{label!r}]: the weight of {name!r} is {weight}; it must be finite.")
-            coefficient(f"recipes[{label!r}]: weight of {name!r}", weight, -MOST_COEF)
         if len({name for name, _ in parts}) != len(parts):
             raise ValueError(f"recipes[{label!r}] names a function twice.")
     unused = [name for name in names if not any(name == used for parts in recipes.values() for used, _ in parts)]

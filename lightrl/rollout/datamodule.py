@@ -57,8 +57,6 @@ __all__ = ["EvalLoader", "RolloutDataModule", "RolloutLoader"]
 
 log = logging.getLogger(__name__)
 
-MOST = {"group_size": 1 << 16, "eval_group_size": 1 << 16, "prompts_per_rollout": 1 << 20}
-"""Argument -> largest value that can be meant."""
 CLOSE_SECONDS = 7.0
 """How long the end of a run waits for threads, reward functions and an engine of its own process, together."""
 
@@ -770,7 +768,7 @@ class RolloutDataModule(LightningDataModule):
             "ptx_batch_size": self.ptx_batch_size,
         }
         for name, value in counts.items():
-            whole_number(name, value, 1, most=MOST.get(name))
+            whole_number(name, value, 1)
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed}: must be from 0 to 2**63 - 1.")
         whole_number("max_refills", self.max_refills)

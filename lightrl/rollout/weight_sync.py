@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from lightrl.arguments import above, at_least, sensible
+from lightrl.arguments import above, at_least
 from lightrl.compat.transformers import as_saved
 from lightrl.engines.base import TOLERANCE, Engine, StaleWeightsError
 from lightrl.models.media_tokens import placeholder_ids
@@ -57,8 +57,7 @@ class WeightSync(EngineSync):
     ) -> None:
         self.canary = canary
         self.tolerance = above("WeightSync.tolerance", tolerance, or_none="(null) for the dtype's own")
-        sensible("WeightSync.tolerance", tolerance, 0, 100, "any engine would pass")
-        self.num_sequences = at_least("WeightSync.num_sequences", num_sequences, 1, most=4096)
+        self.num_sequences = at_least("WeightSync.num_sequences", num_sequences, 1)
         self.num_tokens = at_least("WeightSync.num_tokens", num_tokens, 2)
         self.last_gap: float | None = None
         """Mean absolute log-prob gap in nats of the last canary."""

@@ -13,7 +13,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightrl import callbacks
 from lightrl.algorithms import (
     CriticSpec,
     DistillLightningModule,
@@ -27,10 +26,7 @@ from lightrl.algorithms.checkpoints import FORMAT, description, refuse_foreign
 from lightrl.algorithms.hooks import rl_callbacks
 from lightrl.algorithms.schedule import LRSchedule
 from lightrl.callbacks import AdaptiveEntropy, ReferenceSync, RewardNormalization, WeightSync
-from lightrl.data.curriculum import PromptCurriculum
-from lightrl.data.prompts import PromptSource
 from lightrl.engines.server.teacher import ServerTeacher
-from lightrl.models.spec import LoraSpec
 from lightrl.objectives.advantages import GDPO, GroupRelative, PassAtK
 from lightrl.objectives.kl import KLInReward
 from lightrl.objectives.losses import DRO, PolicyLoss, PPOClip
@@ -92,13 +88,10 @@ def test_data_modules_are_told_what_the_module_needs() -> None:
         (lambda: PPOLightningModule("x", loss=PPOClip(0.0, 0.0)), "PPOClip.eps_low=0 with eps_high=0: every change"),
         (lambda: CriticSpec(lr=1e30), "CriticSpec.lr=1e+30: no critic learns at such a rate"),
         (lambda: CriticSpec(clip=1e30), "CriticSpec.clip=1e+30: nothing, or everything, would be clipped"),
-        (lambda: LoraSpec(alpha=1e30), "lora.alpha=1e+30: the adapter would have no effect, or nothing else would"),
-        (lambda: LoraSpec(alpha=1e-30), "lora.alpha=1e-30: the adapter would have no effect, or nothing else would"),
         (lambda: LRSchedule(warmup=NAN), "LRSchedule.warmup=nan: a whole number of updates, or a fraction"),
         (lambda: LRSchedule(warmup=float("inf")), "LRSchedule.warmup=inf: a whole number of updates, or a fraction"),
         (lambda: RewardLightningModule("x", head_lr=NAN), "head_lr=nan: must be at least 0, or None for the optimizer"),
         (lambda: RewardLightningModule("x", head_lr=-1.0), "head_lr=-1.0: must be at least 0, or None for the opt"),
-        (lambda: RewardLightningModule("x", head_lr=1e30), "head_lr=1e+30: no head learns at such a rate"),
         (lambda: SamplingParams(temperature=1e30), "SamplingParams.temperature=1e+30: must be 0 (greedy) or more, f"),
         (lambda: SamplingParams(temperature=1e-30), "SamplingParams.temperature=1e-30: must be 0 (greedy) or more, f"),
         (lambda: SamplingParams(fire_temperature=1e30), "SamplingParams.fire_temperature=1e+30: must be above 0, from"),
@@ -109,34 +102,12 @@ def test_data_modules_are_told_what_the_module_needs() -> None:
         (lambda: GiGPO(eps=1e30), "GiGPO.eps=1e+30: would leave nothing of the advantages"),
         (lambda: PassAtK(threshold=NAN), "PassAtK.threshold=nan: no score is so large"),
         (lambda: DRO(beta=1e30), "DRO.beta=1e+30: would leave nothing of the other terms"),
-        (lambda: callbacks.RewardNormalization(min_std=1e30), "RewardNormalization.min_std=1e+30: would leave nothing"),
-        (lambda: callbacks.LinearKL(1e30, 0.0, 2), "LinearKL.start=1e+30: would leave nothing of the other terms"),
-        (lambda: callbacks.LinearKL(0.0, 1e30, 2), "LinearKL.end=1e+30: would leave nothing of the other terms"),
-        (lambda: callbacks.AdaptiveKL(target=1e30), "AdaptiveKL.target=1e+30: no policy goes so far per token"),
-        (lambda: callbacks.AdaptiveEntropy(target=1e30), "AdaptiveEntropy.target=1e+30: no policy has so much entropy"),
-        (lambda: callbacks.AdaptiveEntropy(step=1e30), "AdaptiveEntropy.step=1e+30: would leave nothing of the other"),
-        (lambda: callbacks.AdaptiveEntropy(maximum=1e300), "AdaptiveEntropy.maximum=1e+300: would leave nothing of"),
-        (lambda: WeightSync(tolerance=1e30), "WeightSync.tolerance=1e+30: any engine would pass"),
-        (lambda: callbacks.LedgerCanary(tolerance=1e30), "LedgerCanary.tolerance=1e+30: any trajectory would pass"),
-        (lambda: callbacks.FidelityGate(bound=1e30), "FidelityGate.bound=1e+30: any engine would pass"),
-        (lambda: PromptCurriculum(PromptSource("x"), success_reward=NAN), "PromptCurriculum.success_reward=nan: no"),
         (lambda: ServerTeacher(["http://x"], start_timeout=NAN), "ServerTeacher.start_timeout=nan: must be at least 0"),
-        (lambda: RewardLightningModule("x", centering_coef=1e7), "centering_coef=1e+07: would leave nothing"),
-        (lambda: DistillLightningModule("x", {"t": "x"}, coef=1e7), "DistillLightningModule.coef=1e+07: would"),
     ],
 )
 def test_senseless_numbers_are_refused_from_python_too(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
-
-
-@pytest.mark.parametrize(
-    "kind", ["HFExport", "LedgerCanary", "ReferenceSync", "RolloutCheckpoint", "SampleLog", "SaveRollouts"]
-)
-def test_what_would_never_come_is_refused(kind: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{kind}.every_n_rollouts=1000000000: would never come; give 1 to 1e\+06.$"):
-        getattr(callbacks, kind)(every_n_rollouts=10**9)
-    assert getattr(callbacks, kind)(every_n_rollouts=10**6).every_n_rollouts == 10**6
 
 
 def test_groups_without_k_samples_and_stops_beyond_the_vocabulary_are_refused_at_set_up(tmp_path: Path) -> None:

@@ -193,7 +193,6 @@ def test_what_serve_reward_refuses(monkeypatch):
         ({"reward": "a:b", "max_connections": 0}, "max_connections=0"),
         ({"reward": "a:b", "max_connections": 10**9}, "max_connections=1000000000: this process may have .*ulimit"),
         ({"reward": "a:b", "port": -1}, "port=-1: must be at least 0"),
-        ({"reward": "a:b", "port": 99999}, "port=99999: must be at most 65,535"),
         ({"reward": "a:b", "host": "nowhere.invalid", "token": "abcd"}, "host='nowhere.invalid', port=8000: .*such as"),
         ({"reward": "a:b", "host": "a..b", "token": "abcd"}, "host='a..b', port=8000: .*such as 127.0.0.1"),
         ({"reward": "no_such_module:b", "port": 0}, "no module"),

@@ -97,7 +97,7 @@ def serve_reward(
             f"serve_reward: max_connections={max_connections}: this process may have {open_files} files open, of which "
             f"it keeps {_OWN_FILES} for itself. Lower it, or raise the limit (`ulimit -n`)."
         )
-    whole_number("serve_reward: port", port, 0, most=65535)
+    whole_number("serve_reward: port", port, 0)
     require_packages("serve_reward", "server", "fastapi", "uvicorn")
     with _listening(host, port) as listeners:  # before a model loads, which takes long
         function = RewardFunction(*_function(reward, model))
