@@ -215,7 +215,9 @@ def _prompts(built: Any) -> Any:
     config = AutoConfig.from_pretrained(path).get_text_config()
     if len(tokenizer) > config.vocab_size:
         yield "problem", f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: they do not belong"
-    prompts = data.prompts.load(tokenizer, shuffle=False, processor=load_processor(path, tokenizer))
+    processor = load_processor(path, tokenizer)
+    data.episode.setup(tokenizer, processor)
+    prompts = data.prompts.load(tokenizer, shuffle=False, processor=processor)
     try:
         rows = len(prompts)
     except ValueError:  # a stream

@@ -24,6 +24,23 @@ _STARTS, _PROMPTS = 512, 64
 """Rendered histories and token ids of first messages held."""
 
 
+_USER: Message = {"role": "user", "content": "Qu9"}
+
+
+def _called(*calls: tuple[str, str]) -> Message:
+    """The assistant's message that calls tools, each with a name and a value of its argument `x`."""
+    written = [
+        {"type": "function", "id": f"call{number:05d}", "function": {"name": name, "arguments": {"x": value}}}
+        for number, (name, value) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": written}
+
+
+def _result(name: str, number: int) -> Message:
+    """The result of a call."""
+    return {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": "Qr8"}
+
+
 class Tokens(list[int]):
     """Token ids, and the images for which placeholders stand among them.
 
@@ -77,6 +94,7 @@ class Bridge(ABC):
     def __init__(self, processor: ImageProcessor | None = None) -> None:
         self.processor = processor
         self._parallel: dict[bool, bool] = {}  # by whether there are tools
+        self._drops: dict[str, bool] = {}  # by role
 
     def opened(self, messages: Sequence[Message]) -> list[Message]:
         """Copies of the messages in which images are decoded.
@@ -116,6 +134,43 @@ class Bridge(ABC):
             ValueError: the template refuses the conversation.
         """
 
+    def hidden(self, tools: Tools) -> str | None:
+        """What the model would not see: its tools, or its calls of them in later turns. None if it sees both.
+
+        Conversations that differ in a tool or in a call must not look the same.
+        """
+        begins: list[list[Message]] = [[_USER], [{"role": "system", "content": "Qs9"}, _USER]]
+        for number in range(len(tools)):
+            without = [*tools[:number], *tools[number + 1 :]]
+            if all(self._same([(begin, tools), (begin, without)]) for begin in begins):
+                return "its tools"
+        calls = [_called(("Qt7", SHORT)), _called(("Qt8", SHORT)), _called(("Qt7", LONG))]
+        for answer in (_result("Qt7", 0), {"role": "user", "content": "Qr8"}):
+            conversations = [([_USER, said, answer], tools) for said in calls]
+            if all(self._or_none(*each) is not None for each in conversations):
+                alike = any(self._same([conversations[0], other]) for other in conversations[1:])
+                return "its calls of tools in later turns" if alike else None
+        return "its calls of tools in later turns"
+
+    def drops(self, role: str, tools: Tools) -> bool:
+        """Whether a message of that role leaves no trace after the assistant's turn."""
+        if role not in self._drops:
+            said = _called(("Qt7", SHORT)) if role == "tool" else {"role": "assistant", "content": SHORT}
+            answers = [{**_result("Qt7", 0), "role": role, "content": content} for content in ("Qr8", "Qr9")]
+            self._drops[role] = self._same([([_USER, said, answer], tools) for answer in answers])
+        return self._drops[role]
+
+    def _same(self, conversations: Sequence[tuple[Sequence[Message], Tools]]) -> bool:
+        """Whether conversations have the same tokens; False if the template takes one of them only."""
+        one, other = (self._or_none(messages, tools) for messages, tools in conversations)
+        return one == other
+
+    def _or_none(self, messages: Sequence[Message], tools: Tools) -> Tokens | None:
+        try:
+            return self.render(messages, tools)
+        except ValueError:
+            return None
+
     def takes_parallel_calls(self, tools: Tools) -> bool:
         """Whether a message may hold two tool calls. Templates that raise on a second or drop it exist."""
         if bool(tools) not in self._parallel:
@@ -125,22 +180,10 @@ class Bridge(ABC):
     def _renders_parallel_calls(self, tools: Tools) -> bool:
         renderings = []
         for names in (("Qt7", "Qt8"), ("Qt7", "Qt9")):
-            calls = [
-                {"type": "function", "id": f"call0000{i}", "function": {"name": name, "arguments": {"x": SHORT}}}
-                for i, name in enumerate(names)
-            ]
-            said: list[Message] = [
-                {"role": "user", "content": "Qu9"},
-                {"role": "assistant", "content": "", "tool_calls": calls},
-            ]
-            said += [
-                {"role": "tool", "name": name, "tool_call_id": f"call0000{i}", "content": "Qr8"}
-                for i, name in enumerate(names)
-            ]
-            try:
-                renderings.append(self.render(said, tools))
-            except ValueError:
-                return False
+            results = [_result(name, number) for number, name in enumerate(names)]
+            renderings.append(self._or_none([_USER, _called(*((name, SHORT) for name in names)), *results], tools))
+        if None in renderings:
+            return False
         return renderings[0] != renderings[1]
 
     @abstractmethod
@@ -284,15 +327,13 @@ class TemplateBridge(Bridge):
         """Finds how this template wants a message with tool calls: some want JSON text, some no content."""
         if self._form is not None:
             return
-        call = {"type": "function", "id": "call00000", "function": {"name": "Qt7", "arguments": {"x": SHORT}}}
-        said = {"role": "assistant", "content": "", "tool_calls": [call]}
-        result = {"role": "tool", "name": "Qt7", "tool_call_id": "call00000", "content": "Qr8"}
-        user = {"role": "user", "content": "Qu9"}
-        for form in (_Form(), _Form(none=True), _Form(text=True), _Form(none=True, text=True)):
-            text = _or_none(lambda form=form: self._text([user, said, result], tools, form))  # type: ignore[misc]
-            if text is not None and "Qt7" in text and SHORT in text:
-                self._form = form
-                return
+        for answer in (_result("Qt7", 0), {"role": "user", "content": "Qr8"}):
+            said = [_USER, _called(("Qt7", SHORT)), answer]
+            for form in (_Form(), _Form(none=True), _Form(text=True), _Form(none=True, text=True)):
+                text = _or_none(lambda form=form, said=said: self._text(said, tools, form))  # type: ignore[misc]
+                if text is not None and "Qt7" in text and SHORT in text:
+                    self._form = form
+                    return
         self._form = _Form()
 
     def extend(

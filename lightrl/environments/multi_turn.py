@@ -24,6 +24,13 @@ from lightrl.rewards.calls import copied
 __all__ = ["Attempt", "MultiTurn"]
 
 
+_PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "Qd5"}}, "required": ["x"]}
+_EXAMPLE: Tools = [
+    {"type": "function", "function": {"name": "Qt7", "description": "Qd7", "parameters": _PARAMETERS}},
+]
+"""Stands for the tools of environments that are not made yet."""
+
+
 @dataclass
 class Attempt:
     """One attempt of a `MultiTurn` episode.
@@ -112,7 +119,8 @@ class MultiTurn(Episode):
         """Takes the policy's tokenizer, and the processor of a model that sees images. Once, before the first attempt.
 
         Raises:
-            ValueError: it has no chat template, `renderer` names none, or vLLM has no parser of a name.
+            ValueError: it has no chat template, or one that hides tools although `tool_parser` is set; `renderer` names
+                none, or vLLM has no parser of a name.
         """
         self._tokenizer = tokenizer
         self._parsers = {}
@@ -121,6 +129,8 @@ class MultiTurn(Episode):
             self._bridge = RendererBridge(self._renderer, tokenizer)
         else:
             self._bridge = TemplateBridge(tokenizer, self.template_kwargs, processor)
+        if self.tool_parser is not None:
+            self._require_shown(_EXAMPLE)
         if self.tool_parser is not None or self.reasoning_parser is not None:
             self.parser(())  # which refuses names that vLLM does not know, before any model loads
 
@@ -131,8 +141,14 @@ class MultiTurn(Episode):
         return self._bridge
 
     def parser(self, tools: Tools) -> ReplyParser:
-        """The parser of replies where there are these tools."""
+        """The parser of replies where there are these tools.
+
+        Raises:
+            ValueError: the chat template hides tools or calls of them from the model, or no parser fits it.
+        """
         if bool(tools) not in self._parsers:
+            if tools:
+                self._require_shown(tools)
             self._parsers[bool(tools)] = choose_parser(
                 self._tokenizer,
                 renderer=self._renderer,
@@ -141,6 +157,13 @@ class MultiTurn(Episode):
                 tools=bool(tools),
             )
         return self._parsers[bool(tools)]
+
+    def _require_shown(self, tools: Tools) -> None:
+        if self._renderer is None and (hidden := self.bridge.hidden(tools)) is not None:
+            raise ValueError(
+                f"tool_parser={self.tool_parser!r}: the chat template hides {hidden} from the model. Set "
+                "actor.chat_template to a template that writes tools and calls, or leave out the tools and tool_parser."
+            )
 
     def check_template(self) -> None:
         """Refuses one beside a renderer of a model family."""

@@ -246,6 +246,13 @@ class _Played(Attempt):
                     f"environment {type(environment).__name__}: a `step` that is not done must return messages, "
                     f"dictionaries with a role, and none of them the assistant's, not {repr(step.messages)[:60]}."
                 )
+            for role in {message["role"] for message in step.messages}:
+                if self.bridge.drops(role, environment.tools):
+                    raise ValueError(
+                        f"environment {type(environment).__name__}: the chat template drops messages of the role "
+                        f"{role!r}, so the model never reads them. Use another role (`result_role`, "
+                        "`parse_error_role`), or set actor.chat_template to a template that writes them."
+                    )
             prompt_ids = self._shown(self.ledger.answer, step.messages)
             self.states.append(self._state(environment, step.messages))
 
