@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes
+from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
 
 __all__ = [
     "TOLERANCE",
@@ -178,6 +178,15 @@ class Engine(ABC):
     records_support: bool = False
     """Whether completions come with the ids that top-p, top-k and min-p left for each token (`Completion.support`)."""
 
+    harmless_extra: frozenset[str] = frozenset()
+    """Keys of `SamplingParams.extra` that leave the distribution of each token alone; others are not trained with."""
+
+    evaluation_extra: frozenset[str] | None = None
+    """Further keys that evaluation may use; None allows all."""
+
+    own_extra: Mapping[str, str] = {}
+    """Keys that are not supported in `extra` because LightRL has a setting for them -> that setting."""
+
     dtype: str | None = None
     """Of the weights of the started engine: "float32", "bfloat16" or "float16"; None where the engine does not know,
     and then `WeightSync` allows the gap of float32, `FidelityGate` with a warning that of bfloat16."""
@@ -209,6 +218,53 @@ class Engine(ABC):
             model_path: folder or hub name of the model.
         """
         return None
+
+    def check_sampling(self, sampling: SamplingParams, name: str = "sampling", *, trained: bool) -> None:
+        """Rejects settings that the engine does not serve, and for training those that the trainer cannot score.
+
+        Training needs the distribution that each token was drawn from. An engine that changes it in another way
+        extends this method.
+
+        Args:
+            sampling: the settings.
+            name: of the argument that they come from.
+            trained: whether completions are trained on.
+
+        Raises:
+            ValueError: the message names the setting.
+        """
+        engine, plain = type(self).__name__, SamplingParams()
+        for key, value in (sampling.extra or {}).items():
+            if key in self.own_extra:
+                raise ValueError(f"{name}.extra.{key}={value!r}: {engine} sets it. Use {self.own_extra[key]} instead.")
+            harmless = key in self.harmless_extra
+            if not harmless and self.evaluation_extra is not None and key not in self.evaluation_extra:
+                raise ValueError(
+                    f"{name}.extra.{key}={value!r}: {engine} has no such setting, or LightRL sets it. Remove it."
+                )
+            if not harmless and trained:
+                raise ValueError(
+                    f"{name}.extra.{key}={value!r}: the trainer would score another distribution than tokens are drawn "
+                    f"from ({engine}.harmless_extra does not list it). Remove it, or set it in eval_sampling."
+                )
+        if not trained:
+            return
+        if sampling.temperature == 0:
+            raise ValueError(f"{name}.temperature=0: greedy completions of a prompt are all equal; train above 0.")
+        fixes = {
+            "repetition_penalty": "Set it to 1 and use the reward RepetitionPenalty, or set it in eval_sampling",
+            "regex": "Remove it and use the reward RegexFormat, or set it in eval_sampling",
+            "json_schema": "Remove it and reward valid JSON, or set it in eval_sampling",
+        }
+        if not self.records_support:
+            cut = f"{engine} does not record what it leaves. Leave it off, or use TransformersEngine"
+            fixes |= dict.fromkeys(("top_p", "top_k", "min_p"), cut)
+        for field, fix in fixes.items():
+            if getattr(sampling, field) != getattr(plain, field):
+                raise ValueError(
+                    f"{name}.{field}={getattr(sampling, field)!r}: the trainer would score another distribution than "
+                    f"tokens are drawn from. {fix}."
+                )
 
     def check_in_flight(self) -> None:
         """Says whether weights may change within a completion (`InFlight`): the engine takes requests with `begun`

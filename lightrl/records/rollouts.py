@@ -264,7 +264,7 @@ class Rollouts(RowBatch):
     Attributes:
         token_ids: (B, T) int64, prompt then completion, right-padded with the pad token.
         attention_mask: (B, T) bool, True on real tokens.
-        response_mask: (B, T) bool, True on tokens that the policy sampled.
+        response_mask: (B, T) bool, True on tokens that the policy sampled and that are trained.
         engine_logprobs: (B, T) float32, log-prob the engine reports for each sampled token, 0 elsewhere.
         group_ids: (B,) int64, equal for the completions of one prompt.
         rewards: (B,) float32, weighted sum of the reward functions plus the trajectory's turn rewards, the same in all

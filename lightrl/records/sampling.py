@@ -16,19 +16,21 @@ from torch import Tensor
 class SamplingParams:
     """How completions are sampled.
 
-    The trainer's log-probs are those of the softmax at this temperature, over the tokens that top-p, top-k and min-p
-    left where the engine records them (`Support`). They leave out what else changes the distribution (those three with
-    an engine that records nothing, repetition penalty, a minimum length, structured outputs): training with these is
-    slightly off-policy, the data module says so once, and off-policy corrections refuse them.
+    The trainer computes log-probs of the softmax at this temperature, over the tokens that top-p, top-k, and min-p left
+    if the engine records them (`Support`). Settings that change the distribution in another way leave tokens out of the
+    loss (`fire_temperature`, `min_new_tokens`; see `masked_tokens`) or are not supported in training
+    (`repetition_penalty`, `regex`, `json_schema`, most of `extra`). Evaluation supports all of them. Limits and stops
+    (`max_new_tokens`, `stop`, `stop_token_ids`, `ignore_eos`) don't change what each token is drawn from.
 
     Args:
         max_new_tokens: upper bound on the completion's length in tokens, at least 1.
-        min_new_tokens: no end-of-sequence or stop before this many tokens.
+        min_new_tokens: Minimum number of tokens before end-of-sequence or a stop. That many tokens of each completion
+            are not trained, because the end was left out of what they were drawn from.
         temperature: logits are divided by it, from 1e-6 to 1e6; 0 is greedy, which is only allowed for evaluation and
             prediction.
         fire_temperature: temperature of each completion's first token in its place (FIRE sampling,
             https://arxiv.org/abs/2410.21236, which takes 10), from 1e-6 to 1e6; None is off. Greedy sampling is left
-            alone.
+            alone. The first token is not trained.
         top_p: nucleus: smallest set of tokens whose probabilities add up to this, in (0, 1]; 1 is off.
         top_k: keep the k likeliest tokens; 0 is off.
         min_p: drop tokens less likely than this times the likeliest, in [0, 1); 0 is off.
@@ -39,7 +41,8 @@ class SamplingParams:
         ignore_eos: continue after EOS and end of turn until `max_new_tokens`.
         regex: the completion must match this regular expression (engines with structured outputs only).
         json_schema: the completion must be JSON of this schema (engines with structured outputs only).
-        extra: further arguments of the engine's own sampling parameters, passed through untouched.
+        extra: Further arguments of the engine's own sampling parameters, by the engine's names. In training only those
+            that leave the distribution alone (`Engine.harmless_extra`).
 
     Raises:
         ValueError: a value is out of its range; the message names the argument.
@@ -87,6 +90,11 @@ class SamplingParams:
                 raise ValueError(f"SamplingParams.{name}={getattr(self, name)!r}: must be {allowed}.")
         if self.regex is not None and self.json_schema is not None:
             raise ValueError("SamplingParams: give regex or json_schema, not both.")
+
+    @property
+    def masked_tokens(self) -> int:
+        """Tokens at the start of each completion whose distribution the trainer does not compute."""
+        return max(self.min_new_tokens, 0 if self.fire_temperature is None else 1)
 
 
 @dataclass(eq=False)

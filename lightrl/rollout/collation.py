@@ -59,7 +59,11 @@ def _reward(trajectory: Trajectory, scored: float) -> float:
 
 
 def collate(
-    groups: Sequence[ScoredGroup], pad_token_id: int, temperature: float, numbers: Sequence[int] | None = None
+    groups: Sequence[ScoredGroup],
+    pad_token_id: int,
+    temperature: float,
+    numbers: Sequence[int] | None = None,
+    masked_tokens: int = 0,
 ) -> Rollouts:
     """Lays groups out as right-padded (B, T) rows: rows of a group next to one another, so those of a trajectory.
 
@@ -68,6 +72,8 @@ def collate(
         pad_token_id: fills the rows.
         temperature: of the sampling distribution.
         numbers: P group ids; 0 ... P - 1 where None. Trajectory ids follow from them.
+        masked_tokens: Number of tokens at the start of each turn that become context: they are not in the response
+            mask, and `rollout/masked_tokens` counts them.
     """
     numbers = range(len(groups)) if numbers is None else numbers
     # One entry per row: the group's place, the trajectory's place among all, its id, the trajectory, the row.
@@ -87,12 +93,16 @@ def collate(
     lengths = torch.tensor([len(row.token_ids) for row in rows])
     real = torch.arange(int(lengths.max())) < lengths[:, None]
     turn_ids = _padded([row.turn_ids for row in rows], real, -1, torch.long)
+    masked = _first_of_turns(turn_ids, masked_tokens)
+    turn_ids[masked] = -1
+    trained = turn_ids >= 0
+    logprobs = _padded([row.logprobs for row in rows], real, 0.0, torch.float32)
     versions = sorted(set[int]().union(*(row.policy_versions for row in rows)) - {-1})
     return Rollouts(
         token_ids=_padded([row.token_ids for row in rows], real, pad_token_id, torch.long),
         attention_mask=real,
-        response_mask=turn_ids >= 0,
-        engine_logprobs=_padded([row.logprobs for row in rows], real, 0.0, torch.float32),
+        response_mask=trained,
+        engine_logprobs=logprobs.masked_fill_(masked, 0.0),
         group_ids=torch.tensor([numbers[p] for p in of_group]),
         rewards=torch.tensor([rewards[i] for i in of_trajectory], dtype=torch.float32),
         reward_parts={
@@ -103,9 +113,11 @@ def collate(
         policy_version=versions[0] if versions else -1,
         trajectory_ids=torch.tensor([entry[2] for entry in entries]),
         turn_ids=turn_ids if bool((turn_ids > 0).any()) else None,
-        turn_rewards=_turn_rewards(owners, rows, real.shape),
+        turn_rewards=_turn_rewards(owners, turn_ids),
         policy_versions=(
-            _padded([row.policy_versions for row in rows], real, -1, torch.long) if len(versions) > 1 else None
+            _padded([row.policy_versions for row in rows], real, -1, torch.long).masked_fill_(masked, -1)
+            if len(versions) > 1
+            else None
         ),
         stop_reasons=[owner.stop_reason for owner in owners],
         messages=[owner.messages for owner in owners] if any(owner.messages for owner in owners) else [],
@@ -122,7 +134,7 @@ def collate(
         },
         inputs=_shown("inputs", dict, prompts, of_group, rows),
         media=_shown("media", Media, prompts, of_group, rows),
-        metrics=dict(scores.metrics),
+        metrics=dict(scores.metrics) | ({"rollout/masked_tokens": float(masked.sum())} if masked_tokens else {}),
     )
 
 
@@ -154,15 +166,22 @@ def _padded(rows: Sequence[Sequence[float]], real: Tensor, value: float, dtype: 
     return out
 
 
-def _turn_rewards(
-    owners: Sequence[Trajectory], rows: Sequence[TrajectoryRow], shape: Sequence[int]
-) -> dict[str, Tensor]:
-    """Each turn's reward on the last of its tokens; empty where no trajectory has any."""
+def _first_of_turns(turn_ids: Tensor, count: int) -> Tensor:
+    """(B, T) bool, True on the first `count` tokens of each turn of (B, T) `turn_ids`, whose tokens are neighbors."""
+    places = torch.arange(turn_ids.shape[1])
+    begins = torch.ones_like(turn_ids, dtype=torch.bool)
+    begins[:, 1:] = turn_ids[:, 1:] != turn_ids[:, :-1]
+    start = torch.where(begins, places, 0).cummax(1).values
+    return (turn_ids >= 0) & (places - start < count)
+
+
+def _turn_rewards(owners: Sequence[Trajectory], turn_ids: Tensor) -> dict[str, Tensor]:
+    """Each turn's reward on the last of its tokens that are trained; empty where no trajectory has any."""
     if not any(owner.turn_rewards for owner in owners):
         return {}
-    rewards = torch.zeros(*shape)
-    for i, (owner, row) in enumerate(zip(owners, rows, strict=True)):
-        last = {turn: t for t, turn in enumerate(row.turn_ids) if turn >= 0}
+    rewards = torch.zeros(turn_ids.shape)
+    for i, (owner, row) in enumerate(zip(owners, turn_ids.tolist(), strict=True)):
+        last = {turn: t for t, turn in enumerate(row) if turn >= 0}
         for turn, t in last.items():
             rewards[i, t] = owner.turn_rewards[turn] if turn < len(owner.turn_rewards) else 0.0
     return {ENVIRONMENT: rewards}

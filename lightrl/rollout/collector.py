@@ -33,7 +33,15 @@ from lightrl.engines.base import (
 )
 from lightrl.environments.base import EnvironmentFailedError
 from lightrl.environments.episodes import Episode, Task
-from lightrl.records import Completion, CompletionGroup, GenerationRequest, Media, Scores, Trajectory
+from lightrl.records import (
+    Completion,
+    CompletionGroup,
+    GenerationRequest,
+    Media,
+    SamplingParams,
+    Scores,
+    Trajectory,
+)
 from lightrl.rewards.scorer import RewardScorer, ScoreHandle
 from lightrl.rollout.collation import ScoredGroup
 
@@ -187,8 +195,10 @@ class Collection:
         begun: what was sampled before, by `_key` of the requests, which go on from there; None for a collection that
             will not be suspended.
         pause_at: (key) gives a request's `pause_at`.
+        trained: whether the completions are trained on. Requests must then have the sampling distribution of the tasks.
 
     Attributes:
+        sampling: settings of the tasks.
         groups: number of the task -> its group, as far as they are done.
         retried: attempts that failed and were made again.
         failed: attempts that failed for good.
@@ -203,8 +213,11 @@ class Collection:
         recover: bool = True,
         begun: Mapping[int, list[Completion]] | None = None,
         pause_at: Callable[[int], list[int]] | None = None,
+        trained: bool = False,
     ) -> None:
         self.tasks = list(tasks)
+        self.sampling = self.tasks[0].sampling
+        self._trained = trained
         self.groups: dict[int, ScoredGroup] = {}
         self.retried = 0
         self.failed = 0
@@ -447,6 +460,8 @@ class Collection:
     async def ask(self, request: GenerationRequest) -> CompletionGroup:
         """Has the engine complete a request. Cancelling it cancels the request."""
         future: asyncio.Future[CompletionGroup] = asyncio.get_running_loop().create_future()
+        if self._trained and request.sampling is not self.sampling:
+            self._check_asked(request.sampling)
         if request.media:
             self._collector.asks_with_media(request)
         with self._lock:
@@ -473,6 +488,17 @@ class Collection:
                 asked = self._latest.pop(future)
                 if self._asked.pop(asked, None) is not None:
                     self._queue.cancel(asked)
+
+    def _check_asked(self, sampling: SamplingParams) -> None:
+        """Rejects a request whose tokens the trainer would score with the settings of the tasks, and wrongly."""
+        for name in ("temperature", "fire_temperature", "min_new_tokens"):
+            own, ours = getattr(sampling, name), getattr(self.sampling, name)
+            if own != ours and (name == "temperature" or sampling.masked_tokens > self.sampling.masked_tokens):
+                raise ValueError(
+                    f"sampling.{name}={own}: {type(self._collector.episode).__name__} asks for it, but the run trains "
+                    f"with {ours}. Keep `task.sampling`; only limits and stops may differ between requests."
+                )
+        self._engine.check_sampling(sampling, trained=True)
 
     async def _group(self, number: int) -> None:
         try:

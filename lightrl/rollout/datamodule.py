@@ -249,6 +249,7 @@ class RolloutDataModule(LightningDataModule):
         module = self.learner
         if stage == "fit":
             self._check_learner(module)
+        self.engine.check_sampling(self.eval_sampling, "eval_sampling", trained=False)
         spec = module.actor_spec
         self.tokenizer = load_tokenizer(self.tokenizer_path or spec.path, chat_template=spec.chat_template)
         self.processor = load_processor(spec.path, self.tokenizer)
@@ -465,9 +466,10 @@ class RolloutDataModule(LightningDataModule):
             own = self._own_prompts(self.prompt_cursor)
             self._show(own)
             sync = self._ready_engine()
-            collected = self._collect_rollout(self.prompt_cursor, gather_objects, recover=True, own=own)
+            sampling = self._training_sampling()
+            collected = self._collect_rollout(self.prompt_cursor, sampling, gather_objects, recover=True, own=own)
             collected.metrics["time/sync"] = sync
-        rollouts = self._assemble(collected.groups, self.sampling)
+        rollouts = self._assemble(collected.groups, collected.sampling)
         rollouts.metrics |= collected.metrics
         if collected.version is not None:
             rollouts.policy_version = collected.version
@@ -489,16 +491,36 @@ class RolloutDataModule(LightningDataModule):
             prompts: this rank's prompts.
             sampling: the distribution.
             group_size: attempts per prompt.
-            stream: name that keeps the random numbers of training and evaluation apart.
+            stream: Name that keeps the random numbers of training and evaluation apart. If it begins with "eval", the
+                rows are not for training: no token is masked.
             cursor: number of prompts before this rollout, in the same stream; part of the random seeds.
         """
         self.drain()
         self._show(prompts)
+        trained = not stream.startswith("eval")
         sync = self._ready_engine()
-        collection = self._start(prompts, sampling, group_size, self._seeds(prompts, cursor, stream))
-        rollouts = self._assemble(collection.finish(), sampling)
+        seeds = self._seeds(prompts, cursor, stream)
+        collection = self._start(prompts, sampling, group_size, seeds, trained=trained)
+        rollouts = self._assemble(collection.finish(), sampling, trained=trained)
         rollouts.metrics |= {**collection.seconds, "time/sync": sync}
         return rollouts
+
+    def _training_sampling(self) -> SamplingParams:
+        """The settings of a rollout that begins now. Callbacks may change `sampling`: later ones then differ.
+
+        Raises:
+            ValueError: the trainer would score another distribution than tokens are drawn from.
+        """
+        sampling = self.sampling
+        self.engine.check_sampling(sampling, trained=True)
+        if sampling.masked_tokens >= sampling.max_new_tokens:
+            name = "min_new_tokens" if sampling.min_new_tokens else "fire_temperature"
+            raise ValueError(
+                f"sampling.{name}={getattr(sampling, name)} with max_new_tokens={sampling.max_new_tokens}: the first "
+                f"{sampling.masked_tokens} tokens of a completion are not trained, so none is left. Raise "
+                "max_new_tokens; `ignore_eos` makes completions of a fixed length."
+            )
+        return sampling
 
     def drain(self) -> None:
         """Waits until nothing is sampled in the background any more, so that others may use the engine."""
@@ -508,6 +530,7 @@ class RolloutDataModule(LightningDataModule):
     def _collect_rollout(
         self,
         first: int,
+        sampling: SamplingParams,
         gather: Callable[[int], list[int]],
         *,
         recover: bool,
@@ -532,7 +555,7 @@ class RolloutDataModule(LightningDataModule):
             return collect(start_with(self._sets["prompts"].batch(start + offset, count), seeds))
 
         def start_with(prompts: Prompts, seeds: list[int]) -> Collection:
-            return self._start(prompts, self.sampling, self.group_size, seeds, recover=recover)
+            return self._start(prompts, sampling, self.group_size, seeds, recover=recover, trained=True)
 
         if begun is None:
             own = self._own_prompts(first) if own is None else own
@@ -545,8 +568,8 @@ class RolloutDataModule(LightningDataModule):
             metrics |= refilled
         if self.episode.multi_turn:
             metrics["rollout/retried"] = float(retried)
-        self._check_trajectories(groups)
-        return CollectedRollout(groups, cursor, {**metrics, **self._prompt_counts()}, sampled=sampled)
+        self._check_trajectories(groups, sampling)
+        return CollectedRollout(groups, cursor, {**metrics, **self._prompt_counts()}, sampling, sampled=sampled)
 
     def _visits(self, spec: PromptCurriculum, groups: list[ScoredGroup]) -> list[tuple[int, float]]:
         """(data-set row, share of attempts that succeeded) of every rank's groups. Collective."""
@@ -577,7 +600,8 @@ class RolloutDataModule(LightningDataModule):
             gather = partial(gather_objects, group=self._side_group)
             self._stale_source = StaleSource(
                 self.staleness,
-                lambda cursor: self._collect_rollout(cursor, gather, recover=False),
+                lambda cursor, sampling: self._collect_rollout(cursor, sampling, gather, recover=False),
+                self._training_sampling,
                 self._ready_engine,
                 lambda: self.learner.policy_version,
                 self.world_size,
@@ -585,15 +609,21 @@ class RolloutDataModule(LightningDataModule):
         return self._stale_source
 
     def _begin_rollout(
-        self, first: int, begun: dict[int, list[Completion]], pause_at: Callable[[int], list[int]]
+        self,
+        first: int,
+        begun: dict[int, list[Completion]],
+        pause_at: Callable[[int], list[int]],
+        sampling: SamplingParams | None,
     ) -> tuple[Collection, Callable[[], CollectedRollout]]:
         """Starts the training rollout with that first prompt; it, and what waits for its end."""
         own = self._own_prompts(first)
         seeds = self._seeds(own, first)
+        settings = sampling or self._training_sampling()
         collection = self._start(
-            own, self.sampling, self.group_size, seeds, recover=False, begun=begun, pause_at=pause_at
+            own, settings, self.group_size, seeds, recover=False, begun=begun, pause_at=pause_at, trained=True
         )
-        return collection, lambda: self._collect_rollout(first, gather_objects, recover=False, begun=collection)
+        finish = partial(self._collect_rollout, first, settings, gather_objects, recover=False, begun=collection)
+        return collection, finish
 
     def _own_prompts(self, first: int) -> Prompts:
         """This rank's share of the training rollout that starts with prompt number `first`."""
@@ -653,11 +683,10 @@ class RolloutDataModule(LightningDataModule):
         ]
         return self._collector.start(tasks, **how)
 
-    def _assemble(
-        self, groups: list[ScoredGroup], sampling: SamplingParams, numbers: Sequence[int] | None = None
-    ) -> Rollouts:
+    def _assemble(self, groups: list[ScoredGroup], sampling: SamplingParams, *, trained: bool = True) -> Rollouts:
         pad: Any = self.tokenizer.pad_token_id
-        rollouts = collate(groups, pad, sampling.temperature, numbers)
+        masked_tokens = sampling.masked_tokens if trained else 0
+        rollouts = collate(groups, pad, sampling.temperature, masked_tokens=masked_tokens)
         rollouts.reward_weights = {} if self.scorer is None else dict(self.scorer.weights)
         if self.episode.multi_turn:
             rollouts.metrics |= trajectory_metrics(groups)
@@ -698,13 +727,14 @@ class RolloutDataModule(LightningDataModule):
     def _callbacks(self) -> list[Any]:
         return [] if self.trainer is None else self.trainer.callbacks  # type: ignore[attr-defined]
 
-    def _check_trajectories(self, groups: Sequence[ScoredGroup]) -> None:
+    def _check_trajectories(self, groups: Sequence[ScoredGroup], sampling: SamplingParams) -> None:
         """Shows a training rollout to callbacks that look at it while the engine holds what sampled it.
 
         Engines are asked about tokens alone, so prompts with media are left out.
         """
         trajectories = [t for group in groups if not any(group.prompt.media) for t in group.trajectories]
         for callback in self._checks():
+            callback.check_sampling(sampling)
             callback.check_trajectories(self.engine, trajectories, self.tokenizer)
 
     def _progress(self) -> float:
@@ -790,8 +820,6 @@ class RolloutDataModule(LightningDataModule):
                     "PromptCurriculum without `rewards`: it picks prompts by rewards that are known when a rollout has "
                     "been sampled. Give reward functions, or serve the reward model as one (RemoteReward)."
                 )
-        if self.sampling.temperature == 0:
-            raise ValueError("sampling.temperature=0: greedy completions of a prompt are all equal; train above 0.")
         self._check_overlap()
 
     def _check_in_flight(self) -> None:
@@ -837,7 +865,7 @@ class RolloutDataModule(LightningDataModule):
     def _check_learner(self, module: RolloutLearner) -> None:
         """Refuses what the data module and the module that it feeds cannot do together."""
         name = type(module).__name__
-        self._check_sampling(module)
+        self._training_sampling()
         if module.needs_groups and self.group_size < 2:
             raise ValueError(
                 f"group_size={self.group_size} with {name}: its advantages compare the attempts at one prompt, so it "
@@ -882,25 +910,3 @@ class RolloutDataModule(LightningDataModule):
                     f"{name}.stop_token_ids={sampling.stop_token_ids}: the tokenizer's last token is {last}, so that "
                     f"nothing would end with {most}."
                 )
-
-    def _check_sampling(self, module: RolloutLearner) -> None:
-        """The trainer takes the softmax over what the engine records as its support; any other cut is a difference."""
-        plain = SamplingParams()
-        names = ["repetition_penalty", "min_new_tokens", "regex", "json_schema"]
-        if not self.engine.records_support:
-            names = ["top_p", "top_k", "min_p", *names]
-        cuts = [f"{n}={getattr(self.sampling, n)!r}" for n in names if getattr(self.sampling, n) != getattr(plain, n)]
-        if cuts and module.compares_engine_logprobs:
-            raise ValueError(
-                f"sampling with {', '.join(cuts)} and a loss of {type(module).__name__} that compares the engine's "
-                "log-probs with the trainer's: those of a cut distribution would weight every token wrongly. Sample "
-                "with temperature alone, or drop the correction (with staleness: off_policy_correction=False)."
-            )
-        if cuts:
-            log.warning(
-                "Training samples of %s come from a distribution cut by %s, while log-probs are those of the full "
-                "softmax: the gradient is slightly biased. Temperature alone is exact; so are top_p, top_k and min_p "
-                "with an engine that records what they leave (TransformersEngine).",
-                type(self.engine).__name__,
-                ", ".join(cuts),
-            )

@@ -10,14 +10,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 from lightrl.background import in_background
 from lightrl.engines.base import EngineRestartedError
-from lightrl.records import Completion, Routes, Support
+from lightrl.records import Completion, Routes, SamplingParams, Support
 from lightrl.rollout.collation import ScoredGroup
 from lightrl.rollout.collector import Collection, may_restart
 from lightrl.storage import read_records
@@ -35,6 +35,7 @@ class CollectedRollout:
         groups: its groups.
         cursor: number of the prompt after its last.
         metrics: scalars of its making.
+        sampling: how it was sampled.
         version: version of the policy, where the groups' own may be out of date; None to take theirs.
         sampled: all groups that were sampled on the way, also those that were replaced.
     """
@@ -42,6 +43,7 @@ class CollectedRollout:
     groups: list[ScoredGroup]
     cursor: int
     metrics: dict[str, float]
+    sampling: SamplingParams
     version: int | None = None
     sampled: list[ScoredGroup] = field(default_factory=list)
 
@@ -65,7 +67,9 @@ class StaleSource:
 
     Args:
         staleness: s, at least 1. Rollouts of a round are 1, 2, ... s rollouts behind; the first of a run is not.
-        collect: (cursor) samples and scores the rollout that starts with that prompt. Called in the background.
+        collect: (cursor, sampling) samples and scores the rollout that starts with that prompt. Called in the
+            background.
+        sampling: gives the settings of rollouts that begin now, which callbacks may change later.
         ready: pushes the weights and gives seconds. Called by the caller's thread.
         version: gives the number of the policy's version.
         world_size: number of processes.
@@ -74,13 +78,15 @@ class StaleSource:
     def __init__(
         self,
         staleness: int,
-        collect: Callable[[int], CollectedRollout],
+        collect: Callable[[int, SamplingParams], CollectedRollout],
+        sampling: Callable[[], SamplingParams],
         ready: Callable[[], float],
         version: Callable[[], int],
         world_size: int,
     ) -> None:
         self.staleness = staleness
         self._collect = collect
+        self._sampling = sampling
         self._ready = ready
         self._version = version
         self._world_size = world_size
@@ -127,13 +133,14 @@ class StaleSource:
         flights = [_Flight(Future(), self._version(), number) for _ in range(count)]
         self._flights.extend(flights)
         futures = [flight.future for flight in flights]
-        self._thread = in_background(lambda: self._work(cursor, futures), "lightrl-sampling")
+        sampling = self._sampling()
+        self._thread = in_background(lambda: self._work(cursor, sampling, futures), "lightrl-sampling")
         return seconds
 
-    def _work(self, cursor: int, futures: list[Future[CollectedRollout]]) -> None:
+    def _work(self, cursor: int, sampling: SamplingParams, futures: list[Future[CollectedRollout]]) -> None:
         for i, future in enumerate(futures):
             try:
-                collected = self._collect(cursor)
+                collected = self._collect(cursor, sampling)
             except BaseException as error:
                 for unmade in futures[i:]:
                     unmade.set_exception(error)
@@ -214,7 +221,8 @@ class InFlightSource:
     Args:
         staleness: s, at least 1.
         settings: what is recorded or replayed.
-        begin: (cursor, begun, pause_at) starts the rollout with that first prompt; see `Collector.start`.
+        begin: (cursor, begun, pause_at, sampling) starts the rollout with that first prompt; see `Collector.start`.
+            `sampling` is None for the current settings.
         ready: pushes the weights and gives seconds. Collective.
         version: gives the number of the policy's version.
         prompts: of a rollout, over all ranks.
@@ -230,7 +238,7 @@ class InFlightSource:
         staleness: int,
         settings: InFlight,
         begin: Callable[
-            [int, dict[int, list[Completion]], Callable[[int], list[int]]],
+            [int, dict[int, list[Completion]], Callable[[int], list[int]], SamplingParams | None],
             tuple[Collection, Callable[[], CollectedRollout]],
         ],
         ready: Callable[[], float],
@@ -272,7 +280,9 @@ class InFlightSource:
             saved: dict[str, Any] = self._saved.pop(0) if self._saved else {"behind": 0, "sampled": {}}
             first = cursor + len(self._flights) * self._prompts
             begun = {seed: [_loaded(part) for part in parts] for seed, parts in saved["sampled"].items()}
-            collection, finish = self._begin(first, begun, self._pause_at)
+            # What was sampled before a resume has log-probs of the settings that it was sampled with.
+            sampling = SamplingParams(**saved["sampling"]) if saved.get("sampling") else None
+            collection, finish = self._begin(first, begun, self._pause_at, sampling)
             self._flights.append(_Begun(collection, finish, self._taken - saved["behind"]))
         pushed = time.perf_counter()
         flight = self._flights[0]
@@ -299,6 +309,7 @@ class InFlightSource:
         return [
             {
                 "behind": self._taken - flight.number,
+                "sampling": asdict(flight.collection.sampling),
                 "sampled": {s: [_saved(part) for part in parts] for s, parts in flight.collection.sampled.items()},
             }
             for flight in self._flights

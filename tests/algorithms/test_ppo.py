@@ -16,8 +16,8 @@ from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import GroupRelative
 from lightrl.objectives.kl import KLInLoss, KLInReward
 from lightrl.objectives.losses import PPOClip
-from lightrl.objectives.off_policy import EngineRatio, OffPolicyCorrection
-from lightrl.records import Experience, SamplingParams
+from lightrl.objectives.off_policy import EngineRatio
+from lightrl.records import Experience
 from tests.algorithms.toys import adam, fit, ppo, sgd, weights
 from tests.toys import Keep, ThreadEngine, digits_reward, quickstart_model, quiet_trainer, sums_data
 
@@ -308,16 +308,6 @@ def test_epochs_cut_short_are_all_of_the_same_length(model_path: str) -> None:
     trainer = quiet_trainer(callbacks=[WeightSync(), keep], limit_train_batches=2, max_epochs=3)
     trainer.fit(GRPOLightningModule(model_path, kl=None), sums_data(rollouts_per_epoch=3))
     assert len(keep.metrics) == 6
-
-
-def test_cut_sampling_is_said_and_refused_with_off_policy_corrections(
-    model_path: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    cut = SamplingParams(max_new_tokens=4, top_p=0.8, repetition_penalty=1.1)
-    fit(GRPOLightningModule(model_path, kl=None), sampling=cut)
-    assert "TransformersEngine come from a distribution cut by repetition_penalty=1.1," in caplog.text
-    with pytest.raises(ValueError, match=r"sampling with repetition_penalty=1.1 and a loss of GRPO"):
-        fit(GRPOLightningModule(model_path, kl=None, loss=OffPolicyCorrection(PPOClip())), sampling=cut)
 
 
 def test_an_estimator_that_needs_a_critic_is_refused_without(model_path: str) -> None:

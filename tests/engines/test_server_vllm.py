@@ -178,8 +178,8 @@ def test_seeds_and_settings(engine: ServerEngine, tied_folder: Path) -> None:
     stopped = SamplingParams(max_new_tokens=30, stop=["a", "e", "1"], ignore_eos=True)
     for _, group in ask(engine, PROMPTS, stopped, num_completions=2, seeds=[1, 2, 3, 4]):
         assert all(c.text[-1] in "ae1" for c in group.completions if c.finish_reason == "stop")
-    wrong = SamplingParams(max_new_tokens=4, extra={"temperature": -1.0})
-    with pytest.raises(ValueError, match=r"answered 400.*temperature.*refuses prompt"):
+    wrong = SamplingParams(max_new_tokens=4, extra={"presence_penalty": 9.0})
+    with pytest.raises(ValueError, match=r"answered 400.*presence_penalty.*refuses prompt"):
         list(ask(engine, PROMPTS, wrong, num_completions=2, seeds=[0] * 4))
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightrl.engines.vllm.engine import completion_seed
+from lightrl.engines.vllm.engine import VLLMEngine, completion_seed
+from lightrl.engines.vllm.requests import EVALUATION_EXTRA, HARMLESS_EXTRA, OWN_EXTRA
 from lightrl.records import CompletionGroup, Prompts, SamplingParams
 from tests.engines.conftest import EOS, ask, load
 
@@ -139,6 +140,41 @@ def test_regex_json_and_extra(engine) -> None:
     assert all(re.match(r"-?\d", c.text) for g in groups.values() for c in g.completions)
     groups = run(engine, PROMPTS, SamplingParams(max_new_tokens=10, extra={"allowed_token_ids": [8, 9], "logprobs": 3}))
     assert {t for g in groups.values() for ids in tokens(g) for t in ids} <= {8, 9}
+
+
+def test_extra_settings_are_sorted_by_what_they_do_to_the_distribution() -> None:
+    from vllm import SamplingParams as VLLMSamplingParams
+
+    fields = {name for name in VLLMSamplingParams.__struct_fields__ if not name.startswith("_")}
+    internal = {
+        *("detokenize", "logprob_token_ids", "output_kind", "output_text_buffer_length", "prompt_logprob_start"),
+        *("prompt_logprob_token_ids", "prompt_logprobs", "repetition_detection", "routed_experts_prompt_start"),
+        *("skip_clone", "trace_decode_token_ids", "watermarking"),
+    }
+    groups = [HARMLESS_EXTRA, EVALUATION_EXTRA, set(OWN_EXTRA), internal]
+    assert set().union(*groups) == fields, "sort the fields of this vLLM"
+    assert sum(map(len, groups)) == len(fields)
+    engine = VLLMEngine()
+    for name in fields:
+        for trained in (True, False):
+            one = SamplingParams(extra={name: 1})
+            if name in HARMLESS_EXTRA or (name in EVALUATION_EXTRA and not trained):
+                engine.check_sampling(one, trained=trained)
+                continue
+            with pytest.raises(ValueError, match=rf"sampling\.extra\.{name}=1.*{OWN_EXTRA.get(name, '')}"):
+                engine.check_sampling(one, trained=trained)
+
+
+def test_harmless_extra_settings_change_no_token(engine) -> None:
+    values = {"flat_logprobs": False, "logprobs": 3, "skip_reading_prefix_cache": True, "stream_interval": 4}
+    settings = [{name: values.get(name, False)} for name in sorted(HARMLESS_EXTRA)]
+    plain = run(engine, PROMPTS, SamplingParams(max_new_tokens=8, stop=["a"]))
+    for extra in settings:
+        other = run(engine, PROMPTS, SamplingParams(max_new_tokens=8, stop=["a"], extra=extra))
+        for i, group in plain.items():
+            assert tokens(other[i]) == tokens(group), extra
+            for ours, theirs in zip(group.completions, other[i].completions, strict=True):
+                assert theirs.logprobs == pytest.approx(ours.logprobs, abs=5e-5)
 
 
 def test_top_k_top_p_min_p_and_greedy_log_probs_are_those_of_the_distribution(engine, weights) -> None:

@@ -253,20 +253,14 @@ REFUSALS = [
         lambda s: s.get("callback") == "LedgerCanary" and s.get("sampling") not in ("plain", None),
     ),
     Refusal(
-        "top_p with vLLM, which does not record what it leaves, with staleness or a loss that reads its log-probs",
-        "compares the engine's",
-        lambda s: (
-            s.get("sampling") == "top_p"
-            and s.get("engine") == "vLLM"
-            and (loss(s) in READS_ENGINE or s.get("overlap") == "staleness")
-        ),
+        "top_p with vLLM, which does not record what it leaves",
+        "sampling.top_p",
+        lambda s: s.get("sampling") == "top_p" and s.get("engine") == "vLLM",
     ),
     Refusal(
-        "a repetition penalty with a loss that reads the engine's log-probs, or with staleness",
-        "compares the engine's",
-        lambda s: (
-            s.get("sampling") == "repetition penalty" and (loss(s) in READS_ENGINE or s.get("overlap") == "staleness")
-        ),
+        "a repetition penalty",
+        "sampling.repetition_penalty",
+        lambda s: s.get("sampling") == "repetition penalty",
     ),
 ]
 

@@ -26,7 +26,7 @@ from lightrl.engines.server.connection import Connection
 from lightrl.engines.server.pool import ServerPool
 from lightrl.engines.server.weights import FolderTransport, TransferTransport, Transport
 from lightrl.engines.vllm.requests import check_lengths
-from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes
+from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
 
 __all__ = ["ServerEngine"]
 
@@ -106,6 +106,10 @@ class ServerEngine(Engine):
         self.requested_dtype = dtype
         self.max_groups = at_least("ServerEngine.max_groups", max_groups, 1)
         self.retries = at_least("ServerEngine.retries", retries, 0)
+        protocol = self._connection.protocol
+        self.harmless_extra = protocol.harmless_extra
+        self.evaluation_extra = protocol.evaluation_extra
+        self.own_extra = protocol.own_extra
         self._transport: Transport | None = None
         self._rank = 0
         self._world_size = 1
@@ -195,15 +199,20 @@ class ServerEngine(Engine):
         self._running()
         return self._stream(self._checked_queue(requests))
 
+    def check_sampling(self, sampling: SamplingParams, name: str = "sampling", *, trained: bool) -> None:
+        """See `Engine.check_sampling`: `fire_temperature` is not supported."""
+        super().check_sampling(sampling, name, trained=trained)
+        if sampling.fire_temperature is not None:
+            raise ValueError(
+                f"{name}.fire_temperature={sampling.fire_temperature}: servers cannot heat the first token alone. "
+                "Leave it out, or use VLLMEngine."
+            )
+
     def check_request(self, request: GenerationRequest) -> None:
         """See `Engine.check_request`."""
         if request.inputs or request.media:
             raise ValueError("ServerEngine serves text only: use VLLMEngine for prompts with images.")
-        if request.sampling.fire_temperature is not None:
-            raise ValueError(
-                f"SamplingParams.fire_temperature={request.sampling.fire_temperature}: servers cannot heat the first "
-                "token alone. Leave it out, or use VLLMEngine."
-            )
+        self.check_sampling(request.sampling, "SamplingParams", trained=False)
         check_lengths(
             request, limit=("servers'", self.max_model_len), way_out="start them with a larger --max-model-len"
         )

@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightrl.engines.server.http import Server, ServerError
-from lightrl.engines.vllm.requests import completion_seed, plain_sampling
+from lightrl.engines.vllm.requests import (
+    EVALUATION_EXTRA,
+    OWN_EXTRA,
+    completion_seed,
+    plain_sampling,
+)
 from lightrl.records import Completion, GenerationRequest, SamplingParams
 
 __all__ = ["PROTOCOLS", "Facts", "SGLangProtocol", "ServerProtocol", "TokenScores", "VLLMProtocol"]
@@ -54,7 +59,15 @@ class TokenScores:
 
 
 class ServerProtocol(ABC):
-    """A kind of server. Methods talk to one server and raise `ServerError` or `ServerLostError`."""
+    """A kind of server. Methods talk to one server and raise `ServerError` or `ServerLostError`.
+
+    Attributes:
+        harmless_extra, evaluation_extra, own_extra: as of `Engine`.
+    """
+
+    harmless_extra: frozenset[str] = frozenset()
+    evaluation_extra: frozenset[str] = frozenset()
+    own_extra: Mapping[str, str] = {}
 
     @abstractmethod
     async def served(self, server: Server, model: str | None) -> Facts:
@@ -106,6 +119,15 @@ class ServerProtocol(ABC):
 
 class VLLMProtocol(ServerProtocol):
     """vLLM 0.32's server in development mode."""
+
+    harmless_extra = frozenset(
+        (
+            *("cache_salt", "include_stop_str_in_output", "priority", "request_id", "skip_special_tokens"),
+            *("spaces_between_special_tokens", "user"),
+        )
+    )
+    evaluation_extra = EVALUATION_EXTRA
+    own_extra = OWN_EXTRA | {"vllm_xargs": "sampling.fire_temperature"}
 
     async def served(self, server: Server, model: str | None) -> Facts:
         models = (await server.get("/v1/models"))["data"]
@@ -247,12 +269,31 @@ def _vllm_sampling(sampling: SamplingParams) -> dict[str, Any]:
     return body | (sampling.extra or {})
 
 
+_SGLANG_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "include_stop_str_in_output": "no_stop_trim",
+}
+"""vLLM's name -> SGLang's, if they differ."""
+
+
 class SGLangProtocol(ServerProtocol):
     """SGLang's native routes, as documented for 0.5. Not run against a real server yet.
 
     Seeds count only where the server runs with `--enable-deterministic-inference`. Source:
     https://docs.sglang.io/docs/basic_usage/native_api.md, https://docs.sglang.io/docs/advanced_features/sglang_for_rl.md
     """
+
+    harmless_extra = frozenset({"skip_special_tokens", "spaces_between_special_tokens"})
+    evaluation_extra = frozenset(
+        ("custom_params", "ebnf", "frequency_penalty", "logit_bias", "presence_penalty", "structural_tag")
+    )
+    own_extra: Mapping[str, str] = {
+        **{_SGLANG_NAMES.get(name, name): setting for name, setting in OWN_EXTRA.items() if name != "extra_args"},
+        "json_schema": "sampling.json_schema",
+        "regex": "sampling.regex",
+        "sampling_seed": "data.seed",
+    }
 
     async def facts(self, server: Server, model: str | None) -> Facts:
         return await self.served(server, model)
@@ -311,9 +352,7 @@ class SGLangProtocol(ServerProtocol):
 
 
 def _sglang_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    renamed = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-    renamed |= {"include_stop_str_in_output": "no_stop_trim"}
-    params = {renamed.get(name, name): value for name, value in plain_sampling(sampling).items()}
+    params = {_SGLANG_NAMES.get(name, name): value for name, value in plain_sampling(sampling).items()}
     params["top_k"] = sampling.top_k or -1
     if sampling.regex is not None:
         params["regex"] = sampling.regex

@@ -29,7 +29,7 @@ from lightrl.models.packing.attention import keep_attention_caps
 from lightrl.models.rope import fix_rope
 from lightrl.models.routing import Routers, RoutingPass
 from lightrl.models.spec import DTYPES
-from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes
+from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
 
 __all__ = ["TransformersEngine"]
 
@@ -208,15 +208,20 @@ class TransformersEngine(Engine):
         past = 0 if complete else self.max_batch_tokens
         return CPUDecoder(self._cpu_model, max(lengths) + new_tokens, new_tokens, copied, past)
 
+    def check_sampling(self, sampling: SamplingParams, name: str = "sampling", *, trained: bool) -> None:
+        """See `Engine.check_sampling`: structured outputs and `extra` are not supported."""
+        for field in ("regex", "json_schema", "extra"):
+            if getattr(sampling, field):
+                raise ValueError(
+                    f"{name}.{field}={getattr(sampling, field)!r}: TransformersEngine does not support it. "
+                    "Remove it, or use VLLMEngine."
+                )
+        super().check_sampling(sampling, name, trained=trained)
+
     def check_request(self, request: GenerationRequest) -> None:
         """See `Engine.check_request`."""
         sampling, length = request.sampling, len(request.token_ids)
-        for name in ("regex", "json_schema", "extra"):
-            if getattr(sampling, name):
-                raise ValueError(
-                    f"SamplingParams.{name}={getattr(sampling, name)!r}: TransformersEngine has no such thing; "
-                    "use VLLMEngine, or leave it out."
-                )
+        self.check_sampling(sampling, "SamplingParams", trained=False)
         at_least("num_completions", request.num_completions, 1)
         if not length:
             raise ValueError(f"token_ids=[]: {request.name} is empty; give it at least one token.")

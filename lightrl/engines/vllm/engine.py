@@ -24,6 +24,9 @@ from lightrl.engines.base import (
 )
 from lightrl.engines.vllm.lora import AdapterFolder, lora_arguments
 from lightrl.engines.vllm.requests import (
+    EVALUATION_EXTRA,
+    HARMLESS_EXTRA,
+    OWN_EXTRA,
     check_lengths,
     check_prompt,
     completion,
@@ -45,7 +48,7 @@ from lightrl.engines.vllm.setup import (
     threads_per_engine,
 )
 from lightrl.models.loading import longest_sequence
-from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest, Routes
+from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
 
 if TYPE_CHECKING:
     from lightrl.compat.vllm import VLLMAdapter
@@ -298,7 +301,7 @@ class VLLMEngine(Engine):
         self._asleep = 0
         self._cache_asleep = False
         self._died = False
-        self._heats = "logits_processors" in arguments
+        self._heats = context.fire
         self.policy_version = -1
         self._lock = FairLock()
         try:
@@ -359,11 +362,13 @@ class VLLMEngine(Engine):
             arguments["load_format"] = "dummy"
         if self._adapter_rank(context):
             arguments |= lora_arguments(context.lora_rank)
+        arguments |= self.engine_args
         if context.fire:
             if cuda:
                 _refuse_fire_on_v2()
-            arguments["logits_processors"] = ["lightrl.compat.vllm_worker:FireProcessor"]
-        return arguments | self.engine_args
+            own = self.engine_args.get("logits_processors") or []
+            arguments["logits_processors"] = ["lightrl.compat.vllm_worker:FireProcessor", *own]
+        return arguments
 
     def _cpu_cache(self, context: EngineContext, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The KV cache on a CPU, and the longest sequence if the run does not know it."""
@@ -484,12 +489,27 @@ class VLLMEngine(Engine):
         self._running()
         return self._stream(self._checked_queue(requests))
 
-    def check_request(self, request: GenerationRequest) -> None:
-        sampling, limit = request.sampling, self.max_model_len
+    harmless_extra = HARMLESS_EXTRA
+    evaluation_extra = EVALUATION_EXTRA
+    own_extra = OWN_EXTRA
+
+    def check_sampling(self, sampling: SamplingParams, name: str = "sampling", *, trained: bool) -> None:
+        """See `Engine.check_sampling`: also `engine_args` that change the distribution."""
+        super().check_sampling(sampling, name, trained=trained)
         if 0 < sampling.temperature < 0.01:
             raise ValueError(
-                f"SamplingParams.temperature={sampling.temperature}: vLLM serves 0 (greedy) and 0.01 or more."
+                f"{name}.temperature={sampling.temperature}: vLLM serves 0 (greedy) and 0.01 or more. Raise it."
             )
+        for argument in ("logits_processors", "logprobs_mode", "watermark_config"):
+            if trained and self.engine_args.get(argument):
+                raise ValueError(
+                    f"VLLMEngine.engine_args.{argument}={self.engine_args[argument]!r}: the trainer would score "
+                    "another distribution than tokens are drawn from. Remove it."
+                )
+
+    def check_request(self, request: GenerationRequest) -> None:
+        sampling, limit = request.sampling, self.max_model_len
+        self.check_sampling(sampling, "SamplingParams", trained=False)
         if sampling.fire_temperature is not None and not self._heats:
             raise ValueError(
                 f"SamplingParams.fire_temperature={sampling.fire_temperature}: this engine was started without it, "

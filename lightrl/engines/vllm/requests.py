@@ -14,6 +14,9 @@ from lightrl.models.video import video_timing
 from lightrl.records import Completion, GenerationRequest, Routes, SamplingParams
 
 __all__ = [
+    "EVALUATION_EXTRA",
+    "HARMLESS_EXTRA",
+    "OWN_EXTRA",
     "check_lengths",
     "check_prompt",
     "completion",
@@ -25,6 +28,40 @@ __all__ = [
     "sampling_params",
     "scoring_params",
 ]
+
+
+HARMLESS_EXTRA = frozenset(
+    (
+        *("flat_logprobs", "include_stop_str_in_output", "logprobs", "skip_reading_prefix_cache"),
+        *("skip_special_tokens", "spaces_between_special_tokens", "stream_interval"),
+    )
+)
+"""Fields of vLLM's `SamplingParams` that change neither what a token is drawn from nor what LightRL reads."""
+
+EVALUATION_EXTRA = frozenset(
+    (
+        *("allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "presence_penalty"),
+        *("structured_outputs", "thinking_token_budget"),
+    )
+)
+"""Fields that change the distribution."""
+
+OWN_EXTRA = {
+    "extra_args": "sampling.fire_temperature",
+    "ignore_eos": "sampling.ignore_eos",
+    "max_tokens": "sampling.max_new_tokens",
+    "min_p": "sampling.min_p",
+    "min_tokens": "sampling.min_new_tokens",
+    "n": "data.group_size",
+    "repetition_penalty": "sampling.repetition_penalty",
+    "seed": "data.seed",
+    "stop": "sampling.stop",
+    "stop_token_ids": "sampling.stop_token_ids",
+    "temperature": "sampling.temperature",
+    "top_k": "sampling.top_k",
+    "top_p": "sampling.top_p",
+}
+"""Fields that LightRL sets -> the setting to use."""
 
 
 def completion_seed(prompt_seed: int, completion: int, begun: int = 0) -> int:
@@ -39,7 +76,7 @@ def completion_seed(prompt_seed: int, completion: int, begun: int = 0) -> int:
 
 
 def sampling_params(sampling: SamplingParams) -> Any:
-    """vLLM's sampling parameters, without a seed; `sampling.extra` wins over everything."""
+    """vLLM's sampling parameters, without a seed."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -48,17 +85,16 @@ def sampling_params(sampling: SamplingParams) -> Any:
         structured = StructuredOutputsParams(regex=sampling.regex)
     elif sampling.json_schema is not None:
         structured = StructuredOutputsParams(json=sampling.json_schema)
-    extra = dict(sampling.extra or {})
-    if sampling.fire_temperature is not None:
-        extra["extra_args"] = {"fire_temperature": sampling.fire_temperature} | (extra.get("extra_args") or {})
+    fire = None if sampling.fire_temperature is None else {"fire_temperature": sampling.fire_temperature}
     arguments: dict[str, Any] = {
         **plain_sampling(sampling),
         "structured_outputs": structured,
+        "extra_args": fire,
         "logprobs": 0,  # the sampled token's alone
         "flat_logprobs": True,
         "output_kind": RequestOutputKind.FINAL_ONLY,
     }
-    return VLLMSamplingParams(**(arguments | extra))
+    return VLLMSamplingParams(**(arguments | (sampling.extra or {})))
 
 
 def plain_sampling(sampling: SamplingParams) -> dict[str, Any]:
