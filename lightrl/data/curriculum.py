@@ -6,9 +6,11 @@ knows and a checkpoint holds. So a resumed run goes on as the whole one, and ran
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -242,10 +244,11 @@ class CurriculumSet(PromptSet):
         random = np.random.default_rng([self._seed, self._base, passed]).exponential(size=len(self))
         by_weight = sorted(numbers, key=lambda n: (random[n] / (spec.rest_weight if n in rests else 1.0), n))
         hard = sorted((n for n, rate in rates.items() if rate <= spec.low), key=lambda n: (self._last[n], n))
+        share = Fraction(str(spec.replay))  # 100 * 0.29 is below 29
         order: dict[int, None] = {}
         fresh, again = iter(by_weight), iter(hard if spec.replay else [])
         for place in range(len(numbers)):
-            due = int((place + 1) * spec.replay) > int(place * spec.replay)
+            due = math.floor((place + 1) * share) > math.floor(place * share)
             number = next((n for n in again if n not in order), None) if due else None
             order[next(n for n in fresh if n not in order) if number is None else number] = None
         return list(order)

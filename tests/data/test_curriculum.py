@@ -67,6 +67,14 @@ def test_hard_rows_come_again_the_oldest_first(tokenizer: Any) -> None:
     assert sorted(order) == list(range(8))
 
 
+@pytest.mark.parametrize("percent", [7, 28, 29, 55, 57, 58])
+def test_the_replayed_share_is_exact_over_a_hundred_prompts(percent: int, tokenizer: Any) -> None:
+    source = PromptSource(rows=[{"prompt": f"{i}+{i}="} for i in range(200)])
+    prompts = PromptCurriculum(source, replay=percent / 100, rest_weight=1e-9).load(tokenizer)
+    prompts.observe([(i, 0.0) for i in range(100)], 0)
+    assert sum(row < 100 for row in picked(prompts, 0, 100)) == percent
+
+
 def test_the_next_class_opens_when_the_last_one_is_learnt(tokenizer: Any) -> None:
     prompts = opened(tokenizer, class_column="level", classes=["easy", "hard"], advance_at=0.75, class_window=4)
     assert sorted(picked(prompts, 0, 4)) == [0, 1, 2, 3] and sorted(picked(prompts, 4, 4)) == [0, 1, 2, 3]
