@@ -408,6 +408,11 @@ def _data(given: _Options, model: dict[str, Any], sizes: dict[str, Any], notes: 
     source = {"path": path, "streaming": given.take("dataset_streaming", False)} | ({"name": name} if name else {})
     templates = given.take("chat_template_kwargs")
     source |= {"template_kwargs": templates} if templates else {}
+    source["chat_template"] = False
+    notes.append(
+        "prompts.chat_template: false, because TRL leaves prompts that are strings as they are and renders only "
+        "conversations. Remove it to make a string the user's turn."
+    )
     train, test = given.take("dataset_train_split", "train"), given.take("dataset_test_split", "test")
     sampling = {"max_new_tokens": sizes["length"], "temperature": given.take("temperature", 1.0)}
     for option, default in (("top_p", 1.0), ("top_k", 0), ("min_p", None), ("repetition_penalty", 1.0)):

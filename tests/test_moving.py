@@ -100,6 +100,13 @@ def test_the_newest_checkpoints_are_kept_as_the_script_limits_them() -> None:
     assert RolloutCheckpoint(**saving).save_top_k == 2  # it starts
 
 
+def test_strings_are_left_alone_as_in_trl() -> None:
+    config, notes = convert_trl({"model_name_or_path": "m", "dataset_name": "d", "eval_strategy": "steps"})
+    data = config["data"]["init_args"]
+    assert data["prompts"]["chat_template"] is data["eval_prompts"]["chat_template"] is False
+    assert any(note.startswith("prompts.chat_template: false") for note in notes)
+
+
 def test_rloo_has_its_estimator_and_its_kl_in_the_reward() -> None:
     config, _ = convert_trl({"model_name_or_path": "m", "dataset_name": "d", "reward_clip_range": [-2, 2]}, "rloo")
     model = config["model"]["init_args"]
