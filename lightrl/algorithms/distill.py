@@ -349,9 +349,11 @@ class DistillLightningModule(CriticFreeLightningModule):
             tokenizer = load_tokenizer(self.actor_spec.path, chat_template=self.actor_spec.chat_template)
             processor = None
         found = []
-        for prompt in rollouts.columns[column]:
+        of_rows = {name: rollouts.columns[name] for name in source.rendering_columns if name in rollouts.columns}
+        for i, prompt in enumerate(rollouts.columns[column]):
+            row = {name: values[i] for name, values in of_rows.items()}
             try:
-                encoded, _ = encode_prompt(prompt, {}, source, tokenizer, processor)
+                encoded, _ = encode_prompt(prompt, row, source, tokenizer, processor)
             except ValueError as error:
                 raise ValueError(f"privileged_column={column!r}: {error}") from error
             if encoded.inputs:
@@ -370,7 +372,7 @@ class DistillLightningModule(CriticFreeLightningModule):
             return PromptSource(rows=[{}])  # its defaults
         prompts = data.prompts.source if isinstance(data.prompts, PromptCurriculum) else data.prompts
         first, *others = prompts.sources if isinstance(prompts, PromptMixture) else [prompts]
-        for name in ("system_prompt", "chat_template", "template_kwargs"):
+        for name in ("system_prompt", "chat_template", "template_kwargs", "tools_column"):
             for other in others:
                 if getattr(other, name) != getattr(first, name):
                     raise ValueError(

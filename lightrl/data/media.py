@@ -18,7 +18,7 @@ import numpy as np
 
 from lightrl.arguments import one_of, user_path
 from lightrl.data.files import one_line
-from lightrl.data.rows import RowError, RowSource
+from lightrl.data.rows import RowError, RowSource, entered
 from lightrl.records import Media
 from lightrl.rewards.media import open_image
 
@@ -167,7 +167,7 @@ class MediaSource(RowSource):
             row = data[number]
         except Exception as error:  # on broken files PIL raises nearly anything
             raise MediaError(f"{self.where(number)}: {one_line(error)}") from error
-        return row
+        return entered(row)
 
     def media_root(self) -> Path:
         """Where relative paths start."""

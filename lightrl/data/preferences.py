@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrl.arguments import at_least, one_of
 from lightrl.data.rows import RowSource
 from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource, check_positions
-from lightrl.data.templates import ChatTemplate, as_messages, load_tokenizer, render_prompt
+from lightrl.data.templates import ChatTemplate, as_messages, load_tokenizer
 from lightrl.models.loading import positions_of
 from lightrl.models.turns import text_ids
 from lightrl.ops.padding import pad_rows
@@ -42,12 +42,14 @@ class PreferenceSource(RowSource):
     Args:
         prompt_column: column of the prompt: a string, or a conversation. None: `chosen` and `rejected` are whole
             conversations that end with an assistant turn and are equal before it.
-        chosen_column: column of the preferred completion: a string, or a list with one assistant message.
+        chosen_column: Column of the preferred completion: a string, or a list of messages that ends with an assistant
+            turn.
         rejected_column: column of the other one.
         margin_column: column with a number, how much better the chosen one is in units of score; None is 0.
         system_prompt: put in front of every conversation; needs a chat template.
         chat_template: as in `PromptSource`. The same rendering as in reinforcement learning, token for token.
-        template_kwargs: further variables of the chat template.
+        template_kwargs: Further variables of the chat template; a row's own are in columns, as in `SFTSource`.
+        tools_column: Column of a row's tools, as in `SFTSource`.
         rendering: what the reward model is to score in PPO. "tokens": prompt, completion and end of turn,
             tokenized as they are sampled, for `RewardModelSpec(tokenizer="policy")`. "text": prompt and completion as
             one text without end, for `RewardModelSpec(tokenizer="own")` without a chat template of its own.
@@ -62,6 +64,7 @@ class PreferenceSource(RowSource):
     system_prompt: str | None = None
     chat_template: ChatTemplate = "auto"
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tools_column: str | None = "tools"
     rendering: Literal["tokens", "text"] = "tokens"
     max_tokens: int | None = None
     overlong: Literal["drop", "error"] = "drop"
@@ -87,8 +90,10 @@ class PreferenceSource(RowSource):
             ValueError: no rows, a missing column, a margin that is no number of 0 to 1e6, prompts that differ within a
                 pair, no pair that fits, or none with two sides.
         """
-        columns = ("prompt_column", "chosen_column", "rejected_column", "margin_column")
-        data, good = self.usable_rows(columns, self._check)
+        columns: tuple[str, ...] = ("prompt_column", "chosen_column", "rejected_column", "margin_column")
+        if self.tools_column != "tools":
+            columns = (*columns, "tools_column")
+        data, good = self.usable_rows(columns, self._check, self._rows_of(None, self.chosen_column).rendering_columns)
         if len(good) < len(data):
             data = data.select(good) if isinstance(data, Dataset) else [data[i] for i in good]
         chosen, rejected = (self._side(tokenizer, data, c) for c in (self.chosen_column, self.rejected_column))
@@ -119,16 +124,15 @@ class PreferenceSource(RowSource):
 
         source = self._rows_of(data, column)
         if self.rendering == "tokens":
-            return [prompt + completion for prompt, completion in source.tokenized(tokenizer)]
+            return [row[0] + row[1] for row in source.tokenized(tokenizer)]
         texts = []
         for i in range(len(data)):
             try:
-                prompt, answer = source.prompt_and_answer(data[i])
-                options: dict[str, Any] = {"system_prompt": self.system_prompt, "chat_template": self.chat_template}
-                text, _ = render_prompt(tokenizer, prompt, template_kwargs=self.template_kwargs, **options)
-                texts.append(text + answer)
+                encoded, _, pieces = source.pieces(tokenizer, source.read_row(data, i))
             except ValueError as error:
                 raise ValueError(f"{self.label}, row {i}: {error}") from error
+            text = "".join(piece.text + piece.end for piece in pieces).removesuffix(pieces[-1].end)
+            texts.append(encoded.text + text)
         return [text_ids(tokenizer, text) for text in texts]
 
     def _rows_of(self, data: Any, column: str) -> SFTSource:
@@ -146,13 +150,16 @@ class PreferenceSource(RowSource):
             system_prompt=self.system_prompt,
             chat_template=self.chat_template,
             template_kwargs=self.template_kwargs,
+            tools_column=self.tools_column,
             **options,
         )
 
     def _check(self, row: Mapping[str, Any]) -> None:
         """Raises a `ValueError` about a pair that cannot be used."""
         try:
-            sides = [self._rows_of(None, c).prompt_and_answer(row) for c in (self.chosen_column, self.rejected_column)]
+            sources = [self._rows_of(None, c) for c in (self.chosen_column, self.rejected_column)]
+            sides = [source.lesson(row) for source in sources]
+            sources[0].rendering(row)
             if not isinstance(sides[0][0], str):
                 as_messages(sides[0][0])
             if sides[0][0] != sides[1][0]:

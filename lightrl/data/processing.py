@@ -5,6 +5,8 @@ Text rows take the tokenizer's way, bit for bit; the processor is loaded with th
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +29,14 @@ from lightrl.data.media import (
     decode,
     options_of,
 )
-from lightrl.data.templates import ChatTemplate, as_messages, conversation, encode, render_prompt
+from lightrl.data.templates import (
+    ChatTemplate,
+    as_messages,
+    as_tools,
+    conversation,
+    encode,
+    render_prompt,
+)
 from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
 from lightrl.models.turns import begins_with_bos
 from lightrl.models.video import video_timing
@@ -43,6 +52,9 @@ __all__ = [
     "require_read",
     "shown",
 ]
+
+VARIABLES = ("template_kwargs", "chat_template_kwargs")
+"""Columns of a row's own variables of the chat template; the later one wins."""
 
 _PLACE = object()
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
@@ -268,23 +280,55 @@ class ConversationSource(MediaSource):
 
     Args:
         system_prompt: put in front of every conversation as the system's turn; needs a chat template.
-        chat_template: whether a string becomes the user's turn of the tokenizer's chat template: true, false, or
-            "auto" for true where the tokenizer has one. Conversations always use it.
-        template_kwargs: further variables of the chat template, such as `enable_thinking`.
+        chat_template: Whether a string becomes the user's turn of the tokenizer's chat template: true, false, or
+            "auto" for true if the tokenizer has one. False leaves strings as they are, for prompts that are rendered
+            already and for base models. With true or "auto", a string that holds what the template writes around turns
+            is an error. Conversations always use the template.
+        template_kwargs: Further variables of the chat template, such as `enable_thinking`. A row's own are in its
+            column `chat_template_kwargs` or `template_kwargs`, as a dictionary or JSON text, and override these.
+        tools_column: Column of a row's tools: JSON schemas of functions as a list or JSON text, which the chat template
+            shows. Ignored if the rows have no such column. Null shows none.
     """
 
     system_prompt: str | None = None
     chat_template: ChatTemplate = "auto"
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tools_column: str | None = "tools"
 
-    def render(self, tokenizer: PreTrainedTokenizerBase, prompt: Any, system_prompt: str | None) -> tuple[str, bool]:
-        """The text of a prompt and system prompt from `arranged`; see `render_prompt`."""
+    @property
+    def rendering_columns(self) -> list[str]:
+        """Columns that may say how a row is rendered; only a `tools_column` with another name must be there."""
+        return [*VARIABLES, *([] if self.tools_column is None else [self.tools_column])]
+
+    def rendering(self, row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """A row's tools, and its variables of the chat template.
+
+        Raises:
+            ValueError: the columns hold something else.
+        """
+        variables = dict(self.template_kwargs)
+        for name in VARIABLES:
+            own = row.get(name)
+            if isinstance(own, str) and own.strip():
+                with contextlib.suppress(ValueError):
+                    own = json.loads(own)
+            if own and not isinstance(own, Mapping):
+                raise ValueError(f"{name}={str(own)[:80]!r}: must be a dictionary, or JSON text of one.")
+            variables.update(own or {})
+        return as_tools(None if self.tools_column is None else row.get(self.tools_column)), variables
+
+    def render(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: Any, system_prompt: str | None, row: Mapping[str, Any]
+    ) -> tuple[str, bool]:
+        """The text of a row's prompt and system prompt from `arranged`; see `render_prompt`."""
+        tools, variables = self.rendering(row)
         return render_prompt(
             tokenizer,
             prompt,
             system_prompt=system_prompt,
             chat_template=self.chat_template,
-            template_kwargs=self.template_kwargs,
+            template_kwargs=variables,
+            tools=tools,
         )
 
 
@@ -299,7 +343,7 @@ def encode_prompt(
 
     Args:
         prompt: a string or a conversation.
-        row: the row, for its media columns.
+        row: the row, for its media columns, tools, and variables of the chat template.
         source: how it is rendered, limits and media columns.
         tokenizer: renders and tokenises.
         processor: None for models that take text only.
@@ -309,7 +353,7 @@ def encode_prompt(
         ValueError: see `render_prompt`.
     """
     prompt, system_prompt, found = arranged(prompt, row, source, tokenizer, processor)
-    text, templated = source.render(tokenizer, prompt, system_prompt)
+    text, templated = source.render(tokenizer, prompt, system_prompt, row)
     if found and processor is not None:
         return processor(text, decode(found, source, processor.grid), templated=templated), templated
     token_ids = encode(tokenizer, text, templated=templated)
@@ -339,20 +383,24 @@ def arranged(
     elif processor is not None:
         columns = {name: kind for name, kind in COLUMNS.items() if kind in processor.placeholders}
     found: list[tuple[str, Any]] = []
+    template = bool(getattr(tokenizer, "chat_template", None)) and source.chat_template is not False
+    plain = isinstance(prompt, str) and not template and source.chat_template is not True
     if columns or not isinstance(prompt, str):
-        prompt, found = shown(prompt, row, columns)
+        marks = {}
+        if plain and processor is not None and any(row.get(name) is not None for name in columns):
+            marks = {token: kind for kind in columns.values() if (token := processor.token(kind))}
+        prompt, found = shown(prompt, row, columns, marks)
     if processor is None:
         if found:
             raise MediaError(f"the prompt shows {len(found)} media, and the model takes text only.")
         prompt = _as_strings(prompt)
-    template = bool(getattr(tokenizer, "chat_template", None)) and source.chat_template is not False
-    if processor is not None and (template or not isinstance(prompt, str)):
+    if plain and processor is not None and found:
+        prompt = "".join(str(block.get("text") or processor.token(block["type"])) for block in prompt[0]["content"])
+    elif processor is not None and not plain:
         if processor.wants_blocks or found:
             prompt, system_prompt = _as_blocks(prompt, system_prompt), None
         else:
             prompt = _as_strings(prompt)
-    elif processor is not None and found:
-        prompt = "".join(str(block.get("text") or processor.token(block["type"])) for block in prompt[0]["content"])
     return prompt, system_prompt, found
 
 
@@ -380,7 +428,7 @@ def _as_blocks(prompt: Any, system_prompt: str | None) -> list[dict[str, Any]]:
 
 
 def _as_strings(prompt: Any) -> Any:
-    """A conversation whose contents are strings, where its blocks hold text alone."""
+    """A conversation whose contents are strings; its blocks hold text alone."""
     if isinstance(prompt, str):
         return prompt
     messages = as_messages(prompt)
@@ -393,7 +441,9 @@ def _as_strings(prompt: Any) -> Any:
 # ---- where in a prompt its media stand ---------------------------------------------------------------------------
 
 
-def shown(prompt: Any, row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[Any, list[tuple[str, Any]]]:
+def shown(
+    prompt: Any, row: Mapping[str, Any], columns: Mapping[str, str], marks: Mapping[str, str] | None = None
+) -> tuple[Any, list[tuple[str, Any]]]:
     """A prompt with a place for each medium, and the media in the order of the places.
 
     Media stand in content blocks (`{"type": "image", "image": ...}`) or in columns. Those of columns go, in order, to
@@ -404,6 +454,7 @@ def shown(prompt: Any, row: Mapping[str, Any], columns: Mapping[str, str]) -> tu
         prompt: a string or a conversation.
         row: the row, for its media columns.
         columns: column -> kind.
+        marks: Further marks in texts -> kind, such as the model's placeholders in a string that is rendered already.
 
     Returns:
         the string as it was where nothing is shown, else a conversation whose blocks hold no data; (kind, value) of
@@ -417,11 +468,12 @@ def shown(prompt: Any, row: Mapping[str, Any], columns: Mapping[str, str]) -> tu
         if name in row:
             waiting.setdefault(kind, []).extend(_several(kind, row[name]))
     offered = {kind: len(values) for kind, values in waiting.items()}
+    places = {**{f"<{kind}>": kind for kind in KINDS if kind in waiting}, **(marks or {})}
     found: list[tuple[str, Any]] = []
     options: list[dict[str, float]] = []
     messages = conversation(prompt)
     for message in messages:
-        message["content"] = _blocks(message["content"], waiting, found, options)
+        message["content"] = _blocks(message["content"], places, found, options)
     asked = {kind: sum(k == kind and v is _PLACE for k, v in found) for kind in KINDS}
     if not found and any(offered.values()):
         first = next((m for m in messages if m["role"] == "user"), messages[0])
@@ -466,20 +518,23 @@ def _is_video(leaf: Any) -> bool:
 
 
 def _blocks(
-    content: Any,
-    waiting: Mapping[str, list[Any]],
-    found: list[tuple[str, Any]],
-    options: list[dict[str, float]],
+    content: Any, places: Mapping[str, str], found: list[tuple[str, Any]], options: list[dict[str, float]]
 ) -> list[dict[str, Any]]:
     """A message's content as blocks without data.
 
     Appends its media (`_PLACE` for a column's) to `found`, and what stands next to each to `options`.
+
+    Args:
+        content: a string or blocks.
+        places: mark in texts -> kind of the medium that a column has for it.
+        found: (kind, value) of the media so far.
+        options: of the media so far.
     """
-    if isinstance(content, str) or content is None:
-        content = [{"type": "text", "text": content or ""}]
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
     blocks: list[dict[str, Any]] = []
     for given in content:
-        block = {key: value for key, value in given.items() if value is not None}  # Arrow fills missing keys with None
+        block = {key: value for key, value in given.items() if value is not None}
         kind = next((kind for kind in KINDS if kind in str(block.get("type", ""))), None)
         if kind is not None:
             names = (kind, str(block.get("type")), f"{kind}_url", f"input_{kind}", *ADDRESSES)
@@ -491,12 +546,12 @@ def _blocks(
             found.append((kind, value))
             blocks.append({"type": kind})
             continue
-        marks = "|".join(f"<{kind}>" for kind in KINDS if kind in waiting)
-        for part in re.split(f"({marks})", str(block.get("text", ""))) if marks else [str(block.get("text", ""))]:
-            if marks and re.fullmatch(marks, part):
-                found.append((part[1:-1], _PLACE))
+        text = str(block.get("text", ""))
+        for part in re.split(f"({'|'.join(map(re.escape, places))})", text) if places else [text]:
+            if part in places:
+                found.append((places[part], _PLACE))
                 options.append({})
-                blocks.append({"type": part[1:-1]})
+                blocks.append({"type": places[part]})
             elif part:
                 blocks.append({"type": "text", "text": part})
     return blocks

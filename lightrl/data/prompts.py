@@ -6,15 +6,16 @@ stops after k prompts goes on with prompt k, on any number of ranks, and nothing
 
 from __future__ import annotations
 
+import copy
 import heapq
 import math
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -34,11 +35,11 @@ from lightrl.data.processing import (
     require_read,
 )
 from lightrl.data.rows import RowError, plain_rows, require_columns, shuffled_order
-from lightrl.data.templates import encode, require_text
+from lightrl.data.templates import encode, require_text, require_unrendered
 from lightrl.models.media_tokens import TOKEN_INPUT
 from lightrl.records import Media, Prompts
 
-__all__ = ["PromptMixture", "PromptSet", "PromptSource", "prompt_source"]
+__all__ = ["PromptMixture", "PromptSet", "PromptSource", "prompt_source", "rendered_like"]
 
 MIX_BLOCK = 1000
 SHUFFLE_BUFFER = 10_000
@@ -169,6 +170,38 @@ def prompt_source(prompts: Any, argument: str) -> PromptSource | PromptMixture:
     )
 
 
+RENDERING = ("system_prompt", "chat_template", "template_kwargs")
+_DEFAULTS = {each.name: each.default for each in fields(ConversationSource) if each.name in RENDERING}
+
+
+def rendered_like(source: Any, other: Any) -> Any:
+    """A source that renders its rows like another one, except for what it sets itself.
+
+    Settings that are left at their defaults (`system_prompt`, `chat_template`, `template_kwargs`) are the other's, if
+    all parts of a mixture agree on them. Single variables in `template_kwargs` override the other's.
+
+    Args:
+        source: A source, or a `PromptMixture`, which is not changed.
+        other: A source, a `PromptMixture`, or a source with more around it, such as `PromptCurriculum`.
+    """
+    if isinstance(source, PromptMixture):
+        changed = copy.copy(source)
+        changed.sources = [rendered_like(part, other) for part in source.sources]
+        return changed
+    other = getattr(other, "source", other)
+    parts = other.sources if isinstance(other, PromptMixture) else [other]
+    changed = copy.copy(source)
+    for name in RENDERING:
+        theirs = getattr(parts[0], name)
+        if any(getattr(part, name) != theirs for part in parts):
+            continue
+        if name == "template_kwargs":
+            changed.template_kwargs = {**theirs, **source.template_kwargs}
+        elif getattr(source, name) == _DEFAULTS[name]:
+            setattr(changed, name, theirs)
+    return changed
+
+
 @dataclass
 class Drawn:
     """One prompt: its row number in its source, the row, the text, its tokens, the raw prompt, and media."""
@@ -187,6 +220,8 @@ class OpenSource(ABC):
 
     def __init__(self, spec: PromptSource, columns: Sequence[str], reading: Reading) -> None:
         require_columns(columns, [spec.prompt_column, *(spec.media_columns or ())], spec.label, "prompt_column")
+        if spec.tools_column not in (None, "tools"):
+            require_columns(columns, [str(spec.tools_column)], spec.label, "tools_column")
         self.spec = spec
         self.columns = list(columns)
         self.tokenizer = reading.tokenizer
@@ -231,7 +266,8 @@ class OpenSource(ABC):
     def read_columns(self) -> list[str]:
         """Columns that are looked at before training."""
         media = COLUMNS if self.spec.media_columns is None else self.spec.media_columns
-        return [self.spec.prompt_column, *media, *([self.check_column] if self.check_column else [])]
+        others = [*self.spec.rendering_columns, *([self.check_column] if self.check_column else [])]
+        return [self.spec.prompt_column, *media, *others]
 
     def check(self, row: Mapping[str, Any]) -> None:
         """Raises a `ValueError` about a row that cannot become a prompt, as far as can be seen without tokenising it.
@@ -251,22 +287,23 @@ class OpenSource(ABC):
         except ValueError as error:
             raise RowError(f": {error}") from error
         try:
+            require_unrendered(self.tokenizer, prompt, spec.chat_template)
             if isinstance(prompt, str) and not media_columns:
                 if not prompt:
                     raise ValueError("the prompt is an empty string.")
                 require_text(prompt)
-                return self._check_length(prompt, (str,), spec.system_prompt)
+                return self._check_length(prompt, (str,), spec.system_prompt, row)
             arranged_prompt, system, found = arranged(prompt, row, spec, self.tokenizer, self.processor)
             require_present(found, spec)
             if not isinstance(arranged_prompt, str):
-                order = tuple((m["role"], type(m["content"])) for m in arranged_prompt)
-                self._check_length(arranged_prompt, order, system)
+                order = tuple((m["role"], type(m["content"]), "tool_calls" in m) for m in arranged_prompt)
+                self._check_length(arranged_prompt, order, system, row)
         except MediaError as error:
             raise MediaError(f": {error}") from error
         except ValueError as error:
             raise RowError(f", column {spec.prompt_column!r}: {error}") from error
 
-    def _check_length(self, prompt: Any, order: tuple[Any, ...], system: str | None) -> None:
+    def _check_length(self, prompt: Any, order: tuple[Any, ...], system: str | None, row: Mapping[str, Any]) -> None:
         """Raises a `ValueError` about a prompt of text without tokens, or with more than there is room for.
 
         Few are tokenised: a text has no more tokens than bytes, and what a chat template adds to it is known from
@@ -274,18 +311,20 @@ class OpenSource(ABC):
 
         Args:
             prompt: a string or a conversation, as `arranged` gives it.
-            order: what its rendering depends on, apart from the texts.
+            order: what its rendering depends on, apart from the texts, the tools, and the template's variables.
             system: the system prompt.
+            row: its row.
         """
         size = len(str(prompt).encode())
+        order = (*order, hash(repr(self.spec.rendering(row))))
         if order not in self.rendered:
-            text, _ = self.spec.render(self.tokenizer, prompt, system)
+            text, _ = self.spec.render(self.tokenizer, prompt, system, row)
             self.rendered[order] = max(0, len(text.encode()) - size)
         unknown = isinstance(prompt, str) and self.processor is None and not self._knows(prompt)
         fits = self.room is None or size + self.rendered[order] + SLACK <= self.room[0] - self.room[1]
         if fits and not unknown:
             return
-        text, templated = self.spec.render(self.tokenizer, prompt, system)
+        text, templated = self.spec.render(self.tokenizer, prompt, system, row)
         length = len(encode(self.tokenizer, text, templated=templated))
         if not length:
             raise ValueError(f"the prompt {text[:80]!r} has no tokens: the tokenizer knows none of its characters.")
@@ -399,11 +438,12 @@ class _MapRows(OpenSource):
         self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.arange(len(self.kept)))
 
     def _measured(self, row: Mapping[str, Any]) -> None:
-        """As `check`; notes the size of the row's prompt."""
+        """As `check`; notes the size of the row's prompt and tools."""
         number, self.looked = self.looked, self.looked + 1
         self.check(row)
         note = heapq.heappush if len(self.sizes) < MEASURED else heapq.heappushpop
-        note(self.sizes, (len(str(row[self.spec.prompt_column]).encode(errors="replace")), number))
+        shown = [row[self.spec.prompt_column], row.get(self.spec.tools_column or "")]
+        note(self.sizes, (sum(len(str(part).encode(errors="replace")) for part in shown if part), number))
 
     def longest(self) -> int | None:
         """See `OpenSource.longest`: exact for up to `MEASURED` rows; of others it takes their bytes for tokens.
@@ -579,6 +619,20 @@ class PromptSet:
             ValueError: a source is a stream.
         """
         return sum(len(source) for source in self._sources)
+
+    def require_free(self, names: Iterable[str]) -> None:
+        """Raises a `ValueError` about a column that values of LightRL with the same name would hide.
+
+        Args:
+            names: those that reward functions and environments get in addition to the columns.
+        """
+        for source in self._sources:
+            hidden = sorted({*names} & {*source.columns} - {source.spec.prompt_column})
+            if hidden:
+                raise ValueError(
+                    f"{source.spec.label}: column {hidden[0]!r}: reward functions and environments get LightRL's own "
+                    "values under this name, which would hide the column. Rename it."
+                )
 
     @cached_property
     def max_prompt_tokens(self) -> int | None:

@@ -29,7 +29,7 @@ from lightrl.arguments import at_least, one_of, user_path
 from lightrl.data.files import BUILDERS, PROGRESS_SECONDS, nth_line, one_line, require_readable, suffix_of
 from lightrl.data.tables import VERSION, FileTables, columns_of
 
-__all__ = ["RowError", "RowSource", "plain_rows", "require_columns", "shuffled_order"]
+__all__ = ["RowError", "RowSource", "entered", "plain_rows", "require_columns", "shuffled_order"]
 
 # As the command line reads them: text is tried first, else "007" in quotes would become a number.
 Text = str | Any
@@ -155,13 +155,14 @@ class RowSource:
         return [number for number in range(len(data)) if number not in bad]
 
     def usable_rows(
-        self, arguments: Iterable[str], check: Callable[[Mapping[str, Any]], None]
+        self, arguments: Iterable[str], check: Callable[[Mapping[str, Any]], None], optional: Iterable[str] = ()
     ) -> tuple[Any, Sequence[int]]:
         """Reads rows that training goes through in whole passes.
 
         Args:
             arguments: of this source, that name columns; those that are None name none.
             check: see `good_rows`.
+            optional: columns that `check` reads if the rows have them.
 
         Returns:
             all rows, and the numbers of the good ones.
@@ -176,7 +177,7 @@ class RowSource:
         columns = getattr(data, "column_names", None) or data[0]
         for argument, column in named.items():
             require_columns(columns, [column], self.label, argument)
-        return data, self.good_rows(data, list(named.values()), check)
+        return data, self.good_rows(data, [*named.values(), *optional], check)
 
     def stream_rows(self, data: IterableDataset) -> Iterator[dict[str, Any]]:
         """The rows of a stream; a ValueError says after how many of them it broke off, and where the file is broken."""
@@ -191,7 +192,7 @@ class RowSource:
                 self._require_readable_files()
                 raise ValueError(f"{self.label}: reading broke off after {count} rows: {one_line(error)}.") from error
             count += 1
-            yield row
+            yield entered(row)
 
     def _from_rows(self) -> Any:
         data: Any = self.rows() if callable(self.rows) else self.rows
@@ -329,7 +330,31 @@ def plain_rows(data: Any, columns: Iterable[str]) -> Iterator[Mapping[str, Any]]
             part = part.cast_column(name, type(feature)(decode=False))
     for batch in part.iter(1000):
         for values in zip(*batch.values(), strict=True):
-            yield dict(zip(batch, values, strict=True))
+            yield entered(dict(zip(batch, values, strict=True)))
+
+
+def entered(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of Arrow without the empty keys that other rows gave its messages, tools, and template variables.
+
+    Arrow gives all objects of a column the same keys, and None for those that a row did not have. In other columns None
+    stays, because only the user knows what it means there.
+    """
+    return {name: _without_nulls(value) if _has_keys_of_others(name, value) else value for name, value in row.items()}
+
+
+def _has_keys_of_others(name: str, value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return name.endswith("template_kwargs")
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, Mapping) and bool({"role", "function", "parameters"} & set(first))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return value
 
 
 def require_columns(columns: Iterable[str], wanted: Iterable[str], label: str, argument: str) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -16,23 +17,49 @@ from transformers import PreTrainedTokenizerBase
 from lightrl.arguments import at_least, one_of, whole_number
 from lightrl.data.files import PROGRESS_SECONDS
 from lightrl.data.media import MediaError
-from lightrl.data.processing import ConversationSource, MediaProcessor, arranged, encode_prompt, load_processor
+from lightrl.data.processing import ConversationSource, Encoded, MediaProcessor, arranged, encode_prompt, load_processor
+from lightrl.data.prompts import rendered_like
 from lightrl.data.rows import RowError, RowSource, shuffled_order
-from lightrl.data.templates import apply_template, as_messages, conversation, load_tokenizer, require_text
+from lightrl.data.templates import (
+    apply_template,
+    as_messages,
+    call_texts,
+    conversation,
+    load_tokenizer,
+    shows_call,
+)
 from lightrl.models.loading import positions_of
-from lightrl.models.turns import ended_turn
+from lightrl.models.turns import end_of_turn, ended_turn
 from lightrl.ops.padding import pad_rows
 
-__all__ = ["SFTDataModule", "SFTLoader", "SFTRows", "SFTSource", "check_positions"]
+__all__ = ["Piece", "Row", "SFTDataModule", "SFTLoader", "SFTRows", "SFTSource", "check_positions"]
 
 
-class SFTRows(list[tuple[list[int], list[int]]]):
-    """(prompt tokens, completion tokens) of each row; `inputs[k]()` makes the extra model inputs of row k again.
+Row = tuple[list[int], list[int]] | tuple[list[int], list[int], list[bool]]
+"""Prompt tokens and completion tokens; which of the latter are trained if they are not all."""
+
+FLAGS = ("train", "weight", "loss_mask")
+"""Keys of a message that say whether its turn is trained: true or 1, false or 0."""
+
+
+_THINK = re.compile(r"</?\w*think\w*>")
+
+
+class Piece(NamedTuple):
+    """Text after a prompt, and the token at its end: a trained turn, or what is between such turns."""
+
+    text: str
+    end: str
+    trained: bool
+
+
+class SFTRows(list[Row]):
+    """The tokens of each row; `inputs[k]()` makes the extra model inputs of row k again.
 
     Pixels of a whole data set would not fit into memory, so they are made when a batch is.
     """
 
-    def __init__(self, rows: Sequence[tuple[list[int], list[int]]], inputs: Sequence[Callable[[], Any]] = ()) -> None:
+    def __init__(self, rows: Sequence[Row], inputs: Sequence[Callable[[], Any]] = ()) -> None:
         super().__init__(rows)
         self.inputs = list(inputs)
 
@@ -41,13 +68,20 @@ class SFTRows(list[tuple[list[int], list[int]]]):
 class SFTSource(ConversationSource):
     """Where supervised rows come from, rendered token for token as in reinforcement learning.
 
+    A trained turn is everything that the model samples: thoughts (`reasoning_content`), content, tool calls, and the
+    token that ends the turn. Each is tokenized separately, as in sampling. A row whose template leaves any of it out,
+    or rewrites earlier turns, is an error.
+
     The arguments of `ConversationSource`, and:
 
     Args:
         prompt_column: column of the prompt: a string, or a conversation.
-        completion_column: column of the completion: a string, or a list with one assistant message.
-        messages_column: column of whole conversations that end with an assistant turn; it then stands for the two
-            above: the last turn is the completion, everything before it the prompt.
+        completion_column: Column of the completion: a string, or a list of messages that ends with an assistant turn.
+            All its assistant turns are trained; tool results and other turns between them are context.
+        messages_column: Column of whole conversations, used instead of the two above.
+        train_on: Assistant turns of `messages_column` that are trained: "last", the turn that ends the conversation, or
+            "all". A message's own flag decides for its turn: `train`, `weight`, or `loss_mask`, as a boolean or 0 or 1.
+            If a row flags turns as trained, "last" trains only those.
         max_tokens: longest row in tokens, prompt and completion together; None is no limit.
         overlong: what happens to longer rows: "drop" leaves them out (and says how many), "truncate" cuts the
             completion's end off, "error" stops the run.
@@ -56,12 +90,14 @@ class SFTSource(ConversationSource):
     prompt_column: str = "prompt"
     completion_column: str = "completion"
     messages_column: str | None = None
+    train_on: Literal["last", "all"] = "last"
     max_tokens: int | None = None
     overlong: Literal["drop", "truncate", "error"] = "drop"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("SFTSource.max_tokens", self.max_tokens, 2, or_none="for no limit")
+        one_of("SFTSource.train_on", self.train_on, "last", "all")
         one_of("SFTSource.overlong", self.overlong, "drop", "truncate", "error")
         if self.streaming:
             raise ValueError(
@@ -76,26 +112,30 @@ class SFTSource(ConversationSource):
     ) -> SFTRows:
         """All rows as (prompt tokens, completion tokens), those that are too long treated as `overlong` says.
 
+        The completion goes from the first trained turn to the last one. If it holds other turns, the row has a third
+        part: which of the completion's tokens are trained.
+
         Args:
             tokenizer: renders and tokenises.
             processor: of the model's media, from `load_processor`; None for a model of text. Rows with media are
                 decoded and processed once here, for their tokens, and once for each batch that they are in.
             positions: of the model, from `positions_of`: longer rows are refused or warned of; None looks at none.
         """
-        wanted = ("messages_column",) if self.messages_column else ("prompt_column", "completion_column")
-        data, good = self.usable_rows(wanted, self._check)
+        wanted = ["messages_column"] if self.messages_column else ["prompt_column", "completion_column"]
+        wanted += ["tools_column"] if self.tools_column != "tools" else []
+        data, good = self.usable_rows(wanted, self._check, self.rendering_columns)
         first: RowError | None = None
         numbers, kept, bad, said = [], [], len(data) - len(good), time.monotonic()
         for i in good:
             try:
-                prompt, completion, _ = self._encode(tokenizer, i, self.read_row(data, i), processor)
+                encoded, _ = self._encode(tokenizer, i, self.read_row(data, i), processor)
             except RowError as error:
                 if not self.drops(error):
                     raise
                 bad += 1
                 first = first or error
                 continue
-            row = self._fit(i, prompt, completion)
+            row = self._fit(i, encoded)
             if row is not None:
                 numbers.append(i)
                 kept.append(row)
@@ -117,35 +157,65 @@ class SFTSource(ConversationSource):
             return SFTRows(kept)
 
         def inputs(i: int) -> dict[str, Any]:
-            return self._encode(tokenizer, i, self.read_row(data, i), processor)[2]
+            return self._encode(tokenizer, i, self.read_row(data, i), processor)[1]
 
         return SFTRows(kept, [partial(inputs, i) for i in numbers])
 
     def _check(self, row: Mapping[str, Any]) -> None:
         """Raises a `ValueError` about a row that cannot be used, as far as can be said before it is rendered."""
         try:
-            self.prompt_and_answer(row)
+            self.lesson(row)
+            self.rendering(row)
         except ValueError as error:
             raise ValueError(f": {error}") from error
 
-    def prompt_and_answer(self, row: Mapping[str, Any]) -> tuple[Any, str]:
-        """Prompt and completion text of a row."""
+    def lesson(self, row: Mapping[str, Any]) -> tuple[Any, list[dict[str, Any]], list[bool]]:
+        """A row's prompt, the messages from the first trained turn to the last, and which of them are trained."""
         if self.messages_column:
             messages = as_messages(row.get(self.messages_column))
-            prompt: Any = messages[:-1]
-            answer: Any = messages[-1:]
         else:
-            prompt, answer = row.get(self.prompt_column), row.get(self.completion_column)
-        if not isinstance(answer, str):
-            if not isinstance(answer, Sequence) or len(answer) != 1 or as_messages(answer)[0]["role"] != "assistant":
-                raise ValueError(f"the completion must be a string or one assistant message, got {str(answer)[:80]!r}.")
-            answer = answer[0]["content"]
-            if not isinstance(answer, str):
-                raise ValueError(f"the completion's content must be a string, got {str(answer)[:80]!r}.")
+            completion = row.get(self.completion_column)
+            if isinstance(completion, str):
+                completion = [{"role": "assistant", "content": completion}]
+            if not isinstance(completion, Sequence) or not completion:
+                raise ValueError(
+                    "the completion must be a string or messages that end with an assistant turn, got "
+                    f"{str(completion)[:80]!r}."
+                )
+            messages = as_messages(completion)
+        trained = self._trained(messages)
+        first, last = trained.index(True), len(trained) - trained[::-1].index(True)
+        prompt: Any = messages[:first] if self.messages_column else row.get(self.prompt_column)
+        if first and not self.messages_column:
+            prompt = [*conversation(prompt), *messages[:first]]
         if not prompt:
             raise ValueError("the prompt is empty: an answer needs something before it.")
-        require_text(answer)
-        return prompt, answer
+        return prompt, messages[first:last], trained[first:last]
+
+    def _trained(self, messages: Sequence[Mapping[str, Any]]) -> list[bool]:
+        """Which messages of a completion, or of a whole conversation, are trained."""
+        whole = bool(self.messages_column)
+        flags = [_flag(message) for message in messages]
+        for message, flag in zip(messages, flags, strict=True):
+            if flag and message["role"] != "assistant":
+                raise ValueError(f"a {message['role']} turn is flagged as trained: only assistant turns are sampled.")
+        last_alone = whole and self.train_on == "last"
+        if last_alone and True in flags:
+            return [flag is True for flag in flags]
+        if messages[-1]["role"] != "assistant" and (last_alone or not whole):
+            raise ValueError(
+                "the completion must be a string or messages that end with an assistant turn, got a last turn of "
+                f"{messages[-1]['role']}."
+            )
+        open_to = [message["role"] == "assistant" for message in messages]
+        if last_alone:
+            open_to = [False] * (len(messages) - 1) + [True]
+        if whole and len(messages) > 1:
+            open_to[0] = False  # nothing comes before it that could be asked
+        trained = [is_open and flag is not False for is_open, flag in zip(open_to, flags, strict=True)]
+        if not any(trained):
+            raise ValueError("no turn is trained: there is no assistant turn, or all are flagged with train: false.")
+        return trained
 
     def _encode(
         self,
@@ -153,47 +223,157 @@ class SFTSource(ConversationSource):
         i: int,
         row: Mapping[str, Any],
         processor: MediaProcessor | None = None,
-    ) -> tuple[list[int], list[int], dict[str, Any]]:
-        """Prompt and completion are tokenised apart, as they are when the completion is sampled; and model inputs."""
+    ) -> tuple[Row, dict[str, Any]]:
+        """A row's tokens, each trained turn tokenized separately, as it is when it is sampled; and model inputs."""
         try:
-            prompt, answer = self.prompt_and_answer(row)
-            encoded, templated = encode_prompt(prompt, row, self, tokenizer, processor)
-            if templated:
-                prompt, system, _ = arranged(prompt, row, self, tokenizer, processor)
-                answer = self._templated_answer(tokenizer, prompt, system, answer, encoded.text)
+            encoded, templated, pieces = self.pieces(tokenizer, row, processor)
         except MediaError as error:
             raise MediaError(f"{self.where(i)}: {error}") from error
         except ValueError as error:
             raise RowError(f"{self.where(i)}: {error}") from error
-        tokens = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
-        eos: Any = tokenizer.eos_token_id
-        return encoded.token_ids, ended_turn(tokenizer, tokens) if templated else [*tokens, eos], encoded.inputs
+        completion: list[int] = []
+        mask: list[bool] = []
+        for piece in pieces:
+            tokens = list(tokenizer(piece.text + piece.end, add_special_tokens=False)["input_ids"])
+            if piece.trained:
+                tokens = ended_turn(tokenizer, tokens) if templated else [*tokens, int(tokenizer.eos_token_id)]
+            completion += tokens
+            mask += [piece.trained] * len(tokens)
+        tokens_of_row: Row = (encoded.token_ids, completion) if all(mask) else (encoded.token_ids, completion, mask)
+        return tokens_of_row, encoded.inputs
 
-    def _templated_answer(
-        self, tokenizer: PreTrainedTokenizerBase, prompt: Any, system_prompt: str | None, answer: str, text: str
-    ) -> str:
-        """What the template adds to the prompt's text when the answer follows."""
-        messages = conversation(prompt, system_prompt)
-        blocks = any(not isinstance(message["content"], str) for message in messages)
-        content: Any = [{"type": "text", "text": answer}] if blocks else answer
-        messages = [*messages, {"role": "assistant", "content": content}]
-        whole = apply_template(tokenizer, messages, **self.template_kwargs)
-        if not whole.startswith(text):
-            raise ValueError(
-                "the chat template renders the prompt differently when an answer follows, so the two cannot be told "
-                f"apart: {text!r} is not the beginning of {whole!r}. Set template_kwargs so that it is."
-            )
-        return whole[len(text) :]
+    def pieces(
+        self, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], processor: MediaProcessor | None = None
+    ) -> tuple[Encoded, bool, list[Piece]]:
+        """A row's prompt, whether a chat template made it, and what follows, from the first trained turn to the last.
 
-    def _fit(self, i: int, prompt: list[int], completion: list[int]) -> tuple[list[int], list[int]] | None:
+        Raises:
+            ValueError: the chat template rewrites the prompt or earlier turns, or leaves out a part of a trained turn.
+        """
+        prompt, messages, trained = self.lesson(row)
+        encoded, templated = encode_prompt(prompt, row, self, tokenizer, processor)
+        if not templated:
+            if len(messages) > 1 or {"tool_calls", "reasoning_content"} & set(messages[0]):
+                raise ValueError(
+                    "the completion has several turns, tool calls, or thoughts, and the prompt is a string without a "
+                    "chat template. Use a conversation as the prompt, or write the completion as text."
+                )
+            return encoded, False, [Piece(_in_form(messages[0], False)["content"], "", True)]
+        prompt, system, _ = arranged(prompt, row, self, tokenizer, processor)
+        history = conversation(prompt, system)
+        blocks = any(not isinstance(message["content"], str) for message in history)
+        messages = [_in_form(message, blocks) for message in messages]
+        tools, variables = self.rendering(row)
+        whole = apply_template(tokenizer, [*history, *messages], tools, **variables)
+        pieces: list[Piece] = []
+        done = ""
+        for number, message in enumerate(messages):
+            if not trained[number]:
+                continue
+            before = [*history, *messages[:number]]
+            begun, alone = encoded.text, whole
+            if number:
+                begun = apply_template(tokenizer, before, tools, **{"add_generation_prompt": True, **variables})
+            if number + 1 < len(messages):
+                alone = apply_template(tokenizer, [*before, message], tools, **variables)
+            _require_start(begun, alone, first=not number)
+            turn = _turn(tokenizer, alone[len(begun) :], message)
+            if done:
+                _require_start(done, begun, first=False)
+                pieces.append(Piece(begun[len(done) :], "", False))
+            pieces.append(turn)
+            done = begun + turn.text + turn.end
+            if number + 1 < len(messages):
+                _require_start(done, whole, first=False)
+        return encoded, True, pieces
+
+    def _fit(self, i: int, row: Row) -> Row | None:
+        prompt, completion, *mask = row
         length, limit = len(prompt) + len(completion), self.max_tokens
         if limit is None or length <= limit:
-            return prompt, completion
+            return row
         if self.overlong == "error":
             raise ValueError(f"{self.where(i)}: {length} tokens, max_tokens is {limit}; raise it or drop the row.")
         if self.overlong == "drop" or len(prompt) >= limit:
             return None
-        return prompt, completion[: limit - len(prompt)]
+        kept = limit - len(prompt)
+        if not mask:
+            return prompt, completion[:kept]
+        return (prompt, completion[:kept], mask[0][:kept]) if any(mask[0][:kept]) else None
+
+
+def _flag(message: Mapping[str, Any]) -> bool | None:
+    """Whether a message's own flag has its turn trained; None without one."""
+    given = {name: message[name] for name in FLAGS if message.get(name) is not None}
+    for name, value in given.items():
+        if value not in (0, 1):
+            raise ValueError(f"{name}={value!r} of a message: must be true or 1, or false or 0.")
+    return all(given.values()) if given else None
+
+
+def _in_form(message: Mapping[str, Any], blocks: bool) -> dict[str, Any]:
+    """A message whose content is a list of blocks, or a string."""
+    content = message["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    other = next((part["type"] for part in parts if part["type"] != "text"), None)
+    if other is not None:
+        raise MediaError(f"a block of type {other!r} follows the first trained turn. Train on turns after it only.")
+    return {**message, "content": parts if blocks else "".join(part["text"] for part in parts)}
+
+
+def _require_start(start: str, whole: str, *, first: bool) -> None:
+    """Raises a `ValueError` if a rendering does not begin with that of its first turns."""
+    if whole.startswith(start):
+        return
+    if first:
+        raise ValueError(
+            "the chat template renders the prompt differently when an answer follows, so the two cannot be told "
+            f"apart: {start!r} is not the beginning of {whole!r}. Set template_kwargs so that it is."
+        )
+    raise ValueError(
+        "train_on: the chat template rewrites earlier turns when others follow, so that they would be trained as the "
+        f"model never sees them: {start!r} is not the beginning of {whole!r}. Train on the last turn only, with a row "
+        "for each turn, or set actor.chat_template to one that keeps them."
+    )
+
+
+def _turn(tokenizer: PreTrainedTokenizerBase, body: str, message: Mapping[str, Any]) -> Piece:
+    """A trained turn.
+
+    Args:
+        tokenizer: its template made the text.
+        body: what the template writes from the beginning of the turn on.
+        message: the turn, all of which must be in the text.
+
+    Raises:
+        ValueError: a part of the message is not there.
+    """
+    content = _in_form(message, False)["content"]
+    thoughts = str(message.get("reasoning_content", ""))
+    parts = [("reasoning_content", thoughts)] + [("content", part) for part in _THINK.split(content)]
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    at = 0
+    for name, part in parts:
+        place = max(body.find(part.strip(), at), body.find(part.strip()))
+        if place < 0:
+            _raise_lost(name, part, body)
+        at = max(at, place + len(part.strip()))
+    for call in calls:
+        place = body.find(call["name"], at)
+        if place < 0 or not shows_call(body[at:], call):
+            _raise_lost("tool_calls", call["name"], body)
+        at = place + len(call["name"])
+        at = max([at, *(body.find(text, at) + len(text) for text in call_texts(call) if body.find(text, at) >= 0)])
+    end = str(tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)))
+    place = body.rfind(end)
+    return Piece(body, "", True) if place < at else Piece(body[:place], end, True)
+
+
+def _raise_lost(name: str, part: str, body: str) -> NoReturn:
+    raise ValueError(
+        f"{name}: the chat template leaves {part.strip()[:80]!r} out of the trained turn ({body[:200]!r}). Set "
+        "actor.chat_template to one that writes it, or change the row."
+    )
 
 
 def check_positions(source: RowSource, lengths: Mapping[int, int], positions: tuple[int, bool] | None) -> None:
@@ -228,11 +408,12 @@ class SFTLoader:
     """Batches of tokenised rows, in an order that depends on (seed, pass) alone; resumes within a pass.
 
     Batch: `token_ids` (B, T) int64, right-padded; `attention_mask` (B, T) bool, True on real tokens; `response_mask`
-    (B, T) bool, True on completion tokens, the end of the turn included; with a model that takes images and the
-    like also `inputs`, B dictionaries of extra model inputs.
+    (B, T) bool, True on trained completion tokens, the end of each turn included; with a model that takes images and
+    the like also `inputs`, B dictionaries of extra model inputs.
 
     Args:
-        rows: (prompt tokens, completion tokens); those of `SFTSource.tokenized` know their extra model inputs.
+        rows: (prompt tokens, completion tokens), or these and which completion tokens are trained; those of
+            `SFTSource.tokenized` know their extra model inputs.
         batch_size: B, per rank.
         pad_token_id: fills the rows.
         seed: of the order.
@@ -242,7 +423,7 @@ class SFTLoader:
         world_size: number of processes.
     """
 
-    rows: Sequence[tuple[list[int], list[int]]]
+    rows: Sequence[Row]
     batch_size: int
     pad_token_id: int
     _: KW_ONLY
@@ -280,13 +461,18 @@ class SFTLoader:
                 batch["inputs"] = [makers[int(i)]() for i in picks] or [makers[0]()]
             yield batch
 
-    def collate(self, rows: Sequence[tuple[list[int], list[int]]]) -> dict[str, Any]:
+    def collate(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Lays rows out as a batch."""
         idle = not rows
         rows = rows or [self.rows[0]]
-        mask = [[0] * len(prompt) + [0 if idle else 1] * len(completion) for prompt, completion in rows]
+        mask = [
+            [False] * len(prompt)
+            + [not idle and trained for trained in (chosen[0] if chosen else [True] * len(completion))]
+            for prompt, completion, *chosen in rows
+        ]
+        tokens = [row[0] + row[1] for row in rows]
         return {
-            "token_ids": pad_rows([prompt + completion for prompt, completion in rows], self.pad_token_id, torch.long),
+            "token_ids": pad_rows(tokens, self.pad_token_id, torch.long),
             "attention_mask": pad_rows([[1] * len(row) for row in mask], 0, torch.bool),
             "response_mask": pad_rows(mask, 0, torch.bool),
         }
@@ -306,7 +492,8 @@ class SFTDataModule(LightningDataModule):
 
     Args:
         train: rows to learn from.
-        val: rows for the validation loss; without them there is no validation.
+        val: Rows for the validation loss; without them there is no validation. They are rendered as `train` is, except
+            for what they set themselves.
         batch_size: rows per batch and rank.
         tokenizer: folder or hub name, which exports get too; the actor's own where None.
         seed: of the order, 0 or more.
@@ -328,7 +515,7 @@ class SFTDataModule(LightningDataModule):
         super().__init__()
         self.tokenizer_path = tokenizer
         self.train = train
-        self.val = val
+        self.val = None if val is None else rendered_like(val, train)
         self.batch_size = at_least("batch_size", batch_size, 1)
         self.seed = whole_number("seed", seed)
         self._loaders: dict[str, SFTLoader] = {}

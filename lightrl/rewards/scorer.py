@@ -20,10 +20,12 @@ from lightrl.rewards.base import RewardError, RewardSpec, load_reward, reward_na
 from lightrl.rewards.calls import CallFailed, CallLog, RewardFunction, mean
 from lightrl.rewards.media import MEDIA
 
-__all__ = ["RewardScorer", "ScoreHandle"]
+__all__ = ["OWN_NAMES", "RewardScorer", "ScoreHandle"]
 
 OFFERED = ("prompts", "completions", "completion_ids", "group_ids", "training_progress", *MEDIA)
-"""What every function may name beside the data set's columns."""
+"""What every function may name in addition to the data set's columns."""
+OWN_NAMES = ("prompts", "completions", "completion_ids", "group_ids", "training_progress", "log_metric", "log_extra")
+"""Arguments of reward functions that would hide a column of the same name."""
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import run_seed
 from lightrl.data.curriculum import CurriculumSet, PromptCurriculum
 from lightrl.data.processing import load_processor
-from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source
+from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source, rendered_like
 from lightrl.data.sft import SFTLoader, SFTSource
 from lightrl.data.templates import load_tokenizer
 from lightrl.distributed.fsdp2 import FSDP2Strategy
@@ -41,7 +41,7 @@ from lightrl.records import (
     SupervisedBatch,
 )
 from lightrl.rewards.base import RewardSpec
-from lightrl.rewards.scorer import RewardScorer
+from lightrl.rewards.scorer import OWN_NAMES, RewardScorer
 from lightrl.rollout.collation import ScoredGroup, collate, trajectory_metrics
 from lightrl.rollout.collector import LEAVE_SECONDS, Collection, Collector
 from lightrl.rollout.dynamic_sampling import refill
@@ -104,8 +104,10 @@ class RolloutDataModule(LightningDataModule):
         reward_concurrency: most calls of one reward function at a time; its own `max_concurrency` wins.
         on_reward_error: `error` stops the run when a reward function raises or times out; `none` leaves its rows
             unscored by it and counts them.
-        eval_prompts: prompts for validation and test, given as `prompts`; without them there is no validation. Several
-            sets by name, {math: {path: ...}, code: {path: ...}}, are logged as `eval/<name>/...`.
+        eval_prompts: Prompts for validation and test, given as `prompts`; without them there is no validation. Several
+            sets by name, {math: {path: ...}, code: {path: ...}}, are logged as `eval/<name>/...`. They are rendered as
+            `prompts` are: `system_prompt`, `chat_template`, and variables in `template_kwargs` that they do not set
+            themselves are those of `prompts`. The same holds for `predict_prompts`.
         eval_sampling: how evaluation completions are sampled; `sampling` without its `fire_temperature` where None.
         eval_group_size: completions per evaluation prompt; above 1 gives pass@k and majority.
         eval_batch_size: evaluation prompts per batch and rank.
@@ -162,11 +164,13 @@ class RolloutDataModule(LightningDataModule):
         self.prompts = prompts if isinstance(prompts, PromptCurriculum) else prompt_source(prompts, "prompts")
         named = eval_prompts if isinstance(eval_prompts, dict) else {"": eval_prompts}
         self.eval_prompts = {
-            name: prompt_source(source, f"eval_prompts.{name}".rstrip("."))
+            name: rendered_like(prompt_source(source, f"eval_prompts.{name}".rstrip(".")), self.prompts)
             for name, source in named.items()
             if source is not None
         }
-        self.predict_prompts = None if predict_prompts is None else prompt_source(predict_prompts, "predict_prompts")
+        self.predict_prompts = None
+        if predict_prompts is not None:
+            self.predict_prompts = rendered_like(prompt_source(predict_prompts, "predict_prompts"), self.prompts)
         self.engine = realized(engine, "engine", Engine)
         self.episode = realized(episode, "episode", Episode)
         self.sampling = realized(sampling, "sampling", SamplingParams)
@@ -258,9 +262,10 @@ class RolloutDataModule(LightningDataModule):
             self.episode.check_template()
         self.episode.setup(self.tokenizer, self.processor)
         self._load_prompts(stage)
-        if self.scorer is not None:
-            of_episodes = ("messages",) if self.episode.multi_turn else ()
-            for name in self._used_sets(stage):
+        of_episodes = ("messages",) if self.episode.multi_turn else ()
+        for name in self._used_sets(stage):
+            self._sets[name].require_free([*OWN_NAMES, *of_episodes, *(["prompt"] if of_episodes else [])])
+            if self.scorer is not None:
                 self._check_scored(self.scorer, name, of_episodes)
         if stage == "fit" and self.ptx is not None and self._ptx_loader is None:
             rows = self.ptx.tokenized(self.tokenizer, self.processor, positions_of(spec.path))

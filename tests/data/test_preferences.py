@@ -112,7 +112,7 @@ def test_bad_rows_are_named(tokenizer: Any) -> None:
     apart = {"chosen": [say("user", "1"), say("assistant", "2")], "rejected": [say("user", "2"), say("assistant", "2")]}
     with pytest.raises(ValueError, match="row 0: 'chosen' and 'rejected' answer different prompts"):
         PreferenceSource(rows=[apart], prompt_column=None).tokenized(tokenizer)
-    with pytest.raises(ValueError, match="row 0: the completion must be a string or one assistant message"):
+    with pytest.raises(ValueError, match="row 0: the completion must be a string or messages"):
         PreferenceSource(rows=[{"prompt": "1", "chosen": 2, "rejected": "3"}], rendering="text").tokenized(tokenizer)
 
 

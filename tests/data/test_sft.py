@@ -93,7 +93,7 @@ def test_bad_input_is_named(tokenizer: Any) -> None:
         SFTSource(rows=[{"prompt": "1", "answer": "2"}]).tokenized(tokenizer)
     with pytest.raises(ValueError, match=r"messages_column='chat': .*no such column"):
         SFTSource(rows=ROWS, messages_column="chat").tokenized(tokenizer)
-    with pytest.raises(ValueError, match="row 0: the completion must be a string or one assistant message"):
+    with pytest.raises(ValueError, match="row 0: the completion must be a string or messages"):
         SFTSource(rows=[{"m": [{"role": "user", "content": "1"}]}], messages_column="m").tokenized(tokenizer)
     with pytest.raises(ValueError, match="batch_size=9 on 1 rank"):
         SFTLoader(SFTSource(rows=ROWS).tokenized(tokenizer), 9, 0)

@@ -228,6 +228,34 @@ def test_over_long_prompts_are_never_cut_through_an_image(folder_of: Any) -> Non
         folder.tokenizer, processor=folder.processor)) == 1  # fmt: skip
 
 
+def test_strings_with_images_are_left_alone_without_a_chat_template(
+    folder_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of("idefics3")
+    row = {"prompt": "it is <image>?", "images": [picture(16, 16)]}
+    made = folder.prompts([row])
+    assert made.texts[0].startswith("<|im_start|>user") and made.inputs[0]
+    rendered = {**row, "prompt": made.texts[0]}  # already has the template's text and the model's placeholder
+    plain = folder.prompts([row, rendered, {**row, "prompt": "it?"}, {"prompt": "no"}], chat_template=False)
+    assert plain.texts == ["it is <image>?", made.texts[0], "<image>it?", "no"]
+    assert plain.token_ids[1] == made.token_ids[0]
+    with pytest.raises(ValueError, match="chat_template"):
+        folder.prompts([rendered])
+    monkeypatch.setattr(folder.tokenizer, "chat_template", None)  # a base model
+    assert folder.prompts([row]).token_ids == [plain.token_ids[0]]
+    ((prompt, completion),) = SFTSource(rows=[{**row, "completion": "a"}]).tokenized(folder.tokenizer, folder.processor)
+    assert prompt == plain.token_ids[0] and folder.tokenizer.decode(completion) == "a<eos>"
+
+
+def test_a_strings_own_placeholders_are_places(folder_of: Any) -> None:
+    folder = folder_of("qwen2_vl")
+    row = {"prompt": "<image>it?", "images": [picture(32, 32)]}
+    made = folder.prompts([row])
+    again = folder.prompts([{**row, "prompt": made.texts[0]}], chat_template=False)
+    assert "<|image_pad|>" in made.texts[0] and again.token_ids == made.token_ids
+    assert again.inputs[0].keys() == made.inputs[0].keys()
+
+
 def test_a_text_model_refuses_blocks(tokenizer: Any) -> None:
     rows = [{"prompt": "1+1=", "image": picture(4, 4)}]
     prompts = PromptSource(rows=rows, media_columns={}).load(tokenizer).batch(0, 1)
