@@ -12,6 +12,7 @@ from torchmetrics.classification import BinaryAccuracy
 
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, refuse_factories, with_schedule
+from lightrl.algorithms.windows import GradientWindow, refuse_accumulation
 from lightrl.arguments import at_least
 from lightrl.compat.lightning import count_updates
 from lightrl.distributed import strategies
@@ -28,9 +29,10 @@ class RewardLightningModule(SavesPretrained):
 
         loss = mean over pairs of  -log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
 
-    The mean is over the pairs of the batch on all ranks. r is the output of a sequence-classification model with one
-    label, read at the last token; the tokens that two completions of a pair share are computed once where the layout
-    allows it. `HFExport` writes a folder that `RewardModelSpec` loads into PPO. Formula, sources: `bradley_terry_loss`.
+    The mean is over the pairs of all batches of an update (`accumulate_grad_batches`) on all ranks. r is the output of
+    a sequence-classification model with one label, read at the last token; the tokens that two completions of a pair
+    share are computed once where the layout allows it. `HFExport` writes a folder that `RewardModelSpec` loads into PPO.
+    Formula, sources: `bradley_terry_loss`.
 
     Logged: `loss/preference`, `reward/accuracy` (share of pairs with r_chosen > r_rejected), `reward/margin` (mean of
     r_chosen - r_rejected), `reward/mean`, and of the validation pairs `eval/loss`, `eval/accuracy`, `eval/margin`.
@@ -65,13 +67,14 @@ class RewardLightningModule(SavesPretrained):
         self.lr_scheduler_factory = lr_scheduler
         refuse_factories(optimizer, lr_scheduler)
         self.centering_coef = at_least("centering_coef", centering_coef, 0, "; 0 turns it off")
+        self._window = GradientWindow()
         self.eval_loss = MeanMetric()
         self.eval_margin = MeanMetric()
         self.eval_accuracy = BinaryAccuracy()
 
     def setup(self, stage: str) -> None:
         """Refuses what cannot work, before the model is loaded."""
-        strategies.refuse_unsupported(self.trainer.strategy)
+        refuse_accumulation(self.trainer)
         require_model(self.model_spec)
 
     def _build_models(self, in_shards: bool = False) -> None:
@@ -106,7 +109,7 @@ class RewardLightningModule(SavesPretrained):
         }
         metrics = {name: value.sum() * scale for name, value in metrics.items()}
         self.log_dict(metrics, batch_size=len(losses), sync_dist=True)
-        return losses.sum() * scale
+        return self._window.loss(self, losses.sum(), total)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Adds the batch's pairs to `eval/*`; ranks may hold different numbers of them."""

@@ -11,6 +11,7 @@ from torchmetrics import MeanMetric
 
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule, make_optimizer, refuse_factories, with_schedule
+from lightrl.algorithms.windows import GradientWindow, refuse_accumulation
 from lightrl.compat.lightning import count_updates
 from lightrl.distributed import strategies
 from lightrl.models.loading import require_model
@@ -23,8 +24,8 @@ __all__ = ["SFTLightningModule"]
 class SFTLightningModule(SavesPretrained):
     """Maximises the log-probability of given completions.
 
-    The loss is the negative log-probability summed over completion tokens and divided by their number in the whole
-    batch over all ranks. Packed layout and chunked log-probs are those of the RL modules.
+    The loss is the negative log-probability summed over completion tokens and divided by their number in all batches of
+    an update (`accumulate_grad_batches`) on all ranks. Packed layout and chunked log-probs are those of the RL modules.
 
     Args:
         actor: the model: a folder or hub name, or a `ModelSpec`; from Python also a live model with its `tokenizer`,
@@ -50,10 +51,11 @@ class SFTLightningModule(SavesPretrained):
         self.lr_scheduler_factory = lr_scheduler
         refuse_factories(optimizer, lr_scheduler)
         self.eval_loss = MeanMetric()
+        self._window = GradientWindow()
 
     def setup(self, stage: str) -> None:
         """Refuses what cannot work, before the model is loaded."""
-        strategies.refuse_unsupported(self.trainer.strategy)
+        refuse_accumulation(self.trainer)
         require_model(self.actor_spec)
 
     def _build_models(self, in_shards: bool = False) -> None:
@@ -71,10 +73,10 @@ class SFTLightningModule(SavesPretrained):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Loss of one batch of {token_ids, attention_mask, response_mask}, each (B, T), and `inputs` with images."""
         total, count = self._nll(batch)
-        ranks = self.trainer.world_size
-        loss = total * ranks / strategies.all_sum(self.trainer.strategy, count).clamp(min=1)
-        self.log("loss/sft", loss.detach(), prog_bar=True, batch_size=len(batch["token_ids"]), sync_dist=True)
-        return loss
+        count = strategies.all_sum(self.trainer.strategy, count)
+        mean = total.detach() * self.trainer.world_size / count.clamp(min=1)
+        self.log("loss/sft", mean, prog_bar=True, batch_size=len(batch["token_ids"]), sync_dist=True)
+        return self._window.loss(self, total, count)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Logs the mean negative log-probability per completion token of all batches and ranks."""
