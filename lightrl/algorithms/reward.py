@@ -31,8 +31,8 @@ class RewardLightningModule(SavesPretrained):
 
     The mean is over the pairs of all batches of an update (`accumulate_grad_batches`) on all ranks. r is the output of
     a sequence-classification model with one label, read at the last token; the tokens that two completions of a pair
-    share are computed once where the layout allows it. `HFExport` writes a folder that `RewardModelSpec` loads into PPO.
-    Formula, sources: `bradley_terry_loss`.
+    share are computed once where the layout allows it. `HFExport` writes a folder that `RewardModelSpec` loads into
+    PPO, and that transformers scores alike, one row or several. Formula, sources: `bradley_terry_loss`.
 
     Logged: `loss/preference`, `reward/accuracy` (share of pairs with r_chosen > r_rejected), `reward/margin` (mean of
     r_chosen - r_rejected), `reward/mean`, and of the validation pairs `eval/loss`, `eval/accuracy`, `eval/margin`.

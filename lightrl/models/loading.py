@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from fnmatch import fnmatch
 from pathlib import Path
 from types import MethodType
@@ -57,6 +59,7 @@ __all__ = [
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 CONFIG_KEYS = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder", "code_revision")
+UNUSED = re.compile("pad|reserved|unused", re.IGNORECASE)
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth"}
 
 
@@ -359,15 +362,45 @@ def save_hf_folder(
     """
     lm = actor.lm
     buffers = {n: b.detach().cpu() for n, b in lm.named_buffers() if n in persistent_buffers(lm)}
-    lm.save_pretrained(folder, state_dict={**state, **buffers})
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
+    config = lm.config
+    try:
+        if isinstance(getattr(lm, "score", None), nn.Linear):
+            lm.config, state = _with_padding(lm, state, tokenizer)
+        lm.save_pretrained(folder, state_dict={**state, **buffers})
+    finally:
+        lm.config = config
     tokenizer.save_pretrained(folder)
     if getattr(tokenizer, "eos_token_id", None) is not None:
         _stop_at(Path(folder, "generation_config.json"), end_of_turn(tokenizer))
     if placeholder_ids(lm.config):
         _copy_processor(processor_path or tokenizer_path, Path(folder))
+
+
+def _with_padding(lm: Any, state: Mapping[str, Tensor], tokenizer: Any) -> tuple[Any, Mapping[str, Tensor]]:
+    """Configuration and weights of a reward model that transformers reads at the same tokens as LightRL.
+
+    transformers reads a row at its last token that isn't padding, and tells padding by its ID. So the tokenizer gets a
+    pad token that ends no row: its own, a reserved one, or another one, for which the embedding may get a row of 0.
+    """
+    ends, special = {tokenizer.eos_token_id, end_of_turn(tokenizer)}, tokenizer.added_tokens_decoder
+    tokenizer.padding_side = "right"
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
+        taken = ends | {*placeholder_ids(lm.config).values()}
+        unused = (t.content for i, t in special.items() if t.special and i not in taken and UNUSED.search(t.content))
+        tokenizer.add_special_tokens({"pad_token": next(unused, "<|pad|>")})
+    config, state = deepcopy(lm.config), dict(state)
+    text = config.get_text_config()
+    config.pad_token_id = text.pad_token_id = tokenizer.pad_token_id
+    embedding = lm.get_input_embeddings().weight
+    name = next(name.replace("base_layer.", "") for name, p in lm.named_parameters() if p is embedding)
+    lacking = tokenizer.pad_token_id + 1 - len(state[name])
+    if lacking > 0:
+        state[name] = nn.functional.pad(state[name], (0, 0, 0, lacking))
+        text.vocab_size = len(state[name])
+    return config, state
 
 
 def _stop_at(file: Path, end: int) -> None:

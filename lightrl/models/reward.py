@@ -137,13 +137,9 @@ class RewardModel(nn.Module):
     def for_training(cls, spec: ModelSpec) -> RewardModel:
         """Loads a model whose weights (with LoRA: adapters) and head are trained.
 
-        A causal language model's backbone gets a new head, drawn with the run's seed. Its configuration learns the
-        tokenizer's pad token where it has none: transformers' own batched scoring of the exported model needs one.
+        A causal language model's backbone gets a new head, drawn with the run's seed.
         """
         model: Any = load_scalar(spec, trainable=True)
-        config = model.config.get_text_config()
-        if getattr(config, "pad_token_id", None) is None:
-            config.pad_token_id = AutoTokenizer.from_pretrained(spec.path).pad_token_id
         if spec.lora is not None and isinstance(_head(model), nn.Linear):
             _head(model).requires_grad_(True)
         return cls(model, layout=spec.layout, cpu_kernels=spec.cpu_kernels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -263,3 +264,39 @@ def test_a_folder_without_a_model_is_refused(model_path: str, tmp_path: Path) ->
     AutoTokenizer.from_pretrained(model_path).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no config.json"):
         fit(RewardLightningModule(str(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", ["own pad", "no pad", "pad is eos", "new", "new, spare rows", "new, lora"])
+def test_transformers_scores_an_export_alike_in_batches_and_alone(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32}
+    rows = 40 if "spare" in kind else 32
+    path = quickstart_model(tmp_path / "model", vocab_size=rows, pad_token_id=None, **sizes)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if kind != "own pad":
+        tokenizer.pad_token = None if kind == "no pad" else tokenizer.eos_token
+    if "new" in kind:  # as if `<pad>` were not in the vocabulary
+        monkeypatch.setattr("lightrl.models.loading.UNUSED", re.compile("none"))
+    tokenizer.save_pretrained(path)
+    module = RewardLightningModule(ModelSpec(path, lora=LoraSpec(r=2) if "lora" in kind else None), optimizer=adam)
+    trainer = fit(module, [HFExport(str(tmp_path / "export"))])
+    assert trainer.global_step == 1 and module.reward_model.lm.config.vocab_size == rows
+
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "export").eval()
+    exported = AutoTokenizer.from_pretrained(tmp_path / "export")
+    pad = exported.pad_token_id
+    assert pad == plain.config.pad_token_id and exported.eos_token_id == tokenizer.eos_token_id != pad
+    assert exported.pad_token == ("<|pad|>" if "new" in kind else "<pad>")
+    assert plain.config.vocab_size == (33 if kind in ("new", "new, lora") else rows)
+    pairs = PreferenceSource(rows=ROWS[:6]).tokenized(tokenizer)
+    sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]  # they end with EOS
+    reloaded = RewardModel.from_spec(RewardModelSpec("r", str(tmp_path / "export")))
+    with torch.no_grad():
+        alone = torch.cat([module.reward_model(torch.tensor([x]), torch.ones(1, len(x)).bool()) for x in sides])
+        batch = exported.pad({"input_ids": sides}, return_tensors="pt")
+        torch.testing.assert_close(plain(**batch).logits[:, 0], alone, atol=1e-5, rtol=1e-4)
+        one = torch.cat([plain(input_ids=torch.tensor([x])).logits[:, 0] for x in sides])
+        torch.testing.assert_close(one, alone, atol=1e-5, rtol=1e-4)
+        again = reloaded(batch["input_ids"], batch["attention_mask"].bool())
+        torch.testing.assert_close(again, alone, atol=1e-5, rtol=1e-4)
