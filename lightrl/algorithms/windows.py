@@ -24,7 +24,8 @@ class GradientWindow:
 
     def __init__(self) -> None:
         self._update = -1
-        self._expected = self._total = 0.0
+        self._expected = 0.0
+        self._total = 0.0
 
     def loss(self, module: Any, summed: Tensor, count: Tensor) -> Tensor:
         """What `training_step` returns, which Lightning divides by `accumulate_grad_batches`.
