@@ -11,19 +11,19 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightrl.arguments import fraction, require_model_folder
-from lightrl.memory_plan.options import GIB, STRATEGIES, USABLE, Precision
+from lightrl.memory_plan.options import GIB, STRATEGIES, Precision
 from lightrl.memory_plan.time import Job, Rates
 
 __all__ = ["plan"]
 
 _LEAST: dict[str, float] = {
     **dict.fromkeys(("gpus", "gpu_memory", "length", "micro_batch_tokens", "sequences"), 1),
-    **dict.fromkeys(("lora", "trajectories", "spread", "tool_seconds", "shared", "staleness"), 0),
-    **dict.fromkeys(("turns", "response", "tflops"), 1),
+    **dict.fromkeys(("lora", "trajectories"), 0),
+    **dict.fromkeys(("response", "tflops"), 1),
     "bandwidth": 0.01,
 }
 """Smallest values of the arguments of `plan`."""
-_TIMED = ("response", "spread", "turns", "tool_seconds", "shared", "staleness", "tflops", "bandwidth")
+_TIMED = ("response", "tflops", "bandwidth")
 """Arguments of the estimate of times."""
 
 
@@ -48,19 +48,12 @@ def plan(
     length: int = 2048,
     trajectories: int = 0,
     response: float = 1024.0,
-    spread: float = 0.7,
-    turns: int = 1,
-    tool_seconds: float = 0.0,
-    shared: float = 0.0,
-    staleness: int = 1,
     tflops: float = 989.0,
     bandwidth: float = 3.35,
 ) -> None:
     """Prints the memory per GPU of a run, part by part, under each strategy, and which strategy to take.
 
-    With `--trajectories` it also estimates seconds per step on 1 to 4,096 GPUs: how many of them generate and how many
-    train, the staleness with which no update waits for the longest completion, which strategy holds the models there,
-    with micro-batches of how many tokens at most, and what binds.
+    With `--trajectories` it also estimates the seconds per step on one node whose GPUs generate and train in turn.
 
     Everything follows from the model's config.json; no weights are read and no GPU is needed. Weights, gradients and
     optimizer are exact to rounding, activations are those of one forward of a block on fake tensors. The peak is
@@ -90,13 +83,6 @@ def plan(
         length: tokens of a prompt with its completion.
         trajectories: completions per rollout, all GPUs together; 0 estimates no times.
         response: mean tokens of a completion.
-        spread: standard deviation of completions' lengths over their mean.
-        turns: sampled turns of a trajectory.
-        tool_seconds: seconds that a tool takes between two turns.
-        shared: mean tokens of a trajectory that the tree layout computes in another one; prompts of p tokens in groups
-            of g: p (g - 1) / g.
-        staleness: rollouts that generation may be ahead; with 0 nothing overlaps. Times are those of as many as the
-            table names, where there are more.
         tflops: a GPU's dense bfloat16 peak in 10^12 operations per second (H100: 989, A100: 312, H20: 148).
         bandwidth: of its memory in 10^12 bytes per second (H100: 3.35, A100: 2.0, H20: 4.0).
 
@@ -149,16 +135,11 @@ def plan(
             trajectories=trajectories,
             prompt=max(1.0, length - response),
             response=response,
-            spread=spread,
-            longest=max(length, 8 * response),
-            turns=turns,
-            tool_seconds=tool_seconds,
-            shared=shared,
             forwards=1 + reference,
             recompute=gradient_checkpointing,
             slots=sequences,
         )
-        print_times(case, job, Rates.of(tflops, bandwidth), staleness, chosen, USABLE * gpu_memory * GIB)
+        print_times(job, Rates.of(tflops, bandwidth), gpus)
 
 
 def _refuse_arguments(given: Mapping[str, Any]) -> None:
@@ -176,13 +157,8 @@ def _refuse_arguments(given: Mapping[str, Any]) -> None:
             f"Plan with micro_batch_tokens={length}, or a smaller length."
         )
     if given["trajectories"]:
-        for name in ("response", "shared"):
-            if not given[name] < length:
-                raise ValueError(f"{name}={given[name]}: must be below length={length}, which has the prompt in it.")
-        if given["turns"] > given["response"]:
-            raise ValueError(
-                f"turns={given['turns']}: a completion of response={given['response']} tokens has fewer turns."
-            )
+        if not given["response"] < length:
+            raise ValueError(f"response={given['response']}: must be below length={length}, prompt included.")
     else:
         defaults = {name: parameter.default for name, parameter in inspect.signature(plan).parameters.items()}
         if without := [name for name in _TIMED if given[name] != defaults[name]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 from lightrl.memory_plan.memory import PARTS, Plan, host_memory, largest_micro_batch, memory, smallest_fit, total
 from lightrl.memory_plan.model import measure_model
 from lightrl.memory_plan.options import GIB, STRATEGIES, USABLE
-from lightrl.memory_plan.time import Job, Rates, curve, needed_staleness
+from lightrl.memory_plan.time import Job, Rates, generation, training
 
 __all__ = ["advice", "needed_memory", "print_memory", "print_times"]
 
@@ -61,26 +60,13 @@ def print_memory(case: Plan, chosen: tuple[str, ...], gpu_memory: float) -> None
     console.print(advice(case, [name for name in chosen if totals[name] <= limit], limit))
 
 
-def print_times(case: Plan, job: Job, rates: Rates, staleness: int, chosen: tuple[str, ...], limit: float) -> None:
-    """Prints seconds per step on 1 to 4,096 GPUs, each with the strategy that holds the models in `limit` bytes."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"seconds per step of {job.trajectories} trajectories, staleness {staleness} (estimates)")
-    names = ("GPUs", "generate", "train", "generation", "training", "sync", "step", "staleness", "strategy", "tokens")
-    for name in (*names, "binds"):
-        table.add_column(name, justify="right")
-    for gpus, engines, trainers, times in curve(job, rates, staleness):
-        here = replace(case, gpus=trainers or engines, engine=case.engine and not trainers)
-        fitting = (name for name in _PREFERRED if name in chosen and total(memory(here, name)) <= limit)
-        seconds = (times.generation, times.training, times.sync, times.step)
-        shared = "the same" if not trainers else str(trainers)
-        counts = (str(gpus), str(engines), shared, *(f"{x:.1f}" for x in seconds))
-        ahead = needed_staleness(job, rates, engines if trainers else 0, times.step)
-        strategy = next(fitting, None)
-        tokens = None if strategy is None else largest_micro_batch(here, strategy, limit)
-        table.add_row(*counts, str(ahead), strategy or "none fits", str(tokens or "-"), times.binds)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+def print_times(job: Job, rates: Rates, gpus: int) -> None:
+    """Prints the estimated seconds per step on one node."""
+    sample, learn = generation(job, rates, gpus), training(job, rates, gpus)
+    print(
+        f"Seconds per step of {job.trajectories} trajectories on {gpus} GPUs (estimate): generation {sample:.1f}, "
+        f"training {learn:.1f}, together {sample + learn:.1f}."
+    )
 
 
 def advice(case: Plan, fitting: list[str], limit: float) -> str:
