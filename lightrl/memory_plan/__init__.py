@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from lightrl.arguments import fraction, require_model_folder
@@ -125,6 +126,8 @@ def plan(
     )
     if freeze_vision and not case.actor.vision:
         raise ValueError(f"freeze_vision={freeze_vision}: {model} has no vision tower.")
+    if trajectories:  # the rollout may be smaller than the budget
+        case = replace(case, micro_batch_tokens=min(micro_batch_tokens, -(-trajectories // gpus) * length))
     print_memory(case, chosen, gpu_memory)
     if trajectories:
         job = Job(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from lightrl.distributed.strategies import LARGE_MODEL
 from lightrl.memory_plan.model import ModelSize
 from lightrl.memory_plan.options import Precision
-from lightrl.models.logprobs import CUDA_CHUNK_ELEMENTS
+from lightrl.models.logprobs import CACHE_ELEMENTS, CUDA_CHUNK_ELEMENTS, KEPT_ELEMENTS
 
 __all__ = [
     "PARTS",
@@ -20,6 +20,7 @@ __all__ = [
     "host_memory",
     "largest_micro_batch",
     "memory",
+    "micro_batch",
     "smallest_fit",
     "total",
     "trained_parameters",
@@ -27,10 +28,10 @@ __all__ = [
 
 PARTS = (
     "weights", "gradients", "optimizer", "reference", "reward model", "gathered", "activations", "head",
-    "optimizer step", "engine", "KV cache",
+    "optimizer step", "engine", "KV cache", "process",
 )  # fmt: skip
 
-_KV_CACHED_DTYPE = 2  # bytes: engines run in bfloat16
+_PROCESS = 0.6e9  # Python, torch, transformers, and an engine's libraries, on a CPU
 _ZERO_BUCKET = 200_000_000  # gradients that DeepSpeed reduces at once (`reduce_bucket_size` of Lightning's strategy)
 
 
@@ -56,6 +57,9 @@ class Plan:
         frozen_vision: whether the vision tower is frozen (`freeze: [visual]`): no gradients, no optimizer state.
         sequences: completions that one engine generates at a time.
         length: tokens of a prompt with its completion.
+        cpu: Whether the run trains on a CPU.
+        engine_width: Bytes per number of an engine's weights and KV cache.
+        caches: Whether the engine keeps its KV cache while the trainer works, as vLLM does.
     """
 
     actor: ModelSize
@@ -74,6 +78,9 @@ class Plan:
     frozen_vision: bool = False
     sequences: int = 64
     length: int = 2048
+    cpu: bool = False
+    engine_width: int = 2
+    caches: bool = True
 
 
 def _bytes(plan: Plan, strategy: str) -> tuple[int, int, int]:
@@ -144,8 +151,9 @@ def memory(plan: Plan, strategy: str) -> dict[str, float]:
     if plan.engine and plan.engine_bytes is not None:
         parts["engine"] = plan.engine_bytes
     elif plan.engine:
-        parts["engine"] = 2 * plan.actor.parameters
-        parts["KV cache"] = _KV_CACHED_DTYPE * plan.actor.kv_width * plan.sequences * plan.length
+        parts["engine"] = plan.engine_width * plan.actor.parameters
+        parts["KV cache"] = plan.caches * plan.engine_width * plan.actor.kv_width * plan.sequences * plan.length
+    parts["process"] = plan.cpu * _PROCESS
     if strategy.endswith("offload"):
         parts["optimizer"] = parts["optimizer step"] = 0.0
         parts["weights"] *= strategy == "zero2_offload"
@@ -173,10 +181,27 @@ def head(plan: Plan) -> float:
     """
     size = plan.actor
     weight = size.vocabulary * size.hidden
+    if plan.cpu:  # some logits are kept for the backward pass; the head's and the embedding's gradients of tied weights
+        kept = min(KEPT_ELEMENTS, plan.micro_batch_tokens * size.vocabulary)
+        return 4 * (kept + 2.0 * CACHE_ELEMENTS + weight)
     tile = min(CUDA_CHUNK_ELEMENTS // 2, plan.micro_batch_tokens * size.vocabulary)
     if plan.precision == "32-true":
         return 2 * 4 * tile + 4.0 * weight
     return (4 + 4 + 2) * tile + (2 * (plan.precision == "bf16-mixed") + 2 + 4.0) * weight
+
+
+def micro_batch(layout: str, budget: int, prompts: int, group: int, prompt: int, response: int) -> int:
+    """Tokens of the largest micro-batch of an update.
+
+    Args:
+        layout: "padded", "packed", or the layout that computes a group's prompt once.
+        budget: `micro_batch_tokens`.
+        prompts, group: Prompts in the update and completions of each.
+        prompt, response: Tokens of a prompt and of a completion.
+    """
+    row = prompt + response
+    tokens = prompts * (group * row if layout in ("padded", "packed") else prompt + group * response)
+    return max(row, min(budget, tokens))
 
 
 def total(parts: dict[str, float]) -> float:

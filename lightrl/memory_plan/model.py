@@ -15,6 +15,9 @@ from lightrl.arguments import require_model_folder
 from lightrl.compat.torch import fake_tensors, storage_key
 from lightrl.compat.transformers import experts_of_any_dtype
 from lightrl.data.templates import why_not_there
+from lightrl.kernels.cpu import enabled
+from lightrl.kernels.fusing import fuse
+from lightrl.models.packing.attention import unsupported_reason
 from lightrl.models.policy import transformer_blocks
 
 __all__ = ["ModelSize", "measure_model"]
@@ -42,6 +45,7 @@ class ModelSize:
         saved_weights: bytes of weights in the compute dtype that one block keeps for the backward pass; 0 without
             autocast.
         saved_outside: bytes that a token keeps outside the blocks (embedding, last norm, positions).
+        packs: whether the model runs in the packed and shared-prefix layouts; else rows are padded.
     """
 
     parameters: int
@@ -57,18 +61,20 @@ class ModelSize:
     saved_per_token: float
     saved_weights: float
     saved_outside: float
+    packs: bool = True
 
     def lora(self, rank: int) -> int:
         """Parameters of an adapter on all linear layers of the blocks."""
         return sum(rank * (rows + columns) for rows, columns in self.linear)
 
 
-def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
+def measure_model(path: str, *, compute: torch.dtype, cpu: bool = False) -> ModelSize:
     """Reads a configuration and measures the model that it describes, without memory for its weights.
 
     Args:
         path: folder with a config.json, that file, or a hub name.
         compute: what matrix products run in: float32, or bfloat16 under autocast or with bfloat16 weights.
+        cpu: Whether the model trains on a CPU, where LightRL's kernels keep fewer activations.
 
     Raises:
         ValueError: there is no such folder, and none on the hub; or its configuration is that of no policy.
@@ -76,7 +82,7 @@ def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
     path = path.removesuffix("config.json") or "."
     require_model_folder(path)
     try:
-        return _measure(path, compute)
+        return _measure(path, compute, cpu)
     except OSError as error:
         raise ValueError(f"model path {path!r}: {why_not_there(error)}") from error
     except Exception as error:  # whatever transformers and torch raise of numbers that make no model
@@ -87,7 +93,7 @@ def measure_model(path: str, *, compute: torch.dtype) -> ModelSize:
         ) from error
 
 
-def _measure(path: str, compute: torch.dtype) -> ModelSize:
+def _measure(path: str, compute: torch.dtype, cpu: bool) -> ModelSize:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -102,7 +108,7 @@ def _measure(path: str, compute: torch.dtype) -> ModelSize:
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    saved_per_token, saved_weights, saved_outside = _saved(text, compute)
+    saved_per_token, saved_weights, saved_outside = _saved(text, compute, cpu)
     linear = [tuple(m.weight.shape) for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]
     return ModelSize(
         parameters=parameters,
@@ -118,22 +124,23 @@ def _measure(path: str, compute: torch.dtype) -> ModelSize:
         saved_per_token=saved_per_token,
         saved_weights=saved_weights,
         saved_outside=saved_outside,
+        packs=unsupported_reason(model, model.base_model) is None,
     )
 
 
-def _saved(config: Any, compute: torch.dtype) -> tuple[float, float, float]:
+def _saved(config: Any, compute: torch.dtype, cpu: bool) -> tuple[float, float, float]:
     """Bytes saved by a block per token, by a block in any case, and outside of blocks per token.
 
     From forwards with one and two blocks, of 16 and 32 tokens, of fake tensors: autograd saves of them what it would
     save of real ones.
     """
-    one, two = ({n: _saved_bytes(config, blocks, compute, n) for n in (16, 32)} for blocks in (1, 2))
+    one, two = ({n: _saved_bytes(config, blocks, compute, n, cpu) for n in (16, 32)} for blocks in (1, 2))
     block = {n: two[n] - one[n] for n in one}
     per_token = (block[32] - block[16]) / 16
     return per_token, max(0.0, 2.0 * block[16] - block[32]), (one[32] - one[16]) / 16 - per_token
 
 
-def _saved_bytes(config: Any, layers: int, compute: torch.dtype, tokens: int) -> int:
+def _saved_bytes(config: Any, layers: int, compute: torch.dtype, tokens: int, cpu: bool) -> int:
     from transformers import AutoModel
 
     small = copy.deepcopy(config)
@@ -150,6 +157,7 @@ def _saved_bytes(config: Any, layers: int, compute: torch.dtype, tokens: int) ->
 
     with fake_tensors(), experts_of_any_dtype():
         model: Any = AutoModel.from_config(small, dtype=torch.float32, attn_implementation="sdpa").train()
+        fuse(model, cpu=cpu and enabled(None))
         own = {storage_key(p) for p in model.parameters()}
         ids = torch.zeros(1, tokens, dtype=torch.int64)
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=compute == torch.bfloat16, cache_enabled=True)

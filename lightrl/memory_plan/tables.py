@@ -5,7 +5,16 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from lightrl.memory_plan.memory import PARTS, Plan, host_memory, largest_micro_batch, memory, smallest_fit, total
+from lightrl.memory_plan.memory import (
+    PARTS,
+    Plan,
+    host_memory,
+    largest_micro_batch,
+    memory,
+    micro_batch,
+    smallest_fit,
+    total,
+)
 from lightrl.memory_plan.model import measure_model
 from lightrl.memory_plan.options import GIB, STRATEGIES, USABLE
 from lightrl.memory_plan.time import Job, Rates, generation, training
@@ -15,22 +24,33 @@ __all__ = ["advice", "needed_memory", "print_memory", "print_times"]
 _PREFERRED = ("ddp", "fsdp2", "zero2", "zero1", "zero3", "zero2_offload", "zero3_offload")
 
 
-def needed_memory(model: str, strategy: str, limit: float, **case: Any) -> tuple[float, str]:
+def needed_memory(model: str, strategy: str, limit: float, rollout: dict[str, Any], **case: Any) -> tuple[float, str]:
     """Bytes that each process of a run takes at the peak, and what to do where that is more than it may; else "".
 
     Args:
         model: folder or hub name of the policy.
         strategy: as of `plan`.
         limit: bytes that a process may take.
+        rollout: `ModelSpec.layout` and the other arguments of `micro_batch`.
         case: the other attributes of `Plan`.
     """
     import torch
 
     compute = torch.float32 if case.get("precision") == "32-true" else torch.bfloat16
-    here = Plan(actor=measure_model(model, compute=compute), **case)
+    actor = measure_model(model, compute=compute, cpu=case.get("cpu", False))
+    layout = rollout.pop("layout")
+    layout = "padded" if layout == "auto" and not actor.packs else layout
+    here = Plan(actor, micro_batch_tokens=micro_batch(layout, **rollout), **case)
     needed = total(memory(here, strategy))
-    fitting = [name for name in STRATEGIES if total(memory(here, name)) <= limit]
+    fitting = [name for name in _candidates(here) if total(memory(here, name)) <= limit]
     return needed, advice(here, fitting, limit) if needed > limit else ""
+
+
+def _candidates(case: Plan) -> list[str]:
+    """Strategies that may help: sharding needs several processes, and a CPU's memory is the host's."""
+    if case.gpus > 1:
+        return list(STRATEGIES)
+    return ["ddp"] if case.cpu else ["ddp", "zero2_offload", "zero3_offload"]
 
 
 def print_memory(case: Plan, chosen: tuple[str, ...], gpu_memory: float) -> None:
@@ -82,14 +102,17 @@ def advice(case: Plan, fitting: list[str], limit: float) -> str:
             tokens = largest_micro_batch(case, name, limit)
             room = "" if tokens is None else f" Micro-batches may have {tokens} tokens (model.micro_batch_tokens)."
             return f"Take {name}: {_WHY[name]}{room}"
-    ways = ["--engine asleep, --engine elsewhere" if case.engine else "", "--lora 32" if not case.lora else ""]
-    tokens = largest_micro_batch(case, "fsdp2", limit)
-    ways += ["--gradient_checkpointing true" if not case.checkpointing else ""]
-    ways += [f"--micro_batch_tokens {tokens} with fsdp2" if tokens is not None else ""]
-    needed = smallest_fit(case, "fsdp2", limit)
-    if needed is not None:
-        ways.insert(0, f"fsdp2 on {needed} GPUs")
-    ways = [way for way in ways if way] or ["GPUs with more memory", "a smaller model", "shorter rows (--length)"]
+    sharded = "ddp" if case.cpu else "fsdp2"
+    tokens = largest_micro_batch(case, sharded, limit)
+    needed = None if case.cpu else smallest_fit(case, "fsdp2", limit)
+    ways = [
+        f"fsdp2 on {needed} GPUs" if needed is not None else "",
+        "--engine asleep, --engine elsewhere" if case.engine and not case.cpu else "",
+        "--lora 32" if not case.lora else "",
+        "--gradient_checkpointing true" if not case.checkpointing else "",
+        f"--micro_batch_tokens {tokens}{'' if case.cpu else ' with fsdp2'}" if tokens is not None else "",
+    ]
+    ways = [way for way in ways if way] or ["more memory", "a smaller model", "shorter rows (--length)"]
     return f"Nothing fits. Try {', '.join(ways)}."
 
 
