@@ -15,9 +15,9 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrateg
 
 from lightrl.algorithms.checkpoints import description
 from lightrl.callbacks import RolloutCheckpoint
+from lightrl.cli.lightning_cli import LightRLCLI
 from lightrl.distributed.fsdp2 import FSDP2Strategy, ZeROStrategy
 from lightrl.export import export
-from lightrl.lightning_cli import LightRLCLI
 from lightrl.models.spec import ModelSpec
 from lightrl.storage import atomic_write
 from tests.toys import QUICKSTART_MODEL

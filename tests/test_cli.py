@@ -32,9 +32,9 @@ import lightrl.rollout
 from lightrl.algorithms import LRSchedule
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.cli import main, run
+from lightrl.cli.lightning_cli import redacted
 from lightrl.data import PromptSource
 from lightrl.engines import EngineContext, EngineDiedError, StaleWeightsError
-from lightrl.lightning_cli import redacted
 from lightrl.redaction import remember_secret
 from lightrl.report.read import read_run
 from lightrl.rollout.collector import RolloutStalledError
@@ -768,7 +768,7 @@ def test_an_interrupt_elsewhere_says_nothing_of_training(
     def interrupt(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightrl.doctor.diagnose", interrupt)
+    monkeypatch.setattr("lightrl.cli.doctor.diagnose", interrupt)
     with pytest.raises(SystemExit) as stop:
         main(["doctor"])
     assert (stop.value.code, capsys.readouterr().err) == (130, "Interrupted.\n")
@@ -786,7 +786,7 @@ def test_an_interrupt_while_the_command_line_loads_is_one_line(start: str) -> No
 import sys
 class Interrupting:
     def find_spec(self, name, *args):
-        if name == "lightrl.config_files":
+        if name == "lightrl.cli.config_files":
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupting())
 {start}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.config_files import SHIPPED, expand_configs, shipped_configs
+from lightrl.cli.config_files import SHIPPED, expand_configs, shipped_configs
 
 
 def files(arguments: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from lightrl.cli import main
-from lightrl.doctor import diagnose
+from lightrl.cli.doctor import diagnose
 from tests.toys import quickstart_model
 
 
@@ -125,8 +125,8 @@ def test_doctor_compares_the_plan_with_the_memory(config: Callable[..., str], mo
 
 
 def test_doctor_looks_at_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightrl.doctor.metadata.requires", lambda name: ["torch>=99", "nothing-like-it>=1"])
-    monkeypatch.setattr("lightrl.doctor.metadata.metadata", lambda name: Message())
+    monkeypatch.setattr("lightrl.cli.doctor.metadata.requires", lambda name: ["torch>=99", "nothing-like-it>=1"])
+    monkeypatch.setattr("lightrl.cli.doctor.metadata.metadata", lambda name: Message())
     found = "\n".join(text for kind, text in diagnose() if kind == "problem")
     assert ">=99" in found and "nothing-like-it is missing: pip install 'nothing-like-it>=1'" in found
 

@@ -193,7 +193,7 @@ def hang():
 
 class Loading:
     def find_spec(self, name, *args):
-        if name == "lightrl.config_files":
+        if name == "lightrl.cli.config_files":
             hang()
 
 if len(sys.argv) == 1:

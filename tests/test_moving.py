@@ -13,7 +13,7 @@ import yaml
 
 import lightrl
 from lightrl.cli import main, run
-from lightrl.moving import convert_trl, from_trl
+from lightrl.cli.from_trl import convert_trl, from_trl
 from tests.toys import quickstart_model
 
 SCRIPT: dict[str, Any] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.cli import main
-from lightrl.memory_plan.time import Job, Rates, decode_seconds, generation, training
+from lightrl.cli.plan.time import Job, Rates, decode_seconds, generation, training
 from tests.toys import quickstart_model
 
 RATES = Rates(flops=4e14, decode_flops=1e14, bandwidth=1e12, overhead=0.0)

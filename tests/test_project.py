@@ -14,7 +14,7 @@ import pytest
 from examples.agent.make_model import make_model
 from examples.vlm.make_model import main as make_vlm
 from lightrl.cli import main
-from lightrl.project import TASKS, init, quickstart
+from lightrl.cli.project import TASKS, init, quickstart
 from tests.toys import quickstart_model
 from tests.waiting import gone, until
 
@@ -137,7 +137,7 @@ def test_an_interrupted_quickstart_waits_for_its_step_and_says_where_it_stopped(
         "signal.signal(signal.SIGINT, save)\npathlib.Path('begun').touch()\ntime.sleep(500)\n"
     )
     code = (
-        "from lightrl import project\nrun = project._run_step\n"
+        "from lightrl.cli import project\nrun = project._run_step\n"
         f"project._run_step = lambda command: run([command[0], '-c', {step!r}])\nproject.quickstart()"
     )
     quickstart = subprocess.Popen(
@@ -159,7 +159,7 @@ def test_a_killed_quickstart_takes_its_step_along(tmp_path: Path) -> None:
         "cli.run = run\ncli.main(['fit', '--config', 'x.yaml'])"
     )
     code = (
-        "from lightrl import project\nrun = project._run_step\n"
+        "from lightrl.cli import project\nrun = project._run_step\n"
         f"project._run_step = lambda command: run([command[0], '-c', {step!r}])\nproject.quickstart()"
     )
     quickstart = subprocess.Popen([sys.executable, "-c", code])
@@ -175,13 +175,13 @@ def test_a_quickstart_is_refused_while_another_one_is_alive_there(
     """It would rename the folder that the first one writes to, and a third one remove it."""
     step = "import pathlib, time\npathlib.Path('outputs/quickstart/begun').touch()\ntime.sleep(500)\n"
     code = (
-        "from lightrl import project\nrun = project._run_step\n"
+        "from lightrl.cli import project\nrun = project._run_step\n"
         f"project._run_step = lambda command: run([command[0], '-c', {step!r}])\nproject.quickstart(2)"
     )
     (tmp_path / "outputs/quickstart").mkdir(parents=True)
     (tmp_path / "outputs/quickstart/of the run before").touch()
     first = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    monkeypatch.setattr("lightrl.project._run_step", lambda command: 0)
+    monkeypatch.setattr("lightrl.cli.project._run_step", lambda command: 0)
     try:
         assert until((tmp_path / "outputs/quickstart/begun").exists)
         for arguments in ([], ["--rollouts=2"], ["--fresh"]):
@@ -202,7 +202,7 @@ def test_a_quickstart_leaves_the_folder_of_a_step_that_runs_by_hand(
     code = "import time; from lightrl.storage import FolderLock as F; held = F('outputs/quickstart/ppo'); "
     code += "print('held', flush=True); time.sleep(500)"
     first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    monkeypatch.setattr("lightrl.project._run_step", lambda command: 0)
+    monkeypatch.setattr("lightrl.cli.project._run_step", lambda command: 0)
     try:
         assert first.stdout is not None and first.stdout.readline() == "held\n"
         with pytest.raises(ValueError, match=f"quickstart/ppo' is in use by process {first.pid}"):
@@ -239,7 +239,7 @@ def test_an_interrupted_quickstart_goes_on_where_it_was(
             main(["quickstart", *arguments])
         return steps.copy()
 
-    monkeypatch.setattr("lightrl.project._run_step", step)
+    monkeypatch.setattr("lightrl.cli.project._run_step", step)
     assert run(stop="sft") == ["sft"]
     assert run(stop="ppo") == ["sft", "ppo"]
     assert run(stop="report") == ["ppo resumed", "report"]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from jsonargparse import Namespace
 
+from lightrl.cli.lightning_cli import redacted
 from lightrl.engines.server.connection import Connection
 from lightrl.engines.server.http import ServerError
-from lightrl.lightning_cli import redacted
 from lightrl.redaction import plain_secrets, redact, redact_arguments, redact_text, remember_secret
 from lightrl.rewards import RemoteReward, RewardError
 

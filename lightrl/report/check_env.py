@@ -6,7 +6,7 @@ import sys
 
 from lightrl.arguments import at_least
 from lightrl.cli import run
-from lightrl.config_files import expand_configs
+from lightrl.cli.config_files import expand_configs
 
 __all__ = ["check_env"]
 

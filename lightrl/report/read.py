@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightrl.config_files import read_yaml
+from lightrl.cli.config_files import read_yaml
 
 __all__ = ["Run", "Series", "found_below", "read_run", "runs_below"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lightrl.cli.plan.model import ModelSize
+from lightrl.cli.plan.options import Precision
 from lightrl.distributed.strategies import LARGE_MODEL
-from lightrl.memory_plan.model import ModelSize
-from lightrl.memory_plan.options import Precision
 from lightrl.models.logprobs import CACHE_ELEMENTS, CUDA_CHUNK_ELEMENTS, KEPT_ELEMENTS
 
 __all__ = [

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from lightrl.arguments import fraction, require_model_folder
-from lightrl.memory_plan.options import GIB, STRATEGIES, Precision
-from lightrl.memory_plan.time import Job, Rates
+from lightrl.cli.plan.options import GIB, STRATEGIES, Precision
+from lightrl.cli.plan.time import Job, Rates
 
 __all__ = ["plan"]
 
@@ -101,9 +101,9 @@ def plan(
         require_model_folder(path.removesuffix("config.json") or ".")
     import torch
 
-    from lightrl.memory_plan.memory import Plan
-    from lightrl.memory_plan.model import measure_model
-    from lightrl.memory_plan.tables import print_memory, print_times
+    from lightrl.cli.plan.memory import Plan
+    from lightrl.cli.plan.model import measure_model
+    from lightrl.cli.plan.tables import print_memory, print_times
 
     compute = torch.float32 if precision == "32-true" else torch.bfloat16
     case = Plan(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightrl.arguments import DISTRIBUTION, install_command
-from lightrl.config_files import expand_configs
+from lightrl.cli.config_files import expand_configs
 from lightrl.redaction import redact_text
 
 __all__ = ["diagnose", "doctor"]
@@ -296,8 +296,8 @@ def _memory(built: Any, prompts: list[int]) -> Iterator[Finding]:
     """The run's memory as `lightrl plan` counts it, against the device's. `prompts` are lengths in tokens."""
     import torch
 
-    from lightrl.memory_plan.options import USABLE
-    from lightrl.memory_plan.tables import needed_memory
+    from lightrl.cli.plan.options import USABLE
+    from lightrl.cli.plan.tables import needed_memory
 
     module, data, trainer = built.model, built.datamodule, built.trainer
     engine, response = type(data.engine).__name__, data.sampling.max_new_tokens

@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 from lightrl.arguments import at_least, user_path
 from lightrl.cli import STEP_OF
-from lightrl.config_files import SHIPPED
+from lightrl.cli.config_files import SHIPPED
 from lightrl.storage import LOCK, FolderLock, atomic_write, read_records
 
 __all__ = ["TASKS", "init", "quickstart"]
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parent.parent / "templates"
 STEPS = ("1/3 supervised warm start", "2/3 PPO", "3/3 report")
 """Of the quickstart."""
 TASKS = tuple(sorted(folder.name for folder in TEMPLATES.iterdir() if folder.is_dir()))

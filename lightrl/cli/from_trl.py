@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from lightrl.arguments import user_path
-from lightrl.config_files import read_yaml
+from lightrl.cli.config_files import read_yaml
 from lightrl.redaction import plain_secrets, redact
 from lightrl.storage import atomic_write
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from lightrl.memory_plan.memory import (
+from lightrl.cli.plan.memory import (
     PARTS,
     Plan,
     host_memory,
@@ -15,9 +15,9 @@ from lightrl.memory_plan.memory import (
     smallest_fit,
     total,
 )
-from lightrl.memory_plan.model import measure_model
-from lightrl.memory_plan.options import GIB, STRATEGIES, USABLE
-from lightrl.memory_plan.time import Job, Rates, generation, training
+from lightrl.cli.plan.model import measure_model
+from lightrl.cli.plan.options import GIB, STRATEGIES, USABLE
+from lightrl.cli.plan.time import Job, Rates, generation, training
 
 __all__ = ["advice", "needed_memory", "print_memory", "print_times"]
 
@@ -38,9 +38,10 @@ def needed_memory(model: str, strategy: str, limit: float, rollout: dict[str, An
 
     compute = torch.float32 if case.get("precision") == "32-true" else torch.bfloat16
     actor = measure_model(model, compute=compute, cpu=case.get("cpu", False))
-    layout = rollout.pop("layout")
+    shape = dict(rollout)
+    layout = shape.pop("layout")
     layout = "padded" if layout == "auto" and not actor.packs else layout
-    here = Plan(actor, micro_batch_tokens=micro_batch(layout, **rollout), **case)
+    here = Plan(actor, micro_batch_tokens=micro_batch(layout, **shape), **case)
     needed = total(memory(here, strategy))
     fitting = [name for name in _candidates(here) if total(memory(here, name)) <= limit]
     return needed, advice(here, fitting, limit) if needed > limit else ""

@@ -1,4 +1,4 @@
-"""`lightrl`: its commands, and what a user is told when one fails. `lightning_cli.py` builds the runs."""
+"""`lightrl`: its commands, and error messages. `lightning_cli.py` builds runs; each other command has a file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from typing import Any
 
 import lightrl
 from lightrl.background import die_with_parent
-from lightrl.config_files import expand_configs
-from lightrl.console import quiet
+from lightrl.cli.config_files import expand_configs
+from lightrl.cli.console import quiet
 from lightrl.redaction import redact_text
 
 __all__ = ["main", "run"]
@@ -57,13 +57,13 @@ COMMANDS = {
     "view": "lightrl.report.view:view",
     "check-env": "lightrl.report.check_env:check_env",
     "serve-reward": "lightrl.rewards.server.serve:serve_reward",
-    "plan": "lightrl.memory_plan:plan",
+    "plan": "lightrl.cli.plan:plan",
     "export": "lightrl.export:export",
-    "from-trl": "lightrl.moving:from_trl",
-    "init": "lightrl.project:init",
-    "quickstart": "lightrl.project:quickstart",
-    "recipes": "lightrl.config_files:recipes",
-    "doctor": "lightrl.doctor:doctor",
+    "from-trl": "lightrl.cli.from_trl:from_trl",
+    "init": "lightrl.cli.project:init",
+    "quickstart": "lightrl.cli.project:quickstart",
+    "recipes": "lightrl.cli.config_files:recipes",
+    "doctor": "lightrl.cli.doctor:doctor",
 }
 """Command -> module and function, imported when asked for."""
 SPEAKING = ("check-env", "doctor", "export", "serve-reward")
@@ -82,7 +82,7 @@ def run(args: Sequence[str] | None = None, **kwargs: Any) -> Any:
     """
     from lightning.pytorch import LightningDataModule, LightningModule
 
-    from lightrl.lightning_cli import LightRLCLI
+    from lightrl.cli.lightning_cli import LightRLCLI
 
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
     try:
@@ -177,7 +177,7 @@ def parser_message(text: str, known: Iterable[str] = ()) -> str:
     close = [difflib.get_close_matches(name, known, 1) for name in misspelled]
     close += [difflib.get_close_matches(name.rpartition(".")[2], known, 1) for name in misspelled]
     hint = next((f" Did you mean {found[0]!r}?" for found in close if found), "")
-    return redact_text(" ".join(lines) + hint)
+    return redact_text(f"{' '.join(lines).rstrip('.')}.{hint}")
 
 
 def _known_names() -> list[str]:

@@ -15,7 +15,7 @@ from lightrl.redaction import plain_secrets, remember_secret
 __all__ = ["SHIPPED", "expand_configs", "read_yaml", "recipes", "shipped_configs"]
 
 PREFIX = "lightrl:"
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parent.parent
 SHIPPED = next(folder for folder in (_PACKAGE / "_configs", _PACKAGE.parent / "configs") if folder.is_dir())
 """The folder of the configurations that come with LightRL: inside the wheel, or `configs/` of a clone."""
 
