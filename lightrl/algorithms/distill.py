@@ -231,6 +231,11 @@ class DistillLightningModule(CriticFreeLightningModule):
         top, shape = self.divergence_top_k or 0, tuple(experience.token_ids.shape)
         if any(experience.inputs):
             raise ValueError(f"teachers[{name!r}] is on servers, which score text only, and rows have images.")
+        if experience.temperature != 1:  # a callback changed it after `setup`
+            raise ValueError(
+                f"sampling.temperature={experience.temperature}: teachers[{name!r}] is on servers, which score at "
+                "temperature 1. Keep it at 1, or use a teacher in this process (a model folder)."
+            )
         if experience.teacher_logprobs is None:
             experience.teacher_logprobs = torch.zeros(shape, device=experience.token_ids.device)
         if top and experience.teacher_top_ids is None:

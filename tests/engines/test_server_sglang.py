@@ -24,6 +24,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
 from lightrl.algorithms import DistillLightningModule, GRPOLightningModule
+from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, EngineDiedError, ServerEngine, ServerTeacher, StaleWeightsError
 from lightrl.engines.base import GenerationCancelledError, RequestQueue
@@ -365,6 +366,21 @@ def test_a_served_teacher_teaches_what_its_model_would(divergence: Divergence | 
     for a, b in zip(of_served, gradient, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
     assert any(bool(g.any()) for g in gradient)
+
+
+def test_a_served_teacher_is_not_compared_at_another_temperature(tmp_path: Path) -> None:
+    class Cools(RLCallback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            trainer.datamodule.sampling = SamplingParams(max_new_tokens=4, temperature=0.5)
+
+    path = quickstart_model(tmp_path / "model")
+    server = SGLangServer(path)
+    try:
+        module = DistillLightningModule(path, {"one": ServerTeacher([server.start()], kind="sglang", timeout=20.0)})
+        with pytest.raises(ValueError, match=r"sampling\.temperature=0\.5"):
+            quiet_trainer(callbacks=[Cools()]).fit(module, sums_data(rollouts_per_epoch=1, group_size=2))
+    finally:
+        server.stop()
 
 
 def test_a_teacher_asks_again_after_an_error_and_not_after_a_refusal(tied_folder: Path) -> None:
