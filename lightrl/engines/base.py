@@ -268,7 +268,7 @@ class Engine(ABC):
 
     def check_in_flight(self) -> None:
         """Says whether weights may change within a completion (`InFlight`): the engine takes requests with `begun`
-        completions and `pause_at`, heeds `RequestQueue.suspend`, and serves several `generate` at a time.
+        completions, heeds `RequestQueue.suspend`, and serves several `generate` at a time.
 
         Raises:
             ValueError: why not, and the way out.

@@ -324,7 +324,6 @@ class GenerationRequest:
             caches hold what was computed then, may ignore it.
         begun: the G completions as far as they were sampled before, those that are "suspended"
             go on, with the current weights, which also compute their keys and values again. Empty: all begin.
-        pause_at: per completion, how many tokens it may have before it comes back "suspended"; empty for no pause.
     """
 
     token_ids: list[int]
@@ -336,27 +335,17 @@ class GenerationRequest:
     name: str = "a prompt"
     routes: Routes | None = None
     begun: list[Completion] = field(default_factory=list)
-    pause_at: list[int] = field(default_factory=list)
 
     def so_far(self, place: int) -> Completion:
         """What was sampled of a completion before; one without tokens where it begins."""
         return self.begun[place] if self.begun else Completion([], [], "", "suspended")
 
-    def limit(self, place: int) -> int:
-        """Most tokens of a completion, the pause included."""
-        most = self.sampling.max_new_tokens
-        return min(most, self.pause_at[place]) if self.pause_at else most
-
     @property
     def live(self) -> list[int]:
         """Places of the completions that lack tokens."""
         if not self.begun:
-            return [place for place in range(self.num_completions) if self.limit(place) > 0]
-        return [
-            place
-            for place, part in enumerate(self.begun)
-            if part.finish_reason == "suspended" and len(part.token_ids) < self.limit(place)
-        ]
+            return list(range(self.num_completions))
+        return [place for place, part in enumerate(self.begun) if part.finish_reason == "suspended"]
 
 
 @dataclass

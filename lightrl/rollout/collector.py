@@ -194,7 +194,6 @@ class Collection:
             raises, as a thread must that runs while the weights move.
         begun: what was sampled before, by `_key` of the requests, which go on from there; None for a collection that
             will not be suspended.
-        pause_at: (key) gives a request's `pause_at`.
         trained: whether the completions are trained on. Requests must then have the sampling distribution of the tasks.
 
     Attributes:
@@ -212,7 +211,6 @@ class Collection:
         *,
         recover: bool = True,
         begun: Mapping[int, list[Completion]] | None = None,
-        pause_at: Callable[[int], list[int]] | None = None,
         trained: bool = False,
     ) -> None:
         self.tasks = list(tasks)
@@ -223,7 +221,6 @@ class Collection:
         self.failed = 0
         self.sampled: dict[int, list[Completion]] = dict(begun or {})
         self._keeps = begun is not None
-        self._pause_at = pause_at or (lambda key: [])
         self._suspended = False
         self._collector = collector
         self._engine = collector.engine
@@ -334,15 +331,10 @@ class Collection:
             self._driven = False
         return []
 
-    def suspend(self, *, now: bool = True) -> None:
-        """Has the engine leave off, in the middle of completions, until `resume`; waits until it has.
-
-        Args:
-            now: False waits until all requests have come to their pause.
-        """
+    def suspend(self) -> None:
+        """Has the engine leave off, in the middle of completions, until `resume`; waits until it has."""
         with self._lock:
-            if now:
-                self._queue.suspend()
+            self._queue.suspend()
             self._suspended = True
         if self._thread is not None:
             self._thread.join()
@@ -364,9 +356,8 @@ class Collection:
         """The same request with what was sampled of it so far."""
         if not self._keeps:
             return request
-        key = _key(request)
-        begun, pause_at = self.sampled.get(key, []), self._pause_at(key)
-        return replace(request, begun=begun, pause_at=pause_at) if begun or pause_at else request
+        begun = self.sampled.get(_key(request), [])
+        return replace(request, begun=begun) if begun else request
 
     def _replace(self, request: GenerationRequest, other: GenerationRequest) -> None:
         future = self._asked.pop(request)

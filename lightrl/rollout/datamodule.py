@@ -92,8 +92,8 @@ class RolloutDataModule(LightningDataModule):
             on-policy, 1 hides the shorter of generation and update behind the longer. Needs an engine in processes of
             its own.
         in_flight: with `staleness`, change the weights within completions instead of between rollouts: each is begun
-            by a policy that lacks the updates of at most `staleness` rollouts and goes on with newer ones. What it
-            records and replays; {} for neither. Needs an engine that resumes suspended requests (`VLLMEngine`).
+            by a policy that lacks the updates of at most `staleness` rollouts and continues with newer ones. Needs an
+            engine that resumes suspended requests (`VLLMEngine`); {} for the defaults.
         ptx: supervised rows for a second loss (`ptx_coef` of the module); None without one.
         ptx_batch_size: supervised rows per rollout and rank, shared by its mini-batches.
         reward_weights: weight of each reward function; 1 for each where None.
@@ -596,7 +596,6 @@ class RolloutDataModule(LightningDataModule):
                 self._ready_engine,
                 lambda: self.learner.policy_version,
                 prompts=self.prompts_per_rollout,
-                rank=self.rank,
             )
             self._stale_source.load_state_dict(self._begun)
         if self._stale_source is None:
@@ -617,16 +616,13 @@ class RolloutDataModule(LightningDataModule):
         self,
         first: int,
         begun: dict[int, list[Completion]],
-        pause_at: Callable[[int], list[int]],
         sampling: SamplingParams | None,
     ) -> tuple[Collection, Callable[[], CollectedRollout]]:
         """Starts the training rollout with that first prompt; it, and what waits for its end."""
         own = self._own_prompts(first)
         seeds = self._seeds(own, first)
         settings = sampling or self._training_sampling()
-        collection = self._start(
-            own, settings, self.group_size, seeds, recover=False, begun=begun, pause_at=pause_at, trained=True
-        )
+        collection = self._start(own, settings, self.group_size, seeds, recover=False, begun=begun, trained=True)
         finish = partial(self._collect_rollout, first, settings, gather_objects, recover=False, begun=collection)
         return collection, finish
 
@@ -843,11 +839,6 @@ class RolloutDataModule(LightningDataModule):
         for name, (found, reason) in refused.items():
             if found:
                 raise ValueError(f"in_flight with {name}: {reason}.")
-        if self.in_flight is not None and self.in_flight.replay is not None and self.episode.multi_turn:
-            raise ValueError(
-                f"in_flight.replay={self.in_flight.replay} with {type(self.episode).__name__}: when a later turn is "
-                "asked for depends on the environment's time. Replay works with SingleTurn."
-            )
 
     def _check_overlap(self) -> None:
         """Rejects what `staleness` cannot do with the engine."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields
-from itertools import groupby
-from pathlib import Path
 from typing import Any, Literal
 
 from lightrl.background import in_background
@@ -20,7 +16,6 @@ from lightrl.engines.base import EngineRestartedError
 from lightrl.records import Completion, Routes, SamplingParams, Support
 from lightrl.rollout.collation import ScoredGroup
 from lightrl.rollout.collector import Collection, may_restart
-from lightrl.storage import read_records
 
 __all__ = ["CollectedRollout", "InFlight", "InFlightSource", "StaleSource"]
 
@@ -172,29 +167,9 @@ class InFlight:
         cache: what becomes of the keys and values of the tokens that are there: "recompute" recomputes them, so that
             a token's log-prob is what its version gives it; "keep" goes on with those of older weights at once, as
             PipelineRL does: its log-prob is then that of a mixture which no forward of the trainer repeats.
-        record: folder for the switch points, a file per rank: which version sampled how many tokens of which
-            completion. What lies there is added to.
-        replay: folder that another run with the same seeds recorded: the weights change after the same tokens.
-
-    Raises:
-        ValueError: both; "keep" with `replay`.
     """
 
     cache: Literal["recompute", "keep"] = "recompute"
-    record: str | None = None
-    replay: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.record is not None and self.replay is not None:
-            raise ValueError(
-                f"in_flight.record={self.record} with in_flight.replay={self.replay}: a run that is repeated has the "
-                "switch points of the first. Give one."
-            )
-        if self.replay is not None and self.cache == "keep":
-            raise ValueError(
-                f'in_flight.replay={self.replay} with in_flight.cache="keep": a completion that waits for its switch '
-                'point gives its cache away. Set cache="recompute" in both runs.'
-            )
 
 
 @dataclass
@@ -215,18 +190,17 @@ class InFlightSource:
     last is of the policy of now. Rollouts are of the same prompts as without it and are handed out in that order:
     nothing is dropped, nothing waits for longer than the bound, and each has its own long completions.
 
-    Where the weights changed depends on timing. `InFlight.record` writes it down, and `state_dict` what was sampled
-    so far, so that a run can be repeated, and resumed as if it had not stopped.
+    Where the weights change depends on timing. `state_dict` has what was sampled so far, so that a run is resumed as if
+    it had not stopped.
 
     Args:
         staleness: s, at least 1.
-        settings: what is recorded or replayed.
-        begin: (cursor, begun, pause_at, sampling) starts the rollout with that first prompt; see `Collector.start`.
+        settings: what becomes of keys and values.
+        begin: (cursor, begun, sampling) starts the rollout with that first prompt; see `Collector.start`.
             `sampling` is None for the current settings.
         ready: pushes the weights and gives seconds. Collective.
         version: gives the number of the policy's version.
         prompts: of a rollout, over all ranks.
-        rank: of this process.
 
     Source: PipelineRL, https://arxiv.org/abs/2509.19128, and AReaL, https://arxiv.org/abs/2505.24298, which hand out
         what is done first: with a bound, slow prompts are then learnt from last or dropped. AReaL admits new prompts
@@ -238,29 +212,23 @@ class InFlightSource:
         staleness: int,
         settings: InFlight,
         begin: Callable[
-            [int, dict[int, list[Completion]], Callable[[int], list[int]], SamplingParams | None],
+            [int, dict[int, list[Completion]], SamplingParams | None],
             tuple[Collection, Callable[[], CollectedRollout]],
         ],
         ready: Callable[[], float],
         version: Callable[[], int],
         *,
         prompts: int,
-        rank: int,
     ) -> None:
         self.staleness = staleness
         self._keep = settings.cache == "keep"
         self._begin = begin
         self._ready = ready
         self._version = version
-        self._served = -1  # the engine's, behind the learner's from an update until its weights are pushed
         self._prompts = prompts
         self._flights: deque[_Begun] = deque()
         self._saved: list[dict[str, Any]] = []  # of a run that is resumed, until they begin again
         self._taken = 0
-        self._record = None if settings.record is None else _file(settings.record, rank)
-        self._replayed = None if settings.replay is None else _read_switches(settings.replay)
-        if self._record is not None:
-            self._record.parent.mkdir(parents=True, exist_ok=True)
 
     def next(self, cursor: int, left: int) -> CollectedRollout:
         """The next rollout, with how old its tokens are and waiting times in its metrics.
@@ -273,7 +241,6 @@ class InFlightSource:
         if not self._keep:
             self.drain()
         self._ready()
-        self._served = self._version()
         for flight in self._flights:
             flight.collection.resume()
         while len(self._flights) <= min(self.staleness, left):
@@ -282,13 +249,12 @@ class InFlightSource:
             begun = {seed: [_loaded(part) for part in parts] for seed, parts in saved["sampled"].items()}
             # What was sampled before a resume has log-probs of the settings that it was sampled with.
             sampling = SamplingParams(**saved["sampling"]) if saved.get("sampling") else None
-            collection, finish = self._begin(first, begun, self._pause_at, sampling)
+            collection, finish = self._begin(first, begun, sampling)
             self._flights.append(_Begun(collection, finish, self._taken - saved["behind"]))
         pushed = time.perf_counter()
         flight = self._flights[0]
         collected = flight.finish()
         self._flights.popleft()
-        self._write(cursor, flight.collection.sampled)
         collected.metrics |= {"time/sync": pushed - began, "time/wait": time.perf_counter() - pushed}
         collected.metrics |= self._ages(collected, self._taken - flight.number)
         self._taken += 1
@@ -297,7 +263,7 @@ class InFlightSource:
     def drain(self) -> None:
         """Has the engine leave off until the next rollout is asked for, so that others may use it."""
         for flight in self._flights:
-            flight.collection.suspend(now=self._replayed is None)
+            flight.collection.suspend()
 
     def stop(self, timeout: float) -> None:
         """Forgets what is under way, which the collector ends."""
@@ -319,28 +285,6 @@ class InFlightSource:
         """Begins the first rollouts with what another run had sampled of them."""
         self._saved = list(flights)
 
-    def _pause_at(self, key: int) -> list[int]:
-        """After how many tokens the run that is repeated replaced the engine's weights; empty if none is repeated."""
-        if self._replayed is None:
-            return []
-        now, never = self._served, sys.maxsize
-        parts = self._replayed.get(key)
-        if parts is None:
-            raise ValueError(
-                "in_flight.replay: the recorded run did not ask for these completions. It must have had the same seed, "
-                "prompts, group size and batch sizes, and at least as many rollouts."
-            )
-        known = [sum(count for version, count in part if version <= now) for part in parts]
-        most = [sum(count for _, count in part) for part in parts]
-        return [never if kept == total else kept for kept, total in zip(known, most, strict=True)]
-
-    def _write(self, cursor: int, sampled: dict[int, list[Completion]]) -> None:
-        if self._record is None:
-            return
-        switches = {str(seed): [_runs(part.policy_versions) for part in parts] for seed, parts in sampled.items()}
-        with self._record.open("a") as file:
-            file.write(json.dumps({"prompt": cursor, "switches": switches}) + "\n")
-
     def _ages(self, collected: CollectedRollout, behind: int) -> dict[str, float]:
         now = self._version()
         rows = [row for group in collected.groups for trajectory in group.trajectories for row in trajectory.rows]
@@ -352,24 +296,6 @@ class InFlightSource:
             "rollout/staleness_mean": sum(ages) / max(len(ages), 1),
             "rollout/switched": sum(len(set(row)) > 1 for row in versions) / len(versions),
         }
-
-
-def _runs(versions: Sequence[int]) -> list[tuple[int, int]]:
-    """(version, number of tokens) of each stretch that one version sampled."""
-    return [(version, len(list(same))) for version, same in groupby(versions)]
-
-
-def _file(folder: str, rank: int) -> Path:
-    return Path(folder) / f"switches-{rank}.jsonl"
-
-
-def _read_switches(folder: str) -> dict[int, list[list[list[int]]]]:
-    """Key of a request (of its seed and prompt) -> per completion, its (version, number of tokens)."""
-    files = sorted(Path(folder).glob("switches-*.jsonl"))
-    if not files:
-        raise ValueError(f"in_flight.replay={folder}: no switches-0.jsonl there; name what in_flight.record wrote.")
-    lines = [line for file in files for line in read_records(file)]
-    return {int(seed): parts for line in lines for seed, parts in line["switches"].items()}
 
 
 def _saved(part: Completion) -> dict[str, Any]:

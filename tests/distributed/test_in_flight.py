@@ -15,7 +15,6 @@ import torch
 
 from lightrl.callbacks import RolloutCheckpoint
 from lightrl.records import Rollouts
-from lightrl.rollout.sources import InFlight
 from tests.rollout.test_in_flight import Scripted, in_flight, versions, worst
 from tests.toys import ThreadEngine, quickstart_model
 
@@ -69,7 +68,7 @@ def is_the_same(some: Any, whole: Any, first: int = 0, atol: float = 0.0) -> boo
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_two_ranks_change_weights_where_one_does_and_repeat_and_resume(tmp_path: Path) -> None:
+def test_two_ranks_change_weights_where_one_does_and_resume(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
     path = quickstart_model(tmp_path / "model", **sizes)
     one = learn(path, checkpoints(tmp_path / "one"))
@@ -85,7 +84,7 @@ def test_two_ranks_change_weights_where_one_does_and_repeat_and_resume(tmp_path:
         assert all(torch.equal(value, second["weights"][key]) for key, value in first["weights"].items())
         runs[name] = first | {"rows": first["rows"] | second["rows"]}
     assert max(runs["whole"]["switched"]) > 0.5
-    assert is_the_same(runs["replayed"], runs["whole"]) and not is_the_same(runs["free"], runs["whole"], atol=1e-5)
+    assert not is_the_same(runs["free"], runs["whole"], atol=1e-5)
     assert is_the_same(runs["resumed"], runs["whole"], MIDDLE)
     # One process, its checkpoint in two, and theirs in one; gradients are summed in another order.
     assert is_the_same(runs["whole"], one, atol=1e-5)
@@ -96,10 +95,9 @@ def test_two_ranks_change_weights_where_one_does_and_repeat_and_resume(tmp_path:
 
 def main(path: str, folder: Path) -> None:
     torch.set_num_threads(1)
-    record, two = str(folder / "switches"), folder / "two"
+    two = folder / "two"
     runs = {
-        "whole": learn(path, checkpoints(two), in_flight=InFlight(record=record), **DDP),
-        "replayed": learn(path, in_flight=InFlight(replay=record), engine=ThreadEngine(), **DDP),
+        "whole": learn(path, checkpoints(two), **DDP),
         "free": learn(path, engine=ThreadEngine(), **DDP),
         "resumed": learn(path, engine=Scripted(learnt=MIDDLE), ckpt_path=middle(two), **DDP),
         "of one": learn(path, engine=Scripted(learnt=MIDDLE), ckpt_path=middle(folder / "one"), **DDP),

@@ -248,11 +248,6 @@ CELLS: dict[str, list[Cell]] = {
             refused="prompts are begun ahead, before it is known how many the refills take",
         ),
         Cell(
-            "`in_flight.replay`",
-            lambda where: {"engine": ThreadEngine(), "staleness": 1, "in_flight": InFlight(replay="switches")},
-            refused="when a later turn is asked for depends on the environment's time",
-        ),
-        Cell(
             "`staleness` with an engine that computes in the trainer's thread", lambda where: {"staleness": 1},
             refused="in the trainer's process: it cannot sample while the trainer computes",
         ),

@@ -168,11 +168,11 @@ def test_a_rollout_has_the_temperature_it_was_sampled_with(model: str, ahead: di
 def test_a_resumed_rollout_keeps_the_settings_it_began_with() -> None:
     cold, asked = replace(PLAIN, temperature=0.5), list[Any]()
 
-    def begin(first: int, begun: Any, pause_at: Any, sampling: Any) -> Any:
+    def begin(first: int, begun: Any, sampling: Any) -> Any:
         asked.append(sampling)
         raise StopIteration
 
-    source = InFlightSource(1, InFlight(), begin, lambda: 0.0, lambda: 0, prompts=1, rank=0)
+    source = InFlightSource(1, InFlight(), begin, lambda: 0.0, lambda: 0, prompts=1)
     source.load_state_dict([{"behind": 0, "sampled": {}, "sampling": {**vars(cold)}}])
     with pytest.raises(StopIteration):
         source.next(0, 1)

@@ -89,7 +89,7 @@ class _Row:
         self.job = job
         self.completion = completion
         self.before = before = job.request.so_far(completion)
-        self.limit = job.request.limit(completion)
+        self.limit = job.limit
         self.tokens = list(before.token_ids)
         self.visible: list[int] = []  # tokens that may be part of a stop string; empty where there are none
         if job.settings.stops:

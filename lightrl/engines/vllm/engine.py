@@ -562,7 +562,7 @@ class VLLMEngine(Engine):
         group.done |= {p: request.so_far(p) for p in range(request.num_completions) if p not in request.live}
         for place in request.live:
             begun = len(request.so_far(place).token_ids)
-            own = sampling_params(remaining(request, place)) if begun or request.pause_at else params.clone()
+            own = sampling_params(remaining(request, place)) if begun else params.clone()
             own.seed = completion_seed(request.seed, place, begun)
             key = self._new_key()
             running[key] = (group, place)

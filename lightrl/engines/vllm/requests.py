@@ -152,7 +152,7 @@ def check_lengths(request: GenerationRequest, *, limit: tuple[str, int], way_out
 def remaining(request: GenerationRequest, place: int) -> SamplingParams:
     """The settings for what a completion lacks."""
     begun = len(request.so_far(place).token_ids)
-    sampling, most = request.sampling, request.limit(place) - begun
+    sampling, most = request.sampling, request.sampling.max_new_tokens - begun
     least = min(max(sampling.min_new_tokens - begun, 0), most)
     fire = sampling.fire_temperature if begun == 0 else None  # the first token's
     return replace(sampling, max_new_tokens=most, min_new_tokens=least, fire_temperature=fire)
@@ -200,7 +200,6 @@ def completion(output: Any, request: GenerationRequest, place: int) -> Completio
     """vLLM's `CompletionOutput` as ours: what it sampled now; "suspended" where more may follow."""
     begun = len(request.so_far(place).token_ids)
     most = request.sampling.max_new_tokens
-    limit = request.limit(place) - begun
     tokens = [int(token) for token in output.token_ids]
     flat = getattr(output.logprobs, "logprobs", None)
     if flat is not None and len(flat) == len(tokens):
@@ -209,9 +208,9 @@ def completion(output: Any, request: GenerationRequest, place: int) -> Completio
         logprobs = [float(entry[token].logprob) for token, entry in zip(tokens, output.logprobs, strict=True)]
     if output.finish_reason not in ("stop", "length", "abort"):
         raise RuntimeError(f"vLLM ended a completion of {request.name} with finish_reason={output.finish_reason!r}.")
-    if output.finish_reason == "length" and len(tokens) < limit:
+    if output.finish_reason == "length" and begun + len(tokens) < most:
         raise ValueError(
-            f"vLLM cut a completion of {request.name} after {len(tokens)} tokens, before max_new_tokens={limit}: "
+            f"vLLM cut a completion of {request.name} after {len(tokens)} tokens, before max_new_tokens={most}: "
             "the prompt grew beyond max_model_len, as images do. Raise VLLMEngine.max_model_len or lower it."
         )
     taken = getattr(output, "routed_experts", None)
