@@ -826,15 +826,12 @@ class RolloutDataModule(LightningDataModule):
     def _check_in_flight(self) -> None:
         """Refuses what the weights cannot change within."""
         self.engine.check_in_flight()
-        constrained = "an engine begins such a text at its first token only; drop one of the two"
         refused = {
             "staleness=0": (self.staleness == 0, "nothing is sampled while the weights change; set it to 1 or more"),
             f"max_refills={self.max_refills}": (
                 self.max_refills > 0,
                 "prompts are begun ahead, before it is known how many the refills take; drop one of the two",
             ),
-            "sampling.regex": (self.sampling.regex is not None, constrained),
-            "sampling.json_schema": (self.sampling.json_schema is not None, constrained),
         }
         for name, (found, reason) in refused.items():
             if found:
