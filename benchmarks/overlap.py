@@ -10,11 +10,10 @@ many, so that a step waits for its longest completion and learning takes a small
 
 `serial` waits for the rollout, then updates; `staleness 1` samples the next rollout during the update; `in flight` does
 so at the same bound with weights that change within completions, so that the next rollout begins before the longest of
-the last are
-over. Figures are means over steps; the first of each run, before which nothing is sampled, and the last two, beside
-which nothing is sampled, are left out. `generate` and `update` (experience included) are those of serial. Required:
-staleness 1 at most 1.15 x max(generate, update); in flight
-1.3 times the steps of staleness 1 with tails. CPU, two cores.
+the last are over. Figures are means over steps; the first of each run, before which nothing is sampled, and the last
+two, during which nothing is sampled, are left out. `generate` and `update` (experience included) are those of serial.
+Required: staleness 1 at most 1.15 x max(generate, update); in flight 1.3 times the steps of staleness 1 with tails.
+CPU, two cores.
 
 With `--learning N` nothing is timed: staleness 1 and in flight learn from the same start with N seeds each, sampled by
 `TransformersEngine` in a thread, and are evaluated with the policy of then after every fifth step. Completions in

@@ -4,6 +4,7 @@ After `lightrl fit --config configs/quickstart/sft.yaml`: python examples/custom
 """
 
 import sys
+from dataclasses import replace
 
 from lightning.pytorch import Trainer
 
@@ -19,9 +20,9 @@ from lightrl.rollout import RolloutDataModule
 class PositiveOnlyGRPO(GRPOLightningModule):
     """GRPO that learns from completions better than their group's mean and ignores the others."""
 
-    def compute_advantages(self, experience, token_rewards, rollouts):
-        advantages, returns = super().compute_advantages(experience, token_rewards, rollouts)
-        return advantages.clamp(min=0.0), returns
+    def compute_advantages(self, rollouts, outputs):
+        found = super().compute_advantages(rollouts, outputs)
+        return replace(found, advantages=found.advantages.clamp(min=0))
 
 
 def main(model: str = "outputs/quickstart/sft/model", **trainer_arguments) -> Trainer:

@@ -106,6 +106,9 @@ def sums_data(**kwargs: Any) -> RolloutDataModule:
 class Keep(RLCallback):
     """Remembers what LightRL's hooks saw, the gradients of every update, and what `training_step` returned."""
 
+    reads_old_logprobs = False
+    reads_all_rows = False
+
     def __init__(self) -> None:
         self.rollouts: list[Rollouts] = []
         self.experiences: list[Experience] = []

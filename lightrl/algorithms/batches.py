@@ -19,12 +19,13 @@ from lightrl.records import Experience, Rollouts, SupervisedBatch
 
 __all__ = [
     "batched_forward",
+    "checked_loss",
     "cut_micro_batches",
     "cut_minibatches",
+    "one_per_token",
     "policy_forward",
     "shape_rewards",
     "shuffled_groups",
-    "start_experience",
     "turn_anchors",
     "value_forward",
     "whiten_and_clip",
@@ -120,45 +121,26 @@ def _micro_batch_rows(
 # ---- rewards and advantages --------------------------------------------------------------------------------------
 
 
-def start_experience(rollouts: Rollouts) -> Experience:
-    """The rows of a rollout as experience, with nothing computed yet."""
-    names = (
-        *("token_ids", "attention_mask", "response_mask", "group_ids", "trajectory_ids", "turn_ids", "rewards"),
-        *("engine_logprobs", "temperature", "supports", "routes", "inputs", "supervised"),
-    )
-    return Experience(
-        **{name: getattr(rollouts, name) for name in names},
-        advantages=torch.zeros_like(rollouts.engine_logprobs),
-        valid=rollouts.rewards.isfinite(),
-    ).with_host_of(rollouts)
-
-
-def shape_rewards(
-    experience: Experience, turn_rewards: dict[str, Tensor], penalty: Tensor | None, coef: float = 0.0
-) -> Tensor:
-    """Per-token rewards: each turn's on its last token, the rest of the trajectory's on its last, less the KL penalty.
+def shape_rewards(rollouts: Rollouts, totals: Tensor, valid: Tensor, layout: TrajectoryLayout) -> Tensor:
+    """Per-token rewards: each turn's on its last token, the rest of the trajectory's on its last.
 
     Args:
-        experience: rows whose `rewards` are the totals of their trajectories, turn rewards included.
-        turn_rewards: name -> (B, T), as in `Rollouts`.
-        penalty: (B, T) KL estimate per token; None without one. coef: its weight.
+        rollouts: B rows, with `turn_rewards`.
+        totals: (B,) rewards of their trajectories, turn rewards included.
+        valid: (B,) bool, rows that are scored.
+        layout: Of the rows.
 
     Returns:
-        (B, T) float32, 0 off the mask and 0 in rows that no reward function scored.
+        (B, T) float32, 0 off the mask and in rows that are not scored.
     """
-    layout = TrajectoryLayout(experience.trajectory_ids, experience.response_mask)
     positions = torch.arange(layout.mask.shape[1], device=layout.mask.device)
     last = torch.where(layout.mask, positions, -1).max(1).values
-    has_response = last >= 0
-    totals = layout.join(experience.rewards)
+    has_response, joined = last >= 0, layout.join(totals)
     rewards = torch.zeros(layout.mask.shape, device=totals.device)
-    for of_turns in turn_rewards.values():
+    for of_turns in rollouts.turn_rewards.values():
         rewards = rewards + layout.join(of_turns) * layout.mask
-    rewards[has_response, last[has_response]] += (totals - rewards.sum(1))[has_response]
-    rewards = layout.split(rewards)
-    if penalty is not None:
-        rewards = rewards - coef * penalty * experience.response_mask
-    return rewards * experience.valid.unsqueeze(1)
+    rewards[has_response, last[has_response]] += (joined - rewards.sum(1))[has_response]
+    return layout.split(rewards) * valid.unsqueeze(1)
 
 
 def turn_anchors(rollouts: Rollouts) -> Tensor | None:
@@ -175,14 +157,13 @@ def turn_anchors(rollouts: Rollouts) -> Tensor | None:
 
 
 def whiten_and_clip(
-    advantages: Tensor, experience: Experience, *, whiten: bool, clip: float | None, all_sum: AllReduce
+    advantages: Tensor, mask: Tensor, *, whiten: bool, clip: float | None, all_sum: AllReduce
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The one stage at which advantages are scaled and bounded.
+    """The one stage at which advantages are scaled and bounded, over the tokens on the mask.
 
     Returns:
-        advantages (B, T), 0 off the mask; metrics with the true fraction of clipped tokens.
+        Advantages (B, T), 0 off the mask; metrics with the fraction of clipped tokens.
     """
-    mask = experience.response_mask & experience.valid.unsqueeze(1)
     if whiten:
         advantages = masked_whiten(advantages, mask, all_sum=all_sum)
     metrics = {"advantage/abs": advantages.abs()}
@@ -190,6 +171,37 @@ def whiten_and_clip(
         metrics["advantage/clip_fraction"] = (advantages.abs() > clip).float()
         advantages = advantages.clamp(-clip, clip)
     return advantages * mask, metrics
+
+
+def one_per_token(argument: str, part: object, found: object, like: Tensor) -> Tensor:
+    """What a user's part returned, if it is (B, T); another shape would broadcast and be counted wrongly.
+
+    Raises:
+        ValueError: it isn't; the message names the argument and the class.
+    """
+    if isinstance(found, Tensor) and found.shape == like.shape:
+        return found
+    shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    raise ValueError(
+        f"{argument}={type(part).__name__}: returned {shape} for tokens of shape {tuple(like.shape)}. Return one value "
+        "per token."
+    )
+
+
+def checked_loss(loss: object, answer: Any, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a policy loss returned, if it is what `PolicyLoss` asks for; a scalar would be weighted as tokens are.
+
+    Raises:
+        ValueError: it isn't.
+    """
+    name = f"loss={type(loss).__name__}"
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
+        raise ValueError(f"{name}: it must return two things, (B, T) token losses and a dictionary of metrics.")
+    token_loss, metrics = one_per_token("loss", loss, answer[0], mask), answer[1]
+    for metric, value in metrics.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name}: its metric {metric!r} is a {type(value).__name__}: give a tensor, (B, T).")
+    return token_loss, metrics
 
 
 # ---- cutting -----------------------------------------------------------------------------------------------------
@@ -285,6 +297,5 @@ def _without_response(rows: Rows) -> Rows:
     row.response_mask = torch.zeros_like(row.response_mask)
     if isinstance(row, Experience):
         row.advantages = torch.zeros_like(row.advantages)
-        if row.loss_weights is not None:
-            row.loss_weights = torch.zeros_like(row.loss_weights)
+        row.token_extras = {name: torch.zeros_like(x) for name, x in row.token_extras.items()}
     return row

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
-from lightrl.algorithms.batches import batched_forward, policy_forward
+from lightrl.algorithms.batches import policy_forward
 from lightrl.algorithms.variants import CriticFreeLightningModule
 from lightrl.arguments import above, fraction
 from lightrl.data.curriculum import PromptCurriculum
@@ -17,7 +18,6 @@ from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.data.templates import load_tokenizer
 from lightrl.distributed import strategies
 from lightrl.distributed.metrics import MetricSums
-from lightrl.distributed.reduction import Reduction
 from lightrl.engines.server.teacher import ServerTeacher
 from lightrl.models.loading import require_model
 from lightrl.models.policy import Lesson, PolicyModel
@@ -27,10 +27,15 @@ from lightrl.objectives.divergences import Divergence
 from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.trajectories import TrajectoryLayout
 from lightrl.ops.advantages import returns_to_go
-from lightrl.records import Experience, Rollouts, SupervisedBatch, TopTokens
+from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts, SupervisedBatch, TopTokens
 from lightrl.rollout.datamodule import RolloutDataModule
 
 __all__ = ["DistillLightningModule"]
+
+LOGPROBS, TOP_IDS, TOP_LOGPROBS = "teacher/logprobs", "teacher/top_ids", "teacher/top_logprobs"
+"""Per token: the teacher's log-prob, and a served teacher's top-k tokens and their log-probs, (B, T, K)."""
+NUMBERS, PROMPTS = "teacher/number", "teacher/prompt"
+"""Per row: index of its teacher, and token ids that it reads before the first sampled token."""
 
 
 class DistillLightningModule(CriticFreeLightningModule):
@@ -191,72 +196,71 @@ class DistillLightningModule(CriticFreeLightningModule):
             if self.divergence is not None:
                 self._refuse_more_words(name, spec.path, own)
 
-    def _build_models(self, in_shards: bool = False) -> None:
-        super()._build_models(in_shards)
+    def build_models(self, in_shards: bool = False) -> None:
+        super().build_models(in_shards)
         specs = self.teacher_specs.items()
         teachers = {name: PolicyModel.from_spec(spec, trainable=False, in_shards=in_shards) for name, spec in specs}
         self.teachers = nn.ModuleDict(teachers)
 
-    def _models(self) -> list[Any]:
-        return [*super()._models(), *self.teachers.values()]
+    def models(self) -> list[Any]:
+        return [*super().models(), *self.teachers.values()]
 
-    def _evaluate_models(self, experience: Experience, rollouts: Rollouts, reduction: Reduction) -> None:
-        super()._evaluate_models(experience, rollouts, reduction)
+    def evaluate_models(self, rollouts: Rollouts) -> ModelOutputs:
+        """As of `PPOLightningModule`; adds what the teachers say, or what they need to say it in the update."""
+        outputs = super().evaluate_models(rollouts)
+        teachers = self._rows_of_teachers(rollouts)
         if self.divergence is not None:
-            experience.teacher_numbers = torch.zeros(len(rollouts), dtype=torch.long)
-            for name, rows in self._rows_of_teachers(rollouts).items():
-                experience.teacher_numbers[rows] = self.teacher_names.index(name)
+            numbers = torch.zeros(len(rollouts), dtype=torch.long)
+            for name, rows in teachers.items():
+                numbers[rows] = self.teacher_names.index(name)
                 if name in self.teacher_servers:
-                    self._ask_server(name, experience, rows)
+                    self._ask_server(name, rollouts, rows, outputs)
+            outputs.row_extras[NUMBERS] = numbers
             if self.privileged_column is not None:
-                experience.teacher_prompts = self._privileged_prompts(self.privileged_column, rollouts)
-            return
-        if experience.old_logprobs is None:
-            experience.old_logprobs = self._scores(self.actor, experience, reduction)
-        experience.teacher_logprobs = torch.zeros_like(experience.old_logprobs)
-        for name, rows in self._rows_of_teachers(rollouts).items():
+                outputs.row_extras[PROMPTS] = self._privileged_prompts(self.privileged_column, rollouts)
+            return outputs
+        if outputs.old_logprobs is None:
+            outputs.old_logprobs = self._scores(self.actor, rollouts)
+        outputs.token_extras[LOGPROBS] = torch.zeros_like(outputs.old_logprobs)
+        for name, rows in teachers.items():
             if name in self.teacher_servers:
-                self._ask_server(name, experience, rows)
+                self._ask_server(name, rollouts, rows, outputs)
                 continue
-            rows = rows.to(experience.token_ids.device)
-            part = experience.select(rows if len(rows) else torch.zeros(1, dtype=torch.long, device=rows.device))
+            rows = rows.to(rollouts.token_ids.device)
+            part = rollouts.select(rows if len(rows) else torch.zeros(1, dtype=torch.long, device=rows.device))
             if not len(rows):  # sharded teachers run on all ranks or on none
                 part.response_mask = torch.zeros_like(part.response_mask)
-            scores = self._scores(self.teachers[name], part, reduction, routes=())  # its routers choose themselves
-            experience.teacher_logprobs[rows] = scores[: len(rows)]
+            scores = self._scores(self.teachers[name], part, routes=())  # its routers choose themselves
+            outputs.token_extras[LOGPROBS][rows] = scores[: len(rows)]
+        return outputs
 
-    def _ask_server(self, name: str, experience: Experience, rows: Tensor) -> None:
-        """Writes a server's log-probs and top-k tokens of some rows into the experience."""
-        ids, lengths = experience.on_host("token_ids"), experience.on_host("attention_mask").sum(1).tolist()
-        top, shape = self.divergence_top_k or 0, tuple(experience.token_ids.shape)
-        if any(experience.inputs):
+    def _ask_server(self, name: str, rollouts: Rollouts, rows: Tensor, outputs: ModelOutputs) -> None:
+        """Writes a server's log-probs and top-k tokens of some rows into the outputs."""
+        ids, lengths = rollouts.on_host("token_ids"), rollouts.on_host("attention_mask").sum(1).tolist()
+        top, shape, extras = self.divergence_top_k or 0, tuple(rollouts.token_ids.shape), outputs.token_extras
+        if any(rollouts.inputs):
             raise ValueError(f"teachers[{name!r}] is on servers, which score text only, and rows have images.")
-        if experience.temperature != 1:  # a callback changed it after `setup`
+        if rollouts.temperature != 1:  # a callback changed it after `setup`
             raise ValueError(
-                f"sampling.temperature={experience.temperature}: teachers[{name!r}] is on servers, which score at "
+                f"sampling.temperature={rollouts.temperature}: teachers[{name!r}] is on servers, which score at "
                 "temperature 1. Keep it at 1, or use a teacher in this process (a model folder)."
             )
-        if experience.teacher_logprobs is None:
-            experience.teacher_logprobs = torch.zeros(shape, device=experience.token_ids.device)
-        if top and experience.teacher_top_ids is None:
-            experience.teacher_top_ids = torch.zeros(*shape, top, dtype=torch.long)
-            experience.teacher_top_logprobs = torch.zeros(*shape, top)
+        scored = extras.setdefault(LOGPROBS, torch.zeros(shape, device=rollouts.token_ids.device))
+        if top:
+            top_ids = extras.setdefault(TOP_IDS, torch.zeros(*shape, top, dtype=torch.long))
+            top_logprobs = extras.setdefault(TOP_LOGPROBS, torch.zeros(*shape, top))
         numbers = rows.tolist()
         said = self.teacher_servers[name].scores([ids[row, : lengths[row]].tolist() for row in numbers], top)
         for row, scores in zip(numbers, said, strict=True):
-            logprobs = torch.tensor(scores.logprobs)
-            experience.teacher_logprobs[row, 1 : lengths[row]] = logprobs.to(experience.teacher_logprobs.device)
-            if top and experience.teacher_top_ids is not None and experience.teacher_top_logprobs is not None:
+            scored[row, 1 : lengths[row]] = torch.tensor(scores.logprobs).to(scored.device)
+            if top:
                 words = torch.tensor(scores.top, dtype=torch.float64)  # (n - 1, K, 2), ids exact
-                experience.teacher_top_ids[row, 1 : lengths[row]] = words[..., 0].long()
-                experience.teacher_top_logprobs[row, 1 : lengths[row]] = words[..., 1].float()
+                top_ids[row, 1 : lengths[row]] = words[..., 0].long()
+                top_logprobs[row, 1 : lengths[row]] = words[..., 1].float()
 
-    def _scores(self, model: Any, rows: Experience, reduction: Reduction, **settings: Any) -> Tensor:
-        forward = batched_forward(
-            lambda x: {"logprobs": policy_forward(model, x, **settings)["logprobs"]},
-            rows, self.micro_batch_tokens, reduction.max, model.layout,
-        )  # fmt: skip
-        return forward["logprobs"]
+    def _scores(self, model: Any, rows: Rollouts, **settings: Any) -> Tensor:
+        out = self.batched(model, lambda x: {"logprobs": policy_forward(model, x, **settings)["logprobs"]}, rows)
+        return out["logprobs"]
 
     def _rows_of_teachers(self, rollouts: Rollouts) -> dict[str, Tensor]:
         """Teacher -> numbers of its rows."""
@@ -278,43 +282,39 @@ class DistillLightningModule(CriticFreeLightningModule):
             for name in self.teacher_names
         }
 
-    def _token_rewards(self, experience: Experience, rollouts: Rollouts, sums: MetricSums) -> Tensor:
-        rewards = super()._token_rewards(experience, rollouts, sums)
-        if self.learns_rewards:
-            return rewards
-        failed = rollouts.failed
-        experience.valid = ~torch.tensor(failed, device=rewards.device)
-        return torch.zeros_like(rewards)
-
-    def compute_advantages(
-        self, experience: Experience, token_rewards: Tensor, rollouts: Rollouts
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `PPOLightningModule.compute_advantages`; adds what the teachers say about each token."""
-        advantages, returns = super().compute_advantages(experience, token_rewards, rollouts)
+    def compute_advantages(self, rollouts: Rollouts, outputs: ModelOutputs) -> Advantages:
+        """As of `PPOLightningModule`; adds what the teachers say about each token."""
+        found = super().compute_advantages(rollouts, outputs)
+        if not self.learns_rewards:
+            valid = ~torch.tensor(rollouts.failed, device=found.valid.device)
+            found = replace(found, advantages=torch.zeros_like(found.advantages), valid=valid)
         if self.divergence is not None:
-            return advantages, returns
-        layout = TrajectoryLayout(experience.trajectory_ids, experience.response_mask)
-        gain = returns_to_go(layout.join(_gap(experience)), layout.mask, self.distill_gamma)
-        return advantages + self.distill_coef * layout.split(gain) * experience.valid[:, None], returns
+            return found
+        gap = _gap(rollouts.response_mask, outputs)
+        layout = TrajectoryLayout(rollouts.trajectory_ids, rollouts.response_mask)
+        gain = layout.split(returns_to_go(layout.join(gap), layout.mask, self.distill_gamma))
+        return replace(found, advantages=found.advantages + self.distill_coef * gain * found.valid[:, None])
 
-    def _finish_advantages(
-        self, experience: Experience, advantages: Tensor, rollouts: Rollouts, reduction: Reduction, sums: MetricSums
-    ) -> None:
-        super()._finish_advantages(experience, advantages, rollouts, reduction, sums)
+    def make_experience(self, rollouts: Rollouts) -> Experience:
+        """As of `PPOLightningModule`; measures the distance to the teachers."""
+        experience = super().make_experience(rollouts)
         if self.divergence is None:
-            sums.add({"kl/teacher": -_gap(experience)}, experience.response_mask)
+            sums = MetricSums()
+            sums.add({"kl/teacher": -_gap(experience.response_mask, experience)}, experience.response_mask)
+            experience.metrics |= self._all_ranks.means(sums)
+        return experience
 
-    def _also_wanted(self, rows: Experience) -> dict[str, Any]:
-        if self.divergence is None:
-            return {}
-        return {"divergence": self.divergence, "lessons": self._lessons(rows)}
+    def forward_policy(self, rows: Experience, **wanted: Any) -> dict[str, Tensor]:
+        """As of `PPOLightningModule`; with a divergence, each token's distance to its teacher is computed too."""
+        if self.divergence is not None:
+            wanted |= {"divergence": self.divergence, "lessons": self._lessons(rows)}
+        return super().forward_policy(rows, **wanted)
 
     def _lessons(self, rows: Experience) -> list[Lesson]:
         """Each teacher's distribution at its rows of a micro-batch."""
-        assert rows.teacher_numbers is not None
         device, width, lessons = rows.token_ids.device, rows.token_ids.shape[1], []
         for number, name in enumerate(self.teacher_names):
-            own = (rows.teacher_numbers == number).nonzero().squeeze(1)
+            own = (rows.row_extras[NUMBERS] == number).nonzero().squeeze(1)
             if not len(own):
                 continue
             part = rows.select(own)
@@ -326,7 +326,7 @@ class DistillLightningModule(CriticFreeLightningModule):
     def _own_lesson(self, name: str, rows: Experience) -> Lesson:
         """What a teacher in this process says, about places in `rows` whatever it reads in front of them."""
         teacher: Any = self.teachers[name]
-        if not rows.teacher_prompts:
+        if PROMPTS not in rows.row_extras:
             lesson: Lesson = teacher.teach(rows, self.divergence_top_k)
             return lesson
         read, shifts = _with_other_prompts(rows)
@@ -389,14 +389,15 @@ class DistillLightningModule(CriticFreeLightningModule):
 
     def _served_lesson(self, rows: Experience) -> Lesson:
         """What `_ask_server` wrote down about the response tokens."""
-        assert rows.teacher_top_ids is not None and rows.teacher_top_logprobs is not None
         device = rows.token_ids.device
         targets = rows.on_host("response_mask").reshape(-1).nonzero().squeeze(1)
-        ids, logprobs = (x.flatten(0, 1)[targets].to(device) for x in (rows.teacher_top_ids, rows.teacher_top_logprobs))
+        top = (rows.token_extras[name] for name in (TOP_IDS, TOP_LOGPROBS))
+        ids, logprobs = (x.flatten(0, 1)[targets].to(device) for x in top)
         return Lesson(targets.to(device), TopTokens(ids, logprobs))
 
-    def _policy_loss(self, out: dict[str, Tensor], old: Tensor, rows: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, metrics = super()._policy_loss(out, old, rows)
+    def policy_loss(self, rows: Experience, out: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """As of `PPOLightningModule`; with a divergence, its term is added."""
+        loss, metrics = super().policy_loss(rows, out)
         if self.divergence is None:
             return loss, metrics
         return loss + self.distill_coef * out["divergence"], {**metrics, "loss/teacher": out["divergence"].detach()}
@@ -406,9 +407,8 @@ class DistillLightningModule(CriticFreeLightningModule):
         """No: teachers say what completions are worth."""
         return False
 
-    @property
-    def _zero_rows_are_free(self) -> bool:
-        return self.divergence is None and super()._zero_rows_are_free
+    def _zero_rows_are_free(self, rows: Experience) -> bool:
+        return self.divergence is None and super()._zero_rows_are_free(rows)
 
     def teardown(self, stage: str) -> None:
         """Closes the teachers' servers."""
@@ -433,11 +433,11 @@ class DistillLightningModule(CriticFreeLightningModule):
 
 
 def _with_other_prompts(rows: Experience) -> tuple[SupervisedBatch, Tensor]:
-    """The rows with `teacher_prompts` before their first sampled tokens, and by how many places these moved."""
+    """The rows with the teachers' prompts before their first sampled tokens, and by how many places these moved."""
     ids, lengths = rows.on_host("token_ids"), rows.on_host("attention_mask").sum(1).tolist()
     response = rows.on_host("response_mask")
     firsts = torch.where(response.any(1), response.int().argmax(1), torch.tensor(lengths)).tolist()
-    parts = list(zip(rows.teacher_prompts, firsts, lengths, strict=True))
+    parts = list(zip(rows.row_extras[PROMPTS], firsts, lengths, strict=True))
     width = max(len(prompt) + length - first for prompt, first, length in parts)
     token_ids = torch.zeros(len(parts), width, dtype=torch.long)
     attention, sampled = (torch.zeros(len(parts), width, dtype=torch.bool) for _ in range(2))
@@ -454,11 +454,10 @@ def _with_other_prompts(rows: Experience) -> tuple[SupervisedBatch, Tensor]:
     return read.to(device), shifts
 
 
-def _gap(experience: Experience) -> Tensor:
-    """(B, T) log pi_teacher - log pi on the response mask, 0 elsewhere."""
-    teacher, own = experience.teacher_logprobs, experience.old_logprobs
-    assert teacher is not None and own is not None
-    return torch.where(experience.response_mask, teacher - own, 0.0)
+def _gap(mask: Tensor, outputs: ModelOutputs | Experience) -> Tensor:
+    """(B, T) log pi_teacher - log pi on the mask, 0 elsewhere."""
+    assert outputs.old_logprobs is not None
+    return torch.where(mask, outputs.token_extras[LOGPROBS] - outputs.old_logprobs, 0.0)
 
 
 def _refuse_other_vocabulary(name: str, path: str, own: dict[str, int]) -> None:

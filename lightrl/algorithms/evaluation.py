@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightrl.distributed.metrics import MetricSums
 from lightrl.objectives.trajectories import first_rows, trajectory_lengths
 from lightrl.ops.advantages import group_stats
 from lightrl.ops.losses import explained_variance
 from lightrl.ops.masking import AllSum
-from lightrl.records import Experience, Rollouts
+from lightrl.records import Experience, ModelOutputs, Rollouts
 from lightrl.rollout.collation import asked
 
-__all__ = ["add_std", "critic_metrics", "eval_metrics", "pass_at_k", "records", "rollout_metrics"]
+__all__ = ["critic_metrics", "eval_metrics", "pass_at_k", "records", "rollout_metrics", "with_std"]
 
 
-def rollout_metrics(rollouts: Rollouts, experience: Experience, raw_rewards: Tensor) -> dict[str, Tensor]:
+def rollout_metrics(rollouts: Rollouts, outputs: ModelOutputs, raw_rewards: Tensor) -> dict[str, Tensor]:
     """Values of a rollout per trajectory and per token; the caller averages them over both and over ranks.
 
     Args:
-        rollouts: the rows. experience: their log-probs and values.
+        rollouts: the rows. outputs: of the models.
         raw_rewards: (B,) rewards before normalisation and clipping, NaN where no function scored.
     """
     mask, rows = rollouts.response_mask, first_rows(rollouts.trajectory_ids)
@@ -34,7 +36,6 @@ def rollout_metrics(rollouts: Rollouts, experience: Experience, raw_rewards: Ten
     before = torch.where(mask.any(1), mask.int().argmax(1), rollouts.attention_mask.sum(1))
     metrics: dict[str, Tensor] = {
         "reward/mean": rewards,
-        "reward/second_moment": rewards.square(),
         "reward/scored_fraction": scored.float(),
         "reward/zero_advantage_fraction": (~varied[rows]).float(),
         "rollout/response_length": lengths,
@@ -51,15 +52,14 @@ def rollout_metrics(rollouts: Rollouts, experience: Experience, raw_rewards: Ten
     for name, part in rollouts.reward_parts.items():
         given = part[rows]
         metrics[f"reward/{name}"] = given[given.isfinite()]
-        metrics[f"reward/{name}/second_moment"] = given[given.isfinite()].square()
-    if experience.old_logprobs is not None:
-        gap = (rollouts.engine_logprobs - experience.old_logprobs)[mask]
-        if experience.old_logprobs is not rollouts.engine_logprobs:
+    if outputs.old_logprobs is not None:
+        if outputs.old_logprobs is not rollouts.engine_logprobs:
+            gap = (rollouts.engine_logprobs - outputs.old_logprobs)[mask]
             metrics |= {"kl/engine": gap, "kl/engine_gap_max": gap.abs()}
-        if experience.ref_logprobs is not None:
-            metrics["kl/ref"] = (experience.old_logprobs - experience.ref_logprobs)[mask]
-    if experience.values is not None:
-        metrics["value/mean"] = experience.values[mask]
+        if outputs.ref_logprobs is not None:
+            metrics["kl/ref"] = (outputs.old_logprobs - outputs.ref_logprobs)[mask]
+    if outputs.values is not None:
+        metrics["value/mean"] = outputs.values[mask]
     return metrics
 
 
@@ -71,13 +71,25 @@ def critic_metrics(experience: Experience, all_sum: AllSum) -> dict[str, float]:
     return {"value/explained_variance": float(explained)}
 
 
-def add_std(metrics: dict[str, float]) -> dict[str, float]:
-    """Replaces second moments of rewards by standard deviations, `sqrt(E[r^2] - E[r]^2)`: of the sum and of parts."""
-    for name in [name for name in metrics if name.endswith("/second_moment")]:
-        owner = name.removesuffix("/second_moment")
-        mean = metrics["reward/mean" if owner == "reward" else owner]
-        metrics[f"{owner}/std"] = max(metrics.pop(name) - mean**2, 0.0) ** 0.5
-    return metrics
+def with_std(
+    rollouts: Rollouts, raw_rewards: Tensor, sums: MetricSums, means: Callable[[MetricSums], dict[str, float]]
+) -> dict[str, float]:
+    """Metrics reduced over ranks, with the standard deviation of the rewards and of each part.
+
+    Two passes, mean first: `E[r^2] - E[r]^2` would lose a small spread of large rewards. Collective.
+
+    Args:
+        rollouts: The rows. raw_rewards: (B,) rewards before callbacks, NaN where no function scored.
+        sums: Metrics of the rollout, among them the means of rewards. means: Reduces sums over ranks.
+    """
+    metrics, squares, rows = means(sums), MetricSums(), first_rows(rollouts.trajectory_ids)
+    owners = {"reward/mean": ("reward", raw_rewards)}
+    owners |= {f"reward/{name}": (f"reward/{name}", part) for name, part in rollouts.reward_parts.items()}
+    for name, (owner, values) in owners.items():
+        if name in metrics:
+            given = values[rows]
+            squares.add({f"{owner}/std": (given[given.isfinite()].double() - metrics[name]).square()})
+    return metrics | {name: value**0.5 for name, value in means(squares).items()}
 
 
 def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]:

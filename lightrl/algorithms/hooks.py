@@ -9,23 +9,31 @@ from lightning.pytorch import Callback, Trainer
 from lightrl.records import Experience, Rollouts
 from lightrl.rollout.learner import RolloutLearner
 
-__all__ = ["RLCallback"]
+__all__ = ["RLCallback", "reads_all_rows", "rl_callbacks"]
 
 
 class RLCallback(Callback):
-    """A Lightning callback with three more hooks, which says what it does to the training.
+    """A Lightning callback with three more hooks.
 
-    The module collects these declarations in its `setup`. Per rollout the hooks come in the order below.
+    Per rollout the hooks come in the order below. A callback that declares nothing gets everything. The two attributes
+    below let the module skip work that the callback is known not to need; a subclass doesn't inherit them.
 
     Attributes:
-        moves_reference: changes the reference model, so that checkpoints must hold it.
-        reads_entropy: reads `policy/entropy`, so that rows without an advantage are run, too.
-        reads_old_logprobs: reads `experience.old_logprobs`, so that they are computed where nothing else needs them.
+        reads_old_logprobs: Whether it may read `experience.old_logprobs`, or change how many updates follow. False lets
+            the module skip that forward pass if it makes exactly one update of a rollout.
+        reads_all_rows: Whether it may read metrics of an update that depend on every row, such as `policy/entropy`.
+            False lets the module leave out rows that have no gradient.
     """
 
-    moves_reference: bool = False
-    reads_entropy: bool = False
-    reads_old_logprobs: bool = False
+    reads_old_logprobs: bool = True
+    reads_all_rows: bool = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Resets what a subclass doesn't declare itself."""
+        super().__init_subclass__(**kwargs)
+        for name in ("reads_old_logprobs", "reads_all_rows"):
+            if name not in cls.__dict__:
+                setattr(cls, name, True)
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Refuses a module that learns from no rollouts, whose training would never call the hooks.
@@ -49,6 +57,14 @@ class RLCallback(Callback):
 
     def on_policy_updated(self, trainer: Trainer, pl_module: Any, metrics: dict[str, float]) -> None:
         """Called after the last update of a rollout, with its metrics before they are logged."""
+
+
+def reads_all_rows(callback: Callback) -> bool:
+    """Whether a callback may read metrics of every row: unless it is Lightning's, or declares that it doesn't."""
+    if isinstance(callback, RLCallback):
+        return callback.reads_all_rows
+    known = type(callback).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightrl")
+    return not known and bool(getattr(callback, "reads_all_rows", True))
 
 
 HOOKS = ("on_rollout_scored", "on_experience_made", "on_policy_updated")

@@ -11,45 +11,47 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightrl.algorithms import evaluation
 from lightrl.algorithms.batches import (
     batched_forward,
+    checked_loss,
     cut_micro_batches,
     cut_minibatches,
+    one_per_token,
     policy_forward,
     shape_rewards,
-    start_experience,
     turn_anchors,
     value_forward,
     whiten_and_clip,
     widest_layout,
 )
-from lightrl.algorithms.hooks import RLCallback, rl_callbacks
+from lightrl.algorithms.checks import check_arguments, check_trainer
+from lightrl.algorithms.critic import CriticSpec
+from lightrl.algorithms.hooks import RLCallback, reads_all_rows, rl_callbacks
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.schedule import LRSchedule, make_optimizer, refuse_factories, with_schedule
-from lightrl.arguments import (
-    MAX_REWARD,
-    MOST_ENTROPY_COEF,
-    above,
-    at_least,
-    coefficient,
-    fraction,
-    instance_of,
-    require_model_folder,
-    sensible,
-    whole_number,
+from lightrl.algorithms.schedule import (
+    LRSchedule,
+    NamedSchedule,
+    make_optimizer,
+    refuse_factories,
+    set_named_rates,
+    with_schedule,
 )
+from lightrl.algorithms.shaping import copy_rewards, credits_that_miss
+from lightrl.arguments import instance_of, require_model_folder
 from lightrl.compat.jsonargparse import deferred, realized
-from lightrl.compat.lightning import is_compiled, run_seed
+from lightrl.compat.lightning import begin_step_metrics, run_seed
 from lightrl.distributed import random_states, strategies
+from lightrl.distributed.fingerprint import fingerprint
 from lightrl.distributed.metrics import MetricSums
 from lightrl.distributed.reduction import Reduction
 from lightrl.models.loading import require_model, return_router_logits
@@ -57,71 +59,28 @@ from lightrl.models.lora import adapter_config, keep_reference, named_adapter_we
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModel, RewardModelSpec
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.advantages import GAE, AdvantageEstimator
+from lightrl.objectives.advantages import GAE, AdvantageEstimator, AdvantageInput
 from lightrl.objectives.aggregation import Aggregation, TokenMean
 from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
-from lightrl.objectives.losses import PolicyLoss, PPOClip
-from lightrl.objectives.off_policy import OffPolicyCorrection
+from lightrl.objectives.losses import LossInput, PolicyLoss, PPOClip
+from lightrl.objectives.off_policy import AutomaticCorrection
 from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, last_rows
 from lightrl.ops.entropy import top_entropy_mask
 from lightrl.ops.losses import clipped_value_loss
-from lightrl.records import Experience, Rollouts, Routes, SupervisedBatch
+from lightrl.records import Advantages, Experience, MicroBatch, ModelOutputs, Rollouts, Routes, SupervisedBatch
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.rollout.learner import RolloutLearner
 from lightrl.storage import require_entries
 
 __all__ = ["CriticSpec", "PPOLightningModule"]
 
+STEP = ("training_step", "micro_batches", "compute_loss", "forward_policy", "policy_loss")
+"""Hooks between mini-batches and the gradient."""
+
+WEIGHTS = "lightrl/weights"
+"""Name under which the weights of tokens travel with their rows into micro-batches."""
+
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class CriticSpec:
-    """Where the critic's values come from, and how they are learnt.
-
-    Args:
-        model: backbone of the critic; None starts from the actor's model.
-        shared: a value head on the actor's own backbone instead of a second one; `model` is then not used.
-        lr: learning rate of the critic's parameters, 1e-10 to 100; None takes the optimizer's.
-        loss_coef: weight of the critic's loss, at least 0.
-        clip: range of the clipped value loss, 1e-10 to 1e6, in units of value; None is the plain squared error.
-        warmup_rollouts: this many first rollouts train the critic only.
-
-    Raises:
-        ValueError: a value is out of range, or a shared critic is given a model.
-    """
-
-    model: ModelSpec | None = None
-    shared: bool = False
-    lr: float | None = None
-    loss_coef: float = 0.5
-    clip: float | None = 0.2
-    warmup_rollouts: int = 0
-
-    def __post_init__(self) -> None:
-        if self.shared and self.model is not None:
-            raise ValueError("CriticSpec(shared=True, model=...): a shared critic has no model of its own; drop one.")
-        coefficient("CriticSpec.loss_coef", self.loss_coef)
-        at_least("CriticSpec.warmup_rollouts", self.warmup_rollouts, 0)
-        above("CriticSpec.lr", self.lr, or_none="(null) for the optimizer's")
-        sensible("CriticSpec.lr", self.lr, LEAST, MOST_RATE, "no critic learns at such a rate")
-        above("CriticSpec.clip", self.clip, or_none="(null) to turn it off")
-        sensible("CriticSpec.clip", self.clip, LEAST, 1e6, "nothing, or everything, would be clipped")
-
-
-WHOLE_FROM_ONE = ("ppo_epochs", "micro_batch_tokens", "max_skipped_updates")
-REFUSED_CALLBACKS = {
-    "BatchSizeFinder": "micro_batch_tokens bounds the memory; `lightrl plan` says what fits.",
-    "GradientAccumulationScheduler": "micro_batch_tokens and prompts_per_rollout say what is accumulated.",
-    "LearningRateFinder": "the loss of a rollout says nothing about its rate; compare runs by eval/reward.",
-    "StochasticWeightAveraging": "take lightrl.callbacks.EMA, whose average is evaluated and exported.",
-    "WeightAveraging": "take lightrl.callbacks.EMA, whose average is evaluated and exported.",
-}
-MOST_NORM = 1e6
-MOST_RATE = 100.0
-LEAST = 1e-10
-"""Smallest bound and rate of which anything is left in float32."""
-ABOVE_ZERO_OR_NONE = ("max_grad_norm", "advantage_clip", "reward_clip")
 
 
 class PPOLightningModule(RolloutLearner, SavesPretrained):
@@ -254,8 +213,12 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self._routes_noted = False
         self._restored_rng: list[Any] | None = None
         self._eval_sums = MetricSums()
+        self._updates_made = 0  # of the rollout at hand
+        self._missed_credits: frozenset[str] = frozenset()
+        self._stale_loss: PolicyLoss | None = None
+        self._reference_at_start: int | None = None
         refuse_factories(optimizer, lr_scheduler)
-        self._refuse_arguments()
+        check_arguments(self)
 
     @staticmethod
     def _given_reward_models(specs: list[RewardModelSpec] | None) -> list[RewardModelSpec]:
@@ -263,90 +226,11 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             raise ValueError(f"reward_models={specs!r}: give a list of RewardModelSpec, also of one.")
         return [instance_of(f"reward_models[{i}]", spec, RewardModelSpec) for i, spec in enumerate(specs or [])]
 
-    def _refuse_arguments(self) -> None:
-        """Raises a ValueError for numbers out of range and for parts that do not go together."""
-        advantage = type(self.advantage).__name__
-        if self.advantage.needs_critic and self.critic_spec is None:
-            raise ValueError(
-                f"advantage={advantage} needs a critic but critic=None: give a CriticSpec or another estimator "
-                "(GroupRelative, RLOO, ...)."
-            )
-        if self.critic_spec is not None and not self.advantage.needs_critic:
-            raise ValueError(
-                f"advantage={advantage} uses no critic, so the one given by `critic` would never be trained: set "
-                "critic=None (null in YAML)."
-            )
-        self.advantage.refuse_combination(self.kl, whiten=self.whiten_advantages)
-        if self.reward_clip is not None:
-            self.advantage.refuse_shaped_rewards(f"reward_clip={self.reward_clip}")
-        coefficient("ptx_coef", self.ptx_coef)
-        coefficient("aux_loss_coef", self.aux_loss_coef)
-        coefficient("entropy_coef", self.entropy_coef, -MOST_ENTROPY_COEF, high=MOST_ENTROPY_COEF)
-        if self.max_grad_norm is not None and self.max_grad_norm > MOST_NORM:
-            raise ValueError(f"max_grad_norm={self.max_grad_norm:g}: would never clip; None (null) turns clipping off.")
-        for name in WHOLE_FROM_ONE:
-            whole_number(name, getattr(self, name), 1)
-        whole_number("minibatch_size", self.minibatch_size, 1, or_none="(null in YAML) to turn it off")
-        for name in ABOVE_ZERO_OR_NONE:
-            above(name, getattr(self, name), or_none="(null in YAML) to turn it off")
-            sensible(name, getattr(self, name), LEAST, MAX_REWARD, "everything, or nothing, would be clipped")
-        kept = fraction("top_entropy_fraction", self.top_entropy_fraction, "(0, 1]", "; 1 trains every token")
-        sensible("top_entropy_fraction", kept, 1e-4, 1, "next to no token would be trained")
-        sensible("success_reward", self.success_reward, 0, MAX_REWARD, "no reward is so large")
-        if kept < 1 and self.loss.one_ratio_per_trajectory:
-            raise ValueError(
-                f"top_entropy_fraction={kept} with loss={type(self.loss).__name__}: its one ratio per trajectory "
-                "has every token trained, whichever are picked. Take 1, or a loss with a ratio per token (PPOClip)."
-            )
-        if self.kl is not None and self.actor_spec.random_init and self.reference_spec is None:
-            raise ValueError("actor.random_init=True has no weights to make a reference of: set kl=None or reference.")
-
     # ---- set-up ------------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[Any]:
-        """Lightning's first call: refuses Trainer options that do not go with manual optimisation and rollouts."""
-        trainer: Any = self.trainer
-        if is_compiled(self):
-            raise ValueError(
-                "torch.compile(module): a step that samples, scores and updates is no graph to compile. Give the "
-                "module itself; a subclass may compile its models in configure_model."
-            )
-        if trainer.gradient_clip_val is not None:
-            raise ValueError(
-                f"trainer.gradient_clip_val={trainer.gradient_clip_val}: set the module's "
-                f"max_grad_norm={trainer.gradient_clip_val} (null is off), which bounds actor and critic jointly."
-            )
-        if trainer.gradient_clip_algorithm is not None:
-            raise ValueError(
-                f"trainer.gradient_clip_algorithm={trainer.gradient_clip_algorithm.value}: the module's max_grad_norm "
-                "bounds the joint norm; there is no other way of clipping."
-            )
-        if trainer.accumulate_grad_batches != 1:
-            raise ValueError(
-                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: gradients are accumulated within "
-                "a rollout. Set the module's micro_batch_tokens (memory), or a larger prompts_per_rollout (batch)."
-            )
-        if trainer.overfit_batches:
-            raise ValueError(
-                f"trainer.overfit_batches={trainer.overfit_batches}: rollouts are sampled again, so no batch comes "
-                "twice. To see the same prompts again and again give prompts.limit=N, and eval_prompts the same rows."
-            )
-        if self.critic_spec is not None and (warmup := self.critic_spec.warmup_rollouts):
-            rollouts = self._count_rollouts()
-            if warmup > rollouts:
-                raise ValueError(
-                    f"critic.warmup_rollouts={warmup}: the policy would never be trained in this run's {rollouts} "
-                    "rollouts."
-                )
-            if warmup == rollouts:
-                rank_zero_warn(f"critic.warmup_rollouts={warmup}: this run trains the critic alone, not the policy.")
-        for callback in trainer.callbacks:
-            for base in type(callback).__mro__:
-                if base.__name__ in REFUSED_CALLBACKS:
-                    raise ValueError(
-                        f"callback {type(callback).__name__}: {base.__name__} does not go with manual optimisation: "
-                        f"{REFUSED_CALLBACKS[base.__name__]}"
-                    )
+        """Lightning's first call: rejects Trainer options that do not go with manual optimization and rollouts."""
+        check_trainer(self, self.trainer)
         return super().configure_callbacks()
 
     def setup(self, stage: str) -> None:
@@ -369,20 +253,19 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                 "loaded. Set kl, or leave the reference out."
             )
         self._rl_callbacks = rl_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]
-        if stage == "fit" and self._corrects_off_policy:
-            log.info(
-                "Samples come from older policies: %s is wrapped in OffPolicyCorrection.", type(self.loss).__name__
-            )
-            self.loss = OffPolicyCorrection(self.loss)
+        if stage == "fit" and self._corrects_off_policy and not isinstance(self.loss, AutomaticCorrection):
+            log.info("Samples come from older policies: OffPolicyCorrection weights %s.", type(self.loss).__name__)
+            self.loss = AutomaticCorrection(self.loss)
 
     @property
     def _corrects_off_policy(self) -> bool:
         """Whether `setup` will wrap the loss, because the data module samples ahead of the update."""
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         stale = isinstance(data, RolloutDataModule) and data.staleness > 0
-        return stale and self.off_policy_correction and not self.loss.reads_engine_logprobs
+        return stale and self.off_policy_correction and self.loss.engine_use != "ratio"
 
-    def _build_models(self, in_shards: bool = False) -> None:
+    def build_models(self, in_shards: bool = False) -> None:
+        """Sets actor, critic, reference, and reward models; empty ones if ranks fill in their parts (`in_shards`)."""
         critic = self.critic_spec
         shared = critic is not None and critic.shared
         spec = self.actor_spec
@@ -406,7 +289,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         spec = self.reference_spec or replace(self.actor_spec, lora=None, gradient_checkpointing=False)
         return PolicyModel.from_spec(spec, trainable=False, in_shards=in_shards)
 
-    def _models(self) -> list[Any]:
+    def models(self) -> list[Any]:
+        """The models that the strategy shards."""
         return [m for m in (self.actor, self.critic, self.reference, *self.reward_models.values()) if m is not None]
 
     def configure_optimizers(self) -> Any:
@@ -419,18 +303,19 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             lr = {} if self.critic_spec.lr is None else {"lr": self.critic_spec.lr}
             groups.append({"params": critic, "name": "critic", **lr})
         optimizer = make_optimizer(self.optimizer_factory, groups, self.trainer.strategy)
-        return with_schedule(optimizer, self.lr_scheduler_factory, self.count_updates)
+        return with_schedule(optimizer, self.lr_scheduler_factory, self.schedule_position)
 
-    def count_updates(self) -> float:
-        """Optimizer steps that the whole run will make: rollouts x `ppo_epochs` x mini-batches, or `max_steps`.
+    def schedule_position(self) -> tuple[float, float]:
+        """How far a learning-rate schedule by name is: (updates so far, updates of the whole run).
 
-        Infinite where the run has no end.
+        Counted in rollouts, so that it holds for a `minibatches` that makes another number of updates: these share one
+        rate. A run that ends at `max_steps` first counts its steps.
 
         Raises:
-            ValueError: mini-batches of a data module whose rollouts have no size that is known.
+            ValueError: mini-batches of a data module whose rollouts have no known size.
         """
-        data, trainer = self.trainer.datamodule, self.trainer  # type: ignore[attr-defined]
-        each = self.ppo_epochs
+        trainer: Any = self.trainer
+        data, each = trainer.datamodule, self.ppo_epochs
         if self.minibatch_size is not None:
             if not isinstance(data, RolloutDataModule):
                 raise ValueError(
@@ -442,77 +327,79 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             trainer.fit_loop.setup_data()
         epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
         steps = math.inf if trainer.max_steps == -1 else trainer.max_steps
-        return min(trainer.num_training_batches * epochs * each, steps)
-
-    def _count_rollouts(self) -> float:
-        """Rollouts of the whole run, as far as `max_epochs` and the data module say; infinity where they do not."""
-        trainer: Any = self.trainer
-        each = trainer.datamodule.rollouts_per_epoch if isinstance(trainer.datamodule, RolloutDataModule) else None
-        counted = trainer.state.fn == "fit" and each is not None and trainer.max_epochs not in (None, -1)
-        return trainer.max_epochs * each if counted else math.inf
+        updates = trainer.num_training_batches * epochs * each
+        if steps < updates:
+            return float(trainer.global_step), float(steps)
+        return float(trainer.fit_loop.total_batch_idx * each + min(self._updates_made, each - 1)), updates
 
     # ---- one rollout -------------------------------------------------------------------------------------------
 
     def training_step(self, rollouts: Rollouts, batch_idx: int) -> dict[str, float]:
         """Learns from one rollout and returns its metrics, reduced over ranks; callbacks read them as `outputs`."""
-        clock, learnt = Stopwatch(), MetricSums()
+        clock, measured = Stopwatch(), MetricSums()
+        begin_step_metrics(self.trainer)
+        self.note_weight_changes()
         with clock.measures("time/experience"):
             experience = self.make_experience(rollouts)
         with clock.measures("time/update"):
+            self._updates_made = 0
             for minibatch in self.minibatches(experience):
-                minibatch, finite = self.normalized(minibatch), self._all_finite()
-                with strategies.optimizer_window(self.trainer.strategy, self._trained_models):
-                    for micro in self.micro_batches(minibatch):
-                        supervised = isinstance(micro, SupervisedBatch)
-                        loss, values = self.compute_ptx_loss(micro) if supervised else self.compute_loss(micro)
-                        self.manual_backward(loss)
-                        finite &= torch.isfinite(loss.detach())  # read once per update, not per backward
-                        learnt.add(values, micro.response_mask)
-                learns = minibatch.num_trained > 0
-                learnt.add(self.apply_gradients(finite=bool(finite)) if learns else self._skip_empty_update())
-        learnt.add(rollouts.metrics)
-        metrics = {**experience.metrics, **self._all_ranks.means(learnt), **clock.seconds, **self._coefficients()}
+                if self._updates_made and minibatch.old_logprobs is None and not self.loss.replaces_old_logprobs:
+                    raise RuntimeError(
+                        "A second update of a rollout without old_logprobs: a callback with reads_old_logprobs=False, "
+                        "or a change of ppo_epochs after make_experience, made more than one. Set reads_old_logprobs."
+                    )
+                self._update(minibatch, measured)
+                self._updates_made += 1
+        measured.add(rollouts.metrics)
+        metrics = {**experience.metrics, **self._all_ranks.means(measured), **clock.seconds, **self._coefficients()}
         self._call_callbacks("on_policy_updated", metrics)
         self.log_dict(metrics, batch_size=len(rollouts))
         return metrics
 
+    def _update(self, minibatch: Experience, measured: MetricSums) -> None:
+        """One optimizer step."""
+        finite, trains = torch.ones((), dtype=torch.bool, device=self.device), False
+        with strategies.optimizer_window(self.trainer.strategy, self._trained_models):
+            for micro in self.micro_batches(minibatch):
+                rows, trains = micro.rows, True
+                if isinstance(rows, SupervisedBatch):
+                    losses, metrics = self.compute_ptx_loss(rows)
+                else:
+                    losses, metrics = self.compute_loss(rows)
+                loss = micro.total(losses, only="value" if self.in_critic_warmup else None)
+                self.manual_backward(loss)
+                finite &= torch.isfinite(loss.detach())  # read once per update, not per backward
+                measured.add(metrics, rows.response_mask)
+        measured.add(self.apply_gradients(finite=bool(finite)) if trains else self._skip_empty_update())
+
+    # ---- hook 1: make_experience, and its parts in the order in which they run ---------------------------------
+
     @torch.no_grad()
     def make_experience(self, rollouts: Rollouts) -> Experience:
-        """Adds old and reference log-probs, values and reward models' scores, then advantages. Hook 1 of 5.
+        """Scores a rollout, evaluates the models on it, and computes advantages.
+
+        Its parts are hooks too, and run one after the other: `score`, `evaluate_models`, `compute_advantages`.
+        Callbacks get the rollout after `score` and the experience at the end.
 
         Args:
             rollouts: B scored rows.
 
         Returns:
-            the same rows with log-probs, values, advantages and the metrics of the rollout.
+            The same rows with log-probs, values, advantages, and metrics of the rollout.
         """
-        reduction = self._all_ranks
-        self._note_missing_routes(rollouts)
         self.score(rollouts)
-        raw_rewards, sums = rollouts.rewards, MetricSums()
+        given = copy_rewards(rollouts)
         self._call_callbacks("on_rollout_scored", rollouts)
-        experience = start_experience(rollouts)
-        self._evaluate_models(experience, rollouts, reduction)
-        token_rewards = self._token_rewards(experience, rollouts, sums)
-        advantages, experience.returns = self.compute_advantages(experience, token_rewards, rollouts)
-        self._finish_advantages(experience, advantages, rollouts, reduction, sums)
-        sums.add(evaluation.rollout_metrics(rollouts, experience, raw_rewards))
-        experience.metrics = evaluation.add_std(reduction.means(sums))
-        experience.metrics |= evaluation.critic_metrics(experience, reduction.sum)
+        self._missed_credits = credits_that_miss(given, rollouts)
+        outputs = self.evaluate_models(rollouts)
+        found = self.compute_advantages(rollouts, outputs)
+        experience, sums = self._join(rollouts, outputs, found)
+        sums.add(evaluation.rollout_metrics(rollouts, outputs, given.rewards))
+        experience.metrics = evaluation.with_std(rollouts, given.rewards, sums, self._all_ranks.means)
+        experience.metrics |= evaluation.critic_metrics(experience, self.all_sum)
         self._call_callbacks("on_experience_made", experience)
         return experience
-
-    def _note_missing_routes(self, rollouts: Rollouts) -> None:
-        """Says, once, that the experts which the engine chose are not replayed, and why."""
-        if self._routes_noted or any(routes is not None for routes in rollouts.routes):
-            return
-        self._routes_noted = True
-        if self.actor.has_experts:
-            log.warning(
-                "Routing replay is off: the policy is a mixture of experts, but its samples came without the experts "
-                "that the engine chose for them, so the trainer's routers choose for themselves. TransformersEngine "
-                "records them, VLLMEngine on GPUs with engine_args.enable_return_routed_experts=true; servers do not."
-            )
 
     def score(self, rollouts: Rollouts) -> None:
         """Adds the rewards of `reward_models` to `rollouts.rewards` and `reward_parts`, in place.
@@ -531,266 +418,246 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             total = rollouts.rewards.nan_to_num(0.0) + spec.weight * scores
             rollouts.rewards = torch.where(scores.isfinite(), total, rollouts.rewards)
 
-    def _evaluate_models(self, experience: Experience, rollouts: Rollouts, reduction: Reduction) -> None:
-        """Old and reference log-probs and values, each only where something uses it."""
+    def evaluate_models(self, rollouts: Rollouts) -> ModelOutputs:
+        """Runs policy, critic, and reference over a rollout.
 
-        def batched(model: Any, forward: Callable[[Any], dict[str, Tensor]]) -> dict[str, Tensor]:
-            return batched_forward(forward, experience, self.micro_batch_tokens, reduction.max, model.layout)
-
+        The policy's log-probs are skipped only if this class knows that they are not needed: exactly one update
+        follows, so the update computes them itself. A subclass that overrides a hook, or a callback that does not
+        declare `reads_old_logprobs = False`, gets them.
+        """
+        self._note_missing_routes(rollouts)
         actor, critic, reference = self.actor, self.critic, self.reference
-        shared = actor.value_head is not None
-        updates = self.ppo_epochs * self._count_minibatches(experience)
-        filtered, replaced = self.top_entropy_fraction < 1, self.loss.replaces_old_logprobs
-        read = any(callback.reads_old_logprobs for callback in self._rl_callbacks)
-        if shared or filtered or (not replaced and (read or updates > 1 or isinstance(self.kl, KLInReward))):
-            out = batched(actor, lambda x: policy_forward(actor, x, values=shared, entropy=filtered))
-            experience.old_logprobs = out["logprobs"]
-            experience.values, experience.entropy = out.get("values"), out.get("entropy")
-        if replaced:
-            experience.old_logprobs = experience.engine_logprobs
+        shared, filtered = actor.value_head is not None, self.top_entropy_fraction < 1
+        outputs = ModelOutputs()
+        if shared or filtered or self._needs_old_logprobs(rollouts):
+            wanted = {"values": shared, "entropy": filtered}
+            out = self.batched(actor, lambda x: policy_forward(actor, x, **wanted), rollouts)
+            outputs = ModelOutputs(out["logprobs"], values=out.get("values"), entropy=out.get("entropy"))
+        if self.loss.replaces_old_logprobs:
+            outputs.old_logprobs = rollouts.engine_logprobs
         if critic is not None:
-            experience.values = batched(critic, lambda x: {"values": value_forward(critic, x)})["values"]
+            outputs.values = self.batched(critic, lambda x: {"values": value_forward(critic, x)}, rollouts)["values"]
         if self.kl is not None:
             with actor.as_reference() if reference is None else nullcontext():
                 base = reference or actor
                 # The reference's routers choose themselves: what the policy's chose is no part of its distribution.
-                experience.ref_logprobs = batched(base, lambda x: policy_forward(base, x, routes=()))["logprobs"]
+                out = self.batched(base, lambda x: policy_forward(base, x, routes=()), rollouts)
+                outputs.ref_logprobs = out["logprobs"]
+        return outputs
 
-    def _token_rewards(self, experience: Experience, rollouts: Rollouts, sums: MetricSums) -> Tensor:
-        """Clips the rewards, writes them and `valid` into the experience; (B, T) with a KL in the reward inside."""
-        rewards, bound = rollouts.rewards, self.reward_clip
-        if bound is not None:
-            clipped = (rewards.abs() > bound).float()
-            sums.add({"reward/clip_fraction": clipped[first_rows(rollouts.trajectory_ids)]})
-            rewards = rewards.clamp(-bound, bound)
-        experience.valid = rewards.isfinite()
-        experience.rewards = torch.where(experience.valid, rewards, 0.0)
-        old, ref = experience.old_logprobs, experience.ref_logprobs
-        if isinstance(self.kl, KLInReward) and old is not None and ref is not None:
-            return shape_rewards(experience, rollouts.turn_rewards, self.kl(old, ref), self.kl.coef)
-        return shape_rewards(experience, rollouts.turn_rewards, None)
-
-    def compute_advantages(
-        self, experience: Experience, token_rewards: Tensor, rollouts: Rollouts
-    ) -> tuple[Tensor, Tensor | None]:
-        """Advantages and returns from per-token rewards. Hook 2 of 5.
+    def compute_advantages(self, rollouts: Rollouts, outputs: ModelOutputs) -> Advantages:
+        """Advantages and returns from the rewards and the models' outputs.
 
         Args:
-            experience: rows with `values` where there is a critic.
-            token_rewards: (B, T) float32, the score on the last response token, the KL penalty already inside.
-            rollouts: the same rows, for estimators that look at each reward function on its own.
+            rollouts: B scored rows.
+            outputs: Of the models, with `values` if there is a critic.
 
         Returns:
-            advantages (B, T), 0 off the mask; returns (B, T) or None.
+            Advantages before whitening and clipping, and the targets of the critic.
         """
-        layout = TrajectoryLayout(experience.trajectory_ids, experience.response_mask)
-        of_turns: dict[str, Tensor | None] = {}
-        if self.advantage.needs_turns:
-            ids = experience.turn_ids
-            of_turns["turn_ids"] = None if ids is None else layout.join(ids)
-        if self.advantage.needs_anchors:
-            anchors = turn_anchors(rollouts)
-            of_turns["anchors"] = None if anchors is None else layout.join(anchors)
-        advantages, returns = self.advantage(
+        rewards = rollouts.rewards
+        if self.reward_clip is not None:
+            rewards = rewards.clamp(-self.reward_clip, self.reward_clip)
+        valid = rewards.isfinite()
+        rewards = torch.where(valid, rewards, 0.0)
+        layout = TrajectoryLayout(rollouts.trajectory_ids, rollouts.response_mask)
+        token_rewards = shape_rewards(rollouts, rewards, valid, layout)
+        if isinstance(self.kl, KLInReward) and outputs.old_logprobs is not None and outputs.ref_logprobs is not None:
+            penalty = one_per_token("kl", self.kl, self.kl(outputs.old_logprobs, outputs.ref_logprobs), token_rewards)
+            token_rewards = token_rewards - self.kl.coef * penalty * rollouts.response_mask
+        anchors = turn_anchors(rollouts)
+        given = AdvantageInput(
             layout.join(token_rewards),
             layout.mask,
-            layout.join(experience.group_ids),
-            values=None if experience.values is None else layout.join(experience.values),
-            valid=layout.join(experience.valid),
+            layout.join(rollouts.group_ids),
+            values=None if outputs.values is None else layout.join(outputs.values),
+            valid=layout.join(valid),
             reward_parts={name: layout.join(part) for name, part in rollouts.reward_parts.items()},
             part_weights=rollouts.reward_weights,
+            turn_ids=None if rollouts.turn_ids is None else layout.join(rollouts.turn_ids),
+            anchors=None if anchors is None else layout.join(anchors),
             all_sum=self.all_sum,
-            **of_turns,
         )
-        return layout.split(advantages), None if returns is None else layout.split(returns)
+        advantages, returns = self.advantage(given)
+        self._check_credit(given)
+        returns = None if returns is None else layout.split(returns)
+        return Advantages(layout.split(advantages), returns, rewards, valid)
 
-    def _finish_advantages(
-        self, experience: Experience, advantages: Tensor, rollouts: Rollouts, reduction: Reduction, sums: MetricSums
-    ) -> None:
-        """Takes rows without reward and truncated ones out, whitens, clips and filters advantages, and writes them.
+    def _check_credit(self, given: AdvantageInput) -> None:
+        """Rejects a change of the rewards that the estimator, by what it has read, did not see."""
+        credit = self.advantage.credit or given.credit
+        if credit in self._missed_credits:
+            self.advantage.refuse_shaped_rewards("on_rollout_scored: a callback that changes rewards", credit)
+            raise ValueError(
+                "on_rollout_scored: a callback changed rollouts.reward_parts but not rollouts.rewards, which "
+                f"advantage={type(self.advantage).__name__} reads. Change rollouts.rewards by the same amount."
+            )
+        if self.reward_clip is not None:
+            self.advantage.refuse_shaped_rewards(f"reward_clip={self.reward_clip}", credit)
+        if isinstance(self.kl, KLInReward) and credit == "parts":
+            self.advantage.refuse_shaped_rewards("kl=KLInReward", credit)
 
-        A token that the entropy filter leaves out gets advantage 0, so that its policy loss is 0 and it still counts
-        in the normaliser. Statistics of the whitening are those of all trained tokens.
-        """
-        trained = experience.valid & ~rollouts.truncated if self.mask_truncated else experience.valid
-        mask = experience.response_mask = experience.response_mask & trained.unsqueeze(1)
+    def _join(self, rollouts: Rollouts, outputs: ModelOutputs, found: Advantages) -> tuple[Experience, MetricSums]:
+        """The experience: untrained rows off the mask, advantages whitened and clipped, tokens filtered by entropy."""
+        reduction, sums = self._all_ranks, MetricSums()
+        trained = found.valid & ~rollouts.truncated if self.mask_truncated else found.valid
+        mask = rollouts.response_mask & trained.unsqueeze(1)
         advantages, metrics = whiten_and_clip(
-            advantages, experience, whiten=self.whiten_advantages, clip=self.advantage_clip, all_sum=reduction.sum
+            found.advantages, mask, whiten=self.whiten_advantages, clip=self.advantage_clip, all_sum=reduction.sum
         )
         sums.add(metrics, mask)
-        if experience.entropy is not None:
-            keep = top_entropy_mask(experience.entropy, mask, self.top_entropy_fraction, all_sum=reduction.sum)
-            sums.add({"policy/top_entropy": experience.entropy[keep]})
-            advantages = advantages * keep
-        experience.advantages = advantages
-        layout = TrajectoryLayout(experience.trajectory_ids, mask)
+        if self.reward_clip is not None:
+            clipped = (rollouts.rewards.abs() > self.reward_clip).float()
+            sums.add({"reward/clip_fraction": clipped[first_rows(rollouts.trajectory_ids)]})
+        keep = None
+        if self.top_entropy_fraction < 1 and outputs.entropy is not None:
+            keep = top_entropy_mask(outputs.entropy, mask, self.top_entropy_fraction, all_sum=reduction.sum)
+            sums.add({"policy/top_entropy": outputs.entropy[keep]})
+        layout = TrajectoryLayout(rollouts.trajectory_ids, mask)
         sums.add({"advantage/nonzero_fraction": (layout.join(advantages) != 0).any(1).float()})
+        names = (
+            *("token_ids", "attention_mask", "group_ids", "trajectory_ids", "turn_ids", "engine_logprobs"),
+            *("temperature", "supports", "routes", "inputs", "supervised"),
+        )
+        experience = Experience(
+            **{name: getattr(rollouts, name) for name in names},
+            response_mask=mask,
+            advantages=advantages,
+            returns=found.returns,
+            rewards=found.rewards,
+            valid=found.valid,
+            old_logprobs=outputs.old_logprobs,
+            ref_logprobs=outputs.ref_logprobs,
+            values=outputs.values,
+            entropy=outputs.entropy,
+            in_policy_loss=keep,
+            is_stale=self._is_stale(rollouts),
+            token_extras=outputs.token_extras,
+            row_extras=outputs.row_extras,
+        )
+        return experience.with_host_of(rollouts), sums
+
+    # ---- hooks 2 and 3: what one optimizer step, and one forward and backward pass, get ------------------------
 
     def minibatches(self, experience: Experience) -> Iterator[Experience]:
-        """`ppo_epochs` x mini-batches, the same number on every rank. Hook 3 of 5.
+        """`ppo_epochs` x mini-batches, each for one optimizer step, the same number on every rank.
 
         Groups stay together where the mini-batch of a rank holds a multiple of the group size.
         """
         count = self._count_minibatches(experience)
         for epoch in range(self.ppo_epochs):
             yield from cut_minibatches(
-                experience, count, seed=random_states.derived_seed(self.seed, self.policy_version, epoch)
+                experience, count, seed=random_states.derived_seed(self.seed, int(self.trainer.global_step), epoch)
             )
 
-    def _count_minibatches(self, experience: Experience) -> int:
-        """Optimizer steps per pass over a rollout. Collective where `minibatch_size` is given."""
-        size, ranks = self.minibatch_size, self.trainer.world_size
-        if size is None:
-            return 1
-        if size % ranks:
-            raise ValueError(
-                f"minibatch_size={size} counts sequences over all ranks and cannot be shared by {ranks}: take a "
-                f"multiple of {ranks}."
-            )
-        own = len(experience.trajectory_ids.unique())
-        total = int(self.all_sum(torch.tensor(float(own))))
-        if total % size:
-            raise ValueError(
-                f"minibatch_size={size} does not divide the rollout's {total} sequences (prompts x group size, over "
-                f"all ranks): take a divisor of {total}, or null for one update per epoch."
-            )
-        return total // size
+    def micro_batches(self, minibatch: Experience) -> Iterator[MicroBatch]:
+        """Cuts a mini-batch by tokens, and weights its tokens so that the micro-batches' losses add up to its own.
 
-    def normalized(self, minibatch: Experience) -> Experience:
-        """The mini-batch with what its summed losses are divided by, counted over all ranks. Collective."""
-        mask, ptx = minibatch.response_mask, minibatch.supervised
-        learnt = mask.new_zeros(()) if ptx is None else ptx.response_mask.sum()
-        count = self.aggregation.count(TrajectoryLayout(minibatch.trajectory_ids, mask).mask)
-        counts = torch.stack([count.double(), mask.sum().double(), learnt.double()])
-        ranks = self.trainer.world_size
-        counts = self.all_sum(counts)
-        policy, tokens, supervised = (max(x, 1.0) / ranks for x in counts.tolist())
-        ptx = None if ptx is None else replace(ptx, normalizer=supervised)
-        trained = int(counts[1] + counts[2])
-        return replace(minibatch, normalizer=policy, token_normalizer=tokens, num_trained=trained, supervised=ptx)
-
-    def micro_batches(self, minibatch: Experience) -> Iterator[Any]:
-        """Cuts a mini-batch by tokens; gradients are reduced over ranks in the last one.
-
-        Supervised rows come first, since DDP wants every trained model in the backward that reduces.
-
-        Args:
-            minibatch: rows of one optimizer step, with normalizers.
+        Gradients are reduced over ranks in the last one. Supervised rows come first, since DDP needs every trained
+        model in the backward pass that reduces. Nothing comes if no rank has a token to train.
         """
-        reduction = self._all_ranks
-        layout = TrajectoryLayout(minibatch.trajectory_ids, minibatch.response_mask)
-        minibatch = replace(minibatch, loss_weights=layout.split(self.aggregation.weights(layout.mask)))
-        skip = self._zero_rows_are_free
-        budget, widest, micros = self.micro_batch_tokens, widest_layout(*self._trained_models), list[Any]()
-        if minibatch.supervised is not None:
-            micros += cut_micro_batches(minibatch.supervised, budget, reduction.max, layout=widest)
-        micros += cut_micro_batches(
-            minibatch,
+        reduction, mask, ptx = self._all_ranks, minibatch.response_mask, minibatch.supervised
+        layout = TrajectoryLayout(minibatch.trajectory_ids, mask)
+        weights = layout.split(self._aggregation_weights(layout.mask))
+        learned = mask.new_zeros(()) if ptx is None else ptx.response_mask.sum()
+        counts = torch.stack([self._aggregation_count(layout.mask), mask.sum().double(), learned.double()])
+        counts = reduction.sum(counts)
+        if not bool(counts[1:].any()):
+            return
+        ranks = self.trainer.world_size
+        policy, tokens, supervised = (ranks / max(x, 1.0) for x in counts.tolist())
+        budget, widest, micros = self.micro_batch_tokens, widest_layout(*self._trained_models), list[MicroBatch]()
+        if ptx is not None:
+            parts = cut_micro_batches(ptx, budget, reduction.max, layout=widest)
+            micros += [MicroBatch(part, None, self.ptx_coef * supervised) for part in parts]
+        weighed = replace(minibatch, token_extras={**minibatch.token_extras, WEIGHTS: weights * policy})
+        for part in cut_micro_batches(
+            weighed,
             budget,
             reduction.max,
-            skip_zero=skip,
-            whole_trajectories=self.loss.needs_whole_trajectories,
+            skip_zero=self._zero_rows_are_free(minibatch),
+            whole_trajectories=self._loss_of(minibatch).needs_whole_trajectories,
             layout=widest,
-        )
+        ):
+            extras = dict(part.token_extras)
+            micros.append(MicroBatch(replace(part, token_extras=extras), extras.pop(WEIGHTS), tokens))
         for i, micro in enumerate(micros):
-            last = i == len(micros) - 1
-            with strategies.backward_scope(self.trainer.strategy, self._trained_models, last=last):
+            with strategies.backward_scope(self.trainer.strategy, self._trained_models, last=i == len(micros) - 1):
                 yield micro
 
-    @property
-    def _trained_models(self) -> list[PolicyModel | ValueModel]:
-        return [model for model in (self.actor, self.critic) if model is not None]
+    # ---- hook 4: compute_loss, and its parts -------------------------------------------------------------------
 
-    @property
-    def _zero_rows_are_free(self) -> bool:
-        """Whether a row whose advantages are all 0 has no gradient and no reader, so that it need not be run.
+    def compute_loss(self, rows: Experience) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The losses per token of actor and critic on one micro-batch.
 
-        What a subclass does in a `compute_loss` of its own is not known, so there all rows are run.
-        """
-        if type(self).compute_loss is not PPOLightningModule.compute_loss:
-            return False
-        terms = (self.critic_spec is not None, isinstance(self.kl, KLInLoss), self.entropy_coef, self.aux_loss_coef)
-        read = any(callback.reads_entropy for callback in self._rl_callbacks)
-        return not any(terms) and not read and self.loss.zero_advantage_is_zero_loss
-
-    def compute_loss(self, minibatch: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        """The joint loss of actor and critic on one micro-batch. Hook 4 of 5; pure given the micro-batch.
+        LightRL averages them over the whole mini-batch: `policy` (with KL and entropy bonus inside) by `aggregation`,
+        every other loss as a mean over trained tokens. To add a loss of your own, add a name, or a (b, T) term to
+        `policy`.
 
         Args:
-            minibatch: rows with `normalizer`, `token_normalizer` and `loss_weights` of their mini-batch, which make
-                micro-batch losses add up.
+            rows: b rows of the mini-batch.
 
         Returns:
-            scalar with graph; metrics, (B, T) ones are averaged over the response mask.
+            Losses, name -> (b, T) with graph; metrics, of which (b, T) ones are averaged over the response mask.
         """
-        assert minibatch.loss_weights is not None, "weights are those of the whole mini-batch, see `micro_batches`"
-        mask, critic = minibatch.response_mask, self.critic_spec
-        shared = self.actor.value_head is not None
-        out = policy_forward(self.actor, minibatch, entropy=True, values=shared, **self._also_wanted(minibatch))
+        out = self.forward_policy(rows, entropy=True, values=self.actor.value_head is not None)
         logprobs, entropy = out["logprobs"], out["entropy"]
-        old = logprobs.detach() if minibatch.old_logprobs is None else minibatch.old_logprobs
-        token_loss, metrics = self._policy_loss(out, old, minibatch)
-        metrics = {**metrics, "loss/policy": token_loss, "policy/entropy": entropy}
-        if isinstance(self.kl, KLInLoss) and minibatch.ref_logprobs is not None:
-            penalty = self.kl(logprobs, old, minibatch.ref_logprobs)
-            token_loss = token_loss + self.kl.coef * penalty
+        policy, metrics = self.policy_loss(rows, out)
+        metrics = {**metrics, "loss/policy": policy, "policy/entropy": entropy}
+        if not self._updates_made and (rows.old_logprobs is None or self.loss.replaces_old_logprobs):
+            gap = torch.where(rows.response_mask, rows.engine_logprobs - logprobs.detach(), 0.0)
+            metrics |= {"kl/engine": gap, "kl/engine_gap_max": gap.abs()}
+        if isinstance(self.kl, KLInLoss) and rows.ref_logprobs is not None:
+            old = logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
+            penalty = one_per_token("kl", self.kl, self.kl(logprobs, old, rows.ref_logprobs), logprobs)
+            policy = policy + self.kl.coef * penalty
             metrics["loss/kl"] = penalty
-            metrics["kl/ref"] = old - minibatch.ref_logprobs
+            if rows.old_logprobs is None:
+                metrics["kl/ref"] = old - rows.ref_logprobs
         if self.entropy_coef:
-            token_loss = token_loss - self.entropy_coef * entropy
-        loss = (minibatch.loss_weights * token_loss).sum() / minibatch.normalizer
-        if self.in_critic_warmup:
-            loss = loss * 0.0  # keeps the graph: every rank and every wrapper sees the same backward
-        if critic is not None and minibatch.values is not None and minibatch.returns is not None:
-            values = out["values"] if self.critic is None else value_forward(self.critic, minibatch)
-            value_loss, clipped = clipped_value_loss(values, minibatch.values, minibatch.returns, mask, critic.clip)
-            loss = loss + critic.loss_coef * value_loss.sum() / minibatch.token_normalizer
+            policy = policy - self.entropy_coef * entropy
+        losses = {"policy": policy}
+        if self.critic_spec is not None and rows.values is not None and rows.returns is not None:
+            values = out["values"] if self.critic is None else value_forward(self.critic, rows)
+            mask, clip = rows.response_mask, self.critic_spec.clip
+            value_loss, clipped = clipped_value_loss(values, rows.values, rows.returns, mask, clip)
+            losses["value"] = self.critic_spec.loss_coef * value_loss
             metrics |= {"loss/value": value_loss, "value/clip_fraction": clipped}
         if self.aux_loss_coef and "aux_loss" in out:
-            loss = loss + self.aux_loss_coef * out["aux_loss"] * mask.sum() / minibatch.token_normalizer
+            losses["aux"] = (self.aux_loss_coef * out["aux_loss"]).expand_as(logprobs)
             metrics["loss/aux"] = out["aux_loss"]
-        return loss, metrics
+        return losses, metrics
 
-    def _also_wanted(self, rows: Experience) -> dict[str, Any]:
-        """Further arguments of the actor's forward, for losses of subclasses."""
-        return {}
+    def forward_policy(self, rows: Experience, **wanted: Any) -> dict[str, Tensor]:
+        """The actor's forward pass of `compute_loss`: `logprobs` and the `wanted` fields of `PolicyOutput`, (b, T)."""
+        return policy_forward(self.actor, rows, **wanted)
 
-    def _policy_loss(self, out: dict[str, Tensor], old: Tensor, rows: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        """(B, T) token losses from the actor's output; losses over whole responses get a trajectory as one row."""
+    def policy_loss(self, rows: Experience, out: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """(b, T) policy losses and metrics from the actor's output, by `loss`; a trajectory is one row to it."""
         layout = TrajectoryLayout(rows.trajectory_ids, rows.response_mask, rows.on_host("trajectory_ids"))
-        answer = self.loss(
-            layout.join(out["logprobs"]),
+        logprobs, loss = out["logprobs"], self._loss_of(rows)
+        old = logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
+        if rows.in_policy_loss is not None:  # the others keep their value and lose their gradient, whatever the loss
+            logprobs = torch.where(rows.in_policy_loss, logprobs, logprobs.detach())
+        given = LossInput(
+            layout.join(logprobs),
             layout.join(old),
             layout.join(rows.advantages),
             layout.mask,
             engine_logprobs=layout.join(rows.engine_logprobs),
+            ref_logprobs=None if rows.ref_logprobs is None else layout.join(rows.ref_logprobs),
+            entropy=layout.join(out["entropy"]) if "entropy" in out else None,
         )
-        loss, metrics = self._refuse_other_losses(answer, layout.mask)
+        token_loss, metrics = checked_loss(loss, loss(given), layout.mask)
         moved = {name: layout.split(x) if x.shape == layout.mask.shape else x for name, x in metrics.items()}
-        return layout.split(loss), moved
+        return layout.split(token_loss), moved
 
-    def _refuse_other_losses(self, answer: Any, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """What the loss answered, if it is what `PolicyLoss` says; a scalar would be weighed as if it were tokens."""
-        name = f"loss={type(self.loss).__name__}"
-        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
-            raise ValueError(f"{name}: it must return two things, (B, T) token losses and a dictionary of metrics.")
-        loss, metrics = answer
-        if not isinstance(loss, Tensor) or loss.shape != mask.shape:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                f"{name}: it returned {shape} for {tuple(mask.shape)} tokens: give a loss per token, not summed up; "
-                "`aggregation` does that."
-            )
-        for metric, value in metrics.items():
-            if not isinstance(value, Tensor):
-                raise ValueError(f"{name}: its metric {metric!r} is a {type(value).__name__}: give a tensor, (B, T).")
-        return loss, metrics
-
-    def compute_ptx_loss(self, rows: SupervisedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The supervised loss of one micro-batch of rows, `ptx_coef` times -log pi summed over `normalizer`."""
+    def compute_ptx_loss(self, rows: SupervisedBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The supervised losses of one micro-batch, -log pi of each token; `ptx_coef` weighs them."""
         loss = -policy_forward(self.actor, rows)["logprobs"]
-        weight = 0.0 if self.in_critic_warmup else self.ptx_coef
-        return weight * loss.sum() / rows.normalizer, {"loss/ptx": loss}
+        return {"ptx": loss}, {"loss/ptx": loss}
+
+    # ---- hook 5 ------------------------------------------------------------------------------------------------
 
     def apply_gradients(self, *, finite: bool) -> dict[str, Tensor | float]:
         """Clips, steps and schedules, or skips on all ranks together when something is not finite. Hook 5 of 5.
@@ -813,6 +680,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         overflow = norm is not None and not bool(torch.isfinite(norm))
         lost, overflow = self._all_ranks.max(torch.tensor([float(not finite), float(overflow)])).bool().tolist()
         skip = lost or overflow
+        set_named_rates(self.lr_schedulers())
         metrics: dict[str, Tensor | float] = self._learning_rates()
         if not skip:
             with strategies.frozen_group(optimizer, "actor") if self.in_critic_warmup else nullcontext():
@@ -821,7 +689,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         if not skip:
             schedulers: Any = self.lr_schedulers() or []
             for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
-                scheduler.step()
+                if not isinstance(scheduler, NamedSchedule):
+                    scheduler.step()
         elif scaler is not None:
             strategies.lower_scale(scaler)
         self._drop_gradients(used=not skip)
@@ -870,13 +739,110 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                 "or raise max_skipped_updates. The weights are those of the last finite update."
             )
 
-    def _all_finite(self) -> Tensor:
-        return torch.ones((), dtype=torch.bool, device=self.device)
-
     def _coefficients(self) -> dict[str, float]:
         """The coefficients in use, which callbacks may move."""
         kl = {} if self.kl is None else {"kl/coef": float(self.kl.coef)}
         return kl | ({"policy/entropy_coef": float(self.entropy_coef)} if self.entropy_coef else {})
+
+    # ---- what the step may leave out, and how ------------------------------------------------------------------
+
+    def batched(self, model: Any, forward: Callable[[Any], dict[str, Tensor]], rows: Any) -> dict[str, Tensor]:
+        """Runs `forward` over micro-batches of rows that `model` reads; (B, T) results, 0 off the response mask.
+
+        Every rank calls `forward` equally often, as sharded models need.
+        """
+        return batched_forward(forward, rows, self.micro_batch_tokens, self.all_max, model.layout)
+
+    def _runs_own(self, *hooks: str) -> bool:
+        """Whether none of the hooks is overridden outside of this package."""
+        own = all(getattr(type(self), hook).__module__.startswith("lightrl.") for hook in hooks)
+        return own and not vars(self).keys() & set(hooks)
+
+    def _needs_old_logprobs(self, rows: Any) -> bool:
+        """Whether the policy has to be evaluated before the updates. False only if exactly one update follows."""
+        if self.loss.replaces_old_logprobs:
+            return False
+        hooks = (*STEP, "make_experience", "evaluate_models", "compute_advantages", "minibatches")
+        several = self.ppo_epochs * self._count_minibatches(rows) > 1
+        read = any(callback.reads_old_logprobs for callback in self._rl_callbacks)
+        return several or read or isinstance(self.kl, KLInReward) or not self._runs_own(*hooks)
+
+    def _zero_rows_are_free(self, rows: Experience) -> bool:
+        """Whether a row whose advantages are all 0 has no gradient and no reader, so that it need not be run.
+
+        True only if every part that is involved knows it: a subclass's hook, or anybody's callback that does not
+        declare `reads_all_rows = False`, has all rows run.
+        """
+        if not self._runs_own(*STEP) or any(reads_all_rows(callback) for callback in self._callbacks()):
+            return False
+        terms = (self.critic_spec is not None, isinstance(self.kl, KLInLoss), self.entropy_coef, self.aux_loss_coef)
+        return not any(terms) and self._loss_of(rows).zero_advantage_is_zero_loss
+
+    def _callbacks(self) -> list[Any]:
+        return list(self.trainer.callbacks)  # type: ignore[attr-defined]
+
+    def _loss_of(self, rows: Experience) -> PolicyLoss:
+        """The loss of these rows, corrected if older weights sampled them."""
+        corrected = isinstance(self.loss, AutomaticCorrection) or self.loss.engine_use == "ratio"
+        if not rows.is_stale or corrected or not self.off_policy_correction:
+            return self.loss
+        if self._stale_loss is None:
+            rank_zero_warn(
+                "A rollout was sampled by older weights than those that learn from it: something changed them in "
+                "between. OffPolicyCorrection weights such rollouts."
+            )
+            self._stale_loss = AutomaticCorrection(self.loss)
+        return self._stale_loss
+
+    def _is_stale(self, rollouts: Rollouts) -> bool:
+        """Whether older weights sampled a rollout; unknown, and taken for no, without a `RolloutDataModule`."""
+        known = isinstance(self.trainer.datamodule, RolloutDataModule)  # type: ignore[attr-defined]
+        return known and rollouts.policy_version != self.policy_version
+
+    def _aggregation_weights(self, mask: Tensor) -> Tensor:
+        weights = one_per_token("aggregation", self.aggregation, self.aggregation.weights(mask), mask)
+        return torch.where(mask, weights.float(), torch.zeros_like(mask, dtype=torch.float32))
+
+    def _aggregation_count(self, mask: Tensor) -> Tensor:
+        count = self.aggregation.count(mask)
+        if not isinstance(count, Tensor) or count.ndim:
+            raise ValueError(f"aggregation={type(self.aggregation).__name__}: `count` must return a scalar tensor.")
+        return count.double()
+
+    def _note_missing_routes(self, rollouts: Rollouts) -> None:
+        """Warns once that the experts which the engine chose are not replayed, and why."""
+        if self._routes_noted or any(routes is not None for routes in rollouts.routes):
+            return
+        self._routes_noted = True
+        if self.actor.has_experts:
+            log.warning(
+                "Routing replay is off: the policy is a mixture of experts, but its samples came without the experts "
+                "that the engine chose for them, so the trainer's routers choose for themselves. TransformersEngine "
+                "records them, VLLMEngine on GPUs with engine_args.enable_return_routed_experts=true; servers do not."
+            )
+
+    def _count_minibatches(self, rows: Any) -> int:
+        """Optimizer steps per pass over a rollout. Collective if `minibatch_size` is given."""
+        size, ranks = self.minibatch_size, self.trainer.world_size
+        if size is None:
+            return 1
+        if size % ranks:
+            raise ValueError(
+                f"minibatch_size={size} counts sequences over all ranks and cannot be shared by {ranks}: take a "
+                f"multiple of {ranks}."
+            )
+        own = len(rows.trajectory_ids.unique())
+        total = int(self.all_sum(torch.tensor(float(own))))
+        if total % size:
+            raise ValueError(
+                f"minibatch_size={size} does not divide the rollout's {total} sequences (prompts x group size, over "
+                f"all ranks): take a divisor of {total}, or null for one update per epoch."
+            )
+        return total // size
+
+    @property
+    def _trained_models(self) -> list[PolicyModel | ValueModel]:
+        return [model for model in (self.actor, self.critic) if model is not None]
 
     # ---- evaluation --------------------------------------------------------------------------------------------
 
@@ -908,8 +874,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
     @property
     def policy_version(self) -> int:
-        """Number of optimizer steps behind the actor's weights; names them for engines."""
-        return int(self.trainer.global_step)
+        """Number of changes of the actor's weights, optimizer steps and others; names them for engines."""
+        return int(self.trainer.global_step) + self.outside_changes
 
     @property
     def needs_groups(self) -> bool:
@@ -922,8 +888,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
     @property
     def compares_engine_logprobs(self) -> bool:
-        """Whether the loss, or the one that `setup` will wrap around it, reads the engine's log-probs."""
-        return self.loss.reads_engine_logprobs or self._corrects_off_policy
+        """Whether the loss, or the correction that `setup` will wrap around it, may read the engine's log-probs."""
+        return self.loss.engine_use != "unused" or self._corrects_off_policy
 
     @property
     def needs_rewards(self) -> bool:
@@ -995,10 +961,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         Returns:
             each (B, T) float32, 0 off the response mask.
         """
-        actor, reduction = self.actor, self._all_ranks
-        return batched_forward(
-            lambda x: policy_forward(actor, x, entropy=True), rows, self.micro_batch_tokens, reduction.max, actor.layout
-        )
+        actor = self.actor
+        return self.batched(actor, lambda x: policy_forward(actor, x, entropy=True), rows)
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks."""
@@ -1022,11 +986,11 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """What cannot be loaded from where it came from.
 
-        Dropped: the reward models; the reference, unless a callback moves it; and frozen parameters of actor and critic
-        (the base of a LoRA run, `freeze`d layers), unless they were drawn at random, so that nothing else has them.
+        Dropped: the reward models; the reference, unless something has changed it; and frozen parameters of actor and
+        critic (the base of a LoRA run, `freeze`d layers), unless they were drawn at random.
         """
         state = super().state_dict(*args, **kwargs)
-        moves = any(callback.moves_reference for callback in self._rl_callbacks)
+        moves = self._reference_moved()
         frozen: set[str] = set()
         if not self.actor_spec.random_init:
             named = self.named_parameters(remove_duplicate=False)
@@ -1036,6 +1000,24 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         dropped = ("reward_models.",) if moves else ("reward_models.", "reference.")
         return {name: value for name, value in state.items() if not name.startswith(dropped) and name not in frozen}
 
+    def _reference_moved(self) -> bool:
+        """Whether the reference differs from the model that it was built from. Collective under FSDP2."""
+        reference: Any = getattr(self, "reference", None)
+        if reference is None or self._reference_at_start is None:
+            return False
+        moved = fingerprint(reference) != self._reference_at_start
+        try:
+            sharded = isinstance(self.trainer.strategy, ModelParallelStrategy)
+        except RuntimeError:  # built without a trainer
+            sharded = False
+        return bool(self.all_max(torch.tensor(float(moved)))) if sharded else moved
+
+    def configure_model(self) -> None:
+        """Builds and shards the models, and remembers what the reference began as."""
+        super().configure_model()
+        if self.reference is not None and self._reference_at_start is None:
+            self._reference_at_start = fingerprint(self.reference)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds how the models are built, the counters, and the random generators' states. Collective."""
         models = {"actor": self.actor_spec}
@@ -1044,6 +1026,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         checkpoint["lightrl"] = {
             **self._description(models),
             "seed": self.seed,
+            "outside_changes": int(self.outside_changes),
             "num_skipped_updates": int(self.num_skipped_updates),
             "skipped_in_a_row": int(self.skipped_in_a_row),
             "rng": random_states.collect(),
@@ -1061,6 +1044,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             counts = {"seed": int, "num_skipped_updates": int, "skipped_in_a_row": int, "rng": list}
             require_entries(stored, counts, "lightrl")
             self.seed = stored["seed"]
+            self.outside_changes = stored.get("outside_changes", 0)
             self.num_skipped_updates = stored["num_skipped_updates"]
             self.skipped_in_a_row = stored["skipped_in_a_row"]
             self._restored_rng = stored["rng"]

@@ -11,10 +11,16 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy
 
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.schedule import LRSchedule, make_optimizer, refuse_factories, with_schedule
+from lightrl.algorithms.schedule import (
+    LRSchedule,
+    make_optimizer,
+    refuse_factories,
+    run_position,
+    set_named_rates,
+    with_schedule,
+)
 from lightrl.algorithms.windows import GradientWindow, refuse_accumulation
 from lightrl.arguments import at_least
-from lightrl.compat.lightning import count_updates
 from lightrl.distributed import strategies
 from lightrl.models.loading import require_model
 from lightrl.models.reward import RewardModel
@@ -77,10 +83,10 @@ class RewardLightningModule(SavesPretrained):
         refuse_accumulation(self.trainer)
         require_model(self.model_spec)
 
-    def _build_models(self, in_shards: bool = False) -> None:
+    def build_models(self, in_shards: bool = False) -> None:
         self.reward_model = RewardModel.for_training(self.model_spec)
 
-    def _models(self) -> list[Any]:
+    def models(self) -> list[Any]:
         return [self.reward_model]
 
     def configure_optimizers(self) -> Any:
@@ -93,7 +99,11 @@ class RewardLightningModule(SavesPretrained):
         optimizer = make_optimizer(
             self.optimizer_factory, [group for group in groups if group["params"]], self.trainer.strategy
         )
-        return with_schedule(optimizer, self.lr_scheduler_factory, lambda: count_updates(self.trainer))
+        return with_schedule(optimizer, self.lr_scheduler_factory, run_position(self.trainer))
+
+    def on_train_start(self) -> None:
+        """Sets the rates of a schedule by name, which a checkpoint's optimizer has from a run of another length."""
+        set_named_rates(self.lr_schedulers())
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Loss of one batch of pairs, as `PreferenceDataModule` lays them out."""

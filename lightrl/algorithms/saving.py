@@ -44,11 +44,11 @@ class SavesPretrained(LightningModule):
     _tells_hyperparameters = True
 
     @abstractmethod
-    def _build_models(self, in_shards: bool = False) -> None:
+    def build_models(self, in_shards: bool = False) -> None:
         """Sets the models as attributes; those that can be are empty where ranks fill in their parts (`in_shards`)."""
 
     @abstractmethod
-    def _models(self) -> list[Any]:
+    def models(self) -> list[Any]:
         """The models, each with its `blocks()`."""
 
     def configure_callbacks(self) -> list[Any]:
@@ -79,9 +79,9 @@ class SavesPretrained(LightningModule):
         strategy = self.trainer.strategy
         _zero3_config = strategies.keep_zero3_config(strategy)
         if not self._is_built:
-            self._build_models(in_shards=strategies.loads_in_shards(strategy))
+            self.build_models(in_shards=strategies.loads_in_shards(strategy))
         group = strategies.context_group(strategy)
-        for model in self._models():
+        for model in self.models():
             strategies.shard_model(model, model.blocks(), self)
             fill_shards(model, strategies.shard_device(strategy))
             if group is not None and not isinstance(model, RewardModel):  # which read whole rows, each rank its own
@@ -113,7 +113,7 @@ class SavesPretrained(LightningModule):
         """Builds the models without a trainer and gives them a checkpoint's weights; see `load_from_checkpoint`."""
         checkpoint = read_checkpoint(checkpoint_path)
         checkpoints.refuse_foreign(checkpoint.get("lightrl", {}), type(self).__name__)
-        self._build_models()
+        self.build_models()
         self._is_built = True
         self._loaded_tokenizer = checkpoint.get("lightrl", {}).get("tokenizer")
         self._require_weights(checkpoint["state_dict"])

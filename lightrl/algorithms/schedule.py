@@ -14,9 +14,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from lightrl.arguments import at_least, fraction, one_of
+from lightrl.compat.lightning import count_updates
 from lightrl.distributed.strategies import local_shard
 
-__all__ = ["LRSchedule", "make_optimizer", "refuse_factories", "with_schedule"]
+__all__ = [
+    "LRSchedule",
+    "NamedSchedule",
+    "make_optimizer",
+    "refuse_factories",
+    "run_position",
+    "set_named_rates",
+    "with_schedule",
+]
 
 UNCOUNTED = (
     "lr_scheduler by name needs to know where the run ends: set trainer.max_epochs or trainer.max_steps, or give a "
@@ -62,7 +71,7 @@ class LRSchedule:
             raise ValueError(f"LRSchedule.warmup={self.warmup}: a whole number of updates, or a fraction below 1.")
         fraction("LRSchedule.floor", self.floor)
 
-    def factor(self, update: int, total: int) -> float:
+    def factor(self, update: float, total: float) -> float:
         """The factor of update number `update` of `total`."""
         warmup = int(self.warmup) if self.warmup >= 1 else math.ceil(self.warmup * total)
         if update < warmup:
@@ -70,11 +79,45 @@ class LRSchedule:
         progress = min((update - warmup) / max(total - warmup, 1), 1.0)
         return 1 - (1 - self.floor) * (1 - _SHAPES[self.name](progress))
 
-    def scheduler(self, optimizer: Optimizer, total: int) -> LambdaLR:
-        """The schedule of a run of `total` updates."""
-        if self.warmup > max(total, 1):
-            rank_zero_warn(f"lr_scheduler.warmup={self.warmup:g}: the run has {total} updates, all within it.")
-        return LambdaLR(optimizer, lambda update: self.factor(update, total))
+
+class NamedSchedule(LambdaLR):
+    """An `LRSchedule` over the run as it is now: its rates depend on the position alone, not on a count of its own.
+
+    So a resumed run that is longer or shorter continues at the rate that the new length gives.
+
+    Args:
+        optimizer: Whose rates are set.
+        schedule: The factors.
+        position: Gives (updates so far, updates of the whole run).
+    """
+
+    def __init__(self, optimizer: Optimizer, schedule: LRSchedule, position: Callable[[], tuple[float, float]]) -> None:
+        super().__init__(optimizer, lambda _: schedule.factor(*position()))
+
+    def refresh(self) -> None:
+        """Sets the rates for the update to come."""
+        factor = self.lr_lambdas[0](0)
+        for group, rate in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = rate * factor
+
+
+def set_named_rates(schedulers: Any) -> None:
+    """Refreshes those of a module's schedulers that are schedules by name."""
+    for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
+        if isinstance(scheduler, NamedSchedule):
+            scheduler.refresh()
+
+
+def run_position(trainer: Any) -> Callable[[], tuple[float, float]]:
+    """The position in a run with automatic optimization: (steps so far, steps of the whole run)."""
+    total: list[float] = []
+
+    def position() -> tuple[float, float]:
+        if not total:
+            total.append(count_updates(trainer))
+        return float(trainer.global_step), total[0]
+
+    return position
 
 
 def refuse_factories(optimizer: Any, schedule: Any) -> None:
@@ -88,13 +131,13 @@ def refuse_factories(optimizer: Any, schedule: Any) -> None:
         )
 
 
-def with_schedule(optimizer: Optimizer, schedule: Any, count_updates: Callable[[], float]) -> Any:
+def with_schedule(optimizer: Optimizer, schedule: Any, position: Callable[[], tuple[float, float]]) -> Any:
     """What `configure_optimizers` returns.
 
     Args:
         optimizer: the only one.
         schedule: an `LRSchedule` over all updates of the run, what is called with the optimizer, or None.
-        count_updates: gives the number of updates of the run, infinite where it has no end.
+        position: Gives (updates so far, updates of the whole run), the latter infinite if it has no end.
 
     Raises:
         ValueError: an `LRSchedule` in a run without an end that can be counted.
@@ -102,10 +145,12 @@ def with_schedule(optimizer: Optimizer, schedule: Any, count_updates: Callable[[
     if schedule is None:
         return optimizer
     if isinstance(schedule, LRSchedule):
-        total = count_updates()
+        total = position()[1]
         if not math.isfinite(total):
             raise ValueError(UNCOUNTED)
-        made: Any = schedule.scheduler(optimizer, int(total))
+        if schedule.warmup > max(total, 1):
+            rank_zero_warn(f"lr_scheduler.warmup={schedule.warmup:g}: the run has {total:g} updates, all within it.")
+        made: Any = NamedSchedule(optimizer, schedule, position)
     else:
         made = make_scheduler(schedule, optimizer)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}

@@ -10,9 +10,15 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.algorithms.schedule import LRSchedule, make_optimizer, refuse_factories, with_schedule
+from lightrl.algorithms.schedule import (
+    LRSchedule,
+    make_optimizer,
+    refuse_factories,
+    run_position,
+    set_named_rates,
+    with_schedule,
+)
 from lightrl.algorithms.windows import GradientWindow, refuse_accumulation
-from lightrl.compat.lightning import count_updates
 from lightrl.distributed import strategies
 from lightrl.models.loading import require_model
 from lightrl.models.policy import PolicyModel
@@ -58,17 +64,21 @@ class SFTLightningModule(SavesPretrained):
         refuse_accumulation(self.trainer)
         require_model(self.actor_spec)
 
-    def _build_models(self, in_shards: bool = False) -> None:
+    def build_models(self, in_shards: bool = False) -> None:
         self.actor = PolicyModel.from_spec(self.actor_spec, trainable=True, in_shards=in_shards)
 
-    def _models(self) -> list[Any]:
+    def models(self) -> list[Any]:
         return [self.actor]
 
     def configure_optimizers(self) -> Any:
         """One optimizer; the schedule counts updates."""
         trained = [p for p in self.actor.parameters() if p.requires_grad]
         optimizer = make_optimizer(self.optimizer_factory, trained, self.trainer.strategy)
-        return with_schedule(optimizer, self.lr_scheduler_factory, lambda: count_updates(self.trainer))
+        return with_schedule(optimizer, self.lr_scheduler_factory, run_position(self.trainer))
+
+    def on_train_start(self) -> None:
+        """Sets the rates of a schedule by name, which a checkpoint's optimizer has from a run of another length."""
+        set_named_rates(self.lr_schedulers())
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Loss of one batch of {token_ids, attention_mask, response_mask}, each (B, T), and `inputs` with images."""

@@ -36,7 +36,7 @@ class AdaptiveEntropy(RLCallback):
         here it is `policy/entropy` of the rollout before, so that no forward pass is added.
     """
 
-    reads_entropy = True
+    reads_old_logprobs = False
 
     def __init__(
         self, target: float = 0.2, step: float = 0.005, start: float = 0.0, minimum: float = 0.0, maximum: float = 1.0

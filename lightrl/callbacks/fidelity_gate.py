@@ -46,7 +46,7 @@ class FidelityGate(RLCallback):
         RuntimeError: with "stop", on all ranks alike, a cell is above the bound.
     """
 
-    reads_old_logprobs = True
+    reads_all_rows = False
 
     def __init__(
         self, bound: float | None = None, action: Literal["warn", "stop"] = "warn", min_tokens: int = 16

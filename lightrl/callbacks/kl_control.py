@@ -39,6 +39,9 @@ class AdaptiveKL(_KLControl):
         ValueError: a value is out of range; in `setup`, the module has no KL term.
     """
 
+    reads_old_logprobs = False
+    reads_all_rows = False
+
     def __init__(self, target: float = 0.05, horizon: float = 10_000) -> None:
         self.target = above("AdaptiveKL.target", target)
         self.horizon = above("AdaptiveKL.horizon", horizon)
@@ -80,6 +83,9 @@ class LinearKL(_KLControl):
     Raises:
         ValueError: a value is out of range; in `setup`, the module has no KL term.
     """
+
+    reads_old_logprobs = False
+    reads_all_rows = False
 
     def __init__(self, start: float, end: float, num_rollouts: int) -> None:
         self.start = at_least("LinearKL.start", start, 0)

@@ -29,8 +29,8 @@ class OffloadModels(RLCallback):
     the updates have their memory, too; the critic leaves after the last update. In evaluation and prediction reward
     models come for each batch that was sampled. With `OffloadOptimizer` and an engine that sleeps
     (`VLLMEngine.sleep_level`) only the actor stays on the device while tokens are sampled. No number changes. Each way
-    copies the models once per rollout; on CPU there is nothing to free, and nothing is moved. A `compute_loss` of your
-    own that calls the reference finds it on the host: override `make_experience` for that.
+    copies the models once per rollout; on CPU there is nothing to free, and nothing is moved. An override of
+    `compute_loss` that calls the reference finds it on the host: call it in `evaluate_models`.
 
     Args:
         models: which of them are moved, where the module has them as models of their own.
@@ -40,6 +40,9 @@ class OffloadModels(RLCallback):
             `staleness`, which learns while the engine samples; a critic with DDP, which would no longer
             see its gradients.
     """
+
+    reads_old_logprobs = False
+    reads_all_rows = False
 
     def __init__(self, models: Sequence[Role] = ROLES) -> None:
         unknown = sorted(set(models) - set(ROLES))

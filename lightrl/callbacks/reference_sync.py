@@ -32,7 +32,8 @@ class ReferenceSync(RLCallback):
         steps and 0.6, counts steps where this counts rollouts.
     """
 
-    moves_reference = True
+    reads_old_logprobs = False
+    reads_all_rows = False
 
     def __init__(self, every_n_rollouts: int = 100, alpha: float = 0.6) -> None:
         self.every_n_rollouts = at_least("ReferenceSync.every_n_rollouts", every_n_rollouts, 1)

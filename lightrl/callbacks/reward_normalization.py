@@ -27,6 +27,9 @@ class RewardNormalization(RLCallback):
         min_std: floor of the standard deviation, above 0 and at most 1e6.
     """
 
+    reads_old_logprobs = False
+    reads_all_rows = False
+
     def __init__(self, center: bool = True, min_std: float = 1e-4) -> None:
         self.center = center
         self.min_std = above("RewardNormalization.min_std", min_std)

@@ -61,6 +61,9 @@ class SampleLog(RLCallback):
         terminal: whether to print tables; loggers and file get them anyway.
     """
 
+    reads_old_logprobs = False
+    reads_all_rows = False
+
     def __init__(
         self, every_n_rollouts: int = 10, num_samples: int = 4, max_characters: int = 300, terminal: bool = True
     ) -> None:

@@ -62,6 +62,9 @@ class SaveRollouts(RLCallback):
             of it, once before; False saves what the run computes anyway.
     """
 
+    reads_old_logprobs = False
+    reads_all_rows = False
+
     def __init__(self, every_n_rollouts: int = 10, dirpath: str | None = None, evaluate: bool = True) -> None:
         self.every_n_rollouts = at_least("SaveRollouts.every_n_rollouts", every_n_rollouts, 1)
         self.dirpath = dirpath

@@ -249,6 +249,14 @@ def begin_evaluation(trainer: Any) -> None:
     trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset_on_restart()
 
 
+def begin_step_metrics(trainer: Any) -> None:
+    """Forgets what earlier steps logged: Lightning would hand it to the loggers again if this step doesn't log it."""
+    results = getattr(trainer.fit_loop.epoch_loop, "_results", None)
+    for metric in () if results is None else results.values():
+        if metric.meta.on_step and not metric.meta.on_epoch:
+            metric.reset()
+
+
 def flush_step_metrics(trainer: Any) -> None:
     """Hands this step's metrics to the loggers now; Lightning does so only after `on_train_batch_end`."""
     trainer._logger_connector.update_train_step_metrics()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +28,7 @@ __all__ = [
     "OPO",
     "RLOO",
     "AdvantageEstimator",
-    "EstimatorInput",
+    "AdvantageInput",
     "GroupRelative",
     "MaxRL",
     "PassAtK",
@@ -42,91 +40,126 @@ __all__ = [
 ]
 
 
-Scope = Literal["group", "batch"]
+Credit = Literal["total", "parts", "turns"]
 
 
-@dataclass
-class EstimatorInput:
+class AdvantageInput:
     """What an estimator is given: B trajectories of at most T tokens.
 
-    Attributes:
-        rewards: (B, T) float per token; the score on the last response token, a KL penalty already in it. 0 off the
-            mask and on rows that are not valid, where what was given may be NaN.
+    Every estimator gets the whole record. It remembers which fields were read, so that nothing has to be declared.
+
+    Args:
+        rewards: (B, T) float per token; the score on the last response token, a KL penalty already in it. Read as 0 off
+            the mask and on rows that are not valid, where what is given may be NaN.
         mask: (B, T) bool, tokens the policy sampled.
-        groups: (B,) int64, equal for completions of one prompt; a group lies on one rank.
-        values: (B, T) float, the critic's, V of the state before token t.
-        valid: (B,) bool, False where no reward function scored the row; all True where None is given. Such a row gets
-            advantage 0 and takes no part in any baseline or statistic.
+        groups: (B,) int64, equal for completions of one prompt; a group is on one rank.
+        values: (B, T) float, the critic's, V of the state before token t; None without a critic.
+        valid: (B,) bool, False where no reward function scored the row; all True if None. Such a row gets advantage 0
+            and takes no part in any baseline or statistic.
         reward_parts: name -> (B,) float, raw rewards per function, NaN for "does not apply".
         part_weights: name -> weight of that function.
-        turn_ids: (B, T) int64, read on the mask: number of the turn a token belongs to; None where every row is
-            one turn. Given to estimators with `needs_turns`.
-        anchors: (B, T) int64, read on the mask: the state in which the token's turn began, equal for equal states
-            of a group; None where every row is one turn. Given to estimators with `needs_anchors`.
-        all_sum: sums a tensor over ranks.
+        turn_ids: (B, T) int64, read on the mask: number of the turn a token belongs to; None if every row is one turn.
+        anchors: (B, T) int64, read on the mask: the state in which the token's turn began, equal for equal states of a
+            group; None without an environment that names its states.
+        all_sum: Sums a tensor over ranks.
     """
 
-    rewards: Tensor
-    mask: Tensor
-    groups: Tensor
-    values: Tensor | None = None
-    valid: Tensor = None  # type: ignore[assignment]  # filled in below
-    reward_parts: dict[str, Tensor] | None = None
-    part_weights: dict[str, float] | None = None
-    turn_ids: Tensor | None = None
-    anchors: Tensor | None = None
-    all_sum: AllSum = identity
+    def __init__(
+        self,
+        rewards: Tensor,
+        mask: Tensor,
+        groups: Tensor,
+        values: Tensor | None = None,
+        valid: Tensor | None = None,
+        reward_parts: dict[str, Tensor] | None = None,
+        part_weights: dict[str, float] | None = None,
+        turn_ids: Tensor | None = None,
+        anchors: Tensor | None = None,
+        all_sum: AllSum = identity,
+    ) -> None:
+        self.mask = mask
+        self.groups = groups
+        self.values = values
+        self.valid = torch.ones_like(mask[:, 0]) if valid is None else valid
+        self.part_weights = part_weights
+        self.all_sum = all_sum
+        self.reads = set[str]()
+        self._rewards = torch.where(self.trained, rewards, torch.zeros_like(rewards))
+        self._reward_parts = reward_parts
+        self._turn_ids = turn_ids
+        self._anchors = anchors
 
-    def __post_init__(self) -> None:
-        if self.valid is None:
-            self.valid = torch.ones_like(self.mask[:, 0])
-        self.rewards = torch.where(self.trained, self.rewards, torch.zeros_like(self.rewards))
+    @property
+    def rewards(self) -> Tensor:
+        """(B, T) per token."""
+        self.reads.add("rewards")
+        return self._rewards
 
-    @cached_property
+    @property
+    def scores(self) -> Tensor:
+        """(B,) each row's sum of rewards; 0 where it is not valid."""
+        self.reads.add("rewards")
+        return masked_sum(self._rewards, self.mask, -1).to(self._rewards.dtype)
+
+    @property
+    def reward_parts(self) -> dict[str, Tensor] | None:
+        """name -> (B,)."""
+        self.reads.add("reward_parts")
+        return self._reward_parts
+
+    @property
+    def turn_ids(self) -> Tensor | None:
+        """(B, T)."""
+        self.reads.add("turn_ids")
+        return self._turn_ids
+
+    @property
+    def anchors(self) -> Tensor | None:
+        """(B, T)."""
+        self.reads.add("turn_ids")
+        return self._anchors
+
+    @property
     def trained(self) -> Tensor:
         """(B, T) bool, the tokens of valid rows that the policy sampled."""
         return self.mask & self.valid[:, None]
 
-    @cached_property
-    def scores(self) -> Tensor:
-        """(B,) each row's sum of rewards; 0 where it is not valid."""
-        return masked_sum(self.rewards, self.mask, -1).to(self.rewards.dtype)
+    @property
+    def credit(self) -> Credit:
+        """What was read: the rewards of turns, those of each function, or their sum only."""
+        if "turn_ids" in self.reads:
+            return "turns"
+        return "parts" if "reward_parts" in self.reads else "total"
 
 
 class AdvantageEstimator(ABC):
     """Turns rewards into advantages.
 
     Attributes:
-        scope: what must be complete before an advantage is known: "group" lets finished groups be trained on while
-            others still generate; "batch" needs all of them, on all ranks.
         needs_critic: reads `values`. needs_groups: is meaningless with one completion per prompt.
         needs_binary_scores: takes the score for a success or a failure, so that a KL inside the reward would be lost
             or would corrupt it: to be combined with a KL in the loss or none.
-        needs_reward_parts: reads `reward_parts` instead of `rewards`, so that whatever shapes the total (reward
-            models, normalisation, clip, over-long penalty, KL in the reward) would be lost.
-        needs_turns: gives turns credit of their own: is called with `turn_ids`, and reads where in `rewards` each
-            turn's reward stands, so that what rescales the trajectory's total alone is refused.
-        needs_anchors: compares turns that began in the same state: is called with `anchors`.
-        normalizes: ends with a normalisation over the batch of its own; whitening it again would be a second one.
+        credit: "parts" reads `reward_parts` in place of `rewards`, so what changes only the sum (reward clip,
+            normalization, KL in the reward) would be lost. "turns" gives turns credit for their own rewards, so what
+            changes only the sum would land on the last turn. Such combinations are rejected at set-up. None:
+            undeclared; the same is rejected when the estimator is seen to read those fields. "total": the sum decides,
+            whatever else is read.
+        normalizes: ends with a normalization over the batch, so whitening would be a second one.
     """
 
-    scope: Scope = "group"
     needs_critic: ClassVar[bool] = False
     needs_groups: ClassVar[bool] = False
     needs_binary_scores: ClassVar[bool] = False
-    needs_reward_parts: ClassVar[bool] = False
-    needs_turns: ClassVar[bool] = False
-    needs_anchors: ClassVar[bool] = False
+    credit: ClassVar[Credit | None] = None
     normalizes: bool = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Computes advantages; the arguments are the attributes of `EstimatorInput`.
+    def __call__(self, given: AdvantageInput) -> tuple[Tensor, Tensor | None]:
+        """Computes advantages, and checks what a subclass returns.
 
         Returns:
             (B, T) advantages, 0 off the mask and on rows that are not valid, and (B, T) targets for the critic, or
             None without one.
         """
-        given = EstimatorInput(*args, **kwargs)
         answer = self.estimate(given)
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise ValueError(
@@ -134,13 +167,18 @@ class AdvantageEstimator(ABC):
             )
         advantages, returns = answer
         for name, found in {"advantages": advantages, "returns": returns}.items():
-            if isinstance(found, Tensor) and found.shape != given.mask.shape:
-                shapes = f"{tuple(found.shape)} for {tuple(given.mask.shape)} tokens"
-                raise ValueError(f"advantage={type(self).__name__}: {name} of shape {shapes}: give one per token.")
+            if found is None and name == "returns":
+                continue
+            if not isinstance(found, Tensor) or found.shape != given.mask.shape:
+                shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+                raise ValueError(
+                    f"advantage={type(self).__name__}: {name} of shape {shape} for tokens of shape "
+                    f"{tuple(given.mask.shape)}. Return one per token."
+                )
         return torch.where(given.trained, advantages, torch.zeros_like(advantages)), returns
 
     @abstractmethod
-    def estimate(self, given: EstimatorInput) -> tuple[Tensor, Tensor | None]:
+    def estimate(self, given: AdvantageInput) -> tuple[Tensor, Tensor | None]:
         """(B, T) advantages, of which those of trained tokens are taken, and (B, T) targets for the critic or None."""
 
     def refuse_combination(self, kl: KLPenalty | None, *, whiten: bool) -> None:
@@ -162,7 +200,7 @@ class AdvantageEstimator(ABC):
                     f"advantage={name} with kl=KLInReward: {name} takes a score for success or failure, and a KL "
                     f"inside the score would corrupt it. {way_out}"
                 )
-            if self.needs_reward_parts:
+            if self.credit == "parts":
                 raise ValueError(
                     f"advantage={name} with kl=KLInReward: {name} reads each reward function's own rewards, and a KL "
                     f"in their sum would be lost. {way_out}"
@@ -176,33 +214,34 @@ class AdvantageEstimator(ABC):
     def refuse_group_size(self, size: int) -> None:  # noqa: B027 - most estimators take any
         """Raises a ValueError where groups of `size` attempts teach nothing; by default none does."""
 
-    def refuse_shaped_rewards(self, shaping: str) -> None:
-        """Refuses what changes the summed reward where the estimator does not read it.
+    def refuse_shaped_rewards(self, shaping: str, credit: Credit | None = None) -> None:
+        """Rejects what changes the summed reward if the estimator doesn't read it.
 
         Args:
-            shaping: the argument or callback, as the user wrote it.
+            shaping: The argument or callback, as the user wrote it.
+            credit: What the estimator was seen to read; the declared `credit` if None.
 
         Raises:
             ValueError: the estimator reads each function's own rewards, so that the change would be lost, or each
                 turn's, which the change would leave as they are.
         """
-        name = type(self).__name__
-        if self.needs_turns:
+        name, credit = type(self).__name__, credit or self.credit
+        if credit == "turns":
             raise ValueError(
                 f"{shaping} with advantage={name}: {name} gives turns credit for their own rewards, and a change of "
-                "the sum alone would land on the last turn. Drop it, scale the rewards themselves, or take RLOO."
+                "the sum alone would land on the last turn. Change `turn_rewards` by the same amount, or use RLOO."
             )
-        if self.needs_reward_parts:
+        if credit == "parts":
             raise ValueError(
                 f"{shaping} with advantage={name}: {name} reads each reward function's own rewards, and a change of "
-                "their sum would be lost. Drop it, or take GroupRelative."
+                "their sum would be lost. Change `reward_parts` by the same amount, or use GroupRelative."
             )
 
 
 class SequenceEstimator(AdvantageEstimator):
     """One advantage per sequence, put on each of its tokens; subclasses compute it from the scores."""
 
-    def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:
+    def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         """See the class."""
         advantages = self.sequence_advantages(given)
         if advantages.shape != given.scores.shape:
@@ -211,11 +250,11 @@ class SequenceEstimator(AdvantageEstimator):
         return spread(advantages, given.mask), None
 
     @abstractmethod
-    def sequence_advantages(self, given: EstimatorInput) -> Tensor:
+    def sequence_advantages(self, given: AdvantageInput) -> Tensor:
         """(B,) advantages from `given.scores`; those of valid rows are taken."""
 
 
-def unscored_at_values(returns: Tensor, given: EstimatorInput, values: Tensor) -> Tensor:
+def unscored_at_values(returns: Tensor, given: AdvantageInput, values: Tensor) -> Tensor:
     """Returns that equal the values on rows without a score, which leaves an unclipped critic where it is there."""
     on_mask = torch.where(given.mask, values, torch.zeros_like(values))
     return torch.where(given.trained, returns, on_mask)
@@ -243,7 +282,7 @@ class GAE(AdvantageEstimator):
         self.gamma = fraction("GAE.gamma", gamma)
         self.lam = fraction("GAE.lam", lam)
 
-    def estimate(self, given: EstimatorInput) -> tuple[Tensor, Tensor]:
+    def estimate(self, given: AdvantageInput) -> tuple[Tensor, Tensor]:
         """See the class."""
         if given.values is None:
             raise ValueError("GAE: values=None: it needs a critic. Give the module one, or use RLOO or GroupRelative.")
@@ -266,7 +305,7 @@ class Reinforce(AdvantageEstimator):
     def __init__(self, gamma: float = 1.0) -> None:
         self.gamma = fraction("Reinforce.gamma", gamma)
 
-    def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:
+    def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         """See the class."""
         return returns_to_go(given.rewards, given.mask, self.gamma), None
 
@@ -286,13 +325,12 @@ class ReinforcePlusPlus(AdvantageEstimator):
         `reinforce++` raises.
     """
 
-    scope = "batch"
     normalizes = True
 
     def __init__(self, gamma: float = 1.0) -> None:
         self.gamma = fraction("ReinforcePlusPlus.gamma", gamma)
 
-    def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:
+    def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         """See the class."""
         returns = returns_to_go(given.rewards, given.mask, self.gamma)
         return masked_whiten(returns, given.trained, all_sum=given.all_sum), None
@@ -325,10 +363,9 @@ class GroupRelative(SequenceEstimator):
     def __init__(self, scale: Literal["group", "batch", "none"] = "group", eps: float = 1e-4) -> None:
         self.scale = one_of("GroupRelative.scale", scale, "group", "batch", "none")
         self.eps = _eps("GroupRelative.eps", eps)
-        self.scope = "batch" if scale == "batch" else "group"
         self.normalizes = scale == "batch"
 
-    def sequence_advantages(self, given: EstimatorInput) -> Tensor:
+    def sequence_advantages(self, given: AdvantageInput) -> Tensor:
         """See the class."""
         stats = group_stats(given.scores, given.groups, given.valid)
         centered = group_centered(given.scores, stats, given.valid)
@@ -353,9 +390,8 @@ class RLOO(SequenceEstimator):
 
     def __init__(self, normalize: bool = False) -> None:
         self.normalizes = normalize
-        self.scope = "batch" if normalize else "group"
 
-    def sequence_advantages(self, given: EstimatorInput) -> Tensor:
+    def sequence_advantages(self, given: AdvantageInput) -> Tensor:
         """See the class."""
         advantages = leave_one_out(given.scores, given.groups, given.valid)
         if not self.normalizes:
@@ -373,7 +409,7 @@ class OPO(SequenceEstimator):
 
     needs_groups = True
 
-    def sequence_advantages(self, given: EstimatorInput) -> Tensor:
+    def sequence_advantages(self, given: AdvantageInput) -> Tensor:
         """See the class."""
         return optimal_baseline(given.scores, given.groups, given.valid, given.mask.sum(-1))
 
@@ -393,7 +429,7 @@ class MaxRL(SequenceEstimator):
     needs_groups = True
     needs_binary_scores = True
 
-    def sequence_advantages(self, given: EstimatorInput) -> Tensor:
+    def sequence_advantages(self, given: AdvantageInput) -> Tensor:
         """See the class."""
         scores = given.scores
         if bool((scores < 0).any()):
@@ -437,7 +473,7 @@ class PassAtK(SequenceEstimator):
                 f"would be 0. Set data.group_size to {self.k} or more (2 k is usual), or lower k."
             )
 
-    def sequence_advantages(self, given: EstimatorInput) -> Tensor:
+    def sequence_advantages(self, given: AdvantageInput) -> Tensor:
         """See the class."""
         passed = (given.scores > self.threshold).to(given.scores.dtype)
         return pass_at_k(passed, given.groups, given.valid, self.k)
@@ -460,15 +496,14 @@ class GDPO(AdvantageEstimator):
     Source: https://arxiv.org/abs/2601.05242, eq. 4-6. It does not say which std; unbiased here as in TRL.
     """
 
-    scope = "batch"
     needs_groups = True
-    needs_reward_parts = True
+    credit = "parts"
     normalizes = True
 
     def __init__(self, eps: float = 1e-4) -> None:
         self.eps = _eps("GDPO.eps", eps)
 
-    def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:
+    def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         """See the class."""
         parts, weights = given.reward_parts, given.part_weights or {}
         if not parts:
@@ -493,11 +528,10 @@ class ReinforcePlusPlusBaseline(AdvantageEstimator):
     Source: https://arxiv.org/abs/2501.03262, section 3.3 (which takes k2 in the loss as its KL).
     """
 
-    scope = "batch"
     needs_groups = True
     normalizes = True
 
-    def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:
+    def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         """See the class."""
         stats = group_stats(given.scores, given.groups, given.valid)
         centered = spread(group_centered(given.scores, stats, given.valid), given.mask)

@@ -41,6 +41,8 @@ class KLPenalty(ABC):
 
     def __init__(self, estimator: KLEstimator, coef: float) -> None:
         self.estimator = one_of(f"{type(self).__name__}.estimator", estimator, "k1", "k2", "k3")
+        if isinstance(coef, bool):
+            raise ValueError(f"{type(self).__name__}.coef={coef}: a number is needed. Pass flags by name.")
         self.coef = coefficient(f"{type(self).__name__}.coef", coef)
 
 
@@ -86,7 +88,7 @@ class KLInLoss(KLPenalty):
         (TRL: `use_bias_correction_kl`); the gradients: https://arxiv.org/abs/2506.09477.
     """
 
-    def __init__(self, estimator: KLEstimator = "k3", coef: float = 0.04, ratio_correction: bool = False) -> None:
+    def __init__(self, estimator: KLEstimator = "k3", coef: float = 0.04, *, ratio_correction: bool = False) -> None:
         super().__init__(estimator, coef)
         if estimator == "k1" and not ratio_correction:
             raise ValueError(

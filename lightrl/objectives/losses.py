@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,49 +33,42 @@ from lightrl.arguments import above, at_least, coefficient, fraction
 from lightrl.ops.kl import MAX_LOG_RATIO
 from lightrl.ops.losses import ClippedLoss, clipped_policy_loss
 
-__all__ = ["CISPO", "CPG", "DPPO", "DRO", "GMPO", "GSPO", "SAPO", "PPOClip", "PolicyLoss", "RLOOSequence"]
+__all__ = [
+    "CISPO",
+    "CPG",
+    "DPPO",
+    "DRO",
+    "GMPO",
+    "GSPO",
+    "SAPO",
+    "LossInput",
+    "PPOClip",
+    "PolicyLoss",
+    "RLOOSequence",
+]
 
 Metrics = dict[str, Tensor]
 
+MAX_EXPONENT = 80.0
+"""Largest argument of `exp` in metrics; float32 overflows at 88."""
 
-class PolicyLoss(ABC):
-    """A loss per token.
 
-    Attributes:
-        zero_advantage_is_zero_loss: trajectories without advantage have no gradient and are not run.
-        needs_whole_trajectories: looks at all tokens of a trajectory together, so that its rows stay in one
-            micro-batch. A new `__call__` resets this and the attribute above to what is right for any loss.
-        one_ratio_per_trajectory: all tokens are trained through one ratio, so that none can be left out of it by an
-            advantage of 0, and advantages of turns count by their sum over the trajectory.
-        reads_engine_logprobs: the engine's log-probs are compared with the trainer's.
-        replaces_old_logprobs: they also stand for the old ones, which are then not computed.
-        has_engine_ratio: the importance ratio to the engine's policy is a factor already, which no correction may
-            multiply once more.
+class LossInput:
+    """What a policy loss is given: B trajectories of at most T tokens. All tensors are (B, T) float32 unless noted.
+
+    Every loss gets the whole record. It remembers which optional fields were read, so that nothing has to be declared.
+
+    Args:
+        logprobs: Log-probs of the policy being trained, with graph.
+        old_logprobs: Log-probs of the policy that starts the updates, without graph.
+        advantages: Without graph.
+        mask: (B, T) bool, tokens that are trained.
+        engine_logprobs: What the engine reported when it sampled; None if unknown.
+        ref_logprobs: Log-probs of the reference; None without one.
+        entropy: Entropy of the policy being trained, with graph; None if unknown.
     """
 
-    zero_advantage_is_zero_loss: bool = False
-    needs_whole_trajectories: bool = True
-    one_ratio_per_trajectory: bool = False
-    reads_engine_logprobs: bool = False
-    replaces_old_logprobs: bool = False
-    has_engine_ratio: bool = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Resets what a subclass with a `__call__` of its own would inherit about the loss."""
-        super().__init_subclass__(**kwargs)
-        for name in ("zero_advantage_is_zero_loss", "needs_whole_trajectories"):
-            if "__call__" in cls.__dict__ and name not in cls.__dict__:
-                setattr(cls, name, getattr(PolicyLoss, name))
-
-    def takes_over_from(self, loss: PolicyLoss) -> None:
-        """For a loss that wraps another: copies the other's properties."""
-        self.zero_advantage_is_zero_loss = loss.zero_advantage_is_zero_loss
-        self.needs_whole_trajectories = loss.needs_whole_trajectories
-        self.one_ratio_per_trajectory = loss.one_ratio_per_trajectory
-        self.has_engine_ratio |= loss.has_engine_ratio
-
-    @abstractmethod
-    def __call__(
+    def __init__(
         self,
         logprobs: Tensor,
         old_logprobs: Tensor,
@@ -83,15 +76,101 @@ class PolicyLoss(ABC):
         mask: Tensor,
         *,
         engine_logprobs: Tensor | None = None,
-    ) -> tuple[Tensor, Metrics]:
+        ref_logprobs: Tensor | None = None,
+        entropy: Tensor | None = None,
+    ) -> None:
+        self.logprobs = logprobs
+        self.old_logprobs = old_logprobs
+        self.advantages = advantages
+        self.mask = mask
+        self.ref_logprobs = ref_logprobs
+        self.entropy = entropy
+        self._engine_logprobs = engine_logprobs
+        self._reads = set[str]()
+
+    @property
+    def engine_logprobs(self) -> Tensor | None:
+        """The engine's log-probs."""
+        self._reads.add("engine_logprobs")
+        return self._engine_logprobs
+
+    @property
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`logprobs`, `old_logprobs`, `advantages`, `mask`."""
+        return self.logprobs, self.old_logprobs, self.advantages, self.mask
+
+    @property
+    def reads_engine(self) -> bool:
+        """Whether `engine_logprobs` of this record, or of one that `replace` made of it, has been read."""
+        return bool(self._reads)
+
+    def replace(self, **changes: Tensor | None) -> LossInput:
+        """The same record with other tensors. Reading from it counts as reading from this one."""
+        mine: dict[str, Any] = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        changed = LossInput(**(mine | {"engine_logprobs": self._engine_logprobs} | changes))
+        changed._reads = self._reads
+        return changed
+
+    def unread(self) -> LossInput:
+        """The same record, of which nothing has been read."""
+        changed = self.replace()
+        changed._reads = set()
+        return changed
+
+
+EngineUse = Literal["unused", "compared", "ratio"]
+
+
+class PolicyLoss(ABC):
+    """A loss per token.
+
+    The properties below promise things that make training faster or that other parts rely on. Their defaults are safe
+    for any loss, and a subclass doesn't inherit a promise: it declares its own, or gets the default.
+
+    Attributes:
+        zero_advantage_is_zero_loss: A trajectory whose advantages are all 0 has no gradient, so it need not be run.
+        needs_whole_trajectories: Looks at all tokens of a trajectory together, so its rows stay in one micro-batch.
+        replaces_old_logprobs: Uses the engine's log-probs as the old ones, which are then not computed.
+        engine_use: "unused": doesn't read the engine's log-probs. "compared": reads them, but the importance ratio to
+            the engine's policy is no factor of the loss. "ratio": it is, so a correction would apply it twice. None:
+            undeclared; a loss that reads them is then taken for "ratio".
+    """
+
+    PROMISES = ("zero_advantage_is_zero_loss", "needs_whole_trajectories", "replaces_old_logprobs", "engine_use")
+
+    @property
+    def zero_advantage_is_zero_loss(self) -> bool:
+        """See the class."""
+        return False
+
+    @property
+    def needs_whole_trajectories(self) -> bool:
+        """See the class."""
+        return True
+
+    @property
+    def replaces_old_logprobs(self) -> bool:
+        """See the class."""
+        return False
+
+    @property
+    def engine_use(self) -> EngineUse | None:
+        """See the class."""
+        return None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Resets the promises that a subclass doesn't declare itself."""
+        super().__init_subclass__(**kwargs)
+        for name in PolicyLoss.PROMISES:
+            if name not in cls.__dict__:
+                setattr(cls, name, PolicyLoss.__dict__[name])
+
+    @abstractmethod
+    def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         """Computes token losses.
 
         Args:
-            logprobs: (B, T) of the policy being trained, with graph.
-            old_logprobs: (B, T) of the policy that starts the update, without graph.
-            advantages: (B, T), without graph.
-            mask: (B, T) bool, tokens that are trained.
-            engine_logprobs: (B, T) that the engine sampled with; read by off-policy corrections only.
+            given: B trajectories.
 
         Returns:
             (B, T) token losses, 0 off the mask, and metrics, name -> (B, T) without graph, among them `kl/old`
@@ -119,6 +198,7 @@ class PPOClip(PolicyLoss):
 
     zero_advantage_is_zero_loss = True
     needs_whole_trajectories = False
+    engine_use = "unused"
 
     def __init__(
         self,
@@ -134,13 +214,12 @@ class PPOClip(PolicyLoss):
         above("PPOClip.delta", delta, 1 + eps_high, " = 1 + eps_high", or_none="for no cap")
         self.cap = delta if dual_clip is None else dual_clip
 
-    def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
+        logprobs, old_logprobs, advantages, mask = given.tokens
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         ratio = log_ratio.exp()
         clipped = clipped_policy_loss(ratio, advantages, self.eps_low, self.eps_high, self.cap)
-        metrics = ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(clipped, mask)
+        metrics = ratio_metrics(given, ratio) | _clip_metrics(clipped, mask)
         if self.cap is not None:
             metrics["policy/clip_fraction_dual"] = (clipped.cap & mask).float()
         return _on(mask, clipped.loss), metrics
@@ -149,19 +228,15 @@ class PPOClip(PolicyLoss):
 class SequenceClip(PolicyLoss):
     """PPO's clip on the ratio per sequence of a subclass; clip fractions count tokens of clipped sequences."""
 
-    zero_advantage_is_zero_loss = True
-    one_ratio_per_trajectory = True
-
     def __init__(self, eps_low: float, eps_high: float) -> None:
         self.eps_low, self.eps_high = _bounds(type(self).__name__, eps_low, eps_high)
 
-    def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
+        logprobs, old_logprobs, advantages, mask = given.tokens
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         ratio = self.sequence_log_ratio(log_ratio, mask).exp().expand_as(log_ratio)
         clipped = clipped_policy_loss(ratio, advantages, self.eps_low, self.eps_high)
-        return _on(mask, clipped.loss), ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(clipped, mask)
+        return _on(mask, clipped.loss), ratio_metrics(given, ratio) | _clip_metrics(clipped, mask)
 
     @abstractmethod
     def sequence_log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -186,6 +261,9 @@ class GSPO(SequenceClip):
     Source: https://arxiv.org/abs/2507.18071, eq. 5-7; bounds from its section 5.1. With advantages that differ within
         a sequence it is their mean that counts. TRL's defaults leave the bounds at PPO's 0.2, which never clip.
     """
+
+    zero_advantage_is_zero_loss = True
+    engine_use = "unused"
 
     def __init__(self, eps_low: float = 3e-4, eps_high: float = 4e-4) -> None:
         super().__init__(eps_low, eps_high)
@@ -212,6 +290,9 @@ class RLOOSequence(SequenceClip):
 
     Source: https://arxiv.org/abs/2402.14740; TRL's `RLOOTrainer`.
     """
+
+    zero_advantage_is_zero_loss = True
+    engine_use = "unused"
 
     def __init__(self, eps_low: float = 0.2, eps_high: float = 0.2) -> None:
         super().__init__(eps_low, eps_high)
@@ -240,22 +321,21 @@ class GMPO(PolicyLoss):
     """
 
     zero_advantage_is_zero_loss = True
-    one_ratio_per_trajectory = True
+    engine_use = "unused"
 
     def __init__(self, eps_low: float = 0.4, eps_high: float = 0.4) -> None:
         self.eps_low = above("GMPO.eps_low", eps_low, note="; it bounds the log-ratio")
         self.eps_high = above("GMPO.eps_high", eps_high, note="; it bounds the log-ratio")
 
-    def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
+        logprobs, old_logprobs, advantages, mask = given.tokens
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         upper, lower = log_ratio.clamp(max=self.eps_high), log_ratio.clamp(min=-self.eps_low)
         bounded = torch.where(advantages > 0, upper, torch.where(advantages < 0, lower, log_ratio))
         ratio = sequence_mean(bounded, mask).exp().expand_as(log_ratio)
         low, high = log_ratio < -self.eps_low, log_ratio > self.eps_high
         clips = ClippedLoss(log_ratio, low & (advantages < 0), high & (advantages > 0), low)
-        return _on(mask, -advantages * ratio), ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(clips, mask)
+        return _on(mask, -advantages * ratio), ratio_metrics(given, ratio) | _clip_metrics(clips, mask)
 
 
 class CISPO(PolicyLoss):
@@ -279,21 +359,19 @@ class CISPO(PolicyLoss):
 
     zero_advantage_is_zero_loss = True
     needs_whole_trajectories = False
+    engine_use = "unused"
 
     def __init__(self, ratio_max: float = 5.0, ratio_min: float = 0.0) -> None:
         self.ratio_max = at_least("CISPO.ratio_max", ratio_max, 1, "; it bounds pi / pi_old, not its excess")
         self.ratio_min = fraction("CISPO.ratio_min", ratio_min, note="; 0 turns it off")
 
-    def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
+        logprobs, old_logprobs, advantages, mask = given.tokens
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         ratio = log_ratio.detach().exp()
         loss = -ratio.clamp(self.ratio_min, self.ratio_max) * advantages * logprobs
         low, high = ratio < self.ratio_min, ratio > self.ratio_max
-        return _on(mask, loss), ratio_metrics(log_ratio, ratio, mask) | _clip_metrics(
-            ClippedLoss(loss, low, high, low), mask
-        )
+        return _on(mask, loss), ratio_metrics(given, ratio) | _clip_metrics(ClippedLoss(loss, low, high, low), mask)
 
 
 class SAPO(PolicyLoss):
@@ -315,19 +393,19 @@ class SAPO(PolicyLoss):
 
     zero_advantage_is_zero_loss = True
     needs_whole_trajectories = False
+    engine_use = "unused"
 
     def __init__(self, tau_pos: float = 1.0, tau_neg: float = 1.05) -> None:
         self.tau_pos = above("SAPO.tau_pos", tau_pos)
         self.tau_neg = above("SAPO.tau_neg", tau_neg)
 
-    def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
+        logprobs, old_logprobs, advantages, mask = given.tokens
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         ratio = log_ratio.exp()
         tau = torch.where(advantages > 0, self.tau_pos, self.tau_neg).to(ratio.dtype)
         loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
-        return _on(mask, loss), ratio_metrics(log_ratio, ratio, mask)
+        return _on(mask, loss), ratio_metrics(given, ratio)
 
 
 class CPG(PolicyLoss):
@@ -357,6 +435,7 @@ class CPG(PolicyLoss):
     """
 
     needs_whole_trajectories = False
+    engine_use = "unused"
 
     def __init__(
         self,
@@ -372,11 +451,14 @@ class CPG(PolicyLoss):
         self.drift_coef = coefficient("CPG.drift_coef", drift_coef)
         self.drift_clip = above("CPG.drift_clip", drift_clip)
         self.weight_max = at_least("CPG.weight_max", weight_max, 1, or_none="for none")
-        self.zero_advantage_is_zero_loss = drift_coef == 0
 
-    def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
-    ) -> tuple[Tensor, Metrics]:
+    @property
+    def zero_advantage_is_zero_loss(self) -> bool:
+        """Whether there is no drift penalty."""
+        return self.drift_coef == 0
+
+    def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
+        logprobs, old_logprobs, advantages, mask = given.tokens
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         lower, upper = math.log(1 - self.eps_low), math.log(1 + self.eps_high)
         if self.weight_max is not None:
@@ -387,7 +469,7 @@ class CPG(PolicyLoss):
         )
         if self.drift_coef:
             loss = loss + self.drift_coef * self._drift(log_ratio)
-        return _on(mask, loss), ratio_metrics(log_ratio, log_ratio.exp(), mask) | _clip_metrics(clips, mask)
+        return _on(mask, loss), ratio_metrics(given, log_ratio.exp()) | _clip_metrics(clips, mask)
 
     def _drift(self, log_ratio: Tensor) -> Tensor:
         fixed = log_ratio.detach()
@@ -420,6 +502,7 @@ class DPPO(PolicyLoss):
     """
 
     needs_whole_trajectories = False
+    engine_use = "unused"
 
     def __init__(
         self, delta_low: float = 0.2, delta_high: float = 0.2, ratio_max: float = 20.0, penalty_coef: float = 0.0
@@ -428,11 +511,14 @@ class DPPO(PolicyLoss):
         self.delta_high = fraction("DPPO.delta_high", delta_high, "(0, 1]", "; it bounds a difference of probabilities")
         self.ratio_max = at_least("DPPO.ratio_max", ratio_max, 1, "; it bounds pi / pi_old")
         self.penalty_coef = coefficient("DPPO.penalty_coef", penalty_coef)
-        self.zero_advantage_is_zero_loss = penalty_coef == 0
 
-    def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
-    ) -> tuple[Tensor, Metrics]:
+    @property
+    def zero_advantage_is_zero_loss(self) -> bool:
+        """Whether there is no penalty."""
+        return self.penalty_coef == 0
+
+    def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
+        logprobs, old_logprobs, advantages, mask = given.tokens
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         moved = _on(mask, logprobs.detach().exp() - old_logprobs.exp())
         low, high = (moved < -self.delta_low) & (advantages < 0), (moved > self.delta_high) & (advantages > 0)
@@ -440,7 +526,7 @@ class DPPO(PolicyLoss):
         loss = -weight * advantages * logprobs
         if self.penalty_coef:
             loss = loss + self.penalty_coef * log_ratio.square()
-        metrics = ratio_metrics(log_ratio, log_ratio.exp(), mask)
+        metrics = ratio_metrics(given, log_ratio.exp())
         return _on(mask, loss), metrics | _clip_metrics(ClippedLoss(loss, low, high, low), mask)
 
 
@@ -463,16 +549,16 @@ class DRO(PolicyLoss):
     """
 
     needs_whole_trajectories = False
+    engine_use = "unused"
 
     def __init__(self, beta: float = 0.1) -> None:
         self.beta = coefficient("DRO.beta", above("DRO.beta", beta))
 
-    def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **unused: object
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
+        logprobs, old_logprobs, advantages, mask = given.tokens
         log_ratio = _log_ratio(logprobs, old_logprobs, mask)
         loss = -advantages * logprobs + self.beta / 2 * log_ratio.square()
-        return _on(mask, loss), ratio_metrics(log_ratio, log_ratio.exp(), mask)
+        return _on(mask, loss), ratio_metrics(given, log_ratio.exp())
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -490,11 +576,12 @@ def sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def ratio_metrics(log_ratio: Tensor, ratio: Tensor, mask: Tensor) -> Metrics:
+def ratio_metrics(given: LossInput, ratio: Tensor) -> Metrics:
     """KL(pi_old || pi) by k3 from the token log-ratios, and the largest ratio of the kind the loss uses."""
+    log_ratio = _on(given.mask, given.logprobs - given.old_logprobs)
     return {
-        "kl/old": _on(mask, torch.expm1(log_ratio) - log_ratio),
-        "policy/ratio_max": _on(mask, ratio.expand_as(mask)).detach(),
+        "kl/old": torch.expm1(log_ratio.clamp(max=MAX_EXPONENT)) - log_ratio,
+        "policy/ratio_max": _on(given.mask, ratio.expand_as(given.mask)).detach(),
     }
 
 

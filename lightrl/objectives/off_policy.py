@@ -7,13 +7,13 @@ The engine samples with its own kernels and dtype, and possibly older weights: `
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightrl.arguments import above, at_least, fraction, one_of
-from lightrl.objectives.losses import Metrics, PolicyLoss, ratio_metrics, sequence_mean
+from lightrl.objectives.losses import EngineUse, LossInput, Metrics, PolicyLoss, ratio_metrics, sequence_mean
 from lightrl.ops.kl import MAX_LOG_RATIO
 
 __all__ = [
@@ -30,37 +30,36 @@ class WeightedLoss(PolicyLoss):
     """Another loss, each token weighted by how far off-policy it is; a weight of 0 leaves it out.
 
     Args:
-        loss: what is weighted.
+        loss: What is weighted.
     """
-
-    reads_engine_logprobs = True
 
     def __init__(self, loss: PolicyLoss) -> None:
         self.loss = loss
-        self.takes_over_from(loss)
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        engine_logprobs: Tensor | None = None,
-    ) -> tuple[Tensor, Metrics]:
-        loss, metrics = self.loss(logprobs, old_logprobs, advantages, mask, engine_logprobs=engine_logprobs)
-        weight, more = self.weights(logprobs.detach(), old_logprobs, advantages, mask, engine_logprobs)
+    def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
+        loss, metrics = self.loss(given)
+        weight, more = self.weights(given.replace(logprobs=given.logprobs.detach()))
         return torch.where(weight == 0, torch.zeros_like(loss), weight * loss), metrics | more
 
     @abstractmethod
-    def weights(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, engine_logprobs: Tensor | None
-    ) -> tuple[Tensor, Metrics]:
-        """(B, T) or (B, 1) weights, and metrics. All are without gradient; arguments as of `PolicyLoss.__call__`.
+    def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
+        """(B, T) or (B, 1) weights, and metrics. All are without gradient.
 
         Raises:
             ValueError: it needs the engine's log-probs and there are none.
         """
+
+
+def _as_wrapped(self: Any) -> bool:
+    """Whether the wrapped loss is 0 without an advantage, which weights don't change."""
+    zero: bool = self.loss.zero_advantage_is_zero_loss
+    return zero
+
+
+def _engine(name: str, given: LossInput) -> Tensor:
+    if given.engine_logprobs is None:
+        raise ValueError(f"{name}: engine_logprobs=None. It needs an engine that reports log-probs.")
+    return given.engine_logprobs
 
 
 class OffPolicyCorrection(WeightedLoss):
@@ -91,7 +90,8 @@ class OffPolicyCorrection(WeightedLoss):
         https://ringtech.notion.site/icepop. TRL's `vllm_importance_sampling_mode` has the same four combinations.
     """
 
-    has_engine_ratio = True
+    zero_advantage_is_zero_loss = property(_as_wrapped)
+    engine_use = "ratio"
 
     def __init__(
         self,
@@ -101,25 +101,43 @@ class OffPolicyCorrection(WeightedLoss):
         high: float = 2.0,
         low: float = 0.0,
     ) -> None:
-        if loss.has_engine_ratio:
+        if loss.engine_use == "ratio":
             raise ValueError(
-                f"OffPolicyCorrection(loss={type(loss).__name__}): it has the ratio to the engine's policy already, "
-                "which would count twice; drop the correction, or the other."
+                f"OffPolicyCorrection(loss={type(loss).__name__}): the loss has the ratio to the engine's policy "
+                "already, which would count twice. Drop the correction, or use a loss without that ratio."
             )
         super().__init__(loss)
         self.level = one_of("OffPolicyCorrection.level", level, "token", "sequence")
         self.mode = one_of("OffPolicyCorrection.mode", mode, "truncate", "mask")
         self.high = at_least("OffPolicyCorrection.high", high, 1, ", the weight of an exact engine")
         self.low = fraction("OffPolicyCorrection.low", low, note="; 0 turns it off")
-        self.needs_whole_trajectories |= level == "sequence"
+
+    @property
+    def needs_whole_trajectories(self) -> bool:
+        """Whether the loss or the weights do."""
+        return self.level == "sequence" or self.loss.needs_whole_trajectories
+
+    def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
+        inner = given.unread()
+        loss, metrics = self.loss(inner)
+        if inner.reads_engine and self.loss.engine_use is None:
+            return self._undeclared(loss, metrics)
+        weight, more = self.weights(given.replace(logprobs=given.logprobs.detach()))
+        return torch.where(weight == 0, torch.zeros_like(loss), weight * loss), metrics | more
+
+    def _undeclared(self, loss: Tensor, metrics: Metrics) -> tuple[Tensor, Metrics]:
+        """Called if the wrapped loss reads the engine's log-probs and doesn't declare what for."""
+        name = type(self.loss).__name__
+        raise ValueError(
+            f"OffPolicyCorrection(loss={name}): {name} reads engine_logprobs, so the correction might count twice. "
+            f'Drop the correction, or declare {name}.engine_use = "compared" if it does not use that ratio as a factor.'
+        )
 
     @torch.no_grad()
-    def weights(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, engine_logprobs: Tensor | None
-    ) -> tuple[Tensor, Metrics]:
+    def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
         """See `WeightedLoss.weights`."""
-        if engine_logprobs is None:
-            raise ValueError("OffPolicyCorrection: engine_logprobs=None: it compares the engine's log-probs to ours.")
+        _, old_logprobs, _, mask = given.tokens
+        engine_logprobs = _engine("OffPolicyCorrection", given)
         token = torch.where(mask, old_logprobs - engine_logprobs, torch.zeros_like(old_logprobs))
         log_weight = token.sum(-1, keepdim=True).expand_as(token) if self.level == "sequence" else token
         raw = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -152,28 +170,22 @@ class EngineRatio(PolicyLoss):
     Source: the plain importance ratio of PPO, to the policy that sampled; verl calls it the bypass mode.
     """
 
-    reads_engine_logprobs = True
+    zero_advantage_is_zero_loss = property(_as_wrapped)
     replaces_old_logprobs = True
-    has_engine_ratio = True
+    engine_use = "ratio"
 
     def __init__(self, loss: PolicyLoss) -> None:
-        if loss.reads_engine_logprobs:
+        if loss.engine_use in ("compared", "ratio"):
             raise ValueError(f"EngineRatio(loss={type(loss).__name__}): it compares with the engine itself; drop one.")
         self.loss = loss
-        self.takes_over_from(loss)
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        engine_logprobs: Tensor | None = None,
-    ) -> tuple[Tensor, Metrics]:
-        if engine_logprobs is None:
-            raise ValueError("EngineRatio: engine_logprobs=None: it takes the engine's log-probs for the old ones.")
-        return self.loss(logprobs, engine_logprobs, advantages, mask)
+    @property
+    def needs_whole_trajectories(self) -> bool:
+        """Whether the wrapped loss does."""
+        return self.loss.needs_whole_trajectories
+
+    def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
+        return self.loss(given.replace(old_logprobs=_engine("EngineRatio", given), engine_logprobs=None))
 
 
 class OffPolicySequenceMask(WeightedLoss):
@@ -194,17 +206,22 @@ class OffPolicySequenceMask(WeightedLoss):
     Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556 eq. 8-9; TRL's `off_policy_mask_threshold`.
     """
 
+    zero_advantage_is_zero_loss = property(_as_wrapped)
+
     def __init__(self, loss: PolicyLoss, threshold: float = 0.5) -> None:
         super().__init__(loss)
         self.threshold = above("OffPolicySequenceMask.threshold", threshold)
-        self.needs_whole_trajectories = True
+
+    @property
+    def engine_use(self) -> EngineUse | None:
+        """As of the wrapped loss, but at least "compared"."""
+        return "compared" if self.loss.engine_use == "unused" else self.loss.engine_use
 
     @torch.no_grad()
-    def weights(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, engine_logprobs: Tensor | None
-    ) -> tuple[Tensor, Metrics]:
+    def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
         """See `WeightedLoss.weights`."""
-        sampler = old_logprobs if engine_logprobs is None else engine_logprobs
+        logprobs, old_logprobs, advantages, mask = given.tokens
+        sampler = old_logprobs if given.engine_logprobs is None else given.engine_logprobs
         drift = sequence_mean(sampler - logprobs, mask)
         dropped = mask & (advantages < 0) & (drift > self.threshold)
         return (~dropped).float(), {"off_policy/masked_fraction": dropped.float()}
@@ -229,20 +246,23 @@ class GeometricEngineMask(WeightedLoss):
     Source: https://richardli.xyz/rl-collapse; verl's `rollout_rs=seq_mean_k1` with its threshold "0.999_1.001".
     """
 
+    zero_advantage_is_zero_loss = property(_as_wrapped)
+
     def __init__(self, loss: PolicyLoss, low: float = 0.999, high: float = 1.001) -> None:
         super().__init__(loss)
         self.low = fraction("GeometricEngineMask.low", low, "(0, 1]")
         self.high = at_least("GeometricEngineMask.high", high, 1, ", the ratio of an exact engine")
-        self.needs_whole_trajectories = True
+
+    @property
+    def engine_use(self) -> EngineUse | None:
+        """As of the wrapped loss, but at least "compared"."""
+        return "compared" if self.loss.engine_use == "unused" else self.loss.engine_use
 
     @torch.no_grad()
-    def weights(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, engine_logprobs: Tensor | None
-    ) -> tuple[Tensor, Metrics]:
+    def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
         """See `WeightedLoss.weights`."""
-        if engine_logprobs is None:
-            raise ValueError("GeometricEngineMask: engine_logprobs=None: it compares the engine's log-probs to ours.")
-        mean = sequence_mean(old_logprobs - engine_logprobs, mask).exp()
+        mask = given.mask
+        mean = sequence_mean(given.old_logprobs - _engine("GeometricEngineMask", given), mask).exp()
         dropped = mask & ((mean < self.low) | (mean > self.high))
         return (~dropped).float(), {"off_policy/geometric_masked_fraction": dropped.float()}
 
@@ -270,9 +290,8 @@ class VESPO(PolicyLoss):
         bounded pi_old / pi_engine in; here that ratio is part of w without a bound of its own.
     """
 
-    reads_engine_logprobs = True
-    has_engine_ratio = True
     zero_advantage_is_zero_loss = True
+    engine_use = "ratio"
 
     def __init__(self, k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0) -> None:
         self.k_pos = above("VESPO.k_pos", k_pos)
@@ -280,15 +299,9 @@ class VESPO(PolicyLoss):
         self.k_neg = above("VESPO.k_neg", k_neg)
         self.lam_neg = above("VESPO.lam_neg", lam_neg)
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        engine_logprobs: Tensor | None = None,
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
+        logprobs, old_logprobs, advantages, mask = given.tokens
+        engine_logprobs = given.engine_logprobs
         zero = torch.zeros_like(old_logprobs)
         sampler = old_logprobs if engine_logprobs is None else engine_logprobs
         total = torch.where(mask, logprobs.detach() - sampler, zero).sum(-1, keepdim=True)
@@ -297,5 +310,28 @@ class VESPO(PolicyLoss):
         lam = torch.where(advantages < 0, self.lam_neg, self.lam_pos)
         weight = (k * log_w + lam * (1 - log_w.exp())).exp().to(zero.dtype)
         loss = torch.where(mask, -weight * advantages * logprobs, zero)
-        moved = torch.where(mask, logprobs.detach() - old_logprobs, zero).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return loss, ratio_metrics(moved, log_w.exp(), mask)
+        return loss, ratio_metrics(given, log_w.exp())
+
+
+class AutomaticCorrection(OffPolicyCorrection):
+    """`OffPolicyCorrection` as the module applies it by itself: it stands back for a loss that corrects on its own.
+
+    A loss that reads the engine's log-probs, and does not declare that it only compares them, is trained as written.
+
+    Args:
+        loss: What is weighted.
+    """
+
+    zero_advantage_is_zero_loss = property(_as_wrapped)
+    engine_use = "ratio"
+
+    @property
+    def needs_whole_trajectories(self) -> bool:
+        """Whether the wrapped loss does."""
+        return self.loss.needs_whole_trajectories
+
+    def __init__(self, loss: PolicyLoss) -> None:
+        super().__init__(loss)
+
+    def _undeclared(self, loss: Tensor, metrics: Metrics) -> tuple[Tensor, Metrics]:
+        return loss, metrics

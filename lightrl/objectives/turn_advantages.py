@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightrl.arguments import above, at_least, fraction, one_of, sensible
-from lightrl.objectives.advantages import AdvantageEstimator, EstimatorInput, unscored_at_values
+from lightrl.objectives.advantages import AdvantageEstimator, AdvantageInput, unscored_at_values
 from lightrl.ops.advantages import gae, group_stats, leave_one_out, returns_to_go
 
 __all__ = ["GiGPO", "TurnGAE", "TurnReturns", "Turns"]
@@ -35,12 +35,12 @@ class TurnReturns(AdvantageEstimator):
     """
 
     needs_groups = True
-    needs_turns = True
+    credit = "turns"
 
     def __init__(self, gamma: float = 1.0) -> None:
         self.gamma = fraction("TurnReturns.gamma", gamma)
 
-    def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:
+    def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         """See the class."""
         turns = Turns(given)
         returns = returns_to_go(turns.rewards, turns.there, self.gamma)
@@ -69,13 +69,13 @@ class TurnGAE(AdvantageEstimator):
     """
 
     needs_critic = True
-    needs_turns = True
+    credit = "turns"
 
     def __init__(self, gamma: float = 1.0, lam: float = 0.95) -> None:
         self.gamma = fraction("TurnGAE.gamma", gamma)
         self.lam = fraction("TurnGAE.lam", lam)
 
-    def estimate(self, given: EstimatorInput) -> tuple[Tensor, Tensor]:
+    def estimate(self, given: AdvantageInput) -> tuple[Tensor, Tensor]:
         """See the class."""
         if given.values is None:
             raise ValueError("TurnGAE: values=None: it needs a critic. Give the module one, or use TurnReturns.")
@@ -108,8 +108,7 @@ class GiGPO(AdvantageEstimator):
     """
 
     needs_groups = True
-    needs_turns = True
-    needs_anchors = True
+    credit = "turns"
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class GiGPO(AdvantageEstimator):
         self.scale = one_of("GiGPO.scale", scale, "group", "none")
         self.eps = sensible("GiGPO.eps", above("GiGPO.eps", eps), 0, 1e6, "would leave nothing of the advantages")
 
-    def estimate(self, given: EstimatorInput) -> tuple[Tensor, None]:
+    def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         """See the class."""
         turns, groups, anchors = Turns(given), given.groups, given.anchors
         attempts = leave_one_out(given.scores, groups, given.valid)
@@ -166,7 +165,7 @@ class Turns:
         rewards: (B, K) sums of the rewards over each turn's tokens.
     """
 
-    def __init__(self, given: EstimatorInput) -> None:
+    def __init__(self, given: AdvantageInput) -> None:
         mask, ids = given.mask, given.turn_ids
         self._mask = mask
         self._ids = torch.where(mask, torch.zeros_like(mask, dtype=torch.long) if ids is None else ids, 0)

@@ -11,14 +11,17 @@ and the matching mask is False.
 
 from __future__ import annotations
 
-from lightrl.records.experience import Experience
+from lightrl.records.experience import Advantages, Experience, MicroBatch, ModelOutputs
 from lightrl.records.rollouts import (
     HostRows,
     Rollouts,
+    RowBatch,
     Scores,
     SupervisedBatch,
     Trajectory,
     TrajectoryRow,
+    per_row,
+    per_token,
 )
 from lightrl.records.sampling import (
     Completion,
@@ -36,6 +39,7 @@ from lightrl.records.sampling import (
 )
 
 __all__ = [
+    "Advantages",
     "Completion",
     "CompletionGroup",
     "EngineContext",
@@ -44,9 +48,12 @@ __all__ = [
     "HostRows",
     "ImageInputs",
     "Media",
+    "MicroBatch",
+    "ModelOutputs",
     "Prompts",
     "Rollouts",
     "Routes",
+    "RowBatch",
     "SamplingParams",
     "Scores",
     "StopReason",
@@ -55,4 +62,6 @@ __all__ = [
     "TopTokens",
     "Trajectory",
     "TrajectoryRow",
+    "per_row",
+    "per_token",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -146,11 +146,33 @@ class HostRows:
 R = TypeVar("R", bound="RowBatch")
 
 
+def per_token(**settings: Any) -> Any:
+    """Declares a field of a `RowBatch` that has an entry per token: (B, T, ...) tensors, or a dictionary of them."""
+    return field(metadata={"per": "token"}, **settings)
+
+
+def per_batch(**settings: Any) -> Any:
+    """Declares a field of a `RowBatch` that has one value for the whole batch, as fields without declaration do."""
+    return field(metadata={"per": "batch"}, **settings)
+
+
+def per_row(**settings: Any) -> Any:
+    """Declares a field of a `RowBatch` that has an entry per row: (B, ...) tensors, lists of B, or dictionaries.
+
+    An empty list stands for "unknown" and stays empty.
+    """
+    return field(metadata={"per": "row"}, **settings)
+
+
 @dataclass
 class RowBatch:
-    """Row selection and device moves shared by `Rollouts` and `Experience`: every (B, ...) tensor and B-long list."""
+    """B rows of tokens. Selecting, cropping, and moving rows follow what the fields declare.
 
-    token_ids: Tensor
+    A field is declared `per_token`, `per_row`, or, with neither, one value for the whole batch. Subclasses declare
+    their own fields in the same way.
+    """
+
+    token_ids: Tensor = per_token()
     host: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
 
     def __len__(self) -> int:
@@ -189,27 +211,28 @@ class RowBatch:
         """The copies whose tensors are still the record's."""
         return {name: copy for name, (source, copy) in self.host.items() if getattr(self, name) is source}
 
-    def mapped(self: R, tensor_fn: Any, list_fn: Any) -> R:
-        """The same record with each tensor of B rows given to the first, each list of B rows to the second function."""
+    def _mapped(self: R, change: Callable[[Any], Any], *kinds: str) -> R:
+        """The same record with `change` applied to each tensor and non-empty list of the fields of these kinds."""
 
         def one(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.ndim and value.shape[0] == len(self):
-                return tensor_fn(value)
-            if isinstance(value, list) and len(value) == len(self):
-                return list_fn(value)
             if isinstance(value, dict):
                 return {key: one(item) for key, item in value.items()}
-            return value
+            return change(value) if isinstance(value, Tensor) or (isinstance(value, list) and value) else value
 
-        return replace(self, **{f.name: one(getattr(self, f.name)) for f in fields(self)})
+        names = [f.name for f in fields(self) if f.metadata.get("per") in kinds]
+        return replace(self, **{name: one(getattr(self, name)) for name in names})
 
     def select(self: R, rows: Tensor) -> R:
         """The rows with the given indices (int64, any order), as a record of the same kind."""
         rows = rows.cpu()
         picked = rows.tolist()
         own = rows.to(self.token_ids.device)
-        chosen = self.mapped(lambda x: x[own if x.device == own.device else rows], lambda x: [x[i] for i in picked])
-        return chosen.with_host({name: copy[rows] for name, copy in self.host_copies().items()})
+
+        def chosen(x: Any) -> Any:
+            return [x[i] for i in picked] if isinstance(x, list) else x[own if x.device == own.device else rows]
+
+        copies = {name: copy[rows] for name, copy in self.host_copies().items()}
+        return self._mapped(chosen, "row", "token").with_host(copies)
 
     def crop(self: R) -> R:
         """The same rows without the columns that are padding in all of them."""
@@ -218,17 +241,14 @@ class RowBatch:
         length = int(used[-1]) + 1 if len(used) else 1
         if length == width:
             return self
-
-        def cropped(x: Tensor) -> Tensor:
-            return x[:, :length] if x.ndim > 1 and x.shape[1] == width else x
-
-        return self.mapped(cropped, lambda x: x).with_host({name: cropped(x) for name, x in self.host_copies().items()})
+        copies = {name: x[:, :length] if x.ndim > 1 else x for name, x in self.host_copies().items()}
+        return self._mapped(lambda x: x[:, :length], "token").with_host(copies)
 
     def to(self: R, device: torch.device | str) -> R:
         """The same record with its tensors on `device`, but for `inputs`. Lightning calls this to move a batch."""
         names = [name for name in (*HOST_NAMES, "trajectory_ids") if hasattr(self, name)]
         host = {name: self.on_host(name) for name in names}
-        moved = self.mapped(lambda x: x.to(device), lambda rows: rows)
+        moved = self._mapped(lambda x: x.to(device) if isinstance(x, Tensor) else x, "row", "token")
         return moved if moved.token_ids.device.type == "cpu" else moved.with_host(host)
 
 
@@ -241,20 +261,17 @@ class SupervisedBatch(RowBatch):
         response_mask: (B, T) bool, True on the tokens to learn.
         group_ids: (B,) int64, a group for each row.
         temperature: of the distribution that is trained: 1.
-        normalizer: what summed losses are divided by: the tokens to learn in the whole optimizer batch, all ranks,
-            divided by the number of ranks.
         inputs: B dictionaries of extra model inputs; empty for text.
         supports, routes: empty: nothing is cut from what is learnt as it is, and no engine has computed it.
     """
 
-    attention_mask: Tensor
-    response_mask: Tensor
-    group_ids: Tensor
+    attention_mask: Tensor = per_token()
+    response_mask: Tensor = per_token()
+    group_ids: Tensor = per_row()
     temperature: float = 1.0
-    normalizer: float = 1.0
-    inputs: list[dict[str, Any]] = field(default_factory=list)
-    supports: list[Support | None] = field(default_factory=list)
-    routes: list[Routes | None] = field(default_factory=list)
+    inputs: list[dict[str, Any]] = per_row(default_factory=list)
+    supports: list[Support | None] = per_row(default_factory=list)
+    routes: list[Routes | None] = per_row(default_factory=list)
 
 
 @dataclass
@@ -298,30 +315,30 @@ class Rollouts(RowBatch):
         supervised: rows of a second stream for the supervised loss (`ptx_coef`); None without one.
     """
 
-    attention_mask: Tensor
-    response_mask: Tensor
-    engine_logprobs: Tensor
-    group_ids: Tensor
-    rewards: Tensor
-    reward_parts: dict[str, Tensor]
-    truncated: Tensor
-    policy_version: int
-    trajectory_ids: Tensor = None  # type: ignore[assignment]  # filled in below
-    turn_ids: Tensor | None = None
-    turn_rewards: dict[str, Tensor] = field(default_factory=dict)
-    policy_versions: Tensor | None = None
-    stop_reasons: list[str] = field(default_factory=list)
-    messages: list[Any] = field(default_factory=list)
-    states: list[list[str]] = field(default_factory=list)
+    attention_mask: Tensor = per_token()
+    response_mask: Tensor = per_token()
+    engine_logprobs: Tensor = per_token()
+    group_ids: Tensor = per_row()
+    rewards: Tensor = per_row()
+    reward_parts: dict[str, Tensor] = per_row()
+    truncated: Tensor = per_row()
+    policy_version: int = per_batch()
+    trajectory_ids: Tensor = per_row(default=None)  # filled in below
+    turn_ids: Tensor | None = per_token(default=None)
+    turn_rewards: dict[str, Tensor] = per_token(default_factory=dict)
+    policy_versions: Tensor | None = per_token(default=None)
+    stop_reasons: list[str] = per_row(default_factory=list)
+    messages: list[Any] = per_row(default_factory=list)
+    states: list[list[str]] = per_row(default_factory=list)
     temperature: float = 1.0
-    supports: list[Support | None] = field(default_factory=list)
-    routes: list[Routes | None] = field(default_factory=list)
-    prompts: list[str] = field(default_factory=list)
-    raw_prompts: list[Any] = field(default_factory=list)
-    completions: list[str] = field(default_factory=list)
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-    inputs: list[dict[str, Any]] = field(default_factory=list)
-    media: list[Media] = field(default_factory=list)
+    supports: list[Support | None] = per_row(default_factory=list)
+    routes: list[Routes | None] = per_row(default_factory=list)
+    prompts: list[str] = per_row(default_factory=list)
+    raw_prompts: list[Any] = per_row(default_factory=list)
+    completions: list[str] = per_row(default_factory=list)
+    columns: dict[str, list[Any]] = per_row(default_factory=dict)
+    inputs: list[dict[str, Any]] = per_row(default_factory=list)
+    media: list[Media] = per_row(default_factory=list)
     reward_weights: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     filler: bool = False

@@ -709,6 +709,7 @@ class RolloutDataModule(LightningDataModule):
             self.engine.start(self._engine_context())
             rank_zero_info(f"{type(self.engine).__name__} started in {time.perf_counter() - begin:.1f} s.")
         self.engine.wake()
+        self.learner.note_weight_changes()
         for callback in self._syncs():
             callback.ensure_synced(self.learner, self.engine)
         if self.engine.policy_version != self.learner.policy_version:

@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightrl.distributed.fingerprint import fingerprint
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.records import Routes
@@ -35,6 +37,22 @@ class RolloutLearner(LightningModule, ABC):
     @abstractmethod
     def policy_version(self) -> int:
         """Number of optimizer steps behind the policy's weights."""
+
+    outside_changes: int = 0
+    """Changes of the actor's weights that were no optimizer step of Lightning's, as far as they were noticed."""
+    _noted: tuple[int, int] | None = None
+
+    def note_weight_changes(self) -> None:
+        """Gives the weights a new `policy_version` if anything but an optimizer step has changed them. Collective.
+
+        Called before each generation and each step, so that engines never keep older weights, whoever changed them: a
+        callback, an optimizer stepped by hand, a warm start.
+        """
+        now = self.policy_version, fingerprint(self.actor)
+        changed = self._noted is not None and self._noted[0] == now[0] and self._noted[1] != now[1]
+        if bool(self.all_max(torch.tensor(float(changed)))):
+            self.outside_changes += 1
+        self._noted = self.policy_version, now[1]
 
     @abstractmethod
     def named_policy_weights(self, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:

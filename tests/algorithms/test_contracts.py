@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,14 +23,10 @@ from lightrl.algorithms import (
 )
 from lightrl.algorithms.checkpoints import FORMAT, description, refuse_foreign
 from lightrl.algorithms.hooks import rl_callbacks
-from lightrl.algorithms.schedule import LRSchedule
-from lightrl.callbacks import AdaptiveEntropy, ReferenceSync, RewardNormalization, WeightSync
-from lightrl.engines.server.teacher import ServerTeacher
-from lightrl.objectives.advantages import GDPO, GroupRelative, PassAtK
-from lightrl.objectives.kl import KLInReward
-from lightrl.objectives.losses import DRO, PolicyLoss, PPOClip
+from lightrl.callbacks import WeightSync
+from lightrl.objectives.advantages import PassAtK
+from lightrl.objectives.losses import PolicyLoss, PPOClip
 from lightrl.objectives.off_policy import EngineRatio
-from lightrl.objectives.turn_advantages import GiGPO
 from lightrl.records import SamplingParams
 from lightrl.rollout.learner import RolloutLearner
 from tests.toys import quickstart_model, quiet_trainer, sums_data
@@ -49,14 +44,6 @@ def test_a_hook_that_would_never_be_called_is_refused() -> None:
         rl_callbacks([WeightSync(), Forgotten()])
 
 
-def test_callbacks_say_what_they_do() -> None:
-    declared = [
-        (c.moves_reference, c.reads_entropy)
-        for c in rl_callbacks([WeightSync(), RewardNormalization(), ReferenceSync(), AdaptiveEntropy()])
-    ]
-    assert declared == [(False, False), (True, False), (False, True)]
-
-
 def test_data_modules_are_told_what_the_module_needs() -> None:
     ppo, grpo = PPOLightningModule("folder"), GRPOLightningModule("folder")
     for module in (ppo, grpo):
@@ -66,48 +53,6 @@ def test_data_modules_are_told_what_the_module_needs() -> None:
     assert ppo.needs_rewards and not DistillLightningModule("folder", {"one": "teacher"}).needs_rewards
     assert ReinforcePlusPlusLightningModule("folder").default_group_size == 1
     assert GRPOLightningModule("folder", loss=EngineRatio(PPOClip())).compares_engine_logprobs
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: PPOLightningModule("x", entropy_coef=-1e30), "entropy_coef=-1e+30: would leave nothing"),
-        (lambda: PPOLightningModule("x", aux_loss_coef=float("inf")), "aux_loss_coef=inf: would leave nothing"),
-        (lambda: PPOLightningModule("x", ptx_coef=float("nan")), "ptx_coef=nan: must be at least 0"),
-        (lambda: PPOLightningModule("x", critic=CriticSpec(loss_coef=1e7)), "CriticSpec.loss_coef=1e+07: would"),
-        (lambda: PPOLightningModule("x", kl=KLInReward(coef=1e7)), "KLInReward.coef=1e+07: would leave nothing"),
-        (lambda: PPOLightningModule("x", max_grad_norm=1e30), "max_grad_norm=1e+30: would never clip"),
-        (lambda: PPOLightningModule("x", reward_clip=float("inf")), "reward_clip=inf: must be finite, or None"),
-        (lambda: PPOLightningModule("x", entropy_coef=1e6), "entropy_coef=1e+06: would leave nothing of the other"),
-        (lambda: PPOLightningModule("x", reward_clip=1e-30), "reward_clip=1e-30: everything, or nothing, would be"),
-        (lambda: PPOLightningModule("x", advantage_clip=1e-30), "advantage_clip=1e-30: everything, or nothing,"),
-        (lambda: PPOLightningModule("x", max_grad_norm=1e-30), "max_grad_norm=1e-30: everything, or nothing, would"),
-        (lambda: PPOLightningModule("x", top_entropy_fraction=1e-9), "top_entropy_fraction=1e-09: next to no token"),
-        (lambda: PPOLightningModule("x", success_reward=NAN), "success_reward=nan: no reward is so large"),
-        (lambda: PPOLightningModule("x", success_reward=1e300), "success_reward=1e+300: no reward is so large"),
-        (lambda: PPOLightningModule("x", loss=PPOClip(0.0, 0.0)), "PPOClip.eps_low=0 with eps_high=0: every change"),
-        (lambda: CriticSpec(lr=1e30), "CriticSpec.lr=1e+30: no critic learns at such a rate"),
-        (lambda: CriticSpec(clip=1e30), "CriticSpec.clip=1e+30: nothing, or everything, would be clipped"),
-        (lambda: LRSchedule(warmup=NAN), "LRSchedule.warmup=nan: a whole number of updates, or a fraction"),
-        (lambda: LRSchedule(warmup=float("inf")), "LRSchedule.warmup=inf: a whole number of updates, or a fraction"),
-        (lambda: RewardLightningModule("x", head_lr=NAN), "head_lr=nan: must be at least 0, or None for the optimizer"),
-        (lambda: RewardLightningModule("x", head_lr=-1.0), "head_lr=-1.0: must be at least 0, or None for the opt"),
-        (lambda: SamplingParams(temperature=1e30), "SamplingParams.temperature=1e+30: must be 0 (greedy) or more, f"),
-        (lambda: SamplingParams(temperature=1e-30), "SamplingParams.temperature=1e-30: must be 0 (greedy) or more, f"),
-        (lambda: SamplingParams(fire_temperature=1e30), "SamplingParams.fire_temperature=1e+30: must be above 0, from"),
-        (lambda: SamplingParams(fire_temperature=1e-20), "SamplingParams.fire_temperature=1e-20: must be above 0, fr"),
-        (lambda: SamplingParams(repetition_penalty=1e30), "SamplingParams.repetition_penalty=1e+30: must be above 0,"),
-        (lambda: GroupRelative(eps=1e30), "GroupRelative.eps=1e+30: would leave nothing of the advantages"),
-        (lambda: GDPO(eps=1e30), "GDPO.eps=1e+30: would leave nothing of the advantages"),
-        (lambda: GiGPO(eps=1e30), "GiGPO.eps=1e+30: would leave nothing of the advantages"),
-        (lambda: PassAtK(threshold=NAN), "PassAtK.threshold=nan: no score is so large"),
-        (lambda: DRO(beta=1e30), "DRO.beta=1e+30: would leave nothing of the other terms"),
-        (lambda: ServerTeacher(["http://x"], start_timeout=NAN), "ServerTeacher.start_timeout=nan: must be at least 0"),
-    ],
-)
-def test_senseless_numbers_are_refused_from_python_too(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        make()
 
 
 def test_groups_without_k_samples_and_stops_beyond_the_vocabulary_are_refused_at_set_up(tmp_path: Path) -> None:
@@ -151,7 +96,7 @@ def test_checkpoints_of_other_classes_and_formats_are_refused() -> None:
     ("answer", "message"),
     [
         (lambda loss: loss, "loss=Own: it must return two things"),
-        (lambda loss: (loss.sum(), {}), r"loss=Own: it returned \(\) for \(\d+, \d+\) tokens: give a loss per token"),
+        (lambda loss: (loss.sum(), {}), r"loss=Own: returned \(\) for tokens of shape \(\d+, \d+\)"),
         (lambda loss: (loss, {"own": 1.0}), "loss=Own: its metric 'own' is a float: give a tensor"),
     ],
 )
@@ -159,8 +104,8 @@ def test_a_loss_that_breaks_its_contract_is_named(answer: Any, message: str, tmp
     """A sum would otherwise be weighed as if it were the loss of each token."""
 
     class Own(PolicyLoss):
-        def __call__(self, logprobs: Any, old_logprobs: Any, advantages: Any, mask: Any, **_: Any) -> Any:
-            return answer(-advantages * logprobs * mask)
+        def __call__(self, given: Any) -> Any:
+            return answer(-given.advantages * given.logprobs * given.mask)
 
     module = GRPOLightningModule(quickstart_model(tmp_path), loss=Own(), kl=None)
     with pytest.raises(ValueError, match=message):

@@ -91,9 +91,9 @@ def test_the_minimiser_is_the_teacher_and_with_a_reward_the_mixture(
 class Keep(DistillLightningModule):
     """Keeps what the first update was made of and does not step."""
 
-    def make_experience(self, rollouts: Rollouts, reduction: Any = None) -> Experience:
+    def make_experience(self, rollouts: Rollouts) -> Experience:
         self.rollouts = rollouts
-        self.kept = super().make_experience(rollouts, reduction)
+        self.kept = super().make_experience(rollouts)
         return self.kept
 
     def apply_gradients(self, *, finite: bool) -> dict[str, Any]:
@@ -201,8 +201,7 @@ def test_privileged_prompts_are_rendered_as_the_sources_prompts(tmp_path: Path) 
         source = PromptSource(rows=rows, **settings)
         data = sums_data(prompts=source, prompts_per_rollout=2, group_size=1, rollouts_per_epoch=1, tokenizer=other)
         quiet_trainer().fit(module, data)
-        assert module.kept.teacher_prompts is not None
-        return sorted(tokenizer.decode(ids).replace(" ", "") for ids in module.kept.teacher_prompts)
+        return sorted(tokenizer.decode(ids).replace(" ", "") for ids in module.kept.row_extras["teacher/prompt"])
 
     assert read() == ["(0=0+)", "(1=1+)"]
     assert read(chat_template=False) == ["0=0+", "1=1+"]
@@ -219,14 +218,15 @@ def test_each_row_is_scored_by_the_teacher_that_its_column_names(tmp_path: Path)
     module = Keep(paths["student"], {"a": paths["a"], "b": paths["b"]}, "who", gamma=1.0, coef=0.5)
     quiet_trainer().fit(module, sums_data(prompts=PromptSource(rows=rows), group_size=1, rollouts_per_epoch=1))
     kept, who = module.kept, module.rollouts.columns["who"]
-    assert kept.teacher_logprobs is not None and kept.old_logprobs is not None and set(who) == {"a", "b"}
+    teacher = kept.token_extras["teacher/logprobs"]
+    assert kept.old_logprobs is not None and set(who) == {"a", "b"}
     for row, name in enumerate(who):
         ids = kept.token_ids[row][kept.attention_mask[row]]
         lm = copy.deepcopy(module.teachers[name].lm)
         scores = lm(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
         mask = kept.response_mask[row, 1 : len(ids)]
-        torch.testing.assert_close(kept.teacher_logprobs[row, 1 : len(ids)][mask], scores[mask], atol=1e-4, rtol=1e-4)
-    gap = (kept.teacher_logprobs - kept.old_logprobs) * kept.response_mask
+        torch.testing.assert_close(teacher[row, 1 : len(ids)][mask], scores[mask], atol=1e-4, rtol=1e-4)
+    gap = (teacher - kept.old_logprobs) * kept.response_mask
     to_go = gap.flip(1).cumsum(1).flip(1) * kept.response_mask  # gamma 1: all that follows
     torch.testing.assert_close(kept.advantages, 0.5 * to_go, atol=1e-4, rtol=1e-4)
     module.teacher_column = "prompt"

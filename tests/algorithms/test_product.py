@@ -53,7 +53,7 @@ KLS: list[Callable[[], KLPenalty | None]] = [
 
 
 def allowed(advantage: AdvantageEstimator, kl: KLPenalty | None) -> bool:
-    return not (isinstance(kl, KLInReward) and (advantage.needs_binary_scores or advantage.needs_reward_parts))
+    return not (isinstance(kl, KLInReward) and (advantage.needs_binary_scores or advantage.credit == "parts"))
 
 
 class Walk(PPOLightningModule):
@@ -87,9 +87,9 @@ class Walk(PPOLightningModule):
                     continue
                 self.loss, self.aggregation = make_loss(), make_aggregation()
                 with strategies.optimizer_window(self.trainer.strategy, [self.actor]):
-                    for micro in self.micro_batches(self.normalized(experience)):
-                        loss, _ = self.compute_loss(micro)
-                        self.manual_backward(loss)
+                    for micro in self.micro_batches(experience):
+                        losses, _ = self.compute_loss(micro.rows)  # type: ignore[arg-type]
+                        self.manual_backward(micro.total(losses))
                 parts = (self.advantage, self.loss, self.aggregation, self.kl)
                 yield " ".join(type(part).__name__ for part in parts)
 

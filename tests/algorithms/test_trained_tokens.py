@@ -12,8 +12,6 @@ from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import AdaptiveEntropy, AdaptiveKL
 from lightrl.objectives.advantages import GroupRelative
 from lightrl.objectives.kl import KLInLoss
-from lightrl.objectives.losses import GMPO, GSPO, PolicyLoss, PPOClip, RLOOSequence
-from lightrl.objectives.off_policy import OffPolicyCorrection
 from lightrl.records import SamplingParams
 from tests.algorithms.toys import fit, grpo, ppo, weights
 
@@ -46,10 +44,8 @@ def test_the_top_entropy_filter_keeps_the_uncertain_tokens(model_path: str) -> N
     tokens = e.entropy[e.response_mask]
     count = math.ceil(0.25 * len(tokens))
     threshold = tokens.sort(descending=True).values[count - 1]
-    trained = e.advantages != 0
-    assert bool((e.entropy[trained] >= threshold).all())
-    has_advantage = (fit(grpo(model_path)).experiences[0].advantages != 0) & (e.entropy >= threshold)
-    assert torch.equal(trained, has_advantage)
+    assert e.in_policy_loss is not None
+    assert torch.equal(e.in_policy_loss, e.response_mask & (e.entropy >= threshold))
     assert keep.metrics[0]["policy/top_entropy"] == pytest.approx(float(tokens[tokens >= threshold].mean()), rel=1e-5)
     assert int(e.response_mask.sum()) == len(tokens), "the normaliser counts every token"
 
@@ -82,7 +78,10 @@ def test_completions_without_a_reward_are_in_no_loss_normaliser_or_baseline(mode
     first = e.advantages.gather(1, rollouts.response_mask.int().argmax(1, keepdim=True)).squeeze(1)
     torch.testing.assert_close(first, torch.tensor([2 / 3, 0.0, -1 / 3, -1 / 3] * 8))
     # of 32 completions 24 are in the mean over sequences
-    assert module.normalized(e).normalizer == 24
+    for micro in module.micro_batches(e):
+        assert micro.policy_weights is not None
+        each = micro.policy_weights.sum(1)
+        torch.testing.assert_close(each[each > 0], torch.full((int((each > 0).sum()),), 1 / 24))
     metrics = keep.metrics[0]
     assert metrics["reward/scored_fraction"] == 0.75 and metrics["reward/mean"] == pytest.approx(1 / 3)
 
@@ -118,10 +117,3 @@ def fitted(path: str) -> PPOLightningModule:
     module = grpo(path)
     fit(module, rewards=[nothing])
     return module
-
-
-@pytest.mark.parametrize("loss", [GSPO(), GMPO(), RLOOSequence(), OffPolicyCorrection(GSPO())])
-def test_the_filter_excludes_losses_with_one_ratio_per_trajectory(loss: PolicyLoss) -> None:
-    with pytest.raises(ValueError, match=f"top_entropy_fraction=0.25 with loss={type(loss).__name__}"):
-        grpo("folder", loss=loss, top_entropy_fraction=0.25)
-    grpo("folder", loss=OffPolicyCorrection(PPOClip()), top_entropy_fraction=0.25)

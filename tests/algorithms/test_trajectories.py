@@ -11,13 +11,14 @@ from lightning.pytorch import seed_everything
 from torch import Tensor
 
 from lightrl.algorithms import CriticSpec, PPOLightningModule
-from lightrl.algorithms.batches import cut_minibatches, shape_rewards, start_experience
+from lightrl.algorithms.batches import cut_minibatches, shape_rewards
 from lightrl.distributed.metrics import MetricSums
 from lightrl.objectives.advantages import RLOO
 from lightrl.objectives.aggregation import SequenceMean, TokenMean
 from lightrl.objectives.kl import KLInLoss
 from lightrl.objectives.losses import PPOClip
-from lightrl.records import Rollouts
+from lightrl.objectives.trajectories import TrajectoryLayout
+from lightrl.records import Experience, Rollouts
 from tests.algorithms.test_product import AGGREGATIONS, ESTIMATORS, LOSSES
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
@@ -102,10 +103,10 @@ class Compare(PPOLightningModule):
         assert experience.old_logprobs is not None
         experience.old_logprobs = experience.old_logprobs + noise(cut.trajectory_ids) * cut.response_mask
         sums = MetricSums()
-        for micro in self.micro_batches(self.normalized(experience)):
-            loss, values = self.compute_loss(micro)
-            self.manual_backward(loss)
-            sums.add(values, micro.response_mask)
+        for micro in self.micro_batches(experience):
+            losses, values = self.compute_loss(micro.rows)  # type: ignore[arg-type]
+            self.manual_backward(micro.total(losses))
+            sums.add(values, micro.rows.response_mask)
         trained = [p for group in self.optimizers().param_groups for p in group["params"]]  # type: ignore[union-attr]
         gradient = torch.cat([p.grad.flatten() for p in trained if p.grad is not None])
         self.optimizers().zero_grad()  # type: ignore[union-attr]
@@ -150,9 +151,8 @@ def test_turn_rewards_stand_on_their_turns() -> None:
     """Total 1, turns 0.125 each: the outcome's share, 1 - 3 / 8, comes on top at the last sampled token."""
     for cuts in ([[3]], [[1, 2]]):
         cut = rollouts(cuts)
-        experience = start_experience(cut)
-        experience.rewards, experience.valid = cut.rewards.nan_to_num(0.0), cut.rewards.isfinite()
-        shaped = shape_rewards(experience, cut.turn_rewards, None)
+        layout = TrajectoryLayout(cut.trajectory_ids, cut.response_mask)
+        shaped = shape_rewards(cut, cut.rewards.nan_to_num(0.0), cut.rewards.isfinite(), layout)
         assert float(shaped[cut.trajectory_ids == 0].sum()) == 1.0
         ends = [PROMPT + turn * (TURN + ANSWER) + TURN - 1 for turn in range(TURNS)]
         of_first = shaped[cut.trajectory_ids == 0].sum(0)
@@ -161,7 +161,18 @@ def test_turn_rewards_stand_on_their_turns() -> None:
 
 
 def test_minibatches_count_trajectories() -> None:
-    experience = start_experience(rollouts(CUTS[1]))
+    made = rollouts(CUTS[1])
+    experience = Experience(
+        made.token_ids,
+        attention_mask=made.attention_mask,
+        response_mask=made.response_mask,
+        group_ids=made.group_ids,
+        engine_logprobs=made.engine_logprobs,
+        advantages=torch.zeros_like(made.engine_logprobs),
+        rewards=made.rewards,
+        valid=made.rewards.isfinite(),
+        trajectory_ids=made.trajectory_ids,
+    )
     parts = cut_minibatches(experience, 2, seed=0)
     held = [set(part.trajectory_ids.tolist()) for part in parts]
     assert sorted(map(sorted, held)) == [[0, 1, 2, 3], [4, 5, 6, 7]]

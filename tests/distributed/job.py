@@ -55,10 +55,11 @@ class BrokenOnce(PPOLightningModule):
     """Computes a loss that is not a number in the first update of the second rollout, on the last rank only."""
 
     def compute_loss(self, minibatch: Any) -> Any:
-        loss, metrics = super().compute_loss(minibatch)
+        losses, metrics = super().compute_loss(minibatch)
         last = self.trainer.global_rank == self.trainer.world_size - 1
         broken = last and self.trainer.fit_loop.total_batch_idx == 1 and not self.num_skipped_updates
-        return loss * (float("nan") if broken else 1.0), metrics
+        factor = float("nan") if broken else 1.0
+        return {name: loss * factor for name, loss in losses.items()}, metrics
 
 
 class Record(Callback):

@@ -141,8 +141,8 @@ def test_a_checkpoint_holds_the_scale(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_counts_against_the_run(tmp_path: Path) -> None:
     class Broken(GRPOLightningModule):
         def compute_loss(self, minibatch: Any) -> Any:
-            loss, metrics = super().compute_loss(minibatch)
-            return loss * float("nan"), metrics
+            losses, metrics = super().compute_loss(minibatch)
+            return {"policy": losses["policy"] * float("nan")}, metrics
 
     path = tiny(tmp_path)
     with pytest.raises(RuntimeError, match="2 updates in a row had a non-finite loss"):

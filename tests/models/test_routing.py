@@ -233,7 +233,7 @@ def test_a_run_learns_from_the_experts_that_sampled(near: str, tmp_path: Path) -
     rows = keep.rollouts[0]
     assert [len(routes) for routes in rows.routes] == [int(n) - 1 for n in rows.attention_mask.sum(1)]  # type: ignore[arg-type]
     first = GRPOLightningModule(near, kl=None)
-    first._build_models()
+    first.build_models()
     gaps = []
     for routes in (rows.routes, []):
         with torch.no_grad():
@@ -290,7 +290,7 @@ def test_without_recorded_experts_the_reason_is_logged_once(near: str, caplog: p
 def test_the_reference_chooses_experts_itself(near: str) -> None:
     keep = fit(GRPOLightningModule(near, optimizer=sgd, ppo_epochs=2), prompts_per_rollout=2)
     experience, actor = keep.experiences[0], GRPOLightningModule(near, kl=None)
-    actor._build_models()
+    actor.build_models()
     rows = (experience.token_ids, experience.attention_mask, experience.response_mask)
     for expected, routes in ((experience.old_logprobs, experience.routes), (experience.ref_logprobs, [])):
         out = actor.actor(*rows, group_ids=experience.group_ids, routes=routes).logprobs

@@ -15,6 +15,7 @@ from lightrl.objectives.advantages import (
     OPO,
     RLOO,
     AdvantageEstimator,
+    AdvantageInput,
     GroupRelative,
     MaxRL,
     PassAtK,
@@ -60,7 +61,7 @@ def per_sequence(
     **kwargs: Any,
 ) -> list[float]:
     rewards, mask = sequences(scores, lengths or [2] * len(scores))
-    advantages, returns = estimator(rewards, mask, torch.tensor(groups), **kwargs)
+    advantages, returns = estimator(AdvantageInput(rewards, mask, torch.tensor(groups), **kwargs))
     assert returns is None and (advantages[~mask] == 0).all()
     assert all((row[m] == row[m][0]).all() for row, m in zip(advantages, mask, strict=True)), "the same on each token"
     return advantages[:, 1].tolist()
@@ -117,14 +118,14 @@ def test_pass_at_k_by_hand() -> None:
 def test_reinforce_by_hand() -> None:
     rewards, mask = sequences([1.0, -2.0], [3, 1])
     # gamma 0.5: 0.25, 0.5, 1 and -2
-    advantages, _ = Reinforce(0.5)(rewards, mask, torch.tensor([0, 1]))
+    advantages, _ = Reinforce(0.5)(AdvantageInput(rewards, mask, torch.tensor([0, 1])))
     assert advantages.tolist() == [[0, 0.25, 0.5, 1], [0, -2, 0, 0]]
 
 
 def test_reinforce_plus_plus_by_hand() -> None:
     # gamma 0.5: returns 0.5, 1 and 0; mean 0.5, std sqrt((0 + 0.25 + 0.25) / 2) = 0.5
     rewards, mask = sequences([1.0, 0.0], [2, 1])
-    advantages, _ = ReinforcePlusPlus(0.5)(rewards, mask, torch.tensor([0, 1]))
+    advantages, _ = ReinforcePlusPlus(0.5)(AdvantageInput(rewards, mask, torch.tensor([0, 1])))
     assert advantages[mask].tolist() == approx([0, 1, -1])
 
 
@@ -140,13 +141,15 @@ def test_gae_by_hand_and_what_it_needs() -> None:
     # gamma 1, lam 0.5, values 0.5, 0.25: A_1 = 1 - 0.25 = 0.75, A_0 = 0.25 - 0.5 + 0.5 * 0.75 = 0.125
     rewards, mask = sequences([1.0], [2])
     values = torch.tensor([[9.0, 0.5, 0.25]])
-    advantages, returns = GAE(1.0, 0.5)(rewards, mask, torch.tensor([0]), values=values)
+    advantages, returns = GAE(1.0, 0.5)(AdvantageInput(rewards, mask, torch.tensor([0]), values=values))
     assert advantages[0].tolist() == approx([0, 0.125, 0.75])
     assert returns[0].tolist() == approx([0, 0.625, 1.0])
     with pytest.raises(ValueError, match="critic"):
-        GAE()(rewards, mask, torch.tensor([0]))
+        GAE()(AdvantageInput(rewards, mask, torch.tensor([0])))
     # an unscored row: no advantage, and returns that ask nothing of the critic
-    advantages, returns = GAE()(rewards, mask, torch.tensor([0]), values=values, valid=torch.tensor([False]))
+    advantages, returns = GAE()(
+        AdvantageInput(rewards, mask, torch.tensor([0]), values=values, valid=torch.tensor([False]))
+    )
     assert advantages.abs().sum() == 0 and returns[0].tolist() == [0, 0.5, 0.25]
 
 
@@ -217,7 +220,7 @@ def rows(data: dict[str, Any], pick: Any) -> dict[str, Any]:
 
 
 def run(estimator: AdvantageEstimator, data: dict[str, Any], **kwargs: Any) -> Tensor:
-    return estimator(**data, part_weights={"a": 1.0, "b": 0.5}, **kwargs)[0]
+    return estimator(AdvantageInput(**data, part_weights={"a": 1.0, "b": 0.5}, **kwargs))[0]
 
 
 @pytest.mark.parametrize("estimator", ALL, ids=IDS)
@@ -251,14 +254,14 @@ def test_a_group_of_one_scored_row_gets_zero(estimator: AdvantageEstimator) -> N
 
 
 @pytest.mark.parametrize("estimator", ALL, ids=IDS)
-def test_two_ranks_equal_one_and_scope_says_when_it_matters(estimator: AdvantageEstimator) -> None:
+def test_two_ranks_equal_one(estimator: AdvantageEstimator) -> None:
     data = batch()
     whole = run(estimator, data)
     shards = [rows(data, slice(0, 8)), rows(data, slice(8, 24))]
     ranks = torch.cat(on_ranks(lambda shard, all_sum: run(estimator, shard, all_sum=all_sum), *((s,) for s in shards)))
     assert torch.allclose(ranks, whole, atol=1e-6)
     alone = torch.cat([run(estimator, shard) for shard in shards])
-    assert torch.allclose(alone, whole, atol=1e-6) == (estimator.scope == "group")
+    assert estimator.normalizes or torch.allclose(alone, whole, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -303,16 +306,18 @@ def test_what_an_estimator_needs() -> None:
     assert [type(e).__name__ for e in ALL if e.needs_critic] == ["GAE"]
     assert [type(e).__name__ for e in ALL if not e.needs_groups] == ["GAE", "Reinforce", "ReinforcePlusPlus"]
     assert {type(e).__name__ for e in ALL if e.needs_binary_scores} == {"MaxRL", "PassAtK"}
-    assert {type(e).__name__ for e in ALL if e.needs_reward_parts} == {"GDPO"}
-    assert all(e.scope == "batch" for e in ALL if e.normalizes)
+    assert {type(e).__name__ for e in ALL if e.credit == "parts"} == {"GDPO"}
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         (lambda given: given.rewards, "advantage=Own: `estimate` must return advantages, and returns or None"),
-        (lambda given: (given.scores, None), r"advantage=Own: advantages of shape \(2,\) for \(2, 3\) tokens"),
-        (lambda given: (given.rewards, given.scores), r"advantage=Own: returns of shape \(2,\) for \(2, 3\) tokens"),
+        (lambda given: (given.scores, None), r"advantage=Own: advantages of shape \(2,\) for tokens of shape \(2, 3\)"),
+        (
+            lambda given: (given.rewards, given.scores),
+            r"advantage=Own: returns of shape \(2,\) for tokens of shape \(2, 3\)",
+        ),
     ],
 )
 def test_an_estimator_that_breaks_its_contract_is_named(answer: Any, message: str) -> None:
@@ -321,11 +326,11 @@ def test_an_estimator_that_breaks_its_contract_is_named(answer: Any, message: st
             return answer(given)
 
     with pytest.raises(ValueError, match=message):
-        Own()(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), torch.tensor([0, 0]))
+        Own()(AdvantageInput(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), torch.tensor([0, 0])))
 
 
 def test_kl_in_the_reward_is_part_of_the_score() -> None:
     # tokens 0.1 and 1 - 0.2: score 0.9; against 0.5: mean 0.7
     rewards, mask = torch.tensor([[0.0, 0.1, 0.8], [0.0, 0.0, 0.5]]), torch.tensor([[False, True, True]] * 2)
-    advantages, _ = GroupRelative("none")(rewards, mask, torch.tensor([0, 0]))
+    advantages, _ = GroupRelative("none")(AdvantageInput(rewards, mask, torch.tensor([0, 0])))
     assert advantages[:, 1].tolist() == approx([0.2, -0.2])

@@ -11,9 +11,23 @@ import torch
 from torch import Tensor
 
 from lightrl.objectives.aggregation import SequenceMean, TokenMean
-from lightrl.objectives.losses import CISPO, CPG, DPPO, DRO, GMPO, GSPO, SAPO, PolicyLoss, PPOClip, RLOOSequence
+from lightrl.objectives.losses import (
+    CISPO,
+    CPG,
+    DPPO,
+    DRO,
+    GMPO,
+    GSPO,
+    SAPO,
+    LossInput,
+    PolicyLoss,
+    PPOClip,
+    RLOOSequence,
+    SequenceClip,
+)
 from lightrl.objectives.off_policy import (
     VESPO,
+    AutomaticCorrection,
     EngineRatio,
     GeometricEngineMask,
     OffPolicyCorrection,
@@ -55,7 +69,7 @@ def losses(
 ) -> tuple[list[float], dict[str, Tensor], list[float]]:
     """Token losses and gradients with respect to log pi on the mask, and the metrics."""
     logprobs = (OLD + ratios.log()).requires_grad_()
-    out, metrics = loss(logprobs, OLD, advantages, MASK, engine_logprobs=OLD)
+    out, metrics = loss(LossInput(logprobs, OLD, advantages, MASK, engine_logprobs=OLD))
     out.sum().backward()
     assert logprobs.grad is not None and (out[~MASK] == 0).all() and (logprobs.grad[~MASK] == 0).all()
     assert all(m.shape == MASK.shape and not m.requires_grad and torch.isfinite(m).all() for m in metrics.values())
@@ -185,7 +199,7 @@ ENGINE = OLD - torch.tensor(
 )
 def test_off_policy_correction_by_hand(level: Any, mode: Any, weights: list[float]) -> None:
     loss = OffPolicyCorrection(PPOClip(), level, mode, high=1.4, low=0.6)
-    out, metrics = loss(OLD.clone().requires_grad_(), OLD, A, MASK, engine_logprobs=ENGINE)
+    out, metrics = loss(LossInput(OLD.clone().requires_grad_(), OLD, A, MASK, engine_logprobs=ENGINE))
     plain = torch.tensor([-2.0, -2.0, -2.0, 2.0])  # ratio 1
     assert out[MASK].tolist() == approx((plain * torch.tensor(weights)).tolist())
     token = level == "token"
@@ -199,16 +213,16 @@ def test_off_policy_correction_by_hand(level: Any, mode: Any, weights: list[floa
 
 def test_off_policy_correction_needs_the_engines_logprobs() -> None:
     with pytest.raises(ValueError, match="engine_logprobs"):
-        OffPolicyCorrection(PPOClip())(OLD, OLD, A, MASK)
+        OffPolicyCorrection(PPOClip())(LossInput(OLD, OLD, A, MASK))
 
 
 def test_a_loss_with_the_ratio_to_the_engine_takes_no_correction() -> None:
     doubled = [VESPO(), EngineRatio(PPOClip()), OffPolicyCorrection(PPOClip()), OffPolicySequenceMask(VESPO())]
     for loss in doubled:
-        with pytest.raises(ValueError, match=rf"loss={type(loss).__name__}\): .* twice; drop the correction"):
+        with pytest.raises(ValueError, match=rf"loss={type(loss).__name__}\): .* twice"):
             OffPolicyCorrection(loss)
     for loss in (OffPolicySequenceMask(PPOClip()), GeometricEngineMask(DPPO())):
-        assert OffPolicyCorrection(loss).has_engine_ratio
+        assert OffPolicyCorrection(loss).engine_use == "ratio"
 
 
 def test_off_policy_sequence_mask_by_hand() -> None:
@@ -220,7 +234,7 @@ def test_off_policy_sequence_mask_by_hand() -> None:
     assert mean(metrics["off_policy/masked_fraction"]) == 0.75
     assert losses(OffPolicySequenceMask(PPOClip(), 0.1), advantages=-A.abs())[0][0] != 0, "below the threshold"
     # the engine's log-probs, where there are, are the sampler's: 1 nat above ours drops the second sequence as well
-    out, _ = loss(OLD, OLD, -A.abs(), MASK, engine_logprobs=OLD + 1.0)
+    out, _ = loss(LossInput(OLD, OLD, -A.abs(), MASK, engine_logprobs=OLD + 1.0))
     assert out.abs().sum() == 0
 
 
@@ -240,7 +254,7 @@ def test_dppo_by_hand() -> None:
     # a rare token may double, which no ratio clip allows: from 0.001 to 0.002 is a variation of 0.001
     rare = torch.tensor([[0.002]]).log().requires_grad_()
     one = torch.ones(1, 1)
-    DPPO()(rare, torch.tensor([[0.001]]).log(), one, one.bool())[0].sum().backward()
+    DPPO()(LossInput(rare, torch.tensor([[0.001]]).log(), one, one.bool()))[0].sum().backward()
     assert rare.grad is not None and rare.grad.item() == pytest.approx(-2.0)
 
 
@@ -250,7 +264,7 @@ def test_dro_by_hand() -> None:
     assert values == approx([1.197290, 3.410317, 2.0, -1.180850])
     assert gradient == approx([-1.959453, -2.069315, -2.0, 2.040547])
     logprobs = (OLD + A / 5).requires_grad_()  # log pi_old + A / beta is stationary
-    DRO(5.0)(logprobs, OLD, A, MASK)[0].sum().backward()
+    DRO(5.0)(LossInput(logprobs, OLD, A, MASK))[0].sum().backward()
     assert logprobs.grad is not None and logprobs.grad.abs().max() < 1e-6
 
 
@@ -258,15 +272,17 @@ def test_geometric_engine_mask_by_hand() -> None:
     # geometric means of old / engine: (1.2 * 1.2 * 1 / 1.2)^(1/3) = 1.062659 and 1.2; the product would be 1.2 in both
     engine = OLD - torch.tensor([[1.2, 1.2, 1 / 1.2], [1.2, 1.0, 1.0]]).log()
     logprobs = OLD + RATIOS.log()
-    loss, metrics = GeometricEngineMask(PPOClip(), 0.9, 1.1)(logprobs, OLD, A, MASK, engine_logprobs=engine)
+    loss, metrics = GeometricEngineMask(PPOClip(), 0.9, 1.1)(LossInput(logprobs, OLD, A, MASK, engine_logprobs=engine))
     assert loss[MASK].tolist() == approx([-2.4, -1.0, -2.0, 0.0]), "kept as it is, or left out whole"
     assert mean(metrics["off_policy/geometric_masked_fraction"]) == 0.25
-    loss, _ = GeometricEngineMask(PPOClip(), 0.9, 1.06)(logprobs, OLD, A, MASK, engine_logprobs=engine)
+    loss, _ = GeometricEngineMask(PPOClip(), 0.9, 1.06)(LossInput(logprobs, OLD, A, MASK, engine_logprobs=engine))
     assert loss.abs().sum() == 0
-    loss, _ = GeometricEngineMask(PPOClip(), 0.9, 1.1)(logprobs, OLD, A, MASK, engine_logprobs=2 * OLD - engine)
+    loss, _ = GeometricEngineMask(PPOClip(), 0.9, 1.1)(
+        LossInput(logprobs, OLD, A, MASK, engine_logprobs=2 * OLD - engine)
+    )
     assert loss[MASK].tolist() == approx([-2.4, -1.0, -2.0, 0.0]), "below 0.9: 1 / 1.2"
     with pytest.raises(ValueError, match="engine_logprobs=None"):
-        GeometricEngineMask(PPOClip())(logprobs, OLD, A, MASK)
+        GeometricEngineMask(PPOClip())(LossInput(logprobs, OLD, A, MASK))
 
 
 def test_vespo_by_hand() -> None:
@@ -278,11 +294,13 @@ def test_vespo_by_hand() -> None:
     # the engine's log-probs are the sampler's: one that is log 1.5 above ours in one token makes w = 0.5 and 1
     engine = OLD + torch.tensor([[math.log(1.5), 0.0, 0.0]])
     leaf = (OLD + RATIOS.log()).requires_grad_()
-    VESPO()(leaf, OLD, A, MASK, engine_logprobs=engine)[0].sum().backward()
+    VESPO()(LossInput(leaf, OLD, A, MASK, engine_logprobs=engine))[0].sum().backward()
     assert leaf.grad is not None  # 0.5^2 e^(3 * 0.5) = 1.120422
     assert leaf.grad[MASK].tolist() == approx([-2.240845, -2.240845, -2.240845, 2.0])
     # no engine: the policy that starts the update
-    assert torch.equal(VESPO()(leaf, OLD, A, MASK)[0], VESPO()(leaf, OLD, A, MASK, engine_logprobs=OLD)[0])
+    assert torch.equal(
+        VESPO()(LossInput(leaf, OLD, A, MASK))[0], VESPO()(LossInput(leaf, OLD, A, MASK, engine_logprobs=OLD))[0]
+    )
 
 
 def random_batch(dtype: torch.dtype = torch.float64, rows: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -302,7 +320,7 @@ def gradient_of(loss: PolicyLoss, aggregation: Any, cuts: list[slice], batch: An
     old, advantages, engine = (torch.nn.functional.pad(x, (0, width - 8), value=7.0) for x in (old, advantages, engine))
     mask = torch.nn.functional.pad(mask, (0, width - 8))
     for rows in cuts:
-        token, _ = loss(leaf[rows], old[rows], advantages[rows], mask[rows], engine_logprobs=engine[rows])
+        token, _ = loss(LossInput(leaf[rows], old[rows], advantages[rows], mask[rows], engine_logprobs=engine[rows]))
         ((aggregation.weights(mask[rows]) * token).sum() / count).backward()
     assert leaf.grad is not None
     return leaf.grad[:, :8]
@@ -329,10 +347,14 @@ def test_advantages_of_turns_cancel_where_a_trajectory_has_one_ratio(loss: Polic
     mask[:, 2 * half :] = False
     advantages[:, half:] = -1.0
     current = logprobs.detach().clone().requires_grad_()
-    value, _ = loss(current, logprobs.detach(), advantages, mask, engine_logprobs=logprobs.detach())
+    value, _ = loss(LossInput(current, logprobs.detach(), advantages, mask, engine_logprobs=logprobs.detach()))
     value.sum().backward()
     assert current.grad is not None
-    assert bool((current.grad.abs().max() < 1e-9).item()) == loss.one_ratio_per_trajectory
+    assert bool((current.grad.abs().max() < 1e-9).item()) == loss_has_one_ratio(loss)
+
+
+def loss_has_one_ratio(loss: Any) -> bool:
+    return isinstance(loss, SequenceClip | GMPO) or (hasattr(loss, "loss") and loss_has_one_ratio(loss.loss))
 
 
 STOPS_A_GRADIENT = (
@@ -349,18 +371,20 @@ STOPS_A_GRADIENT = (
 def test_gradient_by_finite_differences(loss: PolicyLoss) -> None:
     logprobs, old, advantages, mask, engine = random_batch()
     logprobs.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: loss(x, old, advantages, mask, engine_logprobs=engine)[0], logprobs)
+    assert torch.autograd.gradcheck(
+        lambda x: loss(LossInput(x, old, advantages, mask, engine_logprobs=engine))[0], logprobs
+    )
 
 
 @pytest.mark.parametrize("loss", ALL, ids=IDS)
 def test_zero_advantages_and_huge_ratios(loss: PolicyLoss) -> None:
     logprobs, old, advantages, mask, engine = random_batch(torch.float32)
     leaf = logprobs.clone().requires_grad_()
-    loss(leaf, old, torch.zeros_like(advantages), mask, engine_logprobs=engine)[0].sum().backward()
+    loss(LossInput(leaf, old, torch.zeros_like(advantages), mask, engine_logprobs=engine))[0].sum().backward()
     assert leaf.grad is not None
     assert (leaf.grad.abs().sum() == 0) == loss.zero_advantage_is_zero_loss
     leaf = (logprobs + 500).requires_grad_()  # exp overflows float32
-    loss(leaf, old, advantages.abs(), mask, engine_logprobs=engine)[0].sum().backward()
+    loss(LossInput(leaf, old, advantages.abs(), mask, engine_logprobs=engine))[0].sum().backward()
     assert leaf.grad is not None and torch.isfinite(leaf.grad).all()
 
 
@@ -452,21 +476,60 @@ def test_a_changed_loss_is_not_taken_for_zero() -> None:
     """Rows without advantage may only be left out where somebody says that they have no gradient."""
 
     class Regularized(PPOClip):
-        def __call__(self, logprobs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            loss, metrics = super().__call__(logprobs, *args, **kwargs)
-            return loss + 0.01 * logprobs.square(), metrics
+        def __call__(self, given: LossInput) -> Any:
+            loss, metrics = super().__call__(given)
+            return loss + 0.01 * given.logprobs.square(), metrics
 
-    class Wider(PPOClip):
-        """Only other defaults."""
+    class Mixin:
+        def __call__(self, given: LossInput) -> Any:
+            return PPOClip.__call__(self, given)[0] + 0.01 * given.logprobs.square(), {}  # type: ignore[arg-type]
 
-    assert not Regularized().zero_advantage_is_zero_loss and Wider().zero_advantage_is_zero_loss
-    assert not OffPolicyCorrection(Regularized()).zero_advantage_is_zero_loss
+    class Mixed(Mixin, PPOClip):  # type: ignore[misc]
+        """The penalty of a mixin."""
+
+    class Declared(PPOClip):
+        zero_advantage_is_zero_loss = True
+
+    for loss in (Regularized(), Mixed(), OffPolicyCorrection(Regularized()), OffPolicySequenceMask(Mixed())):
+        assert not loss.zero_advantage_is_zero_loss and loss.needs_whole_trajectories
+    assert Declared().zero_advantage_is_zero_loss and OffPolicyCorrection(Declared()).zero_advantage_is_zero_loss
+
+
+class OwnRatio(PolicyLoss):
+    """A loss of a user that corrects for the engine itself, and declares nothing."""
+
+    def __call__(self, given: LossInput) -> Any:
+        assert given.engine_logprobs is not None
+        ratio = (given.logprobs - given.engine_logprobs).exp()
+        return -(ratio * given.advantages) * given.mask, {}
+
+
+def test_a_correction_is_never_applied_twice() -> None:
+    logprobs, old, advantages, mask, engine = random_batch()
+    given = LossInput(logprobs, old, advantages, mask, engine_logprobs=engine)
+    assert torch.equal(AutomaticCorrection(OwnRatio())(given)[0], OwnRatio()(given)[0])
+    with pytest.raises(ValueError, match="OwnRatio"):
+        OffPolicyCorrection(OwnRatio())(given)
+    corrected = OffPolicyCorrection(PPOClip())(given)[0]
+    assert torch.equal(AutomaticCorrection(PPOClip())(given)[0], corrected)
+    assert not torch.equal(corrected, PPOClip()(given)[0])
+
+    class OwnMask(OwnRatio):
+        engine_use = "compared"
+
+    assert not torch.equal(AutomaticCorrection(OwnMask())(given)[0], OwnMask()(given)[0])
+
+
+def test_the_kl_to_the_old_policy_is_exact_far_away() -> None:
+    zero, one = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    metrics = PPOClip()(LossInput(zero - 30, zero, zero, one))[1]
+    assert metrics["kl/old"].item() == pytest.approx(29.0)  # exp(-30) - 1 + 30
 
 
 def test_the_engine_ratio_is_that_to_the_engine() -> None:
     logprobs, old, advantages, mask, engine = random_batch()
-    ours, metrics = EngineRatio(PPOClip())(logprobs, old, advantages, mask, engine_logprobs=engine)
-    expected, plain = PPOClip()(logprobs, engine, advantages, mask)
+    ours, metrics = EngineRatio(PPOClip())(LossInput(logprobs, old, advantages, mask, engine_logprobs=engine))
+    expected, plain = PPOClip()(LossInput(logprobs, engine, advantages, mask))
     assert torch.equal(ours, expected) and metrics.keys() == plain.keys()
     with pytest.raises(ValueError, match="engine_logprobs=None"):
-        EngineRatio(PPOClip())(logprobs, old, advantages, mask)
+        EngineRatio(PPOClip())(LossInput(logprobs, old, advantages, mask))

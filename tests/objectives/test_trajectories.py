@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from lightrl.objectives.advantages import GroupRelative
+from lightrl.objectives.advantages import AdvantageInput, GroupRelative
 from lightrl.objectives.aggregation import SequenceMean
-from lightrl.objectives.losses import GSPO
+from lightrl.objectives.losses import GSPO, LossInput
 from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, last_rows, trajectory_lengths
 
 # trajectory 5: tokens 1 2 in its first row and 3 in its second; trajectory 2: token 4
@@ -50,7 +50,7 @@ def test_a_failed_attempt_is_in_no_baseline() -> None:
     """Rewards 1, 1, 0, 0 of which the second failed: the mean of the others is 1 / 3."""
     rewards, mask = torch.tensor([[1.0], [float("nan")], [0.0], [0.0]]), torch.ones(4, 1).bool()
     valid = torch.tensor([True, False, True, True])
-    advantages, _ = GroupRelative("none")(rewards, mask, torch.zeros(4).long(), valid=valid)
+    advantages, _ = GroupRelative("none")(AdvantageInput(rewards, mask, torch.zeros(4).long(), valid=valid))
     torch.testing.assert_close(advantages[:, 0], torch.tensor([2 / 3, 0.0, -1 / 3, -1 / 3]))
 
 
@@ -68,7 +68,7 @@ def test_the_ratio_of_a_trajectory_is_that_of_all_its_rows() -> None:
     layout = TrajectoryLayout(IDS, MASK)
     logprobs = torch.tensor([[0, 0.1, 0.2, 0], [0, 0, 0, 0.6], [0, 0, 0, 0]]) * MASK
     zero, ones = torch.zeros_like(logprobs), torch.ones_like(logprobs)
-    loss, _ = GSPO(1.0, 9.0)(layout.join(logprobs), layout.join(zero), layout.join(ones), layout.mask)
+    loss, _ = GSPO(1.0, 9.0)(LossInput(layout.join(logprobs), layout.join(zero), layout.join(ones), layout.mask))
     expected = -torch.tensor(0.3).exp() * MASK
     expected[2, 1] = -1.0
     torch.testing.assert_close(layout.split(loss), expected)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightrl.objectives import RLOO, AdvantageEstimator, GiGPO, TurnGAE, TurnReturns
+from lightrl.objectives.advantages import AdvantageInput
 
 TURNS, ACTIONS, AGAIN, GROUP = 3, 3, 2, 4
 LOGITS = torch.tensor([[0.3, -0.2, 0.5], [-0.4, 0.1, 0.2], [0.6, 0.0, -0.3]], dtype=torch.float64)
@@ -68,7 +69,9 @@ def run(estimator: AdvantageEstimator, groups: int = 30_000) -> tuple[Tensor, Te
     actions, rewards, mask, turn_ids, group_ids = attempts(groups)
     values = torch.tensor([0.3, -0.8, 1.1], dtype=torch.float64).expand_as(rewards)  # a wrong critic
     anchors = torch.where(turn_ids > 0, 1, 0)  # turns 2 and 3 begin in the same state
-    advantages, _ = estimator(rewards, mask, group_ids, values=values, turn_ids=turn_ids, anchors=anchors)
+    advantages, _ = estimator(
+        AdvantageInput(rewards, mask, group_ids, values=values, turn_ids=turn_ids, anchors=anchors)
+    )
     return advantages, actions, mask
 
 
@@ -88,7 +91,7 @@ def test_turn_gae_with_the_true_critic_needs_no_lambda_of_one() -> None:
         value[k] = (P[k] * REWARDS[k]).sum() + P[k, AGAIN] * value[k + 1]
     actions, rewards, mask, turn_ids, groups = attempts(30_000)
     values = value[:TURNS].expand_as(rewards)
-    advantages, _ = TurnGAE(lam=0.4)(rewards, mask, groups, values=values, turn_ids=turn_ids)
+    advantages, _ = TurnGAE(lam=0.4)(AdvantageInput(rewards, mask, groups, values=values, turn_ids=turn_ids))
     assert float(deviations(advantages, actions, mask, exact()).abs().max()) < 4
 
 
@@ -141,7 +144,7 @@ def test_turn_returns_by_hand() -> None:
     mask = torch.tensor([[True, True], [True, False], [True, True], [True, True]])
     turn_ids = torch.tensor([[0, 1], [0, -1], [0, 1], [0, 1]])
     valid = torch.tensor([True, True, True, False])
-    advantages, _ = TurnReturns()(rewards, mask, torch.zeros(4).long(), valid=valid, turn_ids=turn_ids)
+    advantages, _ = TurnReturns()(AdvantageInput(rewards, mask, torch.zeros(4).long(), valid=valid, turn_ids=turn_ids))
     expected = [[2.5, 1.5], [-0.5, 0.0], [-2.0, -1.5], [0.0, 0.0]]
     torch.testing.assert_close(advantages, torch.tensor(expected))
 
@@ -151,8 +154,8 @@ def test_with_a_reward_at_the_end_turn_returns_are_rloo() -> None:
     mask = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
     turn_ids = torch.where(mask, torch.arange(3), -1)
     groups = torch.zeros(3).long()
-    expected, _ = RLOO()(rewards, mask, groups)
-    torch.testing.assert_close(TurnReturns()(rewards, mask, groups, turn_ids=turn_ids)[0], expected)
+    expected, _ = RLOO()(AdvantageInput(rewards, mask, groups))
+    torch.testing.assert_close(TurnReturns()(AdvantageInput(rewards, mask, groups, turn_ids=turn_ids))[0], expected)
 
 
 def test_turn_gae_by_hand() -> None:
@@ -161,10 +164,14 @@ def test_turn_gae_by_hand() -> None:
     turn_ids = torch.tensor([[-1, 0, 0, -1, 1, 1]])
     rewards = torch.tensor([[0.0, 0.0, 0.25, 0.0, 0.0, 1.0]])
     values = torch.tensor([[9.0, 0.2, 9.0, 9.0, 0.5, 9.0]])
-    advantages, returns = TurnGAE(lam=0.5)(rewards, mask, torch.zeros(1).long(), values=values, turn_ids=turn_ids)
+    advantages, returns = TurnGAE(lam=0.5)(
+        AdvantageInput(rewards, mask, torch.zeros(1).long(), values=values, turn_ids=turn_ids)
+    )
     torch.testing.assert_close(advantages, torch.tensor([[0.0, 0.8, 0.8, 0.0, 0.5, 0.5]]))
     torch.testing.assert_close(returns, torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 1.0]]))
-    unscored = TurnGAE()(rewards, mask, torch.zeros(1).long(), values=values, valid=mask[:, 0], turn_ids=turn_ids)
+    unscored = TurnGAE()(
+        AdvantageInput(rewards, mask, torch.zeros(1).long(), values=values, valid=mask[:, 0], turn_ids=turn_ids)
+    )
     torch.testing.assert_close(unscored[0], torch.zeros(1, 6))
     torch.testing.assert_close(unscored[1], values * mask)
 
@@ -176,9 +183,11 @@ def test_gigpo_by_hand() -> None:
     turn_ids = torch.where(mask, torch.arange(3), -1)
     anchors = torch.tensor([[0, 1, 1], [0, 0, 0]])
     groups = torch.zeros(2).long()
-    advantages, _ = GiGPO(1.0, scale="none")(rewards, mask, groups, turn_ids=turn_ids, anchors=anchors)
+    advantages, _ = GiGPO(1.0, scale="none")(AdvantageInput(rewards, mask, groups, turn_ids=turn_ids, anchors=anchors))
     torch.testing.assert_close(advantages, torch.tensor([[4.0, 2.0, 2.0], [-4.0, 0.0, 0.0]]))
-    same = GiGPO(1.0, scale="none")(rewards, mask, groups, turn_ids=turn_ids, anchors=torch.zeros_like(anchors))[0]
+    same = GiGPO(1.0, scale="none")(
+        AdvantageInput(rewards, mask, groups, turn_ids=turn_ids, anchors=torch.zeros_like(anchors))
+    )[0]
     # state 0 everywhere: the first attempt's turns (2, 2, 1) against 0; the second's 0 against their mean, 5 / 3
     torch.testing.assert_close(same, torch.tensor([[4.0, 4.0, 3.0], [-2 - 5 / 3, 0.0, 0.0]]))
 
@@ -187,7 +196,7 @@ def test_gigpo_by_hand() -> None:
 def test_equal_returns_give_exactly_nothing(estimator: AdvantageEstimator) -> None:
     rewards, mask = torch.full((3, 2), 0.1), torch.ones(3, 2).bool()
     turn_ids = torch.arange(2).expand(3, 2)
-    advantages, _ = estimator(rewards, mask, torch.zeros(3).long(), turn_ids=turn_ids, anchors=turn_ids)
+    advantages, _ = estimator(AdvantageInput(rewards, mask, torch.zeros(3).long(), turn_ids=turn_ids, anchors=turn_ids))
     assert not advantages.any()
 
 
@@ -196,16 +205,16 @@ def test_a_turn_that_is_not_trained_is_skipped() -> None:
     mask = torch.tensor([[True, False], [True, True]])
     turn_ids = torch.tensor([[1, -1], [0, 1]])
     rewards = torch.tensor([[1.0, 0.0], [0.5, 0.25]])
-    advantages, _ = TurnReturns()(rewards, mask, torch.zeros(2).long(), turn_ids=turn_ids)
+    advantages, _ = TurnReturns()(AdvantageInput(rewards, mask, torch.zeros(2).long(), turn_ids=turn_ids))
     torch.testing.assert_close(advantages, torch.tensor([[0.75, 0.0], [-0.25, -0.75]]))
 
 
 def test_what_is_missing_or_out_of_range_is_refused() -> None:
     mask, turn_ids = torch.ones(1, 2).bool(), torch.tensor([[0, 1]])
     with pytest.raises(ValueError, match="TurnGAE: values=None"):
-        TurnGAE()(torch.ones(1, 2), mask, torch.zeros(1).long(), turn_ids=turn_ids)
+        TurnGAE()(AdvantageInput(torch.ones(1, 2), mask, torch.zeros(1).long(), turn_ids=turn_ids))
     with pytest.raises(ValueError, match="GiGPO: anchors=None"):
-        GiGPO()(torch.ones(1, 2), mask, torch.zeros(1).long(), turn_ids=turn_ids)
+        GiGPO()(AdvantageInput(torch.ones(1, 2), mask, torch.zeros(1).long(), turn_ids=turn_ids))
     for make, message in (
         (lambda: TurnReturns(1.5), r"TurnReturns.gamma=1.5"),
         (lambda: TurnGAE(lam=-1), r"TurnGAE.lam=-1"),

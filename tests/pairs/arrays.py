@@ -28,6 +28,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import WeightSync
 from lightrl.cli import users_error
+from lightrl.objectives.losses import GMPO, SequenceClip
 from tests.pairs.features import CALLBACKS, FACTORS, Settings, data_of, module_of, refusals
 from tests.ports import held_port
 from tests.toys import quickstart_model, quiet_trainer
@@ -139,6 +140,11 @@ def models() -> dict[str, str]:
     }
 
 
+def one_ratio(loss: Any) -> bool:
+    """Whether all tokens of a trajectory are trained through one ratio."""
+    return isinstance(loss, SequenceClip | GMPO) or (hasattr(loss, "loss") and one_ratio(loss.loss))
+
+
 class Watch(RLCallback):
     """Whether something was to be learnt, and whether all numbers were finite."""
 
@@ -150,7 +156,7 @@ class Watch(RLCallback):
         if module.in_critic_warmup:
             return
         advantages = (experience.advantages * experience.response_mask).double()
-        if module.loss.one_ratio_per_trajectory:  # through which those of a trajectory's turns may cancel each other
+        if one_ratio(module.loss):  # through which those of a trajectory's turns may cancel each other
             sums = torch.zeros(int(experience.trajectory_ids.max()) + 1, dtype=torch.float64)
             sums.index_add_(0, experience.trajectory_ids.cpu(), advantages.sum(1).cpu())
             self.to_learn += float((sums.abs() - 1e-3 * advantages.abs().sum()).clamp(min=0).sum())

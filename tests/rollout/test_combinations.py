@@ -177,7 +177,7 @@ def mixture(path: str) -> str:
 def replayed(run: Run, where: Where) -> bool:
     """Whether only the replay of the engine's experts closes the gap between its log-probs and the trainer's."""
     rows, module = run.keep.rollouts[0], grpo(mixture(where.path))
-    module._build_models()
+    module.build_models()
     return gap(module, rows, rows.routes) < 1e-5 and gap(module, rows, ()) > 1e-3
 
 

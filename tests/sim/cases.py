@@ -377,10 +377,10 @@ for _algorithm in ("ppo", "grpo"):
 def _(folder: Path) -> None:
     class Wrong(GRPOLightningModule):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            loss, metrics = super().compute_loss(*args, **kwargs)
+            losses, metrics = super().compute_loss(*args, **kwargs)
             with pytest.raises(RuntimeError, match="found sim and cpu"):
-                loss + torch.zeros(1)
-            return loss, metrics
+                losses["policy"] + torch.zeros(1, 1)
+            return losses, metrics
 
     fit(Wrong(model_path(), optimizer=adam))
 
