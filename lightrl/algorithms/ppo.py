@@ -262,7 +262,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         """Whether `setup` will wrap the loss, because the data module samples ahead of the update."""
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         stale = isinstance(data, RolloutDataModule) and data.staleness > 0
-        return stale and self.off_policy_correction and self.loss.engine_use != "ratio"
+        return stale and self.off_policy_correction and self.loss.engine_use in ("unused", None)
 
     def build_models(self, in_shards: bool = False) -> None:
         """Sets actor, critic, reference, and reward models; empty ones if ranks fill in their parts (`in_shards`)."""
@@ -783,7 +783,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
     def _loss_of(self, rows: Experience) -> PolicyLoss:
         """The loss of these rows, corrected if older weights sampled them."""
-        corrected = isinstance(self.loss, AutomaticCorrection) or self.loss.engine_use == "ratio"
+        corrected = self.loss.engine_use in ("compared", "ratio")
         if not rows.is_stale or corrected or not self.off_policy_correction:
             return self.loss
         if self._stale_loss is None:

@@ -300,9 +300,9 @@ def test_the_reference_chooses_experts_itself(near: str) -> None:
 def test_distillation_compares_the_teacher_with_the_policy_on_the_experts_that_sampled(near: str) -> None:
     keep = fit(DistillLightningModule(near, {"itself": near}, optimizer=sgd), prompts_per_rollout=2)
     experience, mask = keep.experiences[0], keep.experiences[0].response_mask
-    assert experience.old_logprobs is not None and experience.teacher_logprobs is not None
+    assert experience.old_logprobs is not None and experience.token_extras["teacher/logprobs"] is not None
     torch.testing.assert_close(experience.old_logprobs[mask], experience.engine_logprobs[mask], atol=1e-5, rtol=1e-5)
-    gap = (experience.teacher_logprobs - experience.old_logprobs)[mask]  # its routers choose themselves
+    gap = (experience.token_extras["teacher/logprobs"] - experience.old_logprobs)[mask]  # its routers choose themselves
     torch.testing.assert_close(experience.advantages[mask], gap, atol=1e-5, rtol=1e-4)
     assert gap.abs().max() > 0.01
 
