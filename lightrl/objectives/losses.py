@@ -86,12 +86,12 @@ class LossInput:
         self.ref_logprobs = ref_logprobs
         self.entropy = entropy
         self._engine_logprobs = engine_logprobs
-        self._reads = set[str]()
+        self.reads = set[str]()
 
     @property
     def engine_logprobs(self) -> Tensor | None:
         """The engine's log-probs."""
-        self._reads.add("engine_logprobs")
+        self.reads.add("engine_logprobs")
         return self._engine_logprobs
 
     @property
@@ -102,19 +102,20 @@ class LossInput:
     @property
     def reads_engine(self) -> bool:
         """Whether `engine_logprobs` of this record, or of one that `replace` made of it, has been read."""
-        return bool(self._reads)
+        return bool(self.reads)
 
     def replace(self, **changes: Tensor | None) -> LossInput:
         """The same record with other tensors. Reading from it counts as reading from this one."""
-        mine: dict[str, Any] = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        hidden = ("reads", "_engine_logprobs")
+        mine: dict[str, Any] = {name: value for name, value in vars(self).items() if name not in hidden}
         changed = LossInput(**(mine | {"engine_logprobs": self._engine_logprobs} | changes))
-        changed._reads = self._reads
+        changed.reads = self.reads
         return changed
 
     def unread(self) -> LossInput:
         """The same record, of which nothing has been read."""
         changed = self.replace()
-        changed._reads = set()
+        changed.reads = set()
         return changed
 
 
