@@ -7,9 +7,12 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
+
 from lightrl.arguments import above, require_packages
+from lightrl.compat import openenv
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step
-from lightrl.environments.tool_arguments import check_by_schema
+from lightrl.environments.tool_arguments import check_by_schema, place
 from lightrl.environments.tools import ToolEnvironment, first_messages
 
 __all__ = ["MCPEnvironment", "OpenEnvironment"]
@@ -141,14 +144,16 @@ class OpenEnvironment(Environment):
     """Plays an environment of an OpenEnv server, over a WebSocket per attempt.
 
     The policy's reply is the action, and the observation the next user message; a reward and an end are the server's.
-    The first observation follows the row's prompt. Override `action` and `text` for servers that want more than a text.
+    The server's `reset` gets the row's columns and the group's seed, and takes those that it has arguments for. The
+    first observation follows the row's prompt. An action that does not fit the server's model is told to the policy.
+    Override `action` and `text` for servers that want more than a text.
 
     Args:
         url: of the server.
         action_field: name of the action's field that gets the reply's text.
         observation_field: name of the observation's field that the policy reads; None shows all of it as JSON.
         timeout: seconds that connecting and each answer may take; longer is a failure of the infrastructure, as are a
-            server that is not there, and one that answers with an error.
+            server that is not there, and one that answers with another error.
 
     Raises:
         ValueError: the package is missing.
@@ -160,14 +165,11 @@ class OpenEnvironment(Environment):
         self, url: str, action_field: str = "message", observation_field: str | None = None, timeout: float = 60.0
     ) -> None:
         require_packages("OpenEnvironment", "openenv", "openenv")
-        from openenv.core import GenericEnvClient
-
         above("timeout", timeout, note=" seconds")
         self.action_field = action_field
         self.observation_field = observation_field
-        self._client = GenericEnvClient(
-            base_url=url, connect_timeout_s=timeout, message_timeout_s=timeout, mode="simulation"
-        )
+        self._client = openenv.make_client(url, timeout)
+        self._invalid = 0
 
     def action(self, reply: Reply) -> dict[str, Any]:
         """The action that a reply stands for, as the server takes it."""
@@ -183,16 +185,40 @@ class OpenEnvironment(Environment):
         return str(observation[self.observation_field])
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[Message]:
+        arguments = {name: value for name, value in row.items() if _is_json(value)}
+        if left := sorted(set(row) - set(arguments)):
+            rank_zero_warn(f"OpenEnvironment: JSON can't hold the columns {', '.join(left)}, so `reset` goes without.")
+        arguments.setdefault("seed", seed % 2**31)  # servers keep seeds in 32 bits
         await self._client.connect()
-        result = await self._client.reset(seed=seed % 2**31)  # servers keep seeds in 32 bits
+        result = await self._client.reset(**arguments)
         return first_messages(row, self.text(result.observation) or None)
 
     async def step(self, reply: Reply) -> Step:
-        result = await self._client.step(self.action(reply))
+        try:
+            result = await self._client.step(self.action(reply))
+        except openenv.ServerError as error:
+            if error.code != "VALIDATION_ERROR":
+                raise
+            self._invalid += 1
+            wrong = [f"{place(one.get('loc', ()))}: {one.get('msg', '')}" for one in error.errors] or [str(error)]
+            return Step([{"role": "user", "content": f"Error: {'. '.join(wrong)}."}])
         reward = float(result.reward or 0.0)
         if result.done:
             return Step(reward=reward, done=True)
         return Step([{"role": "user", "content": self.text(result.observation)}], reward=reward)
 
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Number of actions that did not fit the server's model of one."""
+        return {"invalid_actions": float(self._invalid)}
+
     async def close(self) -> None:
         await self._client.close()
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

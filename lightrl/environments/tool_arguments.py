@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, get_type_hints
 
 from lightrl.arguments import require_packages
 
-__all__ = ["Check", "check_by_hints", "check_by_schema", "tool_schema"]
+__all__ = ["Check", "check_by_hints", "check_by_schema", "place", "tool_schema"]
 
 Check: TypeAlias = Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
 """From a call's arguments to those that the tool takes, and what is wrong with them in words for the policy."""
@@ -95,7 +95,7 @@ def check_by_hints(tool: Callable[..., Any], schema: Mapping[str, Any]) -> Check
                     read[name] = adapters[parameter.name].validate_json(json.dumps(value, default=str), strict=True)
                 except ValidationError as error:
                     wrong += [
-                        f"{_place([name, *one['loc']])}: {one['msg']}, not {_written(one['input'])}."
+                        f"{place([name, *one['loc']])}: {one['msg']}, not {_written(one['input'])}."
                         for one in error.errors(include_url=False, include_context=False)
                     ]
         return read, wrong
@@ -129,17 +129,15 @@ def check_by_schema(schema: Mapping[str, Any]) -> Check:
             return dict(arguments), []
         wrong = [_unknown(name, properties) for name in arguments if closed and name not in properties]
         for error in errors:
-            place = [*error.absolute_path]
+            path = [*error.absolute_path]
             if error.validator == "required":
-                wrong += _missing(
-                    _place([*place, name]) for name in error.validator_value if name not in error.instance
-                )
+                wrong += _missing(place([*path, name]) for name in error.validator_value if name not in error.instance)
             elif error.validator == "type":
                 kinds = error.validator_value
                 wanted = kinds if isinstance(kinds, str) else " or ".join(kinds)
-                wrong.append(f"{_place(place)}: Input should be a valid {wanted}, not {_written(error.instance)}.")
+                wrong.append(f"{place(path)}: Input should be a valid {wanted}, not {_written(error.instance)}.")
             else:
-                wrong.append(f"{_place(place)}: {error.message}." if place else f"{error.message}.")
+                wrong.append(f"{place(path)}: {error.message}." if path else f"{error.message}.")
         return dict(arguments), list(dict.fromkeys(wrong))
 
     return check
@@ -185,7 +183,7 @@ def _unknown(name: str, known: Iterable[str]) -> str:
     return f"{name}: Unexpected argument. There are: {', '.join(known) or 'none'}."
 
 
-def _place(path: Iterable[Any]) -> str:
+def place(path: Iterable[Any]) -> str:
     """Where something is, such as `points[0].x`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".") or "arguments"
 

@@ -9,10 +9,11 @@ import uvicorn
 from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
+from pydantic import Field
 
 
 class Say(Action):
-    message: str
+    message: str = Field(max_length=20)
 
 
 class Heard(Observation):
@@ -29,7 +30,7 @@ class Guess(Environment[Say, Heard, State]):
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Heard:
         self.number, self.tries = (seed or 0) % 10, 0
-        return Heard(text="Guess a digit.")
+        return Heard(text=kwargs.get("question") or "Guess a digit.")
 
     def step(self, action: Say, timeout_s: float | None = None, **kwargs: Any) -> Heard:
         self.tries += 1

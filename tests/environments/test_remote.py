@@ -195,6 +195,27 @@ def test_an_environment_of_openenv_is_played(guess: Server) -> None:
     assert trajectory.turn_rewards == [-0.1, -0.1, 1.0]
 
 
+def test_columns_of_the_row_reach_the_reset_of_openenv(guess: Server) -> None:
+    def make() -> OpenEnvironment:
+        return OpenEnvironment(guess.url, observation_field="text")
+
+    asked = play(make, [said("3")], {"prompt": "Go. ", "question": "Which?", "answer": None, "seed": 3})
+    assert asked.messages[0]["content"] == "Go. Which?" and asked.turn_rewards == [1.0]
+    with pytest.warns(UserWarning, match="columns picture"):
+        pictured = play(make, [said("1")], {"prompt": "Go. ", "question": "Which?", "picture": b"png"})
+    assert pictured.messages[0]["content"] == "Go. Which?" and pictured.turn_rewards == [1.0]
+
+
+def test_an_action_that_openenv_does_not_take_is_told_to_the_policy(guess: Server) -> None:
+    def make() -> OpenEnvironment:
+        return OpenEnvironment(guess.url, observation_field="text")
+
+    trajectory = play(make, [said("a long way round to a seven"), said("7")], seed=7)
+    assert (trajectory.stop_reason, trajectory.failure, trajectory.turn_rewards) == ("stop", None, [0.0, 1.0])
+    assert results(trajectory)[0].startswith("Error: message: ")
+    assert trajectory.metrics["invalid_actions"] == 1.0
+
+
 def test_remote_environments_are_given_back_whatever_ends_an_attempt(guess: Server) -> None:
     """The server has two places: attempts that fail, run into limits or are cancelled must not keep theirs."""
 
