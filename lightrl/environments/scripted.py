@@ -5,14 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 from lightrl.background import BackgroundLoop
@@ -24,8 +19,6 @@ __all__ = ["EnvironmentCheck", "Played", "play"]
 
 PLAIN = "I do not know."
 MOST_TURNS = 1 << 20
-SLOW = 5.0  # seconds per step from which it is pointed out
-ENDING = 3.0  # seconds that processes and threads have to end in, once all environments are closed
 EXAMPLES = {"string": "a", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
 
@@ -35,14 +28,13 @@ class Played:
 
     Attributes:
         row: number of the row. script: its name. repeat: whether the same script was played there before.
-        trajectory: the attempt. said: the ids that its replies were given as, one list per turn.
+        trajectory: the attempt.
     """
 
     row: int
     script: str
     repeat: bool
     trajectory: Trajectory
-    said: list[list[int]]
 
     @property
     def reward(self) -> float:
@@ -60,14 +52,12 @@ class EnvironmentCheck:
         notes: what could not be tried.
         reward_functions: whether the run has some beside the environment.
         mistake: what would end a run at once (a step or reward that is none), and ended the play; None where nothing.
-        left: what outlived the environments, in words.
     """
 
     played: list[Played]
     notes: list[str] = field(default_factory=list)
     reward_functions: bool = False
     mistake: str | None = None
-    left: list[str] = field(default_factory=list)
 
     def problems(self) -> list[str]:
         """What is wrong, each with what to do; empty where nothing is."""
@@ -77,12 +67,6 @@ class EnvironmentCheck:
             found.append(
                 f"failed: {cause}. Such attempts are never trained on. Correct it, or answer the policy in words where "
                 "its reply is the cause."
-            )
-        lost = [p for p in self.played if not p.trajectory.failed and not _kept(p)]
-        if lost:
-            found.append(
-                f"{lost[0].script} at row {lost[0].row}: the trained tokens are not the sampled ones. This is a "
-                "mistake in LightRL or in a renderer; take environment.renderer=template and report it."
             )
         first: dict[tuple[int, str], Played] = {}
         for p in self.played:
@@ -97,11 +81,6 @@ class EnvironmentCheck:
         unclosed = sum(p.trajectory.metrics.get("close_errors", 0.0) > 0 for p in self.played)
         if unclosed:
             found.append(f"`close` failed or took too long in {unclosed} of {len(self.played)} attempts.")
-        if self.left:
-            found.append(
-                f"after all environments were closed there were still {', '.join(self.left)}. A run makes thousands of "
-                "environments: end in `close` what each has begun."
-            )
         rewards = {p.reward for p in self.played if math.isfinite(p.reward)}
         if rewards == {0.0} and not self.reward_functions:
             self.notes.append(
@@ -136,20 +115,7 @@ class EnvironmentCheck:
                 "(correct, and costs tokens)"
             )
         out.append(f"template: {proof}")
-        slow = max((_seconds(p.trajectory) for p in self.played), default=0.0)
-        if slow > SLOW:
-            self.notes.append(f"a step took {slow:.1f} s on average; a rollout waits for the slowest attempt's sum.")
         return out
-
-
-def _kept(played: Played) -> bool:
-    """Whether each turn that is trained has the ids it was sampled as, once, and nothing else is."""
-    found: dict[int, list[int]] = {}
-    for row in played.trajectory.rows:
-        for token, turn in zip(row.token_ids, row.turn_ids, strict=True):
-            if turn >= 0:
-                found.setdefault(turn, []).append(token)
-    return all(turn < len(played.said) and played.said[turn] == ids for turn, ids in found.items())
 
 
 def _same(one: Played, other: Played) -> bool:
@@ -184,7 +150,6 @@ def play(
         reward_functions: whether the run has some, so that the environment need not give rewards.
     """
     check = EnvironmentCheck([], reward_functions=reward_functions)
-    before = _living()
     loop = BackgroundLoop("check-env")  # in a notebook the calling thread has one that runs already
     try:
         for number, row in enumerate(rows):
@@ -197,10 +162,6 @@ def play(
     finally:
         loop.close()
     check.notes = list(dict.fromkeys(check.notes))
-    end = time.monotonic() + ENDING
-    while (left := _living().items() - before.items()) and time.monotonic() < end:
-        time.sleep(0.05)
-    check.left = sorted(f"{words} ({number})" for number, words in left)
     return check
 
 
@@ -209,20 +170,6 @@ class _Scripted(Task):
 
     def turn_seed(self, attempt: int, turn: int) -> int:
         return attempt * MOST_TURNS + turn
-
-
-def _living() -> dict[str, str]:
-    """Child processes (Linux tells them) and threads that would keep this one alive: which -> what it is."""
-    found = {f"thread {t.ident}": t.name for t in threading.enumerate() if not t.daemon}
-    # Not by `task/*/children`, read in turn: the child of a thread that ends meanwhile may stand in none of them.
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it ended meanwhile
-            parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
-            if int(parent) == os.getpid():
-                command = (stat.parent / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-                if command:  # else it has ended
-                    found[f"process {stat.parent.name}"] = shorten(command, 80)
-    return found
 
 
 async def _play(
@@ -236,7 +183,6 @@ async def _play(
 ) -> list[Played]:
     """Each script twice at one row."""
     names = [name for name in scripts for _ in range(2)]
-    said: list[list[list[int]]] = [[] for _ in names]
 
     async def ask(request: GenerationRequest) -> CompletionGroup:
         attempt, turn = divmod(request.seed, MOST_TURNS)
@@ -244,7 +190,6 @@ async def _play(
         reply = script[min(turn, len(script) - 1)]
         ids = reply.ids[: request.sampling.max_new_tokens]
         cut = reply.cut or len(ids) < len(reply.ids)
-        said[attempt].append(ids)
         text = tokenizer.decode(ids, skip_special_tokens=True)
         done = Completion(ids, [0.0] * len(ids), text, "length" if cut else "stop")
         return CompletionGroup(request, [done], 0)
@@ -254,7 +199,7 @@ async def _play(
     task = _Scripted(prompt, tuple(range(len(names))), seed, sampling, tokenizer, max_model_len=1 << 30)
     trajectories = await episode.run(task, ask)
     return [
-        Played(number, name, i % 2 == 1, trajectory, said[i])
+        Played(number, name, i % 2 == 1, trajectory)
         for i, (name, trajectory) in enumerate(zip(names, trajectories, strict=True))
     ]
 

@@ -15,12 +15,11 @@ def check_env(config: str, rows: int = 2, replies: list[str] | None = None, seed
     """Plays the environment of a configuration with scripted replies and no model. Exit status 1 where it is wrong.
 
     Printed for each script: why it ended, its reward, how many tokens would be trained, seconds per step; then whether
-    the chat template was proven to extend what was sampled, and whether one seed gives one outcome.
+    the chat template extends what was sampled, and whether one seed gives one outcome.
 
     What the run's objects write, such as its folder, is not made: no model is loaded, no engine started, no reward
     function called. What the environment itself does to files or services is done: each script plays it twice at each
-    row, and it is made once more to ask for its tools. All environments are closed; child processes and threads that
-    outlive that are a problem that is reported.
+    row, and it is made once more to ask for its tools.
 
     Args:
         config: of a run, as for `lightrl fit`; `--config FILE` is the same.

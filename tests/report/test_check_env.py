@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import yaml
@@ -131,16 +130,6 @@ class Slow(Says):
         return []
 
 
-class Leaves(Says):
-    """Begins a process and does not end it."""
-
-    begun: ClassVar[list[subprocess.Popen[bytes]]] = []
-
-    async def close(self) -> None:
-        if not self.begun:
-            self.begun.append(subprocess.Popen(["sleep", "600"]))
-
-
 def test_an_environment_that_cannot_be_made_begun_or_closed_is_told_in_words() -> None:
     assert "failed: ValueError: no licence" in check(Unmade).problems()[0]
     assert any("`close` failed or took too long in 8 of 8" in text for text in check(Unclosed).problems())
@@ -149,17 +138,6 @@ def test_an_environment_that_cannot_be_made_begun_or_closed_is_told_in_words() -
     attempts.setup(tokenizer)
     found = play(attempts, [{"prompt": "add"}], tokenizer, SamplingParams(max_new_tokens=20))
     assert "failed: reset took longer than environment_timeout" in found.problems()[0]
-
-
-def test_processes_that_outlive_the_environments_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightrl.environments.scripted.ENDING", 0.2)
-    try:
-        assert any("there were still sleep 600 (process" in text for text in check(Leaves).problems())
-    finally:
-        for process in Leaves.begun:
-            process.kill()
-            process.wait()
-    assert check(Says).left == []
 
 
 def test_a_mistake_that_ends_the_play_before_the_first_attempt_is_what_is_told() -> None:
