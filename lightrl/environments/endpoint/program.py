@@ -161,7 +161,7 @@ class AgentProgram(MultiTurn):
             if self._endpoint is None or not self._endpoint.answers:
                 from lightrl.environments.endpoint.server import Endpoint
 
-                endpoint = Endpoint(self.max_body_bytes, 4 * self.max_environments * self.max_requests)
+                endpoint = Endpoint(self.max_body_bytes)
                 endpoint.start()
                 self._endpoint = endpoint
             self._endpoint.users += 1

@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
-from lightrl.compat.uvicorn import bounded_protocol, cut, serve
+from lightrl.compat.uvicorn import cut, serve
 from lightrl.environments.endpoint.anthropic_messages import Messages
 from lightrl.environments.endpoint.api import Api
 from lightrl.environments.endpoint.callers import key_of
@@ -29,7 +29,6 @@ from lightrl.environments.endpoint.session import Answered, Asked, RefusedError,
 __all__ = ["Endpoint"]
 
 HOST = "127.0.0.1"
-READ_SECONDS = 60.0  # that a program may take to send a request
 # OpenAI's clients add "/chat/completions" to their base URL, Anthropic's "/v1/messages": one URL does for both.
 PREFIXES = ("", "/v1", "/v1/v1")
 MIXED_UP = (
@@ -51,13 +50,12 @@ class Endpoint:
 
     Args:
         max_body_bytes: largest body.
-        max_connections: most connections at once.
 
     Attributes:
         users: how many have entered and not left; whoever starts it counts.
     """
 
-    def __init__(self, max_body_bytes: int, max_connections: int) -> None:
+    def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
         self.users = 0
         self._secret = secrets.token_bytes(32)
@@ -69,7 +67,7 @@ class Endpoint:
         self.base_url = f"http://{HOST}:{self._port}/v1"
         config = uvicorn.Config(
             self._app(),
-            http=bounded_protocol(READ_SECONDS, max_connections),
+            http="h11",
             ws="none",
             lifespan="off",
             log_config=None,

@@ -25,9 +25,6 @@ PIXELS_PER_BYTE = 16
 """Times `max_bytes`: most pixels of a request's images, and of its videos. Photographs have fewer than one per byte."""
 
 
-_READERS = 4  # most requests that are parsed at a time
-
-
 _TYPES: dict[str, Any] = {"prompts": str, "completions": str, "group_ids": int, "completion_ids": list}
 _FIELDS = (*_TYPES, "references", "labels", "images", "videos")
 """Lists of a request's body, see `lightrl/rewards/remote.py`; other keys are ignored, as `queries`, which repeat."""
@@ -44,8 +41,7 @@ def create_app(
 ) -> FastAPI:
     """Builds the application with `POST /score` and `GET /health`; the arguments are those of `serve_reward`."""
     app = FastAPI(title="LightRL reward server", openapi_url=None)
-    slots, reading = asyncio.Semaphore(max_concurrency), asyncio.Semaphore(_READERS)
-    room = asyncio.Semaphore(max_concurrency + _READERS)  # of bodies that are parsed, which take more memory
+    slots = asyncio.Semaphore(max_concurrency)
     counts = {"requests": 0, "rows": 0}
 
     @app.get("/health")  # type: ignore[untyped-decorator]
@@ -57,20 +53,19 @@ def create_app(
         if token is not None:
             _check_token(request, token)
         body, pixels = await _body(request, max_bytes), PIXELS_PER_BYTE * max_bytes
-        async with room:
-            async with reading:  # beside the loop, which answers others meanwhile
-                rows, refused = await in_thread(lambda: _parse(body, function, max_rows, pixels), "reading a request")
+        async with slots:
+            # In a thread, so that others are answered meanwhile.
+            rows, refused = await in_thread(lambda: _parse(body, function, max_rows, pixels), "reading a request")
             if refused is not None:
                 raise refused
             assert rows is not None
-            async with slots:
-                try:
-                    values, _ = await function.run(rows, timeout)
-                except RewardError as error:
-                    log.exception("scoring failed")
-                    # Only a failed call is worth another attempt; a mistake in the set-up ends the run that asked.
-                    status = 500 if isinstance(error, CallFailed) else 422
-                    raise HTTPException(status, str(error).splitlines()[0]) from error  # the lines of code stay here
+            try:
+                values, _ = await function.run(rows, timeout)
+            except RewardError as error:
+                log.exception("scoring failed")
+                # Only a failed call is worth another attempt; a mistake in the set-up ends the run that asked.
+                status = 500 if isinstance(error, CallFailed) else 422
+                raise HTTPException(status, str(error).splitlines()[0]) from error  # the lines of code stay here
         counts["requests"] += 1
         counts["rows"] += len(values)
         return {"rewards": [None if math.isnan(value) else value for value in values]}
@@ -92,7 +87,7 @@ async def _body(request: Request, max_bytes: int) -> bytes:
             body += chunk
             if len(body) > max_bytes:
                 raise HTTPException(413, f"the request is larger than max_bytes={max_bytes}")
-    except ClientDisconnect as error:  # it went away, or was cut off after read_timeout
+    except ClientDisconnect as error:  # it went away
         raise HTTPException(400, "the request ended before its body did") from error
     return bytes(body)
 

@@ -7,9 +7,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
-import math
 import os
-import resource
 import socket
 from collections.abc import Iterator
 from typing import Any, Optional
@@ -21,9 +19,7 @@ from lightrl.rewards.calls import RewardFunction
 
 __all__ = ["serve_reward"]
 
-_HEAD_BYTES = 16 * 1024  # of a request's line and headers together
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-_OWN_FILES = 64  # descriptors that Python, the model and the listening socket need
 
 
 def serve_reward(
@@ -37,13 +33,14 @@ def serve_reward(
     max_bytes: int = 16 * 1024 * 1024,
     max_concurrency: int = 8,
     timeout: float | None = None,
-    read_timeout: float = 30.0,
-    max_connections: int = 256,
 ) -> None:
     """Serves rewards until it is interrupted: `POST /score` (see `RemoteReward`) and `GET /health`.
 
     A request is answered with status 200 and `{"rewards": [...]}`, 401 without the right token, 413 beyond a limit, 422
     where it cannot be scored as it is, and 500 where the function failed. What the function logs stays here.
+
+    The server trusts whoever has the token. If others can reach it, put a reverse proxy in front, which limits
+    connections and slow clients.
 
     Args:
         reward: reward function: import path, or class_path and init_args. Give this or `model`.
@@ -60,11 +57,6 @@ def serve_reward(
         max_concurrency: most calls of the function at a time; further requests wait. The function's own
             `max_concurrency` attribute wins.
         timeout: seconds per call of the function, after which the request is answered with 500; None for no limit.
-        read_timeout: seconds in which a request must have arrived, its headers within 10 of them, and for which a
-            client may take nothing of its answers; others are cut off.
-        max_connections: most connections at a time. For one too many the oldest that does not read, or else is still
-            sending its request, is cut off. Bodies of all of them may be in memory: up to `max_connections` times
-            `max_bytes`, and of 4 + `max_concurrency` of them what is read from them, each up to 40 times as much.
 
     Raises:
         ValueError: not exactly one of `reward` and `model`, a public address without token, a token that no header can
@@ -80,30 +72,15 @@ def serve_reward(
             f"serve_reward: host={host!r} can be reached from other machines: set a token in ${token_env}, "
             "or listen at 127.0.0.1."
         )
-    limits = {
-        "max_rows": max_rows,
-        "max_bytes": max_bytes,
-        "max_concurrency": max_concurrency,
-        "max_connections": max_connections,
-    }
-    for name, limit in limits.items():
+    for name, limit in {"max_rows": max_rows, "max_bytes": max_bytes, "max_concurrency": max_concurrency}.items():
         at_least(f"serve_reward: {name}", limit, 1)
     above("serve_reward: timeout", timeout, or_none="for no limit")
-    if not 0 < read_timeout < math.inf:
-        raise ValueError(f"serve_reward: read_timeout={read_timeout}: must be above 0 seconds.")
-    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if max_connections + _OWN_FILES > open_files:
-        raise ValueError(
-            f"serve_reward: max_connections={max_connections}: this process may have {open_files} files open, of which "
-            f"it keeps {_OWN_FILES} for itself. Lower it, or raise the limit (`ulimit -n`)."
-        )
     whole_number("serve_reward: port", port, 0)
     require_packages("serve_reward", "server", "fastapi", "uvicorn")
     with _listening(host, port) as listeners:  # before a model loads, which takes long
         function = RewardFunction(*_function(reward, model))
         import uvicorn
 
-        from lightrl.compat.uvicorn import bounded_protocol
         from lightrl.rewards.server.app import create_app
 
         app = create_app(
@@ -118,10 +95,9 @@ def serve_reward(
             app,
             host=host,
             port=port,
-            http=bounded_protocol(read_timeout, max_connections),
+            http="h11",
             ws="none",
             lifespan="off",  # it has none, and would tell of a second Ctrl-C by a traceback
-            h11_max_incomplete_event_size=_HEAD_BYTES,
             timeout_graceful_shutdown=5,
         )
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how it is meant to end
