@@ -147,7 +147,7 @@ class Bridge(ABC):
         calls = [_called(("Qt7", SHORT)), _called(("Qt8", SHORT)), _called(("Qt7", LONG))]
         for answer in (_result("Qt7", 0), {"role": "user", "content": "Qr8"}):
             conversations = [([_USER, said, answer], tools) for said in calls]
-            if all(self._or_none(*each) is not None for each in conversations):
+            if all(self._rendered(*each) is not None for each in conversations):
                 alike = any(self._same([conversations[0], other]) for other in conversations[1:])
                 return "its calls of tools in later turns" if alike else None
         return "its calls of tools in later turns"
@@ -162,10 +162,10 @@ class Bridge(ABC):
 
     def _same(self, conversations: Sequence[tuple[Sequence[Message], Tools]]) -> bool:
         """Whether conversations have the same tokens; False if the template takes one of them only."""
-        one, other = (self._or_none(messages, tools) for messages, tools in conversations)
+        one, other = (self._rendered(messages, tools) for messages, tools in conversations)
         return one == other
 
-    def _or_none(self, messages: Sequence[Message], tools: Tools) -> Tokens | None:
+    def _rendered(self, messages: Sequence[Message], tools: Tools) -> Tokens | None:
         try:
             return self.render(messages, tools)
         except ValueError:
@@ -181,7 +181,7 @@ class Bridge(ABC):
         renderings = []
         for names in (("Qt7", "Qt8"), ("Qt7", "Qt9")):
             results = [_result(name, number) for number, name in enumerate(names)]
-            renderings.append(self._or_none([_USER, _called(*((name, SHORT) for name in names)), *results], tools))
+            renderings.append(self._rendered([_USER, _called(*((name, SHORT) for name in names)), *results], tools))
         if None in renderings:
             return False
         return renderings[0] != renderings[1]

@@ -112,7 +112,7 @@ def check_by_schema(schema: Mapping[str, Any]) -> Check:
     Args:
         schema: Schema of the object that the arguments make.
     """
-    require_packages("tools with a JSON schema", "jsonschema", "mcp")
+    require_packages("a tool with a JSON schema", "mcp", "jsonschema", "referencing")
     from jsonschema.validators import Draft202012Validator, validator_for
     from referencing import Registry
 
