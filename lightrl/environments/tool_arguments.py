@@ -113,7 +113,7 @@ def check_by_schema(schema: Mapping[str, Any]) -> Check:
         schema: Schema of the object that the arguments make.
     """
     require_packages("a tool with a JSON schema", "mcp", "jsonschema", "referencing")
-    from jsonschema.validators import Draft202012Validator, validator_for
+    from jsonschema.validators import Draft202012Validator, validator_for  # type: ignore[import-untyped]
     from referencing import Registry
 
     validator = validator_for(schema, default=Draft202012Validator)(
