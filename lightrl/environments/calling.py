@@ -26,7 +26,11 @@ PATIENCE = 0.1
 MAKE = "__init__"
 """Name of the call that makes an object."""
 
-_shared = BackgroundLoop("lightrl-environments")
+STUCK = 10.0
+"""Seconds without awaiting after which the shared loop is given up for a new one."""
+
+_shared = [BackgroundLoop("lightrl-environments")]
+"""The loop of async functions; the last one is in use."""
 
 
 @dataclass
@@ -131,13 +135,18 @@ class UserCode:
         done = loop.create_future()
         call.on_end = lambda: loop.call_soon_threadsafe(_settle, done)
         own = self._kind.blocks and self._kind.never_waits(call.name)
-        (self._own_loop() if own else _shared).submit(call.run())
+        shared, began = _shared[-1], time.monotonic()
+        (self._own_loop() if own else shared).submit(call.run())
         try:
             while not call.begun and not done.done():
                 await asyncio.wait([done], timeout=PATIENCE)
                 _note_blocking()
                 if (self._left or self._kind.never_waits(call.name)) and call.begin():
                     self._own_loop().submit(call.run(begun=True))
+                elif time.monotonic() - began > STUCK and call.begin():
+                    if shared is _shared[-1]:
+                        _shared.append(BackgroundLoop("lightrl-environments"))
+                    _shared[-1].submit(call.run(begun=True))
             while not done.done():
                 await asyncio.wait([done], timeout=None if self._kind.warned else PATIENCE)
                 _note_blocking()

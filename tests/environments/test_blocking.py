@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.environments import Environment, Reply, Step, ToolCall, ToolEnvironment
+from lightrl.environments import Environment, Reply, Step, ToolCall, ToolEnvironment, calling
 from lightrl.records import CompletionGroup, GenerationRequest, Trajectory
 from tests.environments.scripted import ScriptedAttempts, ScriptedEngine, Turn, alone
 from tests.environments.test_attempts import SAMPLING, TOKENIZER, said
@@ -148,6 +148,28 @@ def test_async_methods_share_one_loop_with_their_clients_and_locks() -> None:
 
     for _ in range(2):  # also in another rollout
         assert [t.failure for t in play(Shares, said("hello"), number=4)] == [None] * 4
+
+
+@pytest.mark.filterwarnings("ignore:.*blocks")
+def test_a_step_that_never_returns_leaves_a_loop_to_the_others(
+    held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hangs(Quick):
+        async def step(self, reply: Reply) -> Step:
+            await asyncio.sleep(0.01)
+            held.wait(60)
+            return Step(done=True)
+
+    class Waits(Quick):
+        async def step(self, reply: Reply) -> Step:
+            await asyncio.sleep(0.01)
+            return Step(done=True)
+
+    assert play(Waits, said("hello"))[0].stop_reason == "stop"
+    monkeypatch.setattr(calling, "STUCK", 0.3)
+    assert play(Hangs, said("hello"), max_seconds=0.3)[0].stop_reason == "time"
+    began = time.monotonic()
+    assert play(Waits, said("hello"), max_seconds=30)[0].stop_reason == "stop" and time.monotonic() - began < 10
 
 
 def test_an_environment_is_made_in_the_thread_that_calls_it() -> None:
