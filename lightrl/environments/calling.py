@@ -107,7 +107,9 @@ class UserCode:
             self._kind.name = type(value).__qualname__
         return value, error
 
-    async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, BaseException | None]:
+    async def call(
+        self, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, BaseException | None]:
         """Result of a method, or what it raised, SystemExit and CancelledError included.
 
         Cancelling cancels an async function and waits for it for at most a second; a thread is left behind.

@@ -93,6 +93,15 @@ class Tools:
         given = [numbers, by_name, maybe, either, mode, pair, color, point, named, order, small, flag, drink, anything]
         return repr([value for value, default in zip(given, self.take.__defaults__, strict=True) if value != default])
 
+    async def run(self, function: str, name: str) -> str:
+        """Runs.
+
+        Args:
+            function: what
+            name: whose
+        """
+        return f"{name} {function}"
+
     def more(self, first: str, **rest: int) -> str:
         """Takes more.
 
@@ -165,6 +174,8 @@ def test_wrong_arguments_are_told_and_the_tool_is_not_called(name: str, argument
         ("take", {"order": {"item": "tea", "count": 2}}, "[Order(item='tea', count=2)]"),
         ("take", {"drink": "coffee"}, "['coffee']"),
         ("take", {"anything": {"a": [None]}}, "[{'a': [None]}]"),
+        ("run", {"function": "f", "name": "n"}, "n f"),
+        ("more", {"first": "a", "function": 1}, "a [('function', 1)]"),
         ("more", {"first": "a", "x": 1, "y": 2}, "a [('x', 1), ('y', 2)]"),
     ],
 )
