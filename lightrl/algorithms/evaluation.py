@@ -140,8 +140,9 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def _majority(rollouts: Rollouts, rows: Tensor, success: Tensor) -> float:
-    """Success of the commonest answer text of a group; among equally common ones the first sampled."""
-    texts = [rollouts.completions[i].strip() for i in rows.tolist()]
+    """Success of the commonest answer of a group; among equally common ones the first sampled."""
+    answers = rollouts.answers or [completion.strip() for completion in rollouts.completions]
+    texts = [answers[i] for i in rows.tolist()]
     winner = Counter(texts).most_common(1)[0][0]
     return float(success[rows[texts.index(winner)]])
 

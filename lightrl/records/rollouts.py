@@ -304,6 +304,7 @@ class Rollouts(RowBatch):
             stay on the host: the model ships those of the tokens that it scores.
         routes: B times which experts a row's tokens were sent to, None for a row without; in the same way.
         prompts: B strings. completions: B strings.
+        answers: B strings that completions vote for in `eval/majority@n`; empty outside of evaluations.
         raw_prompts: B prompts before the policy's chat template, for reward models with a template of their own.
         columns: data-set columns, name -> B values.
         inputs: B dictionaries of extra model inputs, `{}` for text; one object for the rows of a group. They stay on
@@ -336,6 +337,7 @@ class Rollouts(RowBatch):
     prompts: list[str] = per_row(default_factory=list)
     raw_prompts: list[Any] = per_row(default_factory=list)
     completions: list[str] = per_row(default_factory=list)
+    answers: list[str] = per_row(default_factory=list)
     columns: dict[str, list[Any]] = per_row(default_factory=dict)
     inputs: list[dict[str, Any]] = per_row(default_factory=list)
     media: list[Media] = per_row(default_factory=list)

@@ -8,7 +8,16 @@ from typing import Any, TypeAlias, Union
 
 from lightrl.arguments import imported
 
-__all__ = ["Reward", "RewardError", "RewardFn", "RewardSpec", "RewardValues", "load_reward", "reward_name"]
+__all__ = [
+    "Reward",
+    "RewardError",
+    "RewardFn",
+    "RewardSpec",
+    "RewardValues",
+    "extracted_answer",
+    "load_reward",
+    "reward_name",
+]
 
 RewardValues: TypeAlias = Sequence[float | None]
 """One value per completion: a finite number, or None where the function does not apply."""
@@ -64,6 +73,13 @@ class Reward(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Scores n completions; the contract is `RewardFn`. Subclasses name the arguments they want."""
 
+    def extract_answer(self, completion: str) -> str | None:
+        """The answer in a completion, for which it votes in `eval/majority@n`. Completions with equal strings agree.
+
+        A plain function may have an attribute of this name. None, the default, finds no answer.
+        """
+        return None
+
     def close(self) -> Awaitable[None] | None:
         """Frees what calls opened (processes, connections). May be `async`, and is called on the scorer's loop."""
         return None
@@ -77,6 +93,13 @@ def reward_name(function: RewardFn) -> str:
     """The name a function has in logs: its `__name__`, or the name of its class."""
     inner = getattr(function, "func", function)  # functools.partial
     return str(getattr(inner, "__name__", None) or type(inner).__name__)
+
+
+def extracted_answer(function: RewardFn, completion: str) -> str | None:
+    """What a function's `extract_answer` finds; None for a function without."""
+    find = getattr(function, "extract_answer", None)
+    found: str | None = find(completion) if callable(find) else None
+    return found
 
 
 def load_reward(path: RewardSpec) -> RewardFn:

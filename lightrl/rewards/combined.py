@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightrl.rewards.base import Reward, RewardSpec, RewardValues, load_reward, reward_name
+from lightrl.rewards.base import Reward, RewardSpec, RewardValues, extracted_answer, load_reward, reward_name
 from lightrl.rewards.calls import ONLY_BY_NAME, RewardFunction
 
 __all__ = ["CombinedReward"]
@@ -84,6 +84,11 @@ class CombinedReward(Reward):
             made = self._own(parts)
             return await made if inspect.isawaitable(made) else made  # type: ignore[no-any-return]
         return [self._of_row([values[row] for values in parts.values()]) for row in range(len(completions))]
+
+    def extract_answer(self, completion: str) -> str | None:
+        """See `Reward.extract_answer`: that of the first function that finds one."""
+        found = (extracted_answer(part.function, completion) for part in self.parts)
+        return next((answer for answer in found if answer is not None), None)
 
     def _of_row(self, values: list[float | None]) -> float | None:
         scored = [value for value in values if value is not None]

@@ -87,6 +87,15 @@ class MathVerify(Reward):
         values: dict[str, float | None] = {"equal": 1.0, "unequal": 0.0, "timeout": self.timeout_value}
         return [values.get(verdict) for verdict in verdicts]
 
+    def extract_answer(self, completion: str) -> str | None:
+        """See `Reward.extract_answer`: what math-verify reads, numbers as exact fractions."""
+        worker = self._idle.get()
+        try:
+            answer = worker.ask({"text": completion, "timeout": self.timeout})
+        finally:
+            self._idle.put(worker)
+        return answer.removeprefix("=") if answer.startswith("=") else None
+
     def close(self) -> None:
         """Ends the worker processes."""
         for worker in self._workers:
@@ -101,11 +110,15 @@ class _Worker:
         self._lock = threading.Lock()
 
     def compare(self, gold: str, text: str, timeout: float) -> str:
-        """ "equal", "unequal", "unparsable" (gold), "timeout", or "crashed" where the process died of it twice.
+        """ "equal", "unequal", "unparsable" (gold), "timeout", or "crashed" where the process died of it twice."""
+        return self.ask({"gold": gold, "text": text, "timeout": timeout})
+
+    def ask(self, question: dict[str, Any]) -> str:
+        """The process's answer, "timeout", or "crashed".
 
         A process that dies is replaced and asked again, once: it may have been killed for what others did.
         """
-        request = json.dumps({"gold": gold, "text": text, "timeout": timeout}).encode() + b"\n"
+        request, timeout = json.dumps(question).encode() + b"\n", question["timeout"]
         for _ in range(2):
             process = self._started()
             answer: bytes | None = b""

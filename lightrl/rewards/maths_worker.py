@@ -54,9 +54,11 @@ def main() -> None:
 
 
 def _judge(math_verify: Any, request: dict[str, Any]) -> str:
-    """The verdict; a `timeout` of 0 seconds is none."""
+    """The verdict, or without a reference `=` and the answer in the text; a `timeout` of 0 seconds is none."""
     signal.setitimer(signal.ITIMER_REAL, request["timeout"])
     try:
+        if "gold" not in request:
+            return _answer(math_verify.parse(request["text"], parsing_timeout=None))
         gold = _parse_gold(math_verify, request["gold"])
         if not gold:
             return "unparsable"
@@ -66,6 +68,18 @@ def _judge(math_verify: Any, request: dict[str, Any]) -> str:
         return "timeout"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _answer(parsed: list[Any]) -> str:
+    """`=` and one spelling of equal answers; "none" where nothing was found."""
+    if not parsed:
+        return "none"
+    import sympy  # type: ignore[import-untyped]
+
+    found = parsed[0]
+    if isinstance(found, sympy.Expr):
+        found = sympy.nsimplify(found, rational=True) if found.is_number else sympy.simplify(found)
+    return f"={found}"
 
 
 def _parse_gold(math_verify: Any, gold: str) -> list[Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from lightrl.arguments import above, at_least, one_of, reward_value
-from lightrl.rewards.base import Reward, RewardError, RewardSpec, load_reward, reward_name
+from lightrl.rewards.base import Reward, RewardError, RewardSpec, extracted_answer, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
 from lightrl.rewards.extract import EXTRACTORS, Extract, to_number
 from lightrl.rewards.patterns import TimedPattern
@@ -101,6 +101,17 @@ class ExactAnswer(Reward):
             if None not in numbers:
                 return numbers[0] == numbers[1]
         return self._normal(answer) == self._normal(reference)
+
+    def extract_answer(self, completion: str) -> str | None:
+        """See `Reward.extract_answer`: as it is compared with the reference."""
+        try:
+            found = EXTRACTORS[self.extract](completion) if self.pattern is None else self.pattern.last(completion)
+        except TimeoutError:
+            return None
+        if found is None:
+            return None
+        number = to_number(found) if self.numeric else None
+        return self._normal(found) if number is None else f"{number.normalize():f}"
 
     def _normal(self, text: str) -> str:
         text = " ".join(text.split()) if self.ignore_whitespace else text
@@ -284,6 +295,10 @@ class CosineLength(Reward):
         offered = {name: value for name, value in rows.items() if name not in ("log_metric", "log_extra")}
         values, _ = await self.correct.run({**offered, "completion_ids": completion_ids}, timeout=None)
         return [self._shape(value, len(ids)) for value, ids in zip(values, completion_ids, strict=True)]
+
+    def extract_answer(self, completion: str) -> str | None:
+        """See `Reward.extract_answer`: that of `correct`."""
+        return extracted_answer(self.correct.function, completion)
 
     def _shape(self, value: float, length: int) -> float | None:
         if math.isnan(value):

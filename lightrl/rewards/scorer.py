@@ -16,7 +16,7 @@ from typing import Any, Literal
 from lightrl.arguments import MAX_REWARD, above, at_least, one_of
 from lightrl.background import BackgroundLoop, all_of
 from lightrl.records import Scores
-from lightrl.rewards.base import RewardError, RewardSpec, load_reward, reward_name
+from lightrl.rewards.base import RewardError, RewardSpec, extracted_answer, load_reward, reward_name
 from lightrl.rewards.calls import CallFailed, CallLog, RewardFunction, mean
 from lightrl.rewards.media import MEDIA
 
@@ -121,6 +121,16 @@ class RewardScorer:
         self._slots = [asyncio.Semaphore(limit) for limit in self._limits]
         self._warned: set[str] = set()
         self._progress = 0.0
+
+    def extract_answer(self, completion: str, label: Any = None) -> str | None:
+        """The answer in a completion, by the first function for rows of this label that finds one."""
+        chosen = self.names if self.recipes is None else self.recipes.get(label, ())
+        for function in self._functions:
+            if function.name in chosen:
+                answer = extracted_answer(function.function, completion)
+                if answer is not None:
+                    return answer
+        return None
 
     def submit(
         self,

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightrl.arguments import above, instance_of, whole_number
+from lightrl.arguments import above, imported, instance_of, whole_number
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import run_seed
 from lightrl.data.curriculum import CurriculumSet, PromptCurriculum
@@ -41,6 +41,7 @@ from lightrl.records import (
     SupervisedBatch,
 )
 from lightrl.rewards.base import RewardSpec
+from lightrl.rewards.extract import extract_boxed, extract_gsm8k
 from lightrl.rewards.scorer import OWN_NAMES, RewardScorer
 from lightrl.rollout.collation import ScoredGroup, collate, trajectory_metrics
 from lightrl.rollout.collector import LEAVE_SECONDS, Collection, Collector
@@ -111,6 +112,8 @@ class RolloutDataModule(LightningDataModule):
         eval_sampling: how evaluation completions are sampled; `sampling` without its `fire_temperature` where None.
         eval_group_size: completions per evaluation prompt; above 1 gives pass@k and majority.
         eval_batch_size: evaluation prompts per batch and rank.
+        eval_answer: Function or import path that finds the answer in a completion, for `eval/majority@n`. Defaults to
+            the reward functions' `extract_answer`, then the last `\\boxed{}` or `####`, then the whole text.
         predict_prompts: prompts for `lightrl predict`; `eval_prompts` where None.
         tokenizer: folder or hub name, which exports get too; the actor's own where None.
         stall_timeout: seconds, above 0, without progress of engine, rewards and environments after which a rollout
@@ -153,6 +156,7 @@ class RolloutDataModule(LightningDataModule):
         eval_sampling: SamplingParams | None = None,
         eval_group_size: int = 1,
         eval_batch_size: int = 64,
+        eval_answer: Callable[[str], str | None] | str | None = None,
         predict_prompts: PromptSource | PromptMixture | list[dict[str, Any]] | str | None = None,
         tokenizer: str | None = None,
         stall_timeout: float | None = 1800.0,
@@ -178,6 +182,7 @@ class RolloutDataModule(LightningDataModule):
         self.eval_sampling = eval_sampling or replace(sampling, fire_temperature=None)
         self.eval_group_size = eval_group_size
         self.eval_batch_size = eval_batch_size
+        self.eval_answer = imported("eval_answer", eval_answer) if isinstance(eval_answer, str) else eval_answer
         self.prompts_per_rollout = prompts_per_rollout
         self.rollouts_per_epoch = rollouts_per_epoch
         self.shuffle = shuffle
@@ -358,7 +363,23 @@ class RolloutDataModule(LightningDataModule):
         stream = f"eval/{name}".rstrip("/")
         rollouts = self.rollout(prompts, self.eval_sampling, self.eval_group_size, stream=stream, cursor=first)
         rollouts.eval_set = name
+        if self.eval_group_size > 1:
+            rollouts.answers = self._answers(rollouts)
         return rollouts
+
+    def _answers(self, rollouts: Rollouts) -> list[str]:
+        """What each completion votes for: its answer, or its whole text where nothing finds one."""
+        labels: list[Any] = [None] * len(rollouts)
+        ways: list[Callable[[str, Any], str | None]] = [lambda text, label: extract_boxed(text) or extract_gsm8k(text)]
+        if self.scorer is not None:
+            labels = rollouts.columns.get(self.scorer.label_column, labels)
+            ways.insert(0, self.scorer.extract_answer)
+        if (own := self.eval_answer) is not None:
+            ways.insert(0, lambda text, label: own(text))
+        return [
+            next((answer for way in ways if (answer := way(text, label)) is not None), text.strip())
+            for text, label in zip(rollouts.completions, labels, strict=True)
+        ]
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Moves a record's tensors."""

@@ -1,0 +1,93 @@
+"""Completions vote for their answers, whatever else they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl.algorithms import GRPOLightningModule
+from lightrl.data.prompts import PromptSource
+from lightrl.engines.transformers.engine import TransformersEngine
+from lightrl.records import SamplingParams
+from lightrl.rewards import CombinedReward, CosineLength, ExactAnswer, MathVerify
+from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+THREE_RIGHT = [
+    "first I add, so 1+1=2. The answer is \\boxed{2}",
+    "\\boxed{2} it is",
+    "\\boxed{2.0}",
+    "\\boxed{3}",
+    "\\boxed{3}",
+]
+
+
+class Says(TransformersEngine):
+    """Its completions have these texts."""
+
+    def __init__(self, texts: list[str]) -> None:
+        super().__init__()
+        self.texts = texts
+
+    def generate(self, requests: Any) -> Any:
+        for group in super().generate(requests):
+            for completion, text in zip(group.completions, self.texts, strict=True):
+                completion.text = text
+            yield group
+
+
+def majority(tmp_path: Path, texts: list[str], reward: Any, **data: Any) -> float:
+    path = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    rows = PromptSource(rows=[{"prompt": "1+1=", "answer": "2"}])
+    made = sums_data(
+        prompts=rows,
+        eval_prompts=rows,
+        eval_group_size=len(texts),
+        engine=Says(texts),
+        rewards=[reward],
+        sampling=SamplingParams(max_new_tokens=2),
+        **data,
+    )
+    (found,) = quiet_trainer().validate(GRPOLightningModule(path), made, verbose=False)
+    return float(found[f"eval/majority@{len(texts)}"])
+
+
+def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return [float("2" in text) for text in completions]
+
+
+def last_word(text: str) -> str | None:
+    return text.split()[-1] if text.split() else None
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        ExactAnswer(extract="boxed", numeric=True),
+        MathVerify(),
+        CosineLength(ExactAnswer(extract="boxed", numeric=True), 100),
+        CombinedReward([right, ExactAnswer(extract="boxed", numeric=True)]),
+    ],
+)
+def test_the_majority_is_that_of_the_answers_which_the_reward_extracts(reward: Any, tmp_path: Path) -> None:
+    assert majority(tmp_path, THREE_RIGHT, reward) == 1.0
+
+
+def test_the_majority_of_a_plain_function_is_that_of_marked_answers_or_of_what_the_user_extracts(
+    tmp_path: Path,
+) -> None:
+    assert majority(tmp_path, ["so \\boxed{2}", "\\boxed{2}", "\\boxed{3}"], right) == 1.0
+    words = ["it is 2", "I say 2", "no, it is 3", "it is 3!"]
+    assert majority(tmp_path, words, right, eval_answer=last_word) == 1.0
+    assert majority(tmp_path, ["3", "3 ", "2", "so 2"], right) == 0.0, "whole texts where nothing extracts"
+
+
+def test_numbers_that_are_equal_are_one_answer() -> None:
+    exact, maths = ExactAnswer(extract="number", numeric=True), MathVerify()
+    assert exact.extract_answer("it is 1,000") == exact.extract_answer("1000.0") == "1000"
+    assert exact.extract_answer("none") is None
+    answers = [maths.extract_answer(text) for text in ("\\boxed{\\frac{1}{2}}", "so $0.5$", "it is 1/2")]
+    assert len(set(answers)) == 1 and answers[0] is not None
+    assert maths.extract_answer("no number") is None
+    maths.close()
