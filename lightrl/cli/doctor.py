@@ -232,10 +232,12 @@ def _prompts(built: Any) -> Any:
             f"{', '.join(prompts.columns)}"
         ),
     )
-    if data.episode.multi_turn:
-        yield "note", "`lightrl check-env --config FILE` shows what the environment asks the model for these rows"
-    else:
+    if not data.episode.multi_turn:
         yield "ok", f"the first: {looked.texts[0][-200:]!r}"
+    elif (text := _first_request(built, looked, tokenizer, path)) is not None:
+        yield "ok", f"the first, as the environment asks it: {text[:1000]!r}"
+    else:
+        yield "note", f"the first row: {looked.raw[0]!r}; what the model is asked, the program decides"
     if rows is not None and rows < data.prompts_per_rollout:
         yield "note", f"a rollout of {data.prompts_per_rollout} prompts takes some of the {rows} rows more than once"
     limit = getattr(config, "max_position_embeddings", None)
@@ -248,6 +250,36 @@ def _prompts(built: Any) -> Any:
             ),
         )
     return looked, tokenizer
+
+
+def _first_request(built: Any, prompts: Any, tokenizer: Any, path: str) -> str | None:
+    """The text that an environment asks the model for the first row; None for programs and for one that fails."""
+    import asyncio
+
+    from lightrl.background import BackgroundLoop
+    from lightrl.data.processing import load_processor
+    from lightrl.environments import EnvironmentEpisode
+    from lightrl.environments.episodes import Task
+
+    data, asked = built.datamodule, list[Any]()
+    if not isinstance(data.episode, EnvironmentEpisode):
+        return None
+
+    async def ask(request: Any) -> Any:
+        asked.append(request.token_ids)
+        raise asyncio.CancelledError
+
+    async def play() -> None:
+        task = Task(prompts[[0]], (0,), 0, data.sampling, tokenizer, 1 << 30)
+        await asyncio.wait({asyncio.ensure_future(data.episode.run(task, ask))}, timeout=60)
+
+    data.episode.setup(tokenizer, load_processor(path, tokenizer))
+    loop = BackgroundLoop("doctor")
+    try:
+        loop.run(play())
+    finally:
+        loop.close()
+    return str(tokenizer.decode(asked[0])) if asked else None
 
 
 def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:

@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.arguments import at_least, one_of
+from lightrl.data.media import COLUMNS
+from lightrl.data.processing import columns_with_media
 from lightrl.data.rows import RowSource
 from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource, check_positions
 from lightrl.data.templates import ChatTemplate, as_messages, load_tokenizer
@@ -93,7 +95,8 @@ class PreferenceSource(RowSource):
         columns: tuple[str, ...] = ("prompt_column", "chosen_column", "rejected_column", "margin_column")
         if self.tools_column != "tools":
             columns = (*columns, "tools_column")
-        data, good = self.usable_rows(columns, self._check, self._rows_of(None, self.chosen_column).rendering_columns)
+        optional = (*self._rows_of(None, self.chosen_column).rendering_columns, *COLUMNS)
+        data, good = self.usable_rows(columns, self._check, optional)
         if len(good) < len(data):
             data = data.select(good) if isinstance(data, Dataset) else [data[i] for i in good]
         chosen, rejected = (self._side(tokenizer, data, c) for c in (self.chosen_column, self.rejected_column))
@@ -156,6 +159,8 @@ class PreferenceSource(RowSource):
 
     def _check(self, row: Mapping[str, Any]) -> None:
         """Raises a `ValueError` about a pair that cannot be used."""
+        if media := columns_with_media(row):
+            raise ValueError(f": columns {sorted(media)} hold media, and reward models learn from text. Drop them.")
         try:
             sources = [self._rows_of(None, c) for c in (self.chosen_column, self.rejected_column)]
             sides = [source.lesson(row) for source in sources]

@@ -47,6 +47,7 @@ __all__ = [
     "Encoded",
     "MediaProcessor",
     "arranged",
+    "columns_with_media",
     "encode_prompt",
     "load_processor",
     "require_read",
@@ -409,13 +410,18 @@ def require_read(row: Mapping[str, Any], source: MediaSource, processor: MediaPr
     if source.media_columns is not None:
         return
     taken = {} if processor is None else processor.placeholders
-    for name, kind in COLUMNS.items():
-        if kind not in taken and _several(kind, row.get(name)):
+    for name, kind in columns_with_media(row).items():
+        if kind not in taken:
             used = {column: own for column, own in COLUMNS.items() if own in taken and column in row}
             raise ValueError(
                 f"column {name!r} holds media of the kind {kind!r}, which the model does not take. Train a model that "
                 f"takes it, or set media_columns: {used} to leave the column out of the prompt."
             )
+
+
+def columns_with_media(row: Mapping[str, Any]) -> dict[str, str]:
+    """Column -> kind of the columns named after media that hold some in this row."""
+    return {name: kind for name, kind in COLUMNS.items() if _several(kind, row.get(name))}
 
 
 def _as_blocks(prompt: Any, system_prompt: str | None) -> list[dict[str, Any]]:

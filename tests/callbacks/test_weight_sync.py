@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,6 +125,22 @@ def test_number_and_length_of_the_canarys_sequences(model: str) -> None:
     engine = Lengths()
     fit(model, engine, sync=WeightSync(num_sequences=3, num_tokens=5))
     assert engine.shapes == (5, 5, 5)
+
+
+def test_the_check_asks_about_many_tokens_where_the_engine_routes_them(tmp_path: Path) -> None:
+    class Routes(Engine):
+        shapes: tuple[int, ...] = ()
+        replays_routes = False
+
+        def logprobs(self, sequences: Any) -> list[list[float]]:
+            self.shapes = tuple(len(s) for s in sequences)
+            return super().logprobs(sequences)
+
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 1}
+    engine = Routes()
+    fit(quickstart_model(tmp_path / "model", family="Mixtral", **sizes, **experts), engine)
+    assert engine.shapes == (16,) * (2 + 8 * 8 // 16)
 
 
 def test_without_the_callback_the_data_module_pushes_the_weights_itself(model: str) -> None:

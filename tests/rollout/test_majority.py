@@ -66,7 +66,7 @@ def last_word(text: str) -> str | None:
     [
         ExactAnswer(extract="boxed", numeric=True),
         MathVerify(),
-        CosineLength(ExactAnswer(extract="boxed", numeric=True), 100),
+        CosineLength(ExactAnswer(extract="boxed", numeric=True), 100, correct_at_max=1.0),
         CombinedReward([right, ExactAnswer(extract="boxed", numeric=True)]),
     ],
 )

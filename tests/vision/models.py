@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -73,6 +74,10 @@ def build(family: str, folder: Path, seed: int = 0) -> Path:
     model, processor = _qwen(family) if family in QWEN else _OTHERS[family]()
     model.float().save_pretrained(folder)
     processor.save_pretrained(folder)
+    if family in ("gemma3", "paligemma"):  # the names in published checkpoints, which vLLM reads
+        file = folder / "model.safetensors"
+        renamed = {n.replace("vision_tower.", "vision_tower.vision_model."): x for n, x in load_file(file).items()}
+        save_file(renamed, file, metadata={"format": "pt"})
     return folder
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightrl.compat.transformers import as_saved
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments.episodes import one_turn
 from lightrl.models.lora import named_hf_weights
@@ -97,14 +98,17 @@ def test_vllm_on_a_cpu_rejects_images_of_models_that_attend_to_them_both_ways(fo
     pytest.importorskip("vllm")
     from lightrl.engines import VLLMEngine
 
-    arguments = {"kv_cache_memory_bytes": 32 << 20, "load_format": "dummy"}  # vLLM reads other names of the tower
-    folder, engine = folder_of("gemma3"), VLLMEngine(engine_args=arguments)
+    folder, engine = folder_of("gemma3"), VLLMEngine(engine_args={"kv_cache_memory_bytes": 32 << 20})
     engine.start(EngineContext(folder.path, max_prompt_tokens=400, max_new_tokens=12))
     try:
-        prompts = folder.prompts(mixed_rows("gemma3"))
-        assert len(sample(engine, prompts[[0, 3]])) == 6, "of text"
+        prompts, policy = folder.prompts(mixed_rows("gemma3")), folder.policy()
+        nudge(policy, 1)
+        engine.load_weights(as_saved(policy.lm, named_hf_weights(policy)), policy_version=0)
+        assert gap(policy, sample(engine, prompts[[0, 3]])) < 5e-5, "of text"
         with pytest.raises(ValueError, match="Gemma3"):
             sample(engine, prompts)
+        engine._adapter.attends_both_ways = False  # type: ignore[union-attr]
+        assert gap(policy, sample(engine, prompts)) > 1e-3, "so it is rejected for a reason"
     finally:
         engine.close()
 

@@ -15,6 +15,7 @@ from datasets import Image as DatasetsImage
 from PIL import Image
 
 from lightrl.data.media import MediaError, MediaSource, decode
+from lightrl.data.preferences import PreferenceSource
 from lightrl.data.processing import shown
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTSource
@@ -360,6 +361,16 @@ def test_a_model_of_text_rejects_rows_with_media(column: str) -> None:
         PromptSource(rows=rows).load(tokenizer)
     assert len(PromptSource(rows=rows, media_columns={}).load(tokenizer)) == 2
     assert len(PromptSource(rows=rows[:1]).load(tokenizer)) == 1
+
+
+@pytest.mark.parametrize("rendering", ["tokens", "text"])
+def test_reward_models_and_supervised_runs_reject_rows_with_media(rendering: Any) -> None:
+    tokenizer = load_tokenizer(str(QUICKSTART_MODEL))
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "completion": "2", "images": [picture(8, 8)]}
+    with pytest.raises(ValueError, match="row 0.*images"):
+        PreferenceSource(rows=[row], rendering=rendering).tokenized(tokenizer)
+    with pytest.raises(ValueError, match="row 0.*images"):
+        SFTSource(rows=[row]).tokenized(tokenizer)
 
 
 def test_a_model_of_images_rejects_rows_with_videos(folder_of: Any) -> None:
