@@ -7,8 +7,6 @@ import base64
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,64 +112,6 @@ def test_the_target_comes_from_the_saved_configuration(tmp_path: Path) -> None:
     assert read_run(tmp_path, "run_dir").kl_target == 0.25
 
 
-@pytest.mark.parametrize("config", ["[1]", "trainer: 3", "trainer: {callbacks: [x, {class_path: AdaptiveKL}]}"])
-def test_a_configuration_of_somebody_else_has_no_target(tmp_path: Path, config: str) -> None:
-    write_run(tmp_path, [{"step": 0, "kl/ref": 0.1}])
-    (tmp_path / "config.yaml").write_text(config)
-    assert not (read_run(tmp_path, "run_dir").kl_target or 0.0) > 0
-    (tmp_path / "config.yaml").write_bytes(b"trainer: {callbacks: [2025-02-31]}\xff")
-    with pytest.raises(ValueError, match="config.yaml cannot be read as YAML"):
-        read_run(tmp_path, "run_dir")
-
-
-LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 11)
-)
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (LAUGHS + "trainer: {callbacks: [{class_path: AdaptiveKL, init_args: {target: *a10}}]}", "stand for more than"),
-        (LAUGHS + "trainer: {callbacks: [{class_path: *a10}]}", "stand for more than"),
-        ("t: &t " + "x" * 10**6 + f"\nm: &m [{'*t, ' * 40_000}]\n" + "trainer: {callbacks: [{class_path: *m}]}", None),
-        (
-            "t: &t " + "x" * 10**6 + f"\nm: &m [{'*t, ' * 40_000}]\n"
-            "trainer: {callbacks: [{class_path: AdaptiveKL, init_args: {target: *m}}]}",
-            "the first: a value of type list",
-        ),
-        (
-            f"trainer: {{callbacks: [{{class_path: AdaptiveKL, init_args: {{target: 0x{'f' * 5000}}}}}]}}",
-            "the first: a value of type int",
-        ),
-    ],
-    ids=["target", "class_path", "long_text_as_class_path", "long_text_as_target", "huge_number"],
-)
-def test_references_do_not_grow_beyond_the_file(tmp_path: Path, config: str, said: str | None) -> None:
-    """In a process of its own, whose memory is bounded: without bounds the page would never come."""
-    run = write_run(tmp_path / "run", training(0, 2))
-    (run / "config.yaml").write_text(config)
-    code = (
-        "import resource, sys\nresource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))\n"
-        "from lightrl.report.read import read_run\nfrom pathlib import Path\n"
-        "print(read_run(Path(sys.argv[1]), 'run_dir').left_out)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, timeout=60)
-    assert (done.stdout == "[]\n") if said is None else said in (done.stdout + done.stderr)
-    assert "MemoryError" not in done.stderr
-
-
-def test_a_table_of_somebody_else_is_read_as_far_as_it_is_one(tmp_path: Path) -> None:
-    write_run(tmp_path, training(0, 2))
-    with (tmp_path / "metrics.csv").open("ab") as file:
-        file.write(b"0,2,\xff,0.5\n0,3,1,1,1,1,1\n")  # no UTF-8 where nothing is read, and too many fields
-    assert read_run(tmp_path, "run_dir").metrics["reward/mean"] == {0: 0.0, 1: 0.1}
-    with (tmp_path / "metrics.csv").open("a") as file:
-        file.write("1" * 200_000)
-    with pytest.raises(ValueError, match="metrics.csv is not a table: field larger"):
-        read_run(tmp_path, "run_dir")
-
-
 PNG = b"\x89PNG secret of the system"
 
 
@@ -217,110 +157,11 @@ def test_a_line_that_is_no_sample_is_named(tmp_path: Path, line: str, capsys: py
     assert re.search(reason, text) and re.search(reason, capsys.readouterr().err) and "a good prompt" in text
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("reward", "<b>"),
-        ("reward", [1]),
-        pytest.param("reward", 10**400, id="huge_reward"),
-        ("reward_parts", [1, 2]),
-        ("reward_parts", {"a": "x", "b": "y"}),
-        ("extra", "boo"),
-        ("media", 5),
-        pytest.param("step", 10**300, id="huge_step"),
-    ],
-)
-def test_a_record_of_wrong_kinds_costs_that_record(
-    tmp_path: Path, name: str, value: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = sample(0, "train", "a good prompt", "2", 1.0)
-    run = write_run(tmp_path / "run", training(0, 1), [{**good, "prompt": "a bad one", name: value}, good])
-    text = report(run).read_text()
-    assert "a good prompt" in text and "<pre>a bad one" not in text
-    assert (
-        f"one of the samples in {run}/samples.jsonl; the first: line 1: not a record of SampleLog: its {name} cannot"
-        in (capsys.readouterr().err)
-    )
-
-
-def test_texts_that_are_none_and_links_in_a_circle_are_shown_without(tmp_path: Path) -> None:
-    samples = [
-        {**sample(0, "train", "half \ud800 of a pair", "2", 1.0), "thumbnail": "a", "extra": {"deep": [[1]], "n": None}}
-    ]
-    run = write_run(tmp_path / "run", training(0, 1), samples)
-    (run / "a").symlink_to("b")
-    (run / "b").symlink_to("a")
-    text = report(run).read_text()
-    assert "half ? of a pair" in text and "[[1]]" in text and "Left out" not in text
-
-
 def test_samples_of_what_a_resumed_run_repeats_are_those_of_its_last_pass(tmp_path: Path) -> None:
     """Of five rollouts the last two again: steps 0 to 4, then 3 and 4."""
     done = [(0, "a"), (1, "b"), (2, "c"), (3, "old"), (4, "old"), (3, "d"), (4, "e")]
     run = write_run(tmp_path, training(0, 5), [sample(step, "train", "1+1=", text, 1.0) for step, text in done])
     assert [each["completion"] for each in read_run(run, "run").samples] == ["a", "b", "c", "d", "e"]
-
-
-def test_a_folder_that_goes_while_a_run_is_looked_through_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As checkpoints that are folders do, of a run that goes on; and one that nobody can look into ends in words."""
-    run = write_run(tmp_path / "run", training(0, 2))
-    (tmp_path / "run" / "rollout=2.ckpt" / "parts").mkdir(parents=True)
-    scan, left = os.scandir, [1]
-
-    def scandir(path: Any) -> Any:
-        if Path(path).name == "parts" and left[0]:
-            left[0] -= 1
-            raise FileNotFoundError(2, "No such file or directory", str(path))
-        return scan(path)
-
-    monkeypatch.setattr("os.scandir", scandir)
-    assert read_run(run, "run_dir").checkpoints == [(2, "rollout=2.ckpt")]
-    left[0] = 10**6
-    with pytest.raises(SystemExit) as stop:
-        main(["report", str(run)])
-    assert stop.value.code == 2
-    assert "run' cannot be looked through: [Errno 2] No such file or directory" in capsys.readouterr().err
-
-
-def test_only_regular_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A pipe would be waited for without end."""
-    run = tmp_path / "run"
-    for i in (0, 1):
-        (run / f"version_{i}").mkdir(parents=True)
-    os.mkfifo(run / "version_0" / "metrics.csv")
-    (run / "version_1" / "metrics.csv").mkdir()
-    with pytest.raises(
-        ValueError, match=r"no metrics.csv in .*CSVLogger. .*version_[01]/metrics.csv is not a regular file"
-    ):
-        report(run)
-    write_run(run / "version_2", training(0, 1))
-    os.mkfifo(run / "version_2" / "samples.jsonl")
-    os.mkfifo(run / "version_2" / "config.yaml")
-    text = report(run).read_text()
-    told = capsys.readouterr().err.splitlines()
-    names = ["version_0/metrics.csv", "version_1/metrics.csv", "version_2/config.yaml", "version_2/samples.jsonl"]
-    assert sorted(told) == [f"Left out: {run}/{name} is not a regular file." for name in names]
-    assert all(f"{run}/{name} is not a regular file." in text for name in names)
-
-
-def test_numbers_that_cannot_be_drawn_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows: list[dict[str, Any]] = [*training(0, 3), {"step": "9" * 5000, "reward/mean": 1.0}]
-    rows += [{"step": 3, "reward/mean": "1e308", "time/step": "1e308"}, {"step": 4, "reward/mean": "-1e308"}]
-    rows += [{"step": 5, "reward/mean": "many", "kl/ref": 1.0}]
-    run = write_run(tmp_path / "run", rows)
-    (run / "config.yaml").write_text(
-        f"trainer: {{callbacks: [{{class_path: AdaptiveKL, init_args: {{target: 1{'0' * 400}}}}}]}}\n"
-    )
-    text = report(run).read_text()
-    told = capsys.readouterr().err
-    assert f"5 of the steps and numbers in {run}/metrics.csv; the first: step '9999" in told
-    assert f"one of the targets of AdaptiveKL in {run}/config.yaml; the first: 1000" in told
-    assert "5 of the steps and numbers" in text and "first: 0<" in text
-    assert read_run(run, "run_dir").metrics["reward/mean"] == pytest.approx(
-        {0: 0.0, 1: 0.1, 2: 0.2, 3: float("nan"), 4: float("nan"), 5: float("nan")}, nan_ok=True
-    )
 
 
 def test_a_name_is_drawn_as_it_stands(tmp_path: Path) -> None:
@@ -339,12 +180,6 @@ def test_a_page_is_not_written_through_a_link_out_of_the_run(tmp_path: Path) -> 
         report(run)
     assert not list((tmp_path / "outside").iterdir())
     assert report(run, out=run / "report") == run / "report" / "report.html"
-
-
-def test_a_table_of_which_all_is_left_out_says_why(tmp_path: Path) -> None:
-    write_run(tmp_path, [{"step": "9" * 18, "reward/mean": 1.0}])
-    with pytest.raises(ValueError, match=r"no numbers in .* Left out: one of the steps and numbers in .*: step '9999"):
-        report(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "epoch,step,reward/mean\n"])

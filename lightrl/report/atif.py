@@ -54,10 +54,10 @@ def write_atif(
     """
     paths = []
     for record in records:
-        places = [f"{key}{record.get(key, 0)}" for key in ("rank", "group", "trajectory")]
-        name = "-".join([f"rollout{int(record.get('rollout') or 0):06d}", *places])
-        path = folder / f"{name}.json"
         try:
+            places = [f"{key}{int(record.get(key) or 0)}" for key in ("rank", "group", "trajectory")]
+            name = "-".join([f"rollout{int(record.get('rollout') or 0):06d}", *places])
+            path = folder / f"{name}.json"
             made = _trajectory(record, folder, name) | {"session_id": session}
             made["agent"] = {"name": "lightrl", "version": version}
             for part in made.get("subagent_trajectories", []):

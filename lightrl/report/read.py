@@ -14,14 +14,10 @@ from typing import Any
 
 from lightrl.cli.config_files import read_yaml
 
-__all__ = ["Run", "Series", "found_below", "read_run", "runs_below"]
+__all__ = ["Run", "Series", "read_run", "runs_below"]
 
 Series = dict[int, float]
 """Step, as in the loggers (0 is the first rollout, -1 before it), -> value. Sorted by step."""
-
-LARGEST = 1e100
-"""Size from which on a number is left out: nothing is logged so large, and sums of such overflow when drawn."""
-STEP = re.compile(r"-?\d{1,15}")
 
 _RECORD = {"step": int, "phase": str, "prompt": str, "completion": str, "num_tokens": int}
 """What every record of `SampleLog` has."""
@@ -59,8 +55,7 @@ def read_run(folder: Path, argument: str) -> Run:
     """Reads `metrics.csv`, `samples.jsonl` and `config.yaml` of a run folder, joined over its `version_*` folders.
 
     Only files that lie in the run's folder are read, whatever links and records in it point to: a page is for showing
-    around, and a run may come from somebody else. What is no regular file (a pipe, a folder), and records and numbers
-    that cannot be shown, are left out, which `left_out` says.
+    around, and a run may come from somebody else. Records that cannot be shown are left out, which `left_out` says.
 
     Args:
         folder: the run.
@@ -70,10 +65,10 @@ def read_run(folder: Path, argument: str) -> Run:
         ValueError: no `metrics.csv`, or no numbers in it; a file that is broken, or a link out of the folder.
     """
     left_out: list[str] = []
-    folders = metric_folders(folder, argument, left_out)
+    folders = metric_folders(folder, argument)
     for name in ("metrics.csv", "samples.jsonl", "config.yaml"):
         require_inside([path / name for path in folders], folder, argument)
-    tables = [read_metrics(path / "metrics.csv", left_out) for path in folders]
+    tables = [read_metrics(path / "metrics.csv") for path in folders]
     trained = [i for i, table in enumerate(tables) if any(name.startswith(TRAINING) for name in table)]
     used = trained or range(len(tables))  # evaluations of a finished run do not belong to its curves
     metrics: dict[str, Series] = {}
@@ -87,17 +82,14 @@ def read_run(folder: Path, argument: str) -> Run:
     metrics = {name: dict(sorted(series.items())) for name, series in sorted(metrics.items()) if series}
     if not metrics:
         files = ", ".join(str(path / "metrics.csv") for path in folders)
-        more = "".join(f" Left out: {line}" for line in left_out)
-        raise ValueError(
-            f"{argument}={str(folder)!r}: no numbers in {files} yet: wait for the first rollout to end.{more}"
-        )
-    target = kl_target(folders, left_out)
+        raise ValueError(f"{argument}={str(folder)!r}: no numbers in {files} yet: wait for the first rollout to end.")
+    target = kl_target(folders)
     return Run(folder.resolve().name, metrics, samples, target, checkpoints(folder), left_out)
 
 
 def checkpoints(folder: Path) -> list[tuple[int, str]]:
     """(rollouts done, path) of the checkpoints whose name says after how many rollouts they were saved."""
-    found = [(re.search(r"rollout=(\d+)", path.name), path) for path in found_below(folder, "**/*.ckpt")]
+    found = [(re.search(r"rollout=(\d+)", path.name), path) for path in sorted(folder.glob("**/*.ckpt"))]
     return [(int(match[1]), path.relative_to(folder).as_posix()) for match, path in found if match]
 
 
@@ -112,13 +104,6 @@ def is_file_inside(path: Path, folder: Path) -> bool:
         return path.is_file() and inside(path, folder)
     except (OSError, ValueError):  # a name that is too long, or with a NUL
         return False
-
-
-def regular_files(paths: Iterable[Path], left_out: list[str]) -> list[Path]:
-    """The regular files among paths; each other that is there adds a line to `left_out`: a pipe would never end."""
-    found = list(paths)
-    left_out += [f"{path} is not a regular file." for path in found if path.exists() and not path.is_file()]
-    return [path for path in found if path.is_file()]
 
 
 def tell(left_out: list[str], path: Path, what: str, reasons: Sequence[str]) -> None:
@@ -138,25 +123,12 @@ def require_inside(paths: Iterable[Path], folder: Path, argument: str) -> None:
             )
 
 
-def found_below(folder: Path, pattern: str) -> list[Path]:
-    """What a folder has below it, sorted; looked for again where a folder went meanwhile, as a running run's do."""
-    for left in (2, 1, 0):
-        try:
-            return sorted(folder.glob(pattern))
-        except (OSError, RecursionError) as error:
-            if not left:
-                raise ValueError(
-                    f"{str(folder)!r} cannot be looked through: {error}. Give the folder of a run, or of runs alone."
-                ) from error
-    raise AssertionError("unreachable")
-
-
 def runs_below(folder: Path) -> list[Path]:
     """Folders of runs that lie below one that is no run itself, the one written to last first."""
     written: dict[Path, float] = {}
     if [*folder.glob("metrics.csv"), *folder.glob("version_*/metrics.csv")]:
         return []
-    for path in found_below(folder, "*/**/metrics.csv"):
+    for path in sorted(folder.glob("*/**/metrics.csv")):
         if is_file_inside(path, folder):
             version = re.fullmatch(r"version_\d+", path.parent.name) is not None
             run = path.parent.parent if version else path.parent
@@ -164,27 +136,25 @@ def runs_below(folder: Path) -> list[Path]:
     return sorted(written, key=lambda run: (-written[run], run))
 
 
-def metric_folders(folder: Path, argument: str, left_out: list[str]) -> list[Path]:
+def metric_folders(folder: Path, argument: str) -> list[Path]:
     """The folder itself or its `version_*` folders by number, those with a `metrics.csv`."""
-    if regular_files([folder / "metrics.csv"], left_out):
+    if (folder / "metrics.csv").is_file():
         return [folder]
-    versions = [path.parent for path in regular_files(folder.glob("version_*/metrics.csv"), left_out)]
+    versions = [path.parent for path in folder.glob("version_*/metrics.csv")]
     if versions:
         return sorted(versions, key=lambda path: (len(path.name), path.name))
     if not folder.is_dir():
         raise ValueError(f"{argument}={str(folder)!r}: there is no such folder.")
-    below = sorted({str(path.parent) for path in found_below(folder, "*/**/metrics.csv") if path.is_file()})
+    below = sorted({str(path.parent) for path in sorted(folder.glob("*/**/metrics.csv")) if path.is_file()})
     hint = f" Did you mean one of {', '.join(below)}?" if below else ""
     raise ValueError(
         f"{argument}={str(folder)!r}: no metrics.csv in {folder} or in {folder / 'version_*'}. Give the folder of a "
-        f"run whose trainer.logger is (or has) Lightning's CSVLogger.{hint}{''.join(f' {line}' for line in left_out)}"
+        f"run whose trainer.logger is (or has) Lightning's CSVLogger.{hint}"
     )
 
 
-def read_metrics(path: Path, left_out: list[str]) -> dict[str, Series]:
+def read_metrics(path: Path) -> dict[str, Series]:
     """The table as name -> series. A line cut short by a crash is left out; numbers that are not finite are NaN.
-
-    So are those that are none or beyond `LARGEST`, and lines of steps of more than 15 digits go, which `left_out` says.
 
     Where steps go back, a resumed run repeats what came after its checkpoint, and what was there before goes.
     """
@@ -195,12 +165,8 @@ def read_metrics(path: Path, left_out: list[str]) -> dict[str, Series]:
             rows = list(csv.DictReader(line.replace("\0", "") for line in file))
         except csv.Error as error:
             raise ValueError(f"{path} is not a table: {error}") from error
-    odd: list[str] = []
     for row in rows:
-        if None in row or None in row.values():
-            continue
-        if not STEP.fullmatch(row.get("step", "")):
-            odd += [f"step {row['step'][:40]!r}"] if row.get("step") else []
+        if None in row or None in row.values() or not row.get("step"):
             continue
         step = int(row["step"])
         if step < latest:
@@ -208,23 +174,12 @@ def read_metrics(path: Path, left_out: list[str]) -> dict[str, Series]:
         latest = step
         for name, text in row.items():
             if name not in ("step", "epoch") and text:
-                value = _number(text)
-                if value is None:
-                    odd.append(f"{name[:80]} {text[:40]!r} at step {step}")
-                metrics.setdefault(name, {})[step] = math.nan if value is None else value
-    tell(left_out, path, "steps and numbers", odd)
+                try:
+                    value = float(text)
+                except ValueError:  # cut short
+                    continue
+                metrics.setdefault(name, {})[step] = value if math.isfinite(value) else math.nan
     return metrics
-
-
-def _number(text: str) -> float | None:
-    """A number of a table, NaN where it is not finite; None where it is none or too large."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    if not math.isfinite(value):
-        return math.nan
-    return value if abs(value) <= LARGEST else None
 
 
 def restart(metrics: dict[str, Series], later: dict[str, Series]) -> None:
@@ -245,7 +200,7 @@ def read_samples(path: Path, folder: Path, left_out: list[str]) -> list[dict[str
     that are no records of `SampleLog` are left out, which `left_out` says. Where steps go back, what a resumed run
     repeats goes, as in `read_metrics`.
     """
-    if not regular_files([path], left_out):
+    if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records: list[dict[str, Any]] = []
@@ -255,13 +210,13 @@ def read_samples(path: Path, folder: Path, left_out: list[str]) -> list[dict[str
             continue
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             odd += [f"line {i + 1}: not JSON: {error}"] if i < len(lines) - 1 else []
             continue
-        reason = _why_no_record(record)
-        if reason is not None:
-            odd.append(f"line {i + 1}: not a record of SampleLog: {reason}: {line[:80]}")
+        if not isinstance(record, dict) or any(type(record.get(name)) is not kind for name, kind in _RECORD.items()):
+            odd.append(f"line {i + 1}: not a record of SampleLog: {line[:80]}")
             continue
+        record["extra"] = {name: str(value) for name, value in record.get("extra", {}).items() if value is not None}
         if records and record["step"] < records[-1]["step"]:
             records = [earlier for earlier in records if earlier["step"] < record["step"]]
         name = record.pop("thumbnail", "")
@@ -271,51 +226,14 @@ def read_samples(path: Path, folder: Path, left_out: list[str]) -> list[dict[str
     return records
 
 
-def _why_no_record(record: Any) -> str | None:
-    """What of a record cannot be shown; None where all can. Columns become text in it."""
-    if not isinstance(record, dict):
-        return "no object"
-    wrong = [name for name, kind in _RECORD.items() if type(record.get(name)) is not kind]
-    wrong += [name for name in ("step", "num_tokens") if name not in wrong and abs(record[name]) >= 10**15]
-    wrong += [] if is_number(record.get("reward")) else ["reward"]
-    parts, extra = record.get("reward_parts"), record.get("extra")
-    if not isinstance(parts, dict | None) or not all(map(is_number, (parts or {}).values())):
-        wrong.append("reward_parts")
-    wrong += [] if isinstance(record.get("media"), str | None) else ["media"]
-    try:
-        record["extra"] = {name: str(value) for name, value in (extra or {}).items() if value is not None}
-    except (AttributeError, ValueError, RecursionError):  # no object; too many digits; too deep
-        wrong.append("extra")
-    return f"its {', '.join(wrong)} cannot be read" if wrong else None
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is None or a number that can be drawn; not finite ones are shown as they are."""
-    return value is None or (isinstance(value, int | float) and not LARGEST < abs(value) < math.inf)
-
-
-def kl_target(folders: list[Path], left_out: list[str]) -> float | None:
-    """Target of `AdaptiveKL` in the newest `config.yaml`, None without one; NaN where it is no number to draw.
-
-    Nothing but numbers and texts is compared or shown: lists of references (`*name`) may be longer than any memory.
-    """
+def kl_target(folders: list[Path]) -> float | None:
+    """Target of `AdaptiveKL` in the newest `config.yaml`; None without one."""
     for path in (folder / "config.yaml" for folder in reversed(folders)):
-        if regular_files([path], left_out):
-            try:
-                config = read_yaml(path)
-            except ValueError as error:
-                raise ValueError(" ".join(str(error).split())) from error
-            trainer = config.get("trainer") if isinstance(config, dict) else None
-            callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
-            for callback in callbacks if isinstance(callbacks, list) else []:
-                name = callback.get("class_path") if isinstance(callback, dict) else None
-                if isinstance(name, str) and name.split(".")[-1] == "AdaptiveKL":
-                    arguments = callback.get("init_args")
-                    target = arguments.get("target") if isinstance(arguments, dict) else None
-                    if isinstance(target, int | float) and abs(target) <= LARGEST:
-                        return float(target)
-                    short = isinstance(target, str | float) or (type(target) is int and target.bit_length() < 10_000)
-                    shown = repr(target)[:40] if short else f"a value of type {type(target).__name__}"
-                    tell(left_out, path, "targets of AdaptiveKL", [shown] if target is not None else [])
-                    return math.nan
+        if path.is_file():
+            config = read_yaml(path)
+            callbacks = (config.get("trainer") or {}).get("callbacks") if isinstance(config, dict) else None
+            for callback in callbacks if isinstance(callbacks, list) else [callbacks or {}]:
+                if str(callback.get("class_path")).split(".")[-1] == "AdaptiveKL":
+                    target = (callback.get("init_args") or {}).get("target")
+                    return None if target is None else float(target)
     return None

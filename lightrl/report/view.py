@@ -16,7 +16,7 @@ from lightrl import __version__
 from lightrl.arguments import at_least
 from lightrl.report.assets import asset
 from lightrl.report.atif import BROKEN, write_atif
-from lightrl.report.read import found_below, is_file_inside, is_number, regular_files, require_inside, tell
+from lightrl.report.read import is_file_inside, require_inside, tell
 from lightrl.rewards.media import open_image
 from lightrl.storage import atomic_write
 
@@ -70,15 +70,14 @@ def view(
 
 def _newest(folder: Path, most: int, left_out: list[str]) -> tuple[list[dict[str, Any]], int]:
     """Records of the newest rollouts, the oldest of them first, and the number of rollouts that are older."""
-    found = found_below(folder, "**/rollout=*/rank*.jsonl") or found_below(folder, "rank*.jsonl")
+    found = sorted(folder.glob("**/rollout=*/rank*.jsonl")) or sorted(folder.glob("rank*.jsonl"))
     if not folder.is_dir():
         raise ValueError(f"run_dir={str(folder)!r}: there is no such folder.")
     require_inside(found, folder, "run_dir")
-    found = regular_files(found, left_out)
     if not found:
         raise ValueError(
             f"run_dir={str(folder)!r}: no saved trajectories (rollouts/rollout=*/rank*.jsonl) in it. Train with the "
-            f"callback SaveRollouts.{''.join(f' {line}' for line in left_out)}"
+            "callback SaveRollouts."
         )
     rollouts = [(name, list(files)) for name, files in groupby(found, key=lambda path: path.parent)]
     rollouts.sort(key=lambda pair: pair[0].name)
@@ -110,7 +109,7 @@ def _read(path: Path, left_out: list[str]) -> Iterator[dict[str, Any]]:
             continue
         try:
             record = json.loads(line, parse_constant=lambda name: None)  # NaN, which browsers do not read
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             odd.append(f"line {number}: not JSON: {error}")
             continue
         if not isinstance(record, dict) or "rows" not in record:
@@ -181,13 +180,10 @@ def _shown(
     record: dict[str, Any], pieces: dict[str, int], pictures: dict[Path, int]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the list and the filters need of a record, and what only a trajectory that is looked at needs."""
-    _require_numbers(record)
     rows = []
     for row in record["rows"]:
         turns = row["turns"]
         texts = row.get("tokens") or [f"[{token}]" for token in row["token_ids"]]
-        if wrong := [text for text in texts if not isinstance(text, str)]:
-            raise ValueError(f"tokens: {str(wrong[0])[:40]!r} is no text")
         sampled = [i for i, turn in enumerate(turns) if turn >= 0]
         rows.append(
             {
@@ -226,29 +222,6 @@ def _shown(
         "messages": [] if all("tokens" in row for row in record["rows"]) else record.get("messages") or [],
     }
     return summary, detail
-
-
-def _require_numbers(record: dict[str, Any]) -> None:
-    """A ValueError where what the page, or the name of a file, takes for a number is none, or a mapping is none."""
-    for name in ("rollout", "rank", "group", "trajectory"):
-        value = record.get(name)
-        if not isinstance(value, int | None) or abs(value or 0) >= 10**15:
-            raise ValueError(f"{name}={str(value)[:40]!r} is no whole number of at most 15 digits")
-    turns = record.get("turns", [])
-    maps = {f"rewards of turn {i}": turn.get("rewards", {}) for i, turn in enumerate(turns)}
-    maps |= {name: record.get(name, {}) for name in ("reward_parts", "columns")}
-    for name, value in maps.items():
-        if not isinstance(value, dict):
-            raise ValueError(f"{name}={str(value)[:40]!r} is no mapping")
-    numbers = [("reward", record.get("reward")), *record.get("reward_parts", {}).items()]
-    numbers += [
-        (name, x)
-        for turn in turns
-        for name, x in [*turn.get("rewards", {}).items(), ("advantage", turn.get("advantage"))]
-    ]
-    for name, value in numbers:
-        if not is_number(value):
-            raise ValueError(f"{name}={str(value)[:40]!r} is no number")
 
 
 def _said(message: Any) -> str:

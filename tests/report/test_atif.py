@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lightrl.report.atif import write_atif
 from lightrl.report.view import view
 from tests.report.test_view import record, write
 
@@ -254,3 +255,10 @@ def test_no_path_leads_out_of_the_folder_of_the_record(tmp_path: Path) -> None:
     (shown,) = (part for part in content if isinstance(part, Picture))
     assert content[3] is shown and (tmp_path / "atif" / shown.source.path).resolve() == place / "a.png"
     assert "secret" not in made.model_dump_json()
+
+
+def test_no_file_is_written_outside_of_the_folder(tmp_path: Path) -> None:
+    told: list[str] = []
+    found = {"rank": "../../elsewhere", "rows": [], "folder": tmp_path, "place": "line 1"}
+    assert write_atif([found], tmp_path / "atif", "run", "1", told) == []
+    assert len(told) == 1 and "line 1" in told[0] and not list(tmp_path.iterdir())
