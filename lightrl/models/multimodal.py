@@ -235,7 +235,7 @@ def idle_parameters(body: Any) -> Tensor | float:
     DDP waits for the gradient of every parameter, and some are not used by a batch: all of the vision tower's in a
     batch of text, its last layers in families that read an earlier one. Sharded parameters need no gradient.
     """
-    if not (has_process_group() and torch.is_grad_enabled()):
+    if not (has_process_group() and dist.get_world_size() > 1 and torch.is_grad_enabled()):
         return 0.0
     inside = {id(p) for p in body.get_decoder().parameters()}
     idle = [p for p in body.parameters() if p.requires_grad and id(p) not in inside and not is_sharded(p)]
