@@ -152,7 +152,7 @@ class MediaProcessor:
             side * (getattr(p, "merge_size", None) or 1) if isinstance(side, int) else 1
             for side, p in zip(sides, (images, videos), strict=True)
         ]
-        return Grid(*cells, getattr(videos, "temporal_patch_size", None) or 1)
+        return Grid(cells[0], cells[1], getattr(videos, "temporal_patch_size", None) or 1)
 
     @property
     def wants_blocks(self) -> bool:
