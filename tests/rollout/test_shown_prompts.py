@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from lightrl.callbacks import SampleLog, SaveRollouts
 from lightrl.callbacks.save_rollouts import load_rollouts
-from lightrl.doctor import diagnose
+from lightrl.cli.doctor import diagnose
 from lightrl.engines.transformers.engine import TransformersEngine
 from tests.rollout.tasks import Letters, asked, chat_model, fit
 
