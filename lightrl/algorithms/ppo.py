@@ -47,7 +47,7 @@ from lightrl.algorithms.schedule import (
     with_schedule,
 )
 from lightrl.algorithms.shaping import copy_rewards, credits_that_miss
-from lightrl.arguments import instance_of, require_model_folder
+from lightrl.arguments import instance_of
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import begin_step_metrics, run_seed
 from lightrl.distributed import random_states, strategies
@@ -57,7 +57,7 @@ from lightrl.distributed.reduction import Reduction
 from lightrl.models.loading import require_model, return_router_logits
 from lightrl.models.lora import adapter_config, keep_reference, named_adapter_weights, named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
-from lightrl.models.reward import RewardModel, RewardModelSpec
+from lightrl.models.reward import RewardModel, RewardModelSpec, require_reward_model
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import GAE, AdvantageEstimator, AdvantageInput
 from lightrl.objectives.aggregation import Aggregation, TokenMean
@@ -246,7 +246,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         if self.reference_spec is not None:
             require_model(self.reference_spec)
         for spec in self.reward_model_specs:
-            require_model_folder(spec.path)
+            require_reward_model(spec)
         if stage == "fit" and self.kl is None and self.reference_spec is not None:
             rank_zero_warn(
                 f"reference={self.reference_spec.path!r} with kl=None: nothing compares with a reference, so it is not "

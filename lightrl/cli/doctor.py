@@ -201,7 +201,7 @@ def _prompts(built: Any) -> Any:
 
     from lightrl.data.processing import load_processor
     from lightrl.data.templates import load_tokenizer
-    from lightrl.models.loading import require_model
+    from lightrl.models.loading import require_model, require_vocabulary
     from lightrl.models.turns import end_of_turn
 
     module, data = built.model, built.datamodule
@@ -212,8 +212,10 @@ def _prompts(built: Any) -> Any:
     end = tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer))
     yield "ok", f"tokenizer: {len(tokenizer)} tokens, {template} a chat template, completions end with {end!r}"
     config = AutoConfig.from_pretrained(path).get_text_config()
-    if len(tokenizer) > config.vocab_size:
-        yield "problem", f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: they do not belong"
+    try:
+        require_vocabulary(tokenizer, path)
+    except ValueError as error:
+        yield "problem", str(error)
     processor = load_processor(path, tokenizer)
     data.episode.setup(tokenizer, processor)
     prompts = data.prompts.load(tokenizer, shuffle=False, processor=processor)

@@ -33,6 +33,17 @@ def _without_vllm(argument: str, name: str) -> ValueError:
     )
 
 
+def _require_fitting(argument: str, name: str, make: Callable[[], Any]) -> None:
+    """Refuses a parser whose tokens the tokenizer lacks: it would read no reply."""
+    try:
+        make()
+    except Exception as error:  # parsers raise what they like
+        raise ValueError(
+            f"{argument}={name!r}: it does not fit the policy's tokenizer ({error}). Name the parser of the model's "
+            "family, or leave it out."
+        ) from error
+
+
 def tool_parser(
     name: str, tokenizer: Any
 ) -> Callable[[str, Sequence[dict[str, Any]]], tuple[str, list[tuple[str, str]]]]:
@@ -51,6 +62,7 @@ def tool_parser(
     if name not in ToolParserManager.list_registered():
         raise ValueError(f"tool_parser: vLLM has no {name!r}; it has {', '.join(ToolParserManager.list_registered())}.")
     cls = ToolParserManager.get_tool_parser(name)
+    _require_fitting("tool_parser", name, lambda: cls(tokenizer, None))
     before: tuple[list[dict[str, Any]], Any] = ([], _request([]))  # making one takes longer than reading
 
     def parse(text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
@@ -78,6 +90,7 @@ def reasoning_parser(name: str, tokenizer: Any) -> Callable[[str], tuple[str | N
     if name not in known:
         raise ValueError(f"reasoning_parser: vLLM has no {name!r}; it has {', '.join(known)}.")
     cls = ReasoningParserManager.get_reasoning_parser(name)
+    _require_fitting("reasoning_parser", name, lambda: cls(tokenizer))
 
     def parse(text: str) -> tuple[str | None, str]:
         reasoning, content = cls(tokenizer).extract_reasoning(text, _request([]))

@@ -19,7 +19,7 @@ from lightrl.data.processing import columns_with_media
 from lightrl.data.rows import RowSource
 from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource, check_positions
 from lightrl.data.templates import ChatTemplate, as_messages, load_tokenizer
-from lightrl.models.loading import positions_of
+from lightrl.models.loading import positions_of, require_vocabulary
 from lightrl.models.turns import text_ids
 from lightrl.ops.padding import pad_rows
 
@@ -255,4 +255,5 @@ class PreferenceDataModule(SFTDataModule):
     def _reader(self, module: Any) -> Callable[[Any], Any]:
         spec = module.model_spec
         self.tokenizer = load_tokenizer(self.tokenizer_path or spec.path, chat_template=spec.chat_template)
+        require_vocabulary(self.tokenizer, spec.path)
         return lambda source: source.tokenized(self.tokenizer, positions_of(spec.path))

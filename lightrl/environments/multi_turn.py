@@ -25,7 +25,7 @@ __all__ = ["Attempt", "MultiTurn"]
 
 
 _PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "Qd5"}}, "required": ["x"]}
-_EXAMPLE: Tools = [
+EXAMPLE_TOOLS: Tools = [
     {"type": "function", "function": {"name": "Qt7", "description": "Qd7", "parameters": _PARAMETERS}},
 ]
 """Stands for the tools of environments that are not made yet."""
@@ -130,7 +130,7 @@ class MultiTurn(Episode):
         else:
             self._bridge = TemplateBridge(tokenizer, self.template_kwargs, processor)
         if self.tool_parser is not None:
-            self._require_shown(_EXAMPLE)
+            self._require_shown(EXAMPLE_TOOLS)
         if self.tool_parser is not None or self.reasoning_parser is not None:
             self.parser(())  # which refuses names that vLLM does not know, before any model loads
 

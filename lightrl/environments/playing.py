@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import inspect
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -14,15 +15,15 @@ from typing import Any, Literal, TypeAlias
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightrl.arguments import MAX_REWARD, above, one_of
+from lightrl.arguments import MAX_REWARD, above, imported, one_of
 from lightrl.background import outcome_of
 from lightrl.data.media import MediaError
 from lightrl.environments import base, calling, tools
 from lightrl.environments.base import Environment, Message, Reply, Step
-from lightrl.environments.bridges import Bridge
+from lightrl.environments.bridges import Bridge, ImageProcessor
 from lightrl.environments.calling import UserCode
 from lightrl.environments.ledger import Ledger
-from lightrl.environments.multi_turn import Attempt, MultiTurn
+from lightrl.environments.multi_turn import EXAMPLE_TOOLS, Attempt, MultiTurn
 from lightrl.environments.parsing import ReplyParser
 from lightrl.records import GenerationRequest, StopReason, Trajectory, TrajectoryRow
 from lightrl.rewards.calls import message_of, users_lines
@@ -89,11 +90,29 @@ class EnvironmentEpisode(MultiTurn):
         self.train_parse_errors = train_parse_errors
         self.on_truncated = one_of("on_truncated", on_truncated, "end", "continue")
 
+    def setup(self, tokenizer: Any, processor: ImageProcessor | None = None) -> None:
+        """See `MultiTurn.setup`. If the environment's class has tools, their parser is looked up too."""
+        super().setup(tokenizer, processor)
+        if _has_tools(self.environment):
+            self.parser(EXAMPLE_TOOLS)
+
     @contextlib.asynccontextmanager
     async def player(self) -> AsyncIterator[Callable[[Attempt], Awaitable[Trajectory]]]:
         """See `MultiTurn.player`. Environments are closed before an attempt is over."""
         first: list[list[Message]] = []
         yield lambda attempt: _Played(settings=self, bridge=self.bridge, **vars(attempt)).play(first)
+
+
+def _has_tools(environment: Any) -> bool:
+    """Whether a class has tools, as far as it says without an object of it; a partial's class, as YAML makes them."""
+    parts = [environment.func, *environment.args] if isinstance(environment, partial) else [environment]
+    kinds = [part for part in parts if isinstance(part, type)]
+    if not kinds or not issubclass(kinds[0], tools.ToolEnvironment):
+        return bool(kinds) and isinstance(declared := getattr(kinds[0], "tools", ()), list | tuple) and bool(declared)
+    factory = getattr(environment, "keywords", {}).get("factory", parts[-1])
+    factory = imported("factory:", factory) if isinstance(factory, str) else factory
+    methods = inspect.getmembers(factory, inspect.isfunction) if isinstance(factory, type) else []
+    return any(not name.startswith("_") and name not in tools.NOT_TOOLS for name, _ in methods)
 
 
 _LATE: Any = object()

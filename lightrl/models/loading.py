@@ -422,6 +422,31 @@ def _copy_processor(path: str, folder: Path) -> None:
             shutil.copyfile(file, folder / name)
 
 
+def require_vocabulary(tokenizer: Any, path: str, argument: str = "tokenizer") -> None:
+    """Refuses a tokenizer with tokens that a model has no embedding for.
+
+    Args:
+        tokenizer: whose tokens the model reads.
+        path: the model's folder or hub name; one whose configuration can't be read is left to what loads it.
+        argument: the name that the error begins with.
+
+    Raises:
+        ValueError: there is such a token; placeholders of images and the like don't count.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError):
+        return
+    size, shown = getattr(config.get_text_config(), "vocab_size", None), {*placeholder_ids(config).values()}
+    beyond = sorted((i, text) for text, i in tokenizer.get_vocab().items() if i >= (size or i + 1) and i not in shown)
+    if beyond:
+        raise ValueError(
+            f"{argument}={tokenizer.name_or_path!r}: {len(beyond)} of its tokens, such as {beyond[0][1]!r} "
+            f"({beyond[0][0]}), have no embedding in the model {path!r} of vocab_size={size}. Use the model's own "
+            "tokenizer, or call `resize_token_embeddings` on the model and save both in one folder."
+        )
+
+
 def longest_sequence(config: Any) -> int | None:
     """Tokens of the longest sequence that a model was made for; None where its configuration does not say."""
     longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)

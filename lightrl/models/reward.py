@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from lightrl.arguments import at_least, one_of
+from lightrl.arguments import at_least, one_of, require_model_folder
 from lightrl.models.backbone import Backbone
-from lightrl.models.loading import load_scalar
+from lightrl.models.loading import load_scalar, require_vocabulary
 from lightrl.models.multimodal import told_apart
 from lightrl.models.packing.micro_batches import micro_batches
 from lightrl.models.policy import read_values, transformer_blocks
@@ -127,6 +127,7 @@ class RewardModel(nn.Module):
     @classmethod
     def from_spec(cls, spec: RewardModelSpec) -> RewardModel:
         """Loads model and tokenizer, frozen."""
+        require_reward_model(spec)
         model_spec = ModelSpec(spec.path, dtype=spec.dtype, kwargs=spec.kwargs, long_rope=spec.long_rope)
         model = load_scalar(model_spec, trainable=False)
         own = spec.tokenizer == "own"
@@ -300,6 +301,25 @@ class RewardModel(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks, as FSDP2 shards them."""
         return transformer_blocks(self.model)
+
+
+def require_reward_model(spec: RewardModelSpec) -> None:
+    """Checks a reward model's folder and tokenizer, before the model is loaded.
+
+    Raises:
+        ValueError: there is no such folder, its tokenizer lacks the chat template that is asked for, or has tokens that
+            the model has no embedding for.
+    """
+    require_model_folder(spec.path)
+    if spec.tokenizer == "policy":
+        return
+    tokenizer = AutoTokenizer.from_pretrained(spec.path)
+    if spec.chat_template == "default" and not tokenizer.chat_template:
+        raise ValueError(
+            f"reward_models.{spec.name}.chat_template='default': the tokenizer of {spec.path!r} has no chat template. "
+            "Set chat_template to Jinja text or a file of it, or to null to score prompt + completion as plain text."
+        )
+    require_vocabulary(tokenizer, spec.path, f"reward_models.{spec.name}.path")
 
 
 def own_ends(token_ids: Tensor, mask: Tensor, groups: Tensor) -> Tensor:

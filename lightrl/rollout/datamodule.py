@@ -28,7 +28,7 @@ from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.base import Engine, StaleWeightsError
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.environments.episodes import Episode, SingleTurn, Task, request_seed
-from lightrl.models.loading import positions_of
+from lightrl.models.loading import positions_of, require_vocabulary
 from lightrl.models.multimodal import adapts_media
 from lightrl.models.turns import ending_turns
 from lightrl.records import (
@@ -261,6 +261,7 @@ class RolloutDataModule(LightningDataModule):
         self.engine.check_sampling(self.eval_sampling, "eval_sampling", trained=False)
         spec = module.actor_spec
         self.tokenizer = load_tokenizer(self.tokenizer_path or spec.path, chat_template=spec.chat_template)
+        self._check_vocabularies(module)
         self.processor = load_processor(spec.path, self.tokenizer)
         self._check_stop_tokens()
         if spec.chat_template is not None:
@@ -914,6 +915,14 @@ class RolloutDataModule(LightningDataModule):
                     f"in_flight with callback {type(callback).__name__}: the engine no longer holds the weights that "
                     "sampled a trajectory when it is over. Remove the callback; FidelityGate compares in the trainer."
                 )
+
+    def _check_vocabularies(self, module: RolloutLearner) -> None:
+        """Refuses models that would read tokens for which they have no embedding."""
+        critic = getattr(module, "critic_spec", None)
+        scored = [spec for spec in getattr(module, "reward_model_specs", ()) if spec.tokenizer == "policy"]
+        reading = [module.actor_spec, getattr(module, "reference_spec", None), getattr(critic, "model", None), *scored]
+        for path in {spec.path: None for spec in reading if spec is not None}:
+            require_vocabulary(self.tokenizer, path)
 
     def _check_stop_tokens(self) -> None:
         """Refuses ids beyond the vocabulary, which no completion would ever end with."""

@@ -1,0 +1,129 @@
+"""What can't work is found at setup, before a model is loaded or an engine starts."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from lightrl.algorithms import GRPOLightningModule, PPOLightningModule, RewardLightningModule, SFTLightningModule
+from lightrl.data.preferences import PreferenceDataModule, PreferenceSource
+from lightrl.data.sft import SFTDataModule, SFTSource
+from lightrl.environments import Environment, EnvironmentEpisode, ToolEnvironment
+from lightrl.models.reward import RewardModelSpec
+from tests.environments.families import FAMILIES, make_tokenizer
+from tests.toys import quickstart_model, quiet_trainer, sums_data
+
+SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+SFT = SFTDataModule(SFTSource(rows=[{"prompt": "1", "completion": "2"}]), batch_size=1)
+PAIR = {"prompt": "1", "chosen": "2", "rejected": "3"}
+
+
+@pytest.fixture(autouse=True)
+def _no_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a model was loaded before the check")
+
+    monkeypatch.setattr("lightrl.models.loading.load_model", loaded)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return quickstart_model(tmp_path_factory.mktemp("model"), **SIZES)
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory, path: str) -> str:
+    """A tokenizer with a token that the model has no embedding for."""
+    folder = tmp_path_factory.mktemp("larger")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        (SFTLightningModule, lambda path: SFTDataModule(SFT.train, batch_size=1, tokenizer=path)),
+        (
+            RewardLightningModule,
+            lambda path: PreferenceDataModule(PreferenceSource(rows=[PAIR]), batch_size=1, tokenizer=path),
+        ),
+        (GRPOLightningModule, lambda path: sums_data(tokenizer=path)),
+    ],
+)
+def test_a_tokenizer_larger_than_the_model(kind: Any, data: Any, path: str, larger: str) -> None:
+    with pytest.raises(ValueError, match=r"^tokenizer=.*<tool>.* \(32\)"):
+        quiet_trainer().fit(kind(path), data(larger))
+
+
+def test_a_reward_model_that_lacks_embeddings_of_the_policys_tokens(path: str, tmp_path: Path, larger: str) -> None:
+    wide = quickstart_model(tmp_path, **SIZES, vocab_size=40)
+    spec = RewardModelSpec("quality", path, tokenizer="policy")
+    with pytest.raises(ValueError, match="^tokenizer="):
+        quiet_trainer().fit(PPOLightningModule(wide, reward_models=[spec]), sums_data(tokenizer=larger, rewards=None))
+
+
+def test_a_reward_model_without_the_chat_template_that_is_asked_for(path: str, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(quickstart_model(tmp_path, **SIZES))
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    spec = RewardModelSpec("quality", str(tmp_path), chat_template="default")
+    with pytest.raises(ValueError, match=r"^reward_models.quality.chat_template"):
+        quiet_trainer().fit(PPOLightningModule(path, reward_models=[spec]), sums_data(rewards=None))
+
+
+class Calculator:
+    """Adds."""
+
+    def reset(self, **row: Any) -> None:
+        """Begins."""
+
+    def add(self, a: int, b: int) -> int:
+        """Adds.
+
+        Args:
+            a: One.
+            b: Other.
+        """
+        return a + b
+
+
+class Declared(Environment):
+    """Declares its tools in the class."""
+
+    tools = ({"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}},)
+
+
+def made(kind: Any, **arguments: Any) -> Any:
+    return kind(**arguments)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        partial(ToolEnvironment, Calculator),
+        partial(made, ToolEnvironment, factory=Calculator),  # as YAML makes it
+        Declared,
+    ],
+)
+def test_a_template_whose_tool_calls_no_parser_reads(environment: Any) -> None:
+    tokenizer = make_tokenizer(FAMILIES["qwen2.5"])
+    tokenizer.chat_template = tokenizer.chat_template.replace("tool_call>", "tool-use>")
+    with pytest.raises(ValueError, match=r"^tool_parser"):
+        EnvironmentEpisode(environment).setup(tokenizer)
+    EnvironmentEpisode(lambda: None).setup(tokenizer)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize(("argument", "name"), [("reasoning_parser", "deepseek_r1"), ("tool_parser", "deepseek_v3")])
+def test_a_parser_of_another_family(argument: str, name: str, path: str) -> None:
+    pytest.importorskip("vllm")
+    from lightrl.compat import vllm_parsers
+
+    with pytest.raises(ValueError, match=f"^{argument}='{name}'"):
+        getattr(vllm_parsers, argument)(name, AutoTokenizer.from_pretrained(path))
