@@ -51,6 +51,7 @@ __all__ = [
     "encode_prompt",
     "load_processor",
     "require_read",
+    "row_variables",
     "shown",
 ]
 
@@ -307,16 +308,9 @@ class ConversationSource(MediaSource):
         Raises:
             ValueError: the columns hold something else.
         """
-        variables = dict(self.template_kwargs)
-        for name in VARIABLES:
-            own = row.get(name)
-            if isinstance(own, str) and own.strip():
-                with contextlib.suppress(ValueError):
-                    own = json.loads(own)
-            if own and not isinstance(own, Mapping):
-                raise ValueError(f"{name}={str(own)[:80]!r}: must be a dictionary, or JSON text of one.")
-            variables.update(own or {})
-        return as_tools(None if self.tools_column is None else row.get(self.tools_column)), variables
+        return as_tools(None if self.tools_column is None else row.get(self.tools_column)), row_variables(
+            row, self.template_kwargs
+        )
 
     def render(
         self, tokenizer: PreTrainedTokenizerBase, prompt: Any, system_prompt: str | None, row: Mapping[str, Any]
@@ -331,6 +325,24 @@ class ConversationSource(MediaSource):
             template_kwargs=variables,
             tools=tools,
         )
+
+
+def row_variables(row: Mapping[str, Any], template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template for a row: `template_kwargs`, and over them what the row's own columns hold.
+
+    Raises:
+        ValueError: the columns hold something else than a dictionary or JSON text of one.
+    """
+    variables = dict(template_kwargs)
+    for name in VARIABLES:
+        own = row.get(name)
+        if isinstance(own, str) and own.strip():
+            with contextlib.suppress(ValueError):
+                own = json.loads(own)
+        if own and not isinstance(own, Mapping):
+            raise ValueError(f"{name}={str(own)[:80]!r}: must be a dictionary, or JSON text of one.")
+        variables.update(own or {})
+    return variables
 
 
 def encode_prompt(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -13,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from lightrl.arguments import above, at_least, fraction
 from lightrl.background import all_of
+from lightrl.data.processing import row_variables
 from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.environments.base import Tools
 from lightrl.environments.bridges import Bridge, ImageProcessor, RendererBridge, TemplateBridge, make_renderer
@@ -73,7 +75,8 @@ class MultiTurn(Episode):
             the one that fits the chat template.
         reasoning_parser: vLLM's name of the parser of thoughts, such as "deepseek_r1"; None takes the renderer's,
             otherwise thoughts stay in the content.
-        template_kwargs: variables of the chat template, such as `enable_thinking`.
+        template_kwargs: Variables of the chat template, such as `enable_thinking`. A row's own, in its column
+            `chat_template_kwargs` or `template_kwargs`, override these.
 
     Raises:
         ValueError: a value is out of its range; the message names the argument.
@@ -108,7 +111,9 @@ class MultiTurn(Episode):
         self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._tokenizer: Any = None
         self._renderer: Any = None
+        self._processor: ImageProcessor | None = None
         self._bridge: Bridge | None = None
+        self._bridges: dict[str, Bridge] = {}  # by a row's own variables of the chat template
         self._parsers: dict[bool, ReplyParser] = {}  # by whether there are tools
 
     @abstractmethod
@@ -124,15 +129,34 @@ class MultiTurn(Episode):
         """
         self._tokenizer = tokenizer
         self._parsers = {}
-        self._renderer = make_renderer(tokenizer, self.renderer, self.template_kwargs)
-        if self._renderer is not None:
-            self._bridge = RendererBridge(self._renderer, tokenizer)
-        else:
-            self._bridge = TemplateBridge(tokenizer, self.template_kwargs, processor)
+        self._processor = processor
+        self._bridges = {}
+        self._renderer, self._bridge = self._rendering(self.template_kwargs)
         if self.tool_parser is not None:
             self._require_shown(EXAMPLE_TOOLS)
         if self.tool_parser is not None or self.reasoning_parser is not None:
             self.parser(())  # which refuses names that vLLM does not know, before any model loads
+
+    def _rendering(self, variables: Mapping[str, Any]) -> tuple[Any, Bridge]:
+        """The renderer, if there is one, and the bridge for some variables of the chat template."""
+        renderer = make_renderer(self._tokenizer, self.renderer, variables)
+        if renderer is not None:
+            return renderer, RendererBridge(renderer, self._tokenizer)
+        return None, TemplateBridge(self._tokenizer, variables, self._processor)
+
+    def variables(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Variables of the chat template for a row."""
+        return row_variables(row, self.template_kwargs)
+
+    def bridge_of(self, row: Mapping[str, Any]) -> Bridge:
+        """The bridge for a row's variables of the chat template."""
+        variables = self.variables(row)
+        if variables == self.template_kwargs:
+            return self.bridge
+        key = json.dumps(variables, sort_keys=True, default=str)
+        if key not in self._bridges:
+            self._bridges[key] = self._rendering(variables)[1]
+        return self._bridges[key]
 
     @property
     def bridge(self) -> Bridge:

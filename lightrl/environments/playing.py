@@ -100,7 +100,7 @@ class EnvironmentEpisode(MultiTurn):
     async def player(self) -> AsyncIterator[Callable[[Attempt], Awaitable[Trajectory]]]:
         """See `MultiTurn.player`. Environments are closed before an attempt is over."""
         first: list[list[Message]] = []
-        yield lambda attempt: _Played(settings=self, bridge=self.bridge, **vars(attempt)).play(first)
+        yield lambda attempt: _Played(settings=self, bridge=self.bridge_of(attempt.row), **vars(attempt)).play(first)
 
 
 def _has_tools(environment: Any) -> bool:

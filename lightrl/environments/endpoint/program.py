@@ -119,7 +119,7 @@ class AgentProgram(MultiTurn):
             async def play(attempt: Attempt) -> Trajectory:
                 most = attempt.sampling.max_new_tokens
                 session = Session(
-                    bridge=self.bridge,
+                    bridge=self.bridge_of(attempt.row),
                     parser=self.parser,
                     ask=attempt.ask,
                     turn_seed=attempt.turn_seed,
@@ -128,7 +128,7 @@ class AgentProgram(MultiTurn):
                     max_tokens=attempt.max_tokens,
                     max_requests=self.max_requests,
                     name=attempt.name,
-                    template_kwargs=self.template_kwargs,
+                    template_kwargs=self.variables(attempt.row),
                     notify=self._notify,
                 )
                 return await self._play(session, endpoint, attempt.row)
