@@ -330,7 +330,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         updates = trainer.num_training_batches * epochs * each
         if steps < updates:
             return float(trainer.global_step), float(steps)
-        return float(trainer.fit_loop.total_batch_idx * each + min(self._updates_made, each - 1)), updates
+        rollouts = max(trainer.fit_loop.total_batch_idx, 0)  # -1 before the first
+        return float(rollouts * each + min(self._updates_made, each - 1)), updates
 
     # ---- one rollout -------------------------------------------------------------------------------------------
 

@@ -1,0 +1,415 @@
+"""What users put around the step trains as it is written, without declaring anything."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+from lightrl.algorithms import GRPOLightningModule
+from lightrl.algorithms.hooks import RLCallback
+from lightrl.algorithms.schedule import LRSchedule
+from lightrl.callbacks import RolloutCheckpoint, WeightSync
+from lightrl.distributed.fingerprint import fingerprint
+from lightrl.objectives.advantages import GDPO, AdvantageInput, GroupRelative, SequenceEstimator
+from lightrl.objectives.aggregation import SequenceMean, TokenMean
+from lightrl.objectives.kl import KLInLoss
+from lightrl.objectives.losses import LossInput, PPOClip
+from lightrl.objectives.off_policy import AutomaticCorrection
+from lightrl.objectives.turn_advantages import TurnReturns
+from lightrl.records import Experience, Rollouts
+from tests.algorithms.toys import SMALL, FirstSums, fit, grpo, weights
+from tests.toys import digits_reward, quickstart_model, quiet_trainer, sgd, sums_data
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return quickstart_model(tmp_path_factory.mktemp("model"), **SMALL)
+
+
+def large_steps(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=20.0)
+
+
+# ---- several updates per rollout, made by code that declares nothing -------------------------------------------------
+
+
+class ThreeUpdates(GRPOLightningModule):
+    """Overrides the public hook and nothing else."""
+
+    def minibatches(self, experience: Experience) -> Iterator[Experience]:
+        for _ in range(3):
+            yield experience
+
+
+class TwoEpochs(RLCallback):
+    def on_experience_made(self, trainer: Any, module: Any, experience: Experience) -> None:
+        module.ppo_epochs = 2
+
+
+@pytest.mark.parametrize("way", ["minibatches", "callback"])
+def test_several_updates_have_the_ratio_to_the_policy_that_began(way: str, path: str) -> None:
+    settings: dict[str, Any] = {"optimizer": large_steps, "kl": None, "loss": PPOClip(0.01, 0.01)}
+    own: Any = ThreeUpdates(path, **settings) if way == "minibatches" else GRPOLightningModule(path, **settings)
+    known = GRPOLightningModule(path, ppo_epochs=3 if way == "minibatches" else 2, **settings)
+    found = fit(own, callbacks=[TwoEpochs()] if way == "callback" else [])
+    expected = fit(known)
+    assert found.experiences[0].old_logprobs is not None
+    assert found.metrics[0]["policy/clip_fraction_region"] > 0 < expected.metrics[0]["policy/clip_fraction_region"]
+    torch.testing.assert_close(weights(own), weights(known), atol=1e-6, rtol=1e-5)
+
+
+def test_a_wrong_promise_of_one_update_ends_the_run(path: str) -> None:
+    class Promises(TwoEpochs):
+        reads_old_logprobs = False
+        reads_all_rows = False
+
+    with pytest.raises(RuntimeError, match="old_logprobs"):
+        fit(grpo(path), callbacks=[Promises()])
+
+
+def test_a_schedule_by_name_is_not_used_up_by_more_updates_than_it_knows(path: str) -> None:
+    module = ThreeUpdates(path, optimizer=sgd, kl=None, lr_scheduler=LRSchedule("linear"))
+    rates = [m["optim/lr_policy"] for m in fit(module, rollouts=4).metrics]
+    base = rates[0]
+    assert rates == pytest.approx([base, 0.75 * base, 0.5 * base, 0.25 * base])
+
+
+class HalfWeight(GRPOLightningModule):
+    """Drops every second trajectory in its own way."""
+
+    def minibatches(self, experience: Experience) -> Iterator[Experience]:
+        yield experience.select(torch.arange(0, len(experience), 2))
+
+
+def test_a_hook_may_drop_rows(path: str) -> None:
+    module = HalfWeight(path, optimizer=sgd, kl=None)
+    fit(module, rollouts=2)
+    assert bool(weights(module).isfinite().all())
+
+
+# ---- shapes that would be counted wrongly ----------------------------------------------------------------------------
+
+
+class MeanLoss(GRPOLightningModule):
+    def compute_loss(self, rows: Experience) -> Any:
+        losses, metrics = super().compute_loss(rows)
+        return losses["policy"].mean(), metrics
+
+
+class MeanTerm(GRPOLightningModule):
+    def compute_loss(self, rows: Experience) -> Any:
+        losses, metrics = super().compute_loss(rows)
+        return {**losses, "mine": losses["policy"].mean()}, metrics
+
+
+class ColumnKL(KLInLoss):
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        return super().__call__(logprobs, old_logprobs, ref_logprobs).mean(1, keepdim=True)
+
+
+class ColumnWeights(TokenMean):
+    def weights(self, mask: Tensor) -> Tensor:
+        return mask.float().mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda path: MeanLoss(path, kl=None), "compute_loss"),
+        (lambda path: MeanTerm(path, kl=None), "mine"),
+        (lambda path: GRPOLightningModule(path, kl=ColumnKL()), "kl=ColumnKL"),
+        (lambda path: GRPOLightningModule(path, kl=None, aggregation=ColumnWeights()), "aggregation=ColumnWeights"),
+    ],
+)
+def test_a_value_that_is_not_per_token_is_rejected(make: Any, name: str, path: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        fit(make(path))
+
+
+class Penalty(GRPOLightningModule):
+    """A mean over tokens of one's own, as a further loss."""
+
+    def compute_loss(self, rows: Experience) -> Any:
+        losses, metrics = super().compute_loss(rows)
+        return {**losses, "mine": 0.1 * self.forward_policy(rows)["logprobs"].square()}, metrics
+
+
+def test_an_own_loss_does_not_grow_with_the_number_of_micro_batches(path: str) -> None:
+    ends = []
+    for tokens in (100_000, 30):
+        module = Penalty(path, optimizer=sgd, kl=None, micro_batch_tokens=tokens, aggregation=SequenceMean())
+        fit(module)
+        ends.append(weights(module))
+    torch.testing.assert_close(ends[0], ends[1], atol=1e-6, rtol=1e-5)
+
+
+# ---- rows and tokens that are left out -------------------------------------------------------------------------------
+
+
+class SequenceRatio(PPOClip):
+    """One ratio per sequence, written by somebody who declares nothing."""
+
+    def __call__(self, given: LossInput) -> Any:
+        log_ratio = torch.where(given.mask, given.logprobs - given.old_logprobs, 0.0).sum(1, keepdim=True)
+        return -(log_ratio.exp() * given.advantages) * given.mask, {}
+
+
+def test_the_entropy_filter_takes_gradients_whatever_the_loss(path: str) -> None:
+    module = grpo(path, loss=SequenceRatio(), top_entropy_fraction=0.25)
+    keep, seen = fit(module), []
+    rows = keep.experiences[0]
+    assert rows.in_policy_loss is not None
+    out = {"logprobs": rows.engine_logprobs.clone().requires_grad_()}
+    seen = torch.autograd.grad(module.policy_loss(rows, out)[0].sum(), out["logprobs"])[0] != 0
+    assert bool(seen.any()) and not bool((seen & ~rows.in_policy_loss).any())
+
+
+class EntropyWatcher(Callback):
+    """A plain callback that acts on what it reads."""
+
+    def __init__(self) -> None:
+        self.entropies: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.entropies.append(outputs["policy/entropy"])
+
+
+def test_metrics_are_those_of_all_rows_if_anybody_may_read_them(path: str) -> None:
+    watcher = EntropyWatcher()
+    fit(grpo(path), callbacks=[watcher], rewards=[FirstSums()])
+    everything = fit(grpo(path, entropy_coef=1e-12), rewards=[FirstSums()])  # its gradient needs every row
+    assert watcher.entropies == pytest.approx([everything.metrics[0]["policy/entropy"]], rel=1e-5)
+
+
+# ---- rewards that callbacks change -----------------------------------------------------------------------------------
+
+
+class Change(RLCallback):
+    """Adds the number of each row to its reward, in place or not, and to its parts or turns if asked."""
+
+    def __init__(self, *, in_place: bool = False, also: str = "") -> None:
+        self.in_place = in_place
+        self.also = also
+
+    def on_rollout_scored(self, trainer: Any, module: Any, rollouts: Rollouts) -> None:
+        extra = torch.arange(len(rollouts)).float()
+        if self.in_place:
+            rollouts.rewards += extra
+        else:
+            rollouts.rewards = rollouts.rewards + extra
+        if self.also == "parts":
+            name = next(iter(rollouts.reward_parts))
+            rollouts.reward_parts[name] = rollouts.reward_parts[name] + extra
+
+
+class OwnParts(SequenceEstimator):
+    """Reads the parts and declares nothing."""
+
+    def sequence_advantages(self, given: AdvantageInput) -> Tensor:
+        assert given.reward_parts is not None
+        return sum(given.reward_parts.values())  # type: ignore[return-value]
+
+
+class OwnTurns(SequenceEstimator):
+    """Looks at turns and declares nothing."""
+
+    def sequence_advantages(self, given: AdvantageInput) -> Tensor:
+        return given.scores if given.turn_ids is None else given.scores * given.turn_ids.amax(1)
+
+
+@pytest.mark.parametrize("estimator", [GDPO(), OwnParts(), TurnReturns(), OwnTurns()])
+def test_a_changed_reward_that_the_estimator_does_not_read_is_rejected(estimator: Any, path: str) -> None:
+    with pytest.raises(ValueError, match=f"on_rollout_scored.*{type(estimator).__name__}"):
+        fit(grpo(path, advantage=estimator), callbacks=[Change()])
+
+
+def test_a_changed_reward_reaches_the_estimator(path: str) -> None:
+    for estimator in (GDPO(), OwnParts()):
+        plain = fit(grpo(path, advantage=estimator)).experiences[0].advantages
+        changed = fit(grpo(path, advantage=estimator), callbacks=[Change(also="parts")]).experiences[0].advantages
+        assert not torch.allclose(plain, changed)
+    for in_place in (False, True):
+        keep = fit(grpo(path, advantage=GroupRelative("none")), callbacks=[Change(in_place=in_place)])
+        raw = fit(grpo(path, advantage=GroupRelative("none")))
+        assert keep.metrics[0]["reward/mean"] == raw.metrics[0]["reward/mean"], "of the rewards before callbacks"
+        assert not torch.allclose(keep.experiences[0].advantages, raw.experiences[0].advantages)
+
+
+class ChangeParts(RLCallback):
+    def on_rollout_scored(self, trainer: Any, module: Any, rollouts: Rollouts) -> None:
+        rollouts.reward_parts = {name: 2 * part for name, part in rollouts.reward_parts.items()}
+
+
+def test_changed_parts_that_nothing_reads_are_rejected(path: str) -> None:
+    with pytest.raises(ValueError, match="reward_parts"):
+        fit(grpo(path), callbacks=[ChangeParts()])
+
+
+# ---- weights that something else changes -----------------------------------------------------------------------------
+
+
+class Moves(Callback):
+    """Changes the actor at a hook, by writing through `.data`, in place, or with the optimizer itself."""
+
+    def __init__(self, hook: str, how: str) -> None:
+        self.how = how
+        setattr(self, hook, self.move)
+
+    def move(self, trainer: Any, module: Any, *_: Any) -> None:
+        matrix = module.actor.lm.model.layers[0].mlp.down_proj.weight
+        if self.how == "data":
+            matrix.data = matrix.data * 3
+        elif self.how == "in place":
+            with torch.no_grad():
+                matrix.mul_(3.0)
+        else:
+            matrix.grad = torch.ones_like(matrix)
+            trainer.optimizers[0].step()
+            trainer.optimizers[0].zero_grad()
+
+
+@pytest.mark.parametrize("how", ["data", "in place", "optimizer"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+def test_the_engine_gets_weights_whoever_changed_them(hook: str, how: str, path: str) -> None:
+    module = grpo(path)
+    seed_everything(0, verbose=False)
+    from tests.toys import Keep
+
+    keep = Keep()
+    trainer = quiet_trainer(max_epochs=2, callbacks=[WeightSync(), keep, Moves(hook, how)])
+    trainer.fit(module, sums_data(rollouts_per_epoch=2, eval_prompts=[{"prompt": "12+34="}]))
+    gaps = [metrics["kl/engine_gap_max"] for metrics in keep.metrics]
+    assert len(gaps) == 4 and max(gaps) < 1e-4
+
+
+def test_a_change_between_sampling_and_training_is_corrected_and_measured(path: str) -> None:
+    module = grpo(path)
+    keep = fit(module, rollouts=2, callbacks=[Moves("on_train_batch_start", "data")])
+    assert keep.experiences[0].is_stale and min(m["kl/engine_gap_max"] for m in keep.metrics) > 1e-3
+    assert "off_policy/weight" in keep.metrics[0] and not isinstance(module.loss, AutomaticCorrection)
+    quiet = fit(grpo(path), rollouts=2)
+    assert not quiet.experiences[1].is_stale and "off_policy/weight" not in quiet.metrics[0]
+
+
+def test_a_fingerprint_sees_every_way_of_writing() -> None:
+    layer = torch.nn.Linear(4, 2)
+    torch.nn.init.ones_(layer.weight)
+    before = fingerprint(layer)
+    assert fingerprint(layer) == before
+    layer.weight.data.mul_(2.0)
+    assert fingerprint(layer) != before
+
+
+class MovesReference(RLCallback):
+    """Moves the reference and declares nothing."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for parameter in module.reference.parameters():
+            parameter.data.mul_(0.5)
+
+
+def test_a_moved_reference_is_in_the_checkpoint(path: str, tmp_path: Path) -> None:
+    for callback, saved in ((MovesReference(), True), (EntropyWatcher(), False)):
+        folder = tmp_path / type(callback).__name__
+        module = GRPOLightningModule(path, optimizer=sgd)
+        checkpoint = RolloutCheckpoint(1, dirpath=str(folder))
+        trainer = quiet_trainer(enable_checkpointing=True, callbacks=[WeightSync(), callback, checkpoint])
+        trainer.fit(module, sums_data(rollouts_per_epoch=1))
+        state = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
+        assert any(name.startswith("reference.") for name in state) == saved
+
+
+# ---- what is logged --------------------------------------------------------------------------------------------------
+
+
+def test_a_step_logs_what_it_measured_or_nothing(path: str, tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def scores_the_first(completions: list[str], **_: Any) -> list[float | None]:
+        calls.append(len(completions))
+        return [float(i % 2) if sum(calls) <= 32 else None for i in range(len(completions))]
+
+    trainer = quiet_trainer(callbacks=[WeightSync()], logger=CSVLogger(str(tmp_path)), log_every_n_steps=1)
+    trainer.fit(grpo(path, max_skipped_updates=5), sums_data(rollouts_per_epoch=2, rewards=[scores_the_first]))
+    with next(tmp_path.rglob("metrics.csv")).open() as file:
+        entropies = [row["policy/entropy"] for row in csv.DictReader(file) if row["optim/skipped_updates"]]
+    assert len(entropies) == 2 and float(entropies[0]) > 0 and entropies[1] == ""
+
+
+def test_the_spread_of_large_rewards_is_exact(path: str) -> None:
+    def large(completions: list[str], **_: Any) -> list[float]:
+        return [20_000 + 0.25 * (i % 2) for i in range(len(completions))]
+
+    metrics = fit(grpo(path), rewards=[large]).metrics[0]
+    assert metrics["reward/std"] == metrics["reward/large/std"] == pytest.approx(0.125, rel=1e-6)
+
+
+def test_the_kl_to_the_reference_is_measured_once(path: str) -> None:
+    """With old log-probs it is that of the rollout, before the update; the update's own rows don't replace it."""
+    keep = fit(GRPOLightningModule(path, optimizer=sgd, kl=KLInLoss(), ppo_epochs=2), rollouts=2, rewards=[FirstSums()])
+    rows = keep.experiences[1]
+    assert rows.old_logprobs is not None and rows.ref_logprobs is not None
+    expected = (rows.old_logprobs - rows.ref_logprobs)[keep.rollouts[1].response_mask].mean()
+    assert keep.metrics[1]["kl/ref"] == pytest.approx(float(expected), abs=1e-7)
+
+
+# ---- schedules of resumed runs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("epochs", "expected"), [(4, 0.5), (1, math.nan)])
+def test_a_resumed_run_of_another_length_has_the_rates_of_its_length(
+    epochs: int, expected: float, path: str, tmp_path: Path
+) -> None:
+    def run(max_epochs: int, ckpt_path: str | None = None) -> list[float]:
+        seed_everything(0, verbose=False)
+        from tests.toys import Keep
+
+        keep = Keep()
+        module = grpo(path, lr_scheduler=LRSchedule("linear"))
+        trainer = quiet_trainer(
+            max_epochs=max_epochs,
+            enable_checkpointing=True,
+            callbacks=[WeightSync(), keep, RolloutCheckpoint(1, dirpath=str(tmp_path))],
+        )
+        trainer.fit(module, sums_data(rollouts_per_epoch=2), ckpt_path=ckpt_path)
+        return [metrics["optim/lr_policy"] for metrics in keep.metrics]
+
+    first = run(2)
+    assert first == pytest.approx([first[0] * (1 - i / 4) for i in range(4)])
+    rates = run(epochs, str(tmp_path / "last.ckpt"))
+    if not math.isnan(expected):
+        assert rates == pytest.approx([first[0] * (1 - i / 8) for i in range(4, 8)])
+    else:
+        assert rates == []
+
+
+def test_extras_follow_their_rows(path: str) -> None:
+    seen: list[bool] = []
+
+    class Extra(GRPOLightningModule):
+        def make_experience(self, rollouts: Rollouts) -> Experience:
+            made = super().make_experience(rollouts)
+            return replace(
+                made,
+                token_extras={"copy": made.token_ids.clone()},
+                row_extras={"group": made.group_ids.clone(), "text": [str(int(g)) for g in made.group_ids]},
+            )
+
+        def compute_loss(self, rows: Experience) -> Any:
+            seen.append(torch.equal(rows.token_extras["copy"], rows.token_ids))
+            seen.append(torch.equal(rows.row_extras["group"], rows.group_ids))
+            seen.append(rows.row_extras["text"] == [str(int(g)) for g in rows.group_ids])
+            return super().compute_loss(rows)
+
+    fit(Extra(path, optimizer=sgd, kl=None, micro_batch_tokens=60, minibatch_size=16), rewards=[digits_reward])
+    assert len(seen) > 6 and all(seen)
