@@ -25,29 +25,30 @@ from lightrl.redaction import redact_text
 
 __all__ = ["main", "run"]
 
-USAGE = """LightRL: reinforcement fine-tuning as an ordinary Lightning job.
+USAGE = """LightRL: reinforcement learning for LLMs and VLMs, built on PyTorch Lightning.
 
   lightrl fit --config x.yaml        train (PPO, GRPO, SFT, ...)
   lightrl validate --config x.yaml   evaluate on the evaluation prompts
-  lightrl test --config x.yaml       the same, on test prompts
+  lightrl test --config x.yaml       evaluate on test prompts
   lightrl predict --config x.yaml    write completions with their rewards
-  lightrl report RUN_DIR             plots and samples of a run as one HTML page; several: a comparison or index
-  lightrl view RUN_DIR               saved trajectories, token by token, as one HTML page
+  lightrl report RUN_DIR             plots and samples of a run as an HTML page; several runs: a comparison
+  lightrl view RUN_DIR               saved trajectories, token by token, as an HTML page
   lightrl serve-reward ...           serve a reward function over HTTP
-  lightrl check-env --config x.yaml  play the environment of a run with scripted replies, without a model
+  lightrl check-env --config x.yaml  run a config's environment with scripted replies, without a model
   lightrl plan --model MODEL         memory per GPU under each strategy
-  lightrl quickstart                 a first run on a CPU, from nothing to a report
-  lightrl init DIR                   a small project of your own: configuration, rewards, rows
-  lightrl recipes                    the configurations that come with LightRL
-  lightrl from-trl SCRIPT.yaml       a configuration from the arguments of a TRL script
-  lightrl export --checkpoint C --output D   a Hugging Face folder, or a plain checkpoint, of any checkpoint
-  lightrl doctor [--config x.yaml]   what is wrong with this installation, or with a run before it starts
+  lightrl quickstart                 run a first training on a CPU, from nothing to a report
+  lightrl init DIR                   create a small project: configuration, rewards, rows
+  lightrl recipes                    list the configurations that come with LightRL
+  lightrl from-trl SCRIPT.yaml       convert the arguments of a TRL script to a configuration
+  lightrl export --checkpoint C --output D   export a checkpoint to a Hugging Face folder, or to a plain checkpoint
+  lightrl doctor [--config x.yaml]   check the installation, or validate a config before training
 
 `lightrl COMMAND --help` explains every argument; `lightrl fit --model.help PPOLightningModule` those of a class.
-Several --config are merged, later ones win. LIGHTRL_DEBUG=1 shows the traceback of every error. -v (--verbose) shows
-what the packages below say, too: tips, bars for loaded weights, notes on what they deprecate.
-Strings of a config may name environment variables, ${env:NAME}: secrets then stay out of what a run writes.
-Exit status: 0 done, 1 failed or Ctrl-C, 2 a mistake in what was given, 75 SIGTERM or SIGUSR1 (saved; run it again).
+Several --config are merged, later ones win. LIGHTRL_DEBUG=1 shows the traceback of every error. -v (--verbose) also
+shows tips, progress bars, and deprecation notes of the packages below.
+Strings of a config may name environment variables as ${env:NAME}, which keeps secrets out of what a run writes.
+Exit codes: 0 success, 1 failure or Ctrl-C, 2 invalid arguments or configuration, 75 SIGTERM or SIGUSR1 (saved; run it
+again).
 """
 
 
