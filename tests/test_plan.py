@@ -510,3 +510,11 @@ def test_one_cpu_is_not_told_to_shard(tmp_path: Path) -> None:
     assert said == "" and 5e9 < needed < 9e9  # runs of this size peaked at 5.5 GB with shorter completions
     _, said = needed_memory(str(tmp_path), "ddp", 4 * 2.0**30, rollout, **case)
     assert "--gradient_checkpointing true" in said and "fsdp2" not in said and "zero" not in said
+
+
+def test_the_command_plans_for_one_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    case = ["--device", "cpu", "--gpus", "1", "--gpu_memory", "16", "--precision", "32-true", "--algorithm", "grpo"]
+    main(["plan", "--model", str(tmp_path), *case, "--micro_batch_tokens", "2048"])
+    out = capsys.readouterr().out
+    assert "process" in out and "yes" in out and "fsdp2" not in out and "zero" not in out

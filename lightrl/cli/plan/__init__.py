@@ -32,6 +32,7 @@ def plan(
     model: str | None = None,
     gpus: int = 8,
     gpu_memory: float = 80.0,
+    device: Literal["cuda", "cpu"] = "cuda",
     algorithm: Literal["ppo", "grpo"] = "ppo",
     strategy: str = "all",
     precision: Precision = "bf16-mixed",
@@ -63,7 +64,8 @@ def plan(
     Args:
         model: folder with a config.json, that file, or a hub name.
         gpus: number of GPUs, over all machines.
-        gpu_memory: GiB of each.
+        gpu_memory: Memory per GPU in GiB.
+        device: Device of the trainer. With cpu, `gpus` is the number of processes and `gpu_memory` the memory of each.
         algorithm: ppo trains a critic of the actor's size; grpo, and its siblings, have none.
         strategy: one of ddp, fsdp2, zero1, zero2, zero3, zero2_offload, zero3_offload (or with deepspeed_ before it),
             or all.
@@ -103,11 +105,11 @@ def plan(
 
     from lightrl.cli.plan.memory import Plan
     from lightrl.cli.plan.model import measure_model
-    from lightrl.cli.plan.tables import print_memory, print_times
+    from lightrl.cli.plan.tables import candidates, print_memory, print_times
 
     compute = torch.float32 if precision == "32-true" else torch.bfloat16
     case = Plan(
-        actor=measure_model(model, compute=compute),
+        actor=measure_model(model, compute=compute, cpu=device == "cpu"),
         critic=algorithm == "ppo",
         reference=reference,
         reward=None if reward_model is None else measure_model(reward_model, compute=compute),
@@ -123,7 +125,11 @@ def plan(
         frozen_vision=freeze_vision,
         sequences=sequences,
         length=length,
+        cpu=device == "cpu",
+        engine_width=4 if device == "cpu" and precision == "32-true" else 2,
     )
+    if strategy == "all":
+        chosen = candidates(case)
     if freeze_vision and not case.actor.vision:
         raise ValueError(f"freeze_vision={freeze_vision}: {model} has no vision tower.")
     if trajectories:  # the rollout may be smaller than the budget

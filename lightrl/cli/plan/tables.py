@@ -19,7 +19,7 @@ from lightrl.cli.plan.model import measure_model
 from lightrl.cli.plan.options import GIB, STRATEGIES, USABLE
 from lightrl.cli.plan.time import Job, Rates, generation, training
 
-__all__ = ["advice", "needed_memory", "print_memory", "print_times"]
+__all__ = ["advice", "candidates", "needed_memory", "print_memory", "print_times"]
 
 _PREFERRED = ("ddp", "fsdp2", "zero2", "zero1", "zero3", "zero2_offload", "zero3_offload")
 
@@ -43,15 +43,15 @@ def needed_memory(model: str, strategy: str, limit: float, rollout: dict[str, An
     layout = "padded" if layout == "auto" and not actor.packs else layout
     here = Plan(actor, micro_batch_tokens=micro_batch(layout, **shape), **case)
     needed = total(memory(here, strategy))
-    fitting = [name for name in _candidates(here) if total(memory(here, name)) <= limit]
+    fitting = [name for name in candidates(here) if total(memory(here, name)) <= limit]
     return needed, advice(here, fitting, limit) if needed > limit else ""
 
 
-def _candidates(case: Plan) -> list[str]:
+def candidates(case: Plan) -> tuple[str, ...]:
     """Strategies that may help: sharding needs several processes, and a CPU's memory is the host's."""
     if case.gpus > 1:
-        return list(STRATEGIES)
-    return ["ddp"] if case.cpu else ["ddp", "zero2_offload", "zero3_offload"]
+        return STRATEGIES
+    return ("ddp",) if case.cpu else ("ddp", "zero2_offload", "zero3_offload")
 
 
 def print_memory(case: Plan, chosen: tuple[str, ...], gpu_memory: float) -> None:
