@@ -18,9 +18,10 @@ import yaml
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.callbacks import RolloutCheckpoint
 from lightrl.data.prompts import PromptSource
 from tests.test_resume import ROOT, Reward, assert_same, rows, run
-from tests.toys import quickstart_model
+from tests.toys import quickstart_model, quiet_trainer
 
 
 def send(signum: int) -> Callable[[], None]:
@@ -234,6 +235,22 @@ def test_a_second_ctrl_c_ends_the_process_wherever_it_hangs(during: str, model: 
         assert process.wait(timeout=60) == -signal.SIGINT
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+def test_a_second_ctrl_c_never_ends_a_notebook(interactive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if interactive:
+        monkeypatch.setattr("sys.ps1", "In : ", raising=False)
+    else:
+        monkeypatch.delattr("sys.ps1", raising=False)
+    callback, before = RolloutCheckpoint(), signal.getsignal(signal.SIGINT)
+    callback._trainer, callback._updating = quiet_trainer(), True
+    try:
+        callback._on_interrupt(signal.SIGINT, None)
+        second = signal.getsignal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert second == (signal.default_int_handler if interactive else signal.SIG_DFL)
 
 
 def _alive(session: int) -> list[psutil.Process]:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -243,7 +244,8 @@ class RolloutCheckpoint(SavingCheckpoint):
         if not (self._updating or made or trainer.world_size > 1):
             raise Preempted if preempted else KeyboardInterrupt
         self._stop_requested, self._preempted = True, preempted
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process, also inside of C
+        # A second Ctrl-C ends the process, also inside of C, but never a notebook or an interactive session.
+        signal.signal(signal.SIGINT, signal.default_int_handler if hasattr(sys, "ps1") else signal.SIG_DFL)
         unit = "batch" if self._cursor is None else "rollout"
         rank_zero_info(f"\n{signal.Signals(signum).name}: finishing this {unit}, then saving. Ctrl-C stops at once.")
 
