@@ -95,7 +95,7 @@ def plan(
     if not model:
         raise ValueError("plan: give --model, a folder with a config.json or a hub name.")
     strategy = strategy.removeprefix("deepspeed_")
-    chosen = STRATEGIES if strategy == "all" else (strategy,)
+    chosen: tuple[str, ...] = STRATEGIES if strategy == "all" else (strategy,)
     if strategy != "all" and strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: must be all or one of {', '.join(STRATEGIES)}.")
     _refuse_arguments(locals())
