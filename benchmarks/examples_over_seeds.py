@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightrl.checkpoints.files import atomic_write
 from lightrl.report.read import read_run
-from lightrl.storage import atomic_write
 
 ROOT = Path(__file__).resolve().parent.parent
 FIT = ("-m", "lightrl", "fit", "--config")

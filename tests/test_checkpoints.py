@@ -13,13 +13,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 
-from lightrl.algorithms.checkpoints import description
+from lightrl.algorithms.resuming import description
 from lightrl.callbacks import RolloutCheckpoint
+from lightrl.checkpoints.files import atomic_write
 from lightrl.cli.lightning_cli import LightRLCLI
 from lightrl.distributed.fsdp2 import FSDP2Strategy, ZeROStrategy
 from lightrl.export import export
 from lightrl.models.spec import ModelSpec
-from lightrl.storage import atomic_write
 from tests.toys import QUICKSTART_MODEL
 
 SECRET = "open-sesame-Zq"
@@ -92,7 +92,7 @@ OTHERS = ("weights.ckpt", "module.ckpt", "moved.ckpt", "backup.ckpt")
 def test_last_skips_files_of_others_and_says_so(tmp_path: Path) -> None:
     good = with_others_beside(tmp_path)
     trainer = Trainer(logger=False, default_root_dir=tmp_path, accelerator="cpu")
-    with pytest.warns(UserWarning, match="goes on from .*last.ckpt, and skips") as told:
+    with pytest.warns(UserWarning, match="resumes from .*last.ckpt, and skips") as told:
         assert RolloutCheckpoint(dirpath=str(tmp_path)).last_checkpoints(trainer) == {str(good)}
     assert all(name in str(told[0].message) for name in OTHERS)
     good.unlink()
@@ -107,7 +107,7 @@ def test_last_skips_weights_alone_where_something_whole_lies_beside(tmp_path: Pa
     os.utime(whole, (0, 0))
     trainer = Trainer(logger=False, default_root_dir=tmp_path, accelerator="cpu")
     callback = RolloutCheckpoint(dirpath=str(tmp_path))
-    with pytest.warns(UserWarning, match="goes on from .*step=1.ckpt, and skips .*last.ckpt: it holds weights only"):
+    with pytest.warns(UserWarning, match="resumes from .*step=1.ckpt, and skips .*last.ckpt: it holds weights only"):
         assert callback.last_checkpoints(trainer) == {str(whole)}
     whole.unlink()
     assert callback.last_checkpoints(trainer) == {str(last)}  # which can be evaluated

@@ -148,7 +148,7 @@ def test_refuses_what_is_no_checkpoint(lora: Path, model: str, tmp_path: Path) -
         touched(tmp_path / "empty", "notes.txt"): "no checkpoint",
         touched(tmp_path / "fsdp2", "__0_0.distcp"): "was not finished",
         touched(tmp_path / "zero", "checkpoint/mp_rank_00_model_states.pt"): "was not finished",
-        str(tmp_path / "zero" / "checkpoint"): "inside of a ZeRO checkpoint",
+        str(tmp_path / "zero" / "checkpoint"): "no checkpoint",
         str(tmp_path / "cut.ckpt"): "damaged",
         str(tmp_path / "other.ckpt"): "cannot be read",
     }

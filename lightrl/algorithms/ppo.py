@@ -70,7 +70,6 @@ from lightrl.ops.losses import clipped_value_loss
 from lightrl.records import Advantages, Experience, MicroBatch, ModelOutputs, Rollouts, Routes, SupervisedBatch
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.rollout.learner import RolloutLearner
-from lightrl.storage import require_entries
 
 __all__ = ["CriticSpec", "PPOLightningModule"]
 
@@ -1042,8 +1041,6 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         super().on_load_checkpoint(checkpoint)
         if self.trainer.training:
             stored = checkpoint["lightrl"]
-            counts = {"seed": int, "num_skipped_updates": int, "skipped_in_a_row": int, "rng": list}
-            require_entries(stored, counts, "lightrl")
             self.seed = stored["seed"]
             self.outside_changes = stored.get("outside_changes", 0)
             self.num_skipped_updates = stored["num_skipped_updates"]

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightrl.algorithms import checkpoints
+from lightrl.algorithms import resuming
 from lightrl.algorithms.hyperparameters import hyperparameters
+from lightrl.checkpoints.files import atomic_folder
+from lightrl.checkpoints.plugin import first_nonfinite, require_finite
+from lightrl.checkpoints.reading import read_checkpoint, require_optimizer_states
 from lightrl.compat.lightning import begin_table
 from lightrl.data.templates import why_not_pushed
 from lightrl.distributed import strategies
-from lightrl.distributed.checkpoint_io import first_nonfinite, refuse_nonfinite
-from lightrl.distributed.consolidate import read_checkpoint
 from lightrl.models.loading import save_hf_folder
 from lightrl.models.lora import named_hf_weights
 from lightrl.models.reward import RewardModel
 from lightrl.models.shards import fill_shards
 from lightrl.models.spec import ModelSpec
-from lightrl.storage import atomic_folder
 
 __all__ = ["SavesPretrained"]
 
@@ -42,6 +44,8 @@ class SavesPretrained(LightningModule):
     _is_sharded = False
     _loaded_tokenizer: str | None = None  # of the run whose checkpoint was loaded
     _tells_hyperparameters = True
+    _resumed: dict[str, Any] | None = None  # description in the checkpoint, until it has been compared
+    _settings: Mapping[str, Any] = MappingProxyType({})  # of this run, before a checkpoint is loaded
 
     @abstractmethod
     def build_models(self, in_shards: bool = False) -> None:
@@ -54,8 +58,10 @@ class SavesPretrained(LightningModule):
     def configure_callbacks(self) -> list[Any]:
         """Lightning's first call: keeps the `metrics.csv` of loggers that are about to begin until this run logs."""
         trainer: Any = self.trainer
-        if trainer.state.fn == "fit" and trainer.is_global_zero:
-            for logger in trainer.loggers:
+        if trainer.state.fn == "fit":
+            # Before callbacks change what they were given, and a checkpoint's seed replaces the given one.
+            self._settings = {"settings": self.run_settings(), "arguments": resuming.given_arguments(trainer)}
+            for logger in trainer.loggers if trainer.is_global_zero else ():
                 if isinstance(logger, CSVLogger):
                     begin_table(logger, trainer)
         return []
@@ -71,6 +77,23 @@ class SavesPretrained(LightningModule):
             record = hyperparameters(trainer)
             for logger in trainer.loggers:
                 logger.log_hyperparams(record)
+        self._compare()
+
+    def run_settings(self) -> dict[str, Any]:
+        """Settings that a run keeps when it is resumed: module, sizes, seed, and prompts."""
+        return resuming.run_settings(self, self.trainer.datamodule)  # type: ignore[attr-defined]
+
+    def _compare(self) -> None:
+        """Compares a resumed run with its checkpoint, once both that and the optimizers are there."""
+        stored, self._resumed = self._resumed, None
+        if stored is not None:
+            changed = resuming.compare(stored, {**self._settings, **resuming.optimizers_of(self.trainer)})
+            if changed:
+                rank_zero_warn(
+                    f"Resuming with settings that differ from the checkpoint: {changed}. Optimizer settings (learning "
+                    "rate), and with rollouts the seed and the place in the prompts, are the checkpoint's. The rest is "
+                    "as given now, so the run is not an exact continuation."
+                )
 
     def configure_model(self) -> None:
         """Builds and shards the models; every rank together, once."""
@@ -112,7 +135,7 @@ class SavesPretrained(LightningModule):
     def load_weights(self, checkpoint_path: str | Path) -> None:
         """Builds the models without a trainer and gives them a checkpoint's weights; see `load_from_checkpoint`."""
         checkpoint = read_checkpoint(checkpoint_path)
-        checkpoints.refuse_foreign(checkpoint.get("lightrl", {}), type(self).__name__)
+        resuming.require_own(checkpoint.get("lightrl", {}), type(self).__name__)
         self.build_models()
         self._is_built = True
         self._loaded_tokenizer = checkpoint.get("lightrl", {}).get("tokenizer")
@@ -120,15 +143,25 @@ class SavesPretrained(LightningModule):
         self.load_state_dict(checkpoint["state_dict"], strict=False)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses a checkpoint of another class, or without weights that are trained here, with a `ValueError`."""
-        checkpoints.refuse_foreign(checkpoint.get("lightrl", {}), type(self).__name__)
-        if "state_dict" in checkpoint:  # elsewhere the strategy loads sharded weights itself, and checks them
+        """Compares the checkpoint with this run.
+
+        Raises:
+            ValueError: Another class or optimizer wrote it, or it lacks weights that are trained here.
+        """
+        resuming.require_own(checkpoint.get("lightrl", {}), type(self).__name__)
+        if "state_dict" in checkpoint:  # else the strategy loads sharded weights, and checks them
             self._require_weights(checkpoint["state_dict"])
+        if self.trainer.training:
+            self._resumed = checkpoint["lightrl"]
+            if self.trainer.strategy.lightning_restore_optimizer and self._resumed.get("optimizers") != []:
+                require_optimizer_states(checkpoint, str(self.trainer.ckpt_path))
+            if self.trainer.optimizers:  # sharded strategies have theirs before the checkpoint
+                self._compare()
 
     def _require_weights(self, given: dict[str, Any]) -> None:
         """A reference may move from now on that did not when the checkpoint was written, and is not asked for."""
         own = {name: x for name, x in self.state_dict().items() if not name.startswith("reference.")}
-        checkpoints.require_weights(own, given)
+        resuming.require_weights(own, given)
 
     @property
     @abstractmethod
@@ -146,8 +179,9 @@ class SavesPretrained(LightningModule):
         return None if path is None else os.path.expanduser(path)
 
     def _description(self, models: dict[str, ModelSpec]) -> dict[str, Any]:
-        """See `checkpoints.description`."""
-        return checkpoints.description(type(self).__name__, models, self._tokenizer_path)
+        """What `lightrl export` builds the models from, and what a resumed run is compared with."""
+        described = resuming.description(type(self).__name__, models, self._tokenizer_path)
+        return {**described, **self._settings, **resuming.optimizers_of(self.trainer)}
 
     def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, LoRA merged; collective under sharding strategies."""
@@ -212,7 +246,7 @@ class SavesPretrained(LightningModule):
             if zero:
                 state[name] = tensor.cpu().clone()
                 bad = bad or first_nonfinite({name: tensor})
-        refuse_nonfinite(strategy.broadcast(bad), folder)  # on every rank
+        require_finite(strategy.broadcast(bad), folder)  # on every rank
         if zero:
             model, spec = self.trained_model
             with atomic_folder(Path(folder)) as new:

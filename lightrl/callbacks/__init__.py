@@ -1,6 +1,5 @@
 """Callbacks: the only place where modules and engines meet. Each can be left out or replaced from YAML."""
 
-from lightrl.callbacks.checkpoint import RolloutCheckpoint
 from lightrl.callbacks.ema import EMA
 from lightrl.callbacks.entropy_control import AdaptiveEntropy
 from lightrl.callbacks.evaluate_first import EvaluateFirst
@@ -13,10 +12,10 @@ from lightrl.callbacks.offload_optimizer import OffloadOptimizer
 from lightrl.callbacks.prediction_writer import PredictionWriter
 from lightrl.callbacks.reference_sync import ReferenceSync
 from lightrl.callbacks.reward_normalization import RewardNormalization
-from lightrl.callbacks.run_guard import RunGuard
 from lightrl.callbacks.sample_log import SampleLog
 from lightrl.callbacks.save_rollouts import SaveRollouts
 from lightrl.callbacks.throughput import Throughput
+from lightrl.checkpoints.rollout_checkpoint import RolloutCheckpoint
 from lightrl.rollout.weight_sync import WeightSync
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "ReferenceSync",
     "RewardNormalization",
     "RolloutCheckpoint",
-    "RunGuard",
     "SampleLog",
     "SaveRollouts",
     "Throughput",

@@ -12,8 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lightrl.callbacks.run_folder import run_folder
+from lightrl.checkpoints.files import append_lines, atomic_write
 from lightrl.objectives.trajectories import first_rows
-from lightrl.storage import append_lines, atomic_write
 
 __all__ = ["PredictionWriter"]
 

@@ -19,10 +19,10 @@ from lightrl.algorithms.hooks import RLCallback
 from lightrl.arguments import at_least
 from lightrl.callbacks.run_folder import run_folder
 from lightrl.callbacks.thumbnails import fingerprint
+from lightrl.checkpoints.files import DamagedError, atomic_write, read_records, verify
 from lightrl.records import Experience, Media, Rollouts
 from lightrl.rollout.collation import asked
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.storage import DamagedError, atomic_write, read_records, verify
 
 __all__ = ["SaveRollouts", "load_rollouts", "trajectory_records"]
 

@@ -119,9 +119,9 @@ def users_error(error: BaseException) -> str | None:
     from jsonargparse import ArgumentError
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+    from lightrl.checkpoints.files import StorageError
     from lightrl.environments.base import EnvironmentFailedError
     from lightrl.rewards.base import RewardError
-    from lightrl.storage import StorageError
 
     if isinstance(error, ArgumentError):
         return f"{parser_message(str(error), _known_names())}\n`lightrl COMMAND --help` explains the arguments."

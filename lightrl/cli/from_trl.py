@@ -10,9 +10,9 @@ from typing import Any, Literal
 import yaml
 
 from lightrl.arguments import user_path
+from lightrl.checkpoints.files import atomic_write
 from lightrl.cli.config_files import read_yaml
 from lightrl.redaction import plain_secrets, redact
-from lightrl.storage import atomic_write
 
 __all__ = ["convert_trl", "from_trl"]
 

@@ -31,8 +31,10 @@ from lightrl.algorithms.hyperparameters import versions
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule
 from lightrl.callbacks import Throughput
-from lightrl.callbacks.checkpoint import RolloutCheckpoint, preempt, preemptions, take_whole_ones
-from lightrl.callbacks.run_guard import RunGuard
+from lightrl.checkpoints.guard import RunGuard
+from lightrl.checkpoints.last import take_whole_ones
+from lightrl.checkpoints.lock import LOCK
+from lightrl.checkpoints.rollout_checkpoint import RolloutCheckpoint, preempt, preemptions
 from lightrl.compat.jsonargparse import keep_lists, start_from_own_defaults
 from lightrl.compat.lightning import YamlCLI, begin_table
 from lightrl.data import PromptSource
@@ -43,7 +45,6 @@ from lightrl.objectives.aggregation import Aggregation
 from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.losses import PolicyLoss
 from lightrl.redaction import plain_secrets, redact, redact_arguments, remember_secret, resolve_environment
-from lightrl.storage import LOCK
 
 __all__ = ["LightRLCLI"]
 

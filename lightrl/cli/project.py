@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightrl.arguments import at_least, user_path
+from lightrl.checkpoints.files import atomic_write, read_records
+from lightrl.checkpoints.lock import LOCK, FolderLock
 from lightrl.cli import STEP_OF
 from lightrl.cli.config_files import SHIPPED
-from lightrl.storage import LOCK, FolderLock, atomic_write, read_records
 
 __all__ = ["TASKS", "init", "quickstart"]
 

@@ -17,8 +17,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightrl.storage import append_lines, atomic_write
-
 __all__ = [
     "SavingCheckpoint",
     "YamlCLI",
@@ -83,7 +81,8 @@ class _KeptTable(ExperimentWriter):
         if self.trainer.ckpt_path is None:
             table.unlink(missing_ok=True)
         elif table.is_file():
-            append_lines(table, ())  # without a line cut short
+            content = table.read_bytes()
+            os.truncate(table, content.rfind(b"\n") + 1)  # without an incomplete line
             with table.open(newline="", errors="replace") as file:
                 self.metrics_keys = next(csv.reader(file), [])
 
@@ -94,10 +93,15 @@ class _KeptTable(ExperimentWriter):
             return
         with open(self.metrics_file_path, newline="", errors="replace") as file:
             rows = list(csv.DictReader(file))
-        with atomic_write(self.metrics_file_path, "w") as file:
-            writer = csv.DictWriter(file, fieldnames=fieldnames)
-            writer.writeheader()
-            writer.writerows(rows)
+        partial = Path(f"{self.metrics_file_path}.partial")
+        try:
+            with partial.open("w", newline="") as file:
+                writer = csv.DictWriter(file, fieldnames=fieldnames)
+                writer.writeheader()
+                writer.writerows(rows)
+            partial.replace(self.metrics_file_path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def begin_table(logger: CSVLogger, trainer: Trainer) -> None:

@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 from lightrl.arguments import at_least, fraction
 from lightrl.data.prompts import OpenSource, PromptSet, PromptSource, Reading, open_source
 from lightrl.records import Prompts
-from lightrl.storage import require_entries
 
 __all__ = ["CurriculumSet", "PromptCurriculum"]
 
@@ -203,10 +202,8 @@ class CurriculumSet(PromptSet):
         """Restores the success rates.
 
         Raises:
-            ValueError: it is no such state, or of a data set with another number of rows.
+            ValueError: The state is of a dataset with another number of rows.
         """
-        kinds = {"visits": dict, "last": dict, "open": int, "recent": list, "base": int, "seen": int, "rows": int}
-        require_entries(state, kinds, type(self).__name__)
         if state["rows"] != len(self):
             raise ValueError(
                 f"The checkpoint's curriculum has {state['rows']} rows, the data {len(self)}: success rates belong to "

@@ -19,11 +19,17 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lightrl.arguments import at_least
+from lightrl.checkpoints.files import DamagedError, partial_folder, publish_folder, remove, verify
+from lightrl.checkpoints.plugin import without_secrets
+from lightrl.checkpoints.reading import (
+    by_name,
+    checkpoint_kind,
+    read_checkpoint,
+    readable,
+    require_optimizer_states,
+)
 from lightrl.compat.deepspeed import flat_groups, flat_part, gathered, is_partitioned
 from lightrl.compat.lightning import load_module_state, set_data_parallel_size, writes_parts
-from lightrl.distributed.checkpoint_io import without_secrets
-from lightrl.distributed.consolidate import by_name, read_checkpoint, require_optimizer_states, unreadable
-from lightrl.storage import DamagedError, checkpoint_kind, finish_folder, partial_folder, remove, verify
 
 __all__ = ["FSDP2Strategy", "ZeROStrategy"]
 
@@ -139,7 +145,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         """
         path = Path(self.broadcast(checkpoint_path))
         if checkpoint_kind(path) != "plain":
-            _verify_together(self, path, "fsdp2")
+            _verify_together(self, path)
             return super().load_checkpoint(path, weights_only)
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
@@ -212,7 +218,7 @@ class ZeROStrategy(DeepSpeedStrategy):
                 f"{self.world_size}. Make a plain checkpoint of it and go on from that: "
                 f"lightrl export --checkpoint {path} --what checkpoint --output plain.ckpt"
             )
-        _verify_together(self, path, "zero")
+        _verify_together(self, path)
         return super().load_checkpoint(path, weights_only)
 
     def _load_plain(self, checkpoint: Mapping[str, Any]) -> None:
@@ -285,11 +291,11 @@ def _published(strategy: ParallelStrategy, filepath: Any) -> Iterator[Path]:
     yield folder
     strategy.barrier("checkpoint_written")
     if strategy.is_global_zero:
-        finish_folder(folder, path)
+        publish_folder(folder, path)
     strategy.barrier("checkpoint_named")
 
 
-def _verify_together(strategy: ParallelStrategy, path: Path, kind: str) -> None:
+def _verify_together(strategy: ParallelStrategy, path: Path) -> None:
     """Rank 0 reads a folder through once, and every rank raises what it finds."""
     damage = None
     if strategy.is_global_zero:
@@ -299,7 +305,7 @@ def _verify_together(strategy: ParallelStrategy, path: Path, kind: str) -> None:
             damage = str(error)
     damage = strategy.broadcast(damage)
     if damage is not None:
-        with unreadable(path, kind):
+        with readable(path):
             raise DamagedError(damage)
 
 

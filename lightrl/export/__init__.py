@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightrl.arguments import require_model_folder
-from lightrl.storage import atomic_folder, atomic_write, checkpoint_kind
+from lightrl.checkpoints.files import atomic_folder, atomic_write
 
 __all__ = ["export"]
 
@@ -40,7 +40,8 @@ def export(checkpoint: str = "", output: str = "", what: What = "model", model: 
     for name, given in (("checkpoint", checkpoint), ("output", output)):
         if "\0" in given:
             raise ValueError(f"{name}={given!r}: nothing can be called that (NUL): give another path.")
-    checkpoint_kind(checkpoint)
+    if not Path(checkpoint).exists():
+        raise ValueError(f"checkpoint={checkpoint!r}: it does not exist. Pass what a run wrote.")
     target = Path(output)
     if target.is_dir() if what == "checkpoint" else target.is_file():
         kind = "a file" if what == "checkpoint" else "a folder"
@@ -51,12 +52,12 @@ def export(checkpoint: str = "", output: str = "", what: What = "model", model: 
         require_model_folder(model)
     import torch
 
-    from lightrl.distributed.checkpoint_io import first_nonfinite, refuse_nonfinite, without_secrets
-    from lightrl.distributed.consolidate import read_checkpoint
+    from lightrl.checkpoints.plugin import first_nonfinite, require_finite, without_secrets
+    from lightrl.checkpoints.reading import read_checkpoint
     from lightrl.export.models import export_model
 
     loaded = read_checkpoint(checkpoint)
-    refuse_nonfinite(first_nonfinite(loaded["state_dict"]), target)
+    require_finite(first_nonfinite(loaded["state_dict"]), target)
     if what == "checkpoint":
         with atomic_write(target, checksum=True) as file:
             torch.save(without_secrets(loaded), file)  # an earlier version's may hold some

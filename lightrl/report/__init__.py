@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
+from lightrl.checkpoints.files import atomic_write
 from lightrl.report.read import Run, inside, read_run, runs_below
-from lightrl.storage import atomic_write
 
 __all__ = ["report"]
 

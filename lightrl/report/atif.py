@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightrl.checkpoints.files import atomic_write
 from lightrl.report.read import is_file_inside
-from lightrl.storage import atomic_write
 
 __all__ = ["BROKEN", "write_atif"]
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from lightrl import __version__
 from lightrl.arguments import at_least
+from lightrl.checkpoints.files import atomic_write
 from lightrl.report.assets import asset
 from lightrl.report.atif import BROKEN, write_atif
 from lightrl.report.read import is_file_inside, require_inside, tell
 from lightrl.rewards.media import open_image
-from lightrl.storage import atomic_write
 
 __all__ = ["view"]
 

@@ -52,7 +52,6 @@ from lightrl.rollout.progress import show_in_bar
 from lightrl.rollout.sources import CollectedRollout, InFlight, InFlightSource, StaleSource
 from lightrl.rollout.sync import EngineSync, TrajectoryCheck
 from lightrl.rollout.weight_sync import WeightSync
-from lightrl.storage import require_entries
 
 __all__ = ["EvalLoader", "RolloutDataModule", "RolloutLoader"]
 
@@ -456,7 +455,6 @@ class RolloutDataModule(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues with the prompts and rows that were next, in the order of the run that was interrupted."""
-        require_entries(state_dict, {"seed": int, "prompt_cursor": int}, type(self).__name__)
         if state_dict["seed"] != self.seed:
             self.seed, self._ptx_loader = state_dict["seed"], None
             self._sets.clear()

@@ -21,8 +21,8 @@ from lightrl.algorithms import (
     RewardLightningModule,
     SFTLightningModule,
 )
-from lightrl.algorithms.checkpoints import FORMAT, description, refuse_foreign
 from lightrl.algorithms.hooks import rl_callbacks
+from lightrl.algorithms.resuming import FORMAT, description, require_own
 from lightrl.callbacks import WeightSync
 from lightrl.objectives.advantages import PassAtK
 from lightrl.objectives.losses import PolicyLoss, PPOClip
@@ -82,14 +82,14 @@ def test_crowds_and_a_warm_up_without_end_are_refused_from_python_too(tmp_path: 
 
 def test_checkpoints_of_other_classes_and_formats_are_refused() -> None:
     stored = description("PPOLightningModule", {}, None)
-    refuse_foreign(stored, "PPOLightningModule")
+    require_own(stored, "PPOLightningModule")
     with pytest.raises(ValueError, match="written by PPOLightningModule, not by GRPOLightningModule"):
-        refuse_foreign(stored, "GRPOLightningModule")
+        require_own(stored, "GRPOLightningModule")
     with pytest.raises(ValueError, match="something other than LightRL"):
-        refuse_foreign({}, "PPOLightningModule")
+        require_own({}, "PPOLightningModule")
     del stored["format"]
-    with pytest.raises(ValueError, match=f"format 1, .* reads format {FORMAT}: it was written by another alpha"):
-        refuse_foreign(stored, "PPOLightningModule")
+    with pytest.raises(ValueError, match=f"format 1, .* reads format {FORMAT}"):
+        require_own(stored, "PPOLightningModule")
 
 
 @pytest.mark.parametrize(

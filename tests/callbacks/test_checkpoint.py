@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 
 from lightrl.callbacks import EMA, EvaluateFirst, RolloutCheckpoint
-from lightrl.storage import StorageError
+from lightrl.checkpoints.files import StorageError
 from tests.callbacks.toys import Loader, LoggingModule, make_rollouts
 from tests.toys import quiet_trainer
 
@@ -267,7 +267,7 @@ class Silent(LightningModule):
         return self.weight.sum()
 
 
-@pytest.mark.parametrize("monitor", ["eval/reward", "val_loss", "rewad/mean"])
+@pytest.mark.parametrize("monitor", ["eval/reward", "val/score", "val_loss"])
 def test_a_monitor_that_nothing_can_log_ends_the_run_before_training(monitor: str, tmp_path: Path) -> None:
     seen = Batches()
     with pytest.raises(ValueError, match="monitor"):
@@ -353,7 +353,7 @@ def test_a_full_disk_names_what_can_be_resumed_from(
     rollout: int, arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr("lightrl.callbacks.checkpoint.rank_zero_info", told.append)
+    monkeypatch.setattr("lightrl.checkpoints.rollout_checkpoint.rank_zero_info", told.append)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     saving = RolloutCheckpoint(1, str(tmp_path / "c"), **arguments)
     try:

@@ -45,7 +45,7 @@ import psutil
 import torch
 import yaml
 
-from lightrl.storage import verify
+from lightrl.checkpoints.files import verify
 from tests.faults.containment import adopt_orphans, contained, die_with_parent, libc_call
 from tests.faults.injection import Case, be_the_run
 from tests.ports import held_port

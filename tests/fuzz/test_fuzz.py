@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightrl.algorithms.checkpoints import require_weights
 from lightrl.data.media import MediaError, MediaSource, decode, require_present
 from lightrl.data.rows import RowError
 from lightrl.data.sft import SFTSource
 from lightrl.data.templates import load_tokenizer
-from lightrl.distributed.checkpoint_io import CheckedCheckpointIO
-from lightrl.storage import DamagedError, require_entries
 from tests.fuzz.__main__ import table
 from tests.fuzz.classes import CLASSES, run_slice, shares
 from tests.fuzz.data import pictures
@@ -124,35 +121,3 @@ def test_supervised_rows_are_looked_at_before_any_is_tokenised(model_dir: Path) 
     assert len(kept) == 1 and seen
     with pytest.raises(RowError, match=r"no row is left.*row 0: the completion"):
         SFTSource(rows=rows[1:], on_bad_row="drop").tokenized(tokenizer)
-
-
-def test_a_checkpoint_must_have_what_lightning_writes(tmp_path: Path) -> None:
-    whole = {"pytorch-lightning_version": "2.6.6", "state_dict": {}, "epoch": 0, "global_step": 0}
-    for changed, said in [
-        ([1], "holds is a list"),
-        ({**whole, "state_dict": [1]}, r"state_dict is '\[1\]'"),
-        ({**whole, "loops": {}}, "no loops.fit_loop"),
-        ({**whole, "optimizer_states": 3}, "optimizer_states is '3'"),
-        ({key: value for key, value in whole.items() if key != "epoch"}, "no epoch"),
-    ]:
-        torch.save(changed, tmp_path / "x.ckpt")
-        with pytest.raises(ValueError, match=f"x.ckpt.*{said}.*changed by hand"):
-            CheckedCheckpointIO().load_checkpoint(tmp_path / "x.ckpt", weights_only=True)
-    torch.save(whole, tmp_path / "x.ckpt")
-    assert CheckedCheckpointIO().load_checkpoint(tmp_path / "x.ckpt", weights_only=True) == whole
-    with pytest.raises(DamagedError, match="no RolloutDataModule.seed"):
-        require_entries({}, {"seed": int}, "RolloutDataModule")
-
-
-def test_weights_of_another_model_are_refused_before_torch_lists_them() -> None:
-    own = {"w": torch.zeros(2, 3)}
-    require_weights(own, {"w": torch.ones(2, 3), "more": torch.ones(1)})
-    for other, said in [
-        ({}, "lacks 1 trained"),
-        ({"w": torch.zeros(3, 3)}, r"w is torch.float32 \[3, 3\], not"),
-        ({"w": torch.zeros(2, 3, dtype=torch.int64)}, "int64"),
-        ({"w": None}, "NoneType"),
-        ({"w": torch.full((2, 3), torch.nan)}, "w is not finite"),
-    ]:
-        with pytest.raises(ValueError, match=said):
-            require_weights(own, other)

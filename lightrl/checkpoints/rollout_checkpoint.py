@@ -1,10 +1,9 @@
-"""Checkpoints every N rollouts, and when a run is interrupted."""
+"""`RolloutCheckpoint`: saves every N rollouts, ranks what was evaluated, and saves when a run is interrupted."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import pickle
 import signal
 import sys
 import threading
@@ -16,17 +15,18 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightrl.arguments import above, at_least
-from lightrl.callbacks.run_guard import RunGuard, is_of_another_run, other_settings
+from lightrl.checkpoints.files import StorageError, has_checksums, link, remove, same_data
+from lightrl.checkpoints.guard import RunGuard
+from lightrl.checkpoints.last import LAST, PREVIOUS, checkpoints_in, last_of_runs, newest_whole, written_at
+from lightrl.checkpoints.plugin import first_nonfinite
 from lightrl.compat.lightning import (
     SavingCheckpoint,
     accumulates,
     begin_evaluation,
-    choose_last,
     ended_in_batch,
     evaluation_follows,
     evaluation_pending,
@@ -35,33 +35,12 @@ from lightrl.compat.lightning import (
     logged_names,
     set_logged_step,
 )
-from lightrl.distributed.checkpoint_io import WRITTEN_BY_LIGHTNING, first_nan_state, first_nonfinite
-from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.storage import (
-    StorageError,
-    checkpoint_kind,
-    has_checksums,
-    link,
-    remove,
-    require_entries,
-    same_data,
-    verify,
-)
 
-__all__ = ["Preempted", "RolloutCheckpoint", "newest_whole", "preempt", "preemptions", "take_whole_ones"]
-
-
-PREVIOUS = ".previous"
 PACKAGES = {"lightrl", "lightning", "torch", "builtins", "abc", "typing"}
-METRIC_GROUPS = {
-    *("advantage", "eval", "kl", "loss", "off_policy", "optim", "policy", "reward", "rollout", "throughput", "time"),
-    *("tools", "value", "completions", "env"),
-}
-"""What the names of LightRL's metrics begin with."""
 
 
 class Preempted(KeyboardInterrupt):
-    """The run was preempted (SIGTERM, SIGUSR1), and ends as after Ctrl-C; the command's exit status is 75."""
+    """The run was preempted (SIGTERM, SIGUSR1), and ends as after Ctrl-C. The command's exit status is 75."""
 
 
 class RolloutCheckpoint(SavingCheckpoint):
@@ -175,39 +154,25 @@ class RolloutCheckpoint(SavingCheckpoint):
         self.last_model_path = str(last) if last.exists() else ""
 
     def last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """What `--ckpt_path last` chooses from: the newest checkpoint that is whole.
+        """What `--ckpt_path last` chooses from: the newest whole checkpoint, if there is one.
 
-        It also finds earlier runs under the logger's name, of those the ones that began with this run's settings;
-        Lightning looks in the new folder only. The newest is so by the time of its file; `last.ckpt` is taken where it
-        has come further, since a clock may have been set back, and copying gives files new times.
+        Without `dirpath` it also finds earlier runs under the logger's name that started with this run's settings.
 
         Raises:
-            ValueError: there are checkpoints, and none is whole, or all are of runs with other settings.
+            ValueError: No checkpoint is whole, or all are of runs with other settings.
         """
         elsewhere = super().last_checkpoints(trainer)
         if any("://" in path for path in elsewhere):
             return elsewhere
         found = {Path(path) for path in elsewhere}
-        if not found and trainer.state.fn != "fit":  # `lightrl validate` has a folder of its own below the run's
-            found = set(Path(trainer.default_root_dir, "checkpoints").glob(f"{self.CHECKPOINT_NAME_LAST}.ckpt"))
+        if not found and trainer.state.fn != "fit":  # `lightrl validate` has its own folder in the run's
+            found = set(Path(trainer.default_root_dir, "checkpoints").glob(LAST))
         if self.dirpath is not None:
-            found |= _inside(Path(self.dirpath))
+            found |= checkpoints_in(Path(self.dirpath))
         elif not found and trainer.loggers:
             folder = Path(trainer.loggers[0].save_dir or trainer.default_root_dir) / str(trainer.loggers[0].name)
-            runs = {path.parent for path in folder.glob(f"*/checkpoints/{self.CHECKPOINT_NAME_LAST}.ckpt")}
-            others = {run.parent: other_settings(trainer, run.parent) for run in runs}
-            runs = {run for run in runs if not others[run.parent]}
-            if others and not runs:
-                differing = "; ".join(f"{run} has {settings}" for run, settings in sorted(others.items()))
-                raise ValueError(
-                    f"ckpt_path=last: the runs in {folder} began with other settings ({differing}), so none is this "
-                    "run's. Give the checkpoint itself to go on from one, or leave ckpt_path out to start over."
-                )
-            newest = max(runs, key=lambda run: max(_time(path) for path in run.glob("*.ckpt")), default=None)
-            found = _inside(newest) if newest is not None else set()
-        else:
-            found |= {other for path in found for other in _inside(path.parent)}
-        return newest_whole(found)
+            found = last_of_runs(trainer, folder)
+        return newest_whole(found | {other for path in found for other in checkpoints_in(path.parent)})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs handlers of Ctrl-C and SIGTERM; saves the initial weights if they were evaluated."""
@@ -474,7 +439,7 @@ class RolloutCheckpoint(SavingCheckpoint):
     def _newest(self, trainer: Trainer) -> str | None:
         """The newest checkpoint of this run that exists, or the one that it was resumed from."""
         last = Path(self.last_model_path or "none")
-        ranked = sorted(self.best_k_models, key=lambda path: _time(Path(path)) if Path(path).exists() else 0)
+        ranked = sorted(self.best_k_models, key=lambda path: written_at(Path(path)) if Path(path).exists() else 0)
         known = [self.last_model_path, *reversed(ranked), str(_previous(last)), str(trainer.ckpt_path or "")]
         return next((path for path in known if path and ("://" in path or Path(path).exists())), None)
 
@@ -497,8 +462,8 @@ class RolloutCheckpoint(SavingCheckpoint):
             return
         parts = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
         if not started:
-            foreign = name.partition("/")[0] not in METRIC_GROUPS and not name.startswith("lr-")
-            wrong = foreign or (name.startswith("eval/") and not self._evaluations_come)
+            foreign = "/" not in name and not name.startswith("lr-")  # LightRL's names have groups
+            wrong = foreign or (name.startswith(("eval/", "val/")) and not self._evaluations_come)
             wrong = wrong and not any(_may_log(part) for part in parts)
         elif epoch_ended:
             wrong = not self._evaluations_come
@@ -539,17 +504,14 @@ def preemptions(trainer: Trainer) -> list[signal.Signals]:
 
 
 def _prompt_cursor(trainer: Trainer) -> int | None:
-    data = trainer.datamodule  # type: ignore[attr-defined]
-    return data.prompt_cursor if isinstance(data, RolloutDataModule) else None
+    """Place in the prompts of a RolloutDataModule; None for other data."""
+    return getattr(trainer.datamodule, "prompt_cursor", None)  # type: ignore[attr-defined]
 
 
 def _nonfinite(trainer: Trainer) -> str | None:
-    """What of this rank's trained parameters is not finite, or of the optimizer's state NaN."""
+    """What is not finite in this rank's trained parameters, or NaN in the optimizer's state."""
     trained = {name: p.detach() for name, p in trainer.lightning_module.named_parameters() if p.requires_grad}
-    bad = first_nonfinite(trained)
-    for optimizer in trainer.optimizers:
-        bad = bad or first_nan_state(optimizer.state)
-    return bad
+    return first_nonfinite(trained, [optimizer.state for optimizer in trainer.optimizers])
 
 
 def _may_log(part: Any) -> bool:
@@ -585,113 +547,3 @@ def _told_to_all(trainer: Trainer) -> Iterator[None]:
 
 def _previous(last: Path) -> Path:
     return last.with_name(f"{last.name}{PREVIOUS}")
-
-
-EARLIER = "it is of a run before the one that began there last"
-WEIGHTS_ONLY = "it holds weights only"
-
-
-def newest_whole(found: set[Path]) -> set[str]:
-    """Of checkpoints the newest that is whole, as `RolloutCheckpoint.last_checkpoints` has it; nothing of nothing.
-
-    Where a run began anew beside checkpoints of an earlier one, these are skipped.
-
-    Raises:
-        ValueError: there are some, and none is whole, or none of the run that began last.
-    """
-    skipped: list[str] = []
-    earlier: list[Path] = []
-    weights: list[Path] = []
-    for path in sorted(found, key=_time, reverse=True):
-        damage = _damage(path)
-        if damage is None:
-            last = path.with_name(f"{RolloutCheckpoint.CHECKPOINT_NAME_LAST}.ckpt")
-            if (
-                last != path
-                and last in found
-                and _damage(last) is None
-                and path.is_file()
-                and _step(last) >= _step(path)
-            ):
-                path = last
-            if skipped:
-                rank_zero_warn(f"ckpt_path=last goes on from {path}, and skips {'; '.join(skipped)}.")
-            return {str(path)}
-        skipped.append(f"{path}: {damage}")
-        earlier += [path] if damage == EARLIER else []
-        weights += [path] if damage == WEIGHTS_ONLY else []
-    if earlier:
-        raise ValueError(
-            f"ckpt_path=last: the run that began last in {str(earlier[0].parent)!r} has no whole checkpoint yet "
-            f"({'; '.join(skipped)}). Give the checkpoint itself (ckpt_path={earlier[0]}) to go on with the earlier "
-            "run, or leave ckpt_path out to start over."
-        )
-    if weights:  # enough for an evaluation; a run that would go on is told
-        return {str(weights[0])}
-    if skipped:
-        raise ValueError(
-            f"ckpt_path=last: no checkpoint is whole ({'; '.join(skipped)}). Give one of another folder, or leave "
-            "ckpt_path out to start over."
-        )
-    return set()
-
-
-def take_whole_ones(trainer: Trainer) -> None:
-    """Has `--ckpt_path last` skip what is not whole with Lightning's `ModelCheckpoint`, too."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and not isinstance(callback, SavingCheckpoint):
-            choose_last(callback, _newest_beside)
-
-
-def _newest_beside(found: set[str]) -> set[str]:
-    """Of all checkpoints in the folders of those that Lightning would choose from, which services keep elsewhere."""
-    if any("://" in path for path in found):
-        return found
-    return newest_whole({other for path in found for other in _inside(Path(path).parent)})
-
-
-def _inside(folder: Path) -> set[Path]:
-    """The checkpoints in a folder."""
-    return {*folder.glob("*.ckpt"), *folder.glob(f"*.ckpt{PREVIOUS}")}
-
-
-def _time(path: Path) -> int:
-    """When a file was changed; of a link that leads nowhere the link."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return path.lstat().st_mtime_ns
-
-
-def _step(path: Path) -> int:
-    """`trainer.global_step` of a checkpoint in one file; 0 for those in folders, whose files were written together."""
-    with contextlib.suppress(pickle.UnpicklingError):
-        return int(_opened(path)["global_step"]) if path.is_file() else 0
-    return 0
-
-
-def _opened(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-def _damage(path: Path) -> str | None:
-    """Why a run cannot go on from there; None where it can."""
-    if not path.exists():
-        return "the link leads to nothing"
-    try:
-        checkpoint_kind(path)
-        verify(path)
-        if path.is_file():
-            stored = _opened(path)
-            require_entries(stored, WRITTEN_BY_LIGHTNING)
-            if "loops" not in stored or "optimizer_states" not in stored:
-                return WEIGHTS_ONLY
-    except ValueError as error:
-        return str(error)
-    except Exception as error:  # what unpickling meets in a file of something else; errors of the disk
-        if isinstance(error, pickle.UnpicklingError):  # with sums a run's own, which may hold objects of its classes
-            if not Path(f"{path}.sha256").is_file():
-                return "it holds objects of code, and has no checksum"
-        else:
-            return f"it cannot be read ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
-    return EARLIER if is_of_another_run(path) else None

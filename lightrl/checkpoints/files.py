@@ -1,0 +1,442 @@
+"""Writes files and folders whole or not at all, with checksums."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import json
+import mmap
+import os
+import re
+import shutil
+import socket
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal
+
+MANIFEST = "SHA256SUMS"
+PARTIAL, OLD = ".lightrl.partial", ".lightrl.old"
+"""Ends of the hidden names of incomplete files, and of a folder that is being replaced."""
+
+
+class StorageError(OSError):
+    """Something could not be written; the message names the path, the cause, and the fix."""
+
+
+class DamagedError(ValueError):
+    """A file or folder is not what was written; the message is a clause without the path."""
+
+
+# ---- whole or not at all ---------------------------------------------------------------------------------------------
+
+
+class _Recording(io.FileIO):
+    """Remembers why a write failed, which `torch.save` hides behind a different error."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+@contextlib.contextmanager
+def atomic_write(path: str | Path, mode: Literal["w", "wb"] = "wb", *, checksum: bool = False) -> Iterator[IO[Any]]:
+    """Opens a file that appears under its name, whole and on the disk, when the block ends; not at all if it raises.
+
+    Args:
+        path: File. Missing folders are made, and an existing file is replaced.
+        mode: "wb" or "w" (UTF-8).
+        checksum: Also write `PATH.sha256`, in the format of `sha256sum`, which `verify` reads.
+
+    Raises:
+        StorageError: The disk is full, the folder is read-only, or the like; as in all functions here that write.
+    """
+    path = Path(path)
+    partial = _partial(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        raw = _Recording(partial, "w")
+    buffered = io.BufferedWriter(raw)
+    file: IO[Any] = io.TextIOWrapper(buffered, encoding="utf-8", newline="\n") if mode == "w" else buffered
+    try:
+        try:
+            yield file
+        except Exception as error:
+            if raw.error is None:
+                raise
+            with writing(path):
+                raise raw.error from error
+        with writing(path):
+            file.flush()
+            os.fsync(raw.fileno())
+            file.close()
+            _publish(partial, path, _sha256(partial) if checksum else None)
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            file.close()
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def _publish(partial: Path, path: Path, digest: str | None) -> None:
+    """Names a file. At every moment its sum is in the list: first both sums, then the new one alone."""
+    if digest is not None:
+        _write_sums(path, [digest, *(_read_sums(path) if path.exists() else [])])
+    os.replace(partial, path)
+    _sync_folder(path.parent)
+    if digest is not None:
+        _write_sums(path, [digest])
+
+
+def _sums_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _write_sums(path: Path, sums: list[str]) -> None:
+    with atomic_write(_sums_path(path), "w") as file:
+        file.writelines(f"{digest}  {path.name}\n" for digest in sums)
+
+
+def _read_sums(path: Path) -> list[str]:
+    file = _sums_path(path)
+    return [line.split()[0] for line in file.read_text(errors="replace").splitlines() if line] if file.is_file() else []
+
+
+def append_lines(path: str | Path, lines: Sequence[str]) -> None:
+    """Appends lines to a file, all or none. An incomplete last line of a crashed run is removed first."""
+    path = Path(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            if end:
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                    end = content.rfind(b"\n") + 1
+            file.truncate(end)
+            try:
+                data = memoryview("".join(f"{line}\n" for line in lines).encode())
+                while data:
+                    data = data[file.write(data) or 0 :]
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(end)
+                raise
+
+
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file that LightRL wrote.
+
+    Raises:
+        ValueError: The file is missing or damaged; the message names the file and line.
+    """
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}). Copy it with the files next to it.") from error
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record: Any = json.loads(line)
+        except ValueError as error:
+            record = error
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}:{number} is damaged ({str(record)[:80]}). Restore the file.")
+        records.append(record)
+    return records
+
+
+@contextlib.contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """Yields a folder to fill, whose files appear in `path`, with a list of checksums, when the block ends.
+
+    A new folder appears as a whole. In an existing folder each file is replaced atomically and the list comes last, so
+    that `verify` finds an interrupted replacement. Files that the list doesn't name stay.
+    """
+    path = Path(path).resolve()
+    inside = path.is_dir()  # perhaps a mounted disk, or the working directory
+    partial = _partial(path / "new" if inside else path)
+    try:
+        with writing(path):
+            if inside:
+                clean_leftovers(path, other_hosts=False)
+            partial.mkdir(parents=True)
+            yield partial
+            files = _list_files(partial)
+            if not path.is_dir():
+                os.rename(partial, path)
+                _sync_folder(path.parent)
+                return
+            before = {name for name, _ in _manifest(path)}
+            for name in [*files, MANIFEST]:
+                (path / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(partial / name, path / name)
+            for name in before - set(files):
+                (path / name).unlink(missing_ok=True)
+            _sync_folder(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def partial_folder(path: Path) -> Path:
+    """Folder that several ranks write, until one of them calls `publish_folder`."""
+    return path.with_name(f".{path.name}.shared{PARTIAL}")
+
+
+def publish_folder(partial: Path, path: Path) -> None:
+    """Brings a written checkpoint folder to the disk, adds its list of checksums, and replaces `path` with it."""
+    with writing(path):
+        _list_files(partial)
+        _swap(partial, path)
+
+
+def _list_files(folder: Path) -> list[str]:
+    files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    for name in files:
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
+    with atomic_write(folder / MANIFEST, "w") as manifest:
+        manifest.writelines(f"{_sha256(folder / name)}  {name}\n" for name in files)
+    return files
+
+
+def _swap(partial: Path, path: Path) -> None:
+    """Gives a written folder its name. `clean_leftovers` repairs what a crash in between leaves."""
+    old = path.with_name(f".{path.name}{OLD}")
+    remove(old)
+    if path.exists():
+        os.rename(path, old)
+    os.rename(partial, path)
+    _sync_folder(path.parent)
+    remove(old)
+
+
+def link(source: Path, target: Path) -> None:
+    """Makes `target` a second name of a written checkpoint, without a copy if the file system has hard links.
+
+    `target` is replaced atomically. A folder gets links of its files.
+
+    Args:
+        source: File with `SOURCE.sha256`, or a folder with its list of checksums.
+        target: New name, on the same file system.
+    """
+    partial = _partial(target)
+    try:
+        with writing(target):
+            if source.is_dir():
+                shutil.copytree(source, partial, copy_function=_link_or_copy)
+                _swap(partial, target)
+            else:
+                _link_or_copy(source, partial)
+                _publish(partial, target, _read_sums(source)[0])
+    finally:
+        remove(partial)
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        shutil.copyfile(source, target)  # a file system without links
+        with open(target, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def same_data(path: Path, other: Path) -> bool:
+    """Whether two checkpoints are links to each other, so that damage to one damages both."""
+    first, second = (each / MANIFEST if each.is_dir() else each for each in (path, other))
+    return first.exists() and second.exists() and first.samefile(second)
+
+
+def has_checksums(path: Path) -> bool:
+    """Whether this module wrote a checkpoint, so that it is complete."""
+    return (path / MANIFEST).is_file() if path.is_dir() else path.is_file() and bool(_read_sums(path))
+
+
+def remove(path: str | Path) -> None:
+    """Removes a file or folder with its checksums, if it exists."""
+    path = Path(path)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    _sums_path(path).unlink(missing_ok=True)
+
+
+# ---- after a crash ---------------------------------------------------------------------------------------------------
+
+_WRITER = re.compile(rf"\..+\.(?P<host>[^.]+)\.(?P<pid>\d+){re.escape(PARTIAL)}")
+
+
+def clean_leftovers(folder: Path, *, other_hosts: bool = True) -> list[Path]:
+    """Removes incomplete files of crashed runs, and restores folders that were being replaced.
+
+    Args:
+        folder: Folder whose lock the caller holds.
+        other_hosts: Also remove those of other hosts, such as earlier containers. No process of theirs may be alive.
+
+    Returns:
+        what was removed or restored.
+    """
+    found = []
+    for path in sorted(folder.glob(".*")):
+        replaced = path.name.endswith(OLD) and path.with_name(path.name[1 : -len(OLD)])
+        if replaced and not replaced.exists():
+            os.rename(path, replaced)
+        elif path.name.endswith((OLD, f".shared{PARTIAL}")) or _abandoned(path, other_hosts):
+            remove(path)
+        else:
+            continue
+        found.append(path)
+    return found
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{_host()}.{os.getpid()}{PARTIAL}")
+
+
+def _host() -> str:
+    return socket.gethostname().replace(".", "-")
+
+
+def _abandoned(path: Path, other_hosts: bool) -> bool:
+    found = _WRITER.fullmatch(path.name)
+    if found is None:
+        return False
+    if found["host"] != _host():
+        return other_hosts
+    try:
+        os.kill(int(found["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return int(found["pid"]) == os.getpid()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some network file systems cannot
+        pass
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises what the system says about a write within it as a StorageError with the path and the fix."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except Exception as raised:
+        error = _os_error(raised)
+        if error is None:
+            raise
+        folder = next(p for p in path.absolute().parents if p.exists())
+        if not folder.is_dir():
+            raise StorageError(
+                f"{str(path)!r} cannot be written: {str(folder)!r} is a file. Move the file away, or write to another "
+                "folder."
+            ) from raised
+        free = shutil.disk_usage(folder).free / 2**20
+        kept = " The version before is untouched." if path.exists() else ""
+        raise StorageError(
+            f"{str(path)!r} cannot be written: {error.strerror or error}.{kept} {folder} has {free:,.0f} MiB free. "
+            "Free some space, check permissions and limits, or write to another folder."
+        ) from raised
+
+
+def _os_error(error: Exception) -> OSError | None:
+    """What the system said; safetensors, written in Rust, tells it in the text of a different error."""
+    if isinstance(error, OSError):
+        return error
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return None if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
+
+
+# ---- checksums -------------------------------------------------------------------------------------------------------
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _manifest(folder: Path) -> list[tuple[str, str]]:
+    """(name, SHA-256) of each file in a folder's list; nothing without a list."""
+    if not (folder / MANIFEST).is_file():
+        return []
+    lines = (folder / MANIFEST).read_text(errors="replace").splitlines()
+    return [(name, digest) for digest, _, name in (line.partition("  ") for line in lines)]
+
+
+def verify(path: str | Path) -> None:
+    """Compares a file with `PATH.sha256`, or a folder's files with the `SHA256SUMS` inside.
+
+    A file without sums (written by something else, or copied alone) is verified by its zip archive's CRCs.
+
+    Raises:
+        DamagedError: The path does not exist, or is not what was written.
+    """
+    path = Path(path)
+    if path.is_dir():
+        for name, digest in _manifest(path):
+            if not name or not (path / name).is_file():
+                raise DamagedError(f"{name or 'its list of checksums'} is missing")
+            if _sha256(path / name) != digest:
+                raise DamagedError(f"the bytes of {name} are not those that were written ({MANIFEST})")
+        return
+    if not path.exists():
+        raise DamagedError("it does not exist")
+    if path.stat().st_size == 0:
+        raise DamagedError("it is empty (0 bytes)")
+    sums = _read_sums(path)
+    if sums:
+        if _sha256(path) not in sums:
+            raise DamagedError(f"its bytes are not those that were written ({_sums_path(path).name})")
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except Exception as error:  # damaged archives raise nearly anything: RuntimeError, zlib.error, UnicodeDecodeError
+        raise DamagedError(f"it is damaged, or not written by torch.save ({error})") from error
+    if broken is not None:
+        raise DamagedError(f"it is damaged (in {broken})")
+
+
+def require_written(folder: Path, what: str) -> None:
+    """Rejects an exported model whose files were changed, before it is read. Folders without a list pass.
+
+    Args:
+        folder: Model or adapter folder. A process verifies each version once.
+        what: Name of the argument, with its value.
+
+    Raises:
+        ValueError: A file was changed, or is missing.
+    """
+    if not (folder / MANIFEST).is_file():
+        return
+    files = ((path, path.stat()) for path in folder.rglob("*") if path.is_file())
+    state = frozenset((path, of.st_ino, of.st_size, of.st_mtime_ns) for path, of in files)
+    if state not in _VERIFIED:
+        try:
+            verify(folder)
+        except DamagedError as error:
+            raise ValueError(
+                f"{what}: {error}. Copy or export it again. If you changed it on purpose, remove its {MANIFEST}."
+            ) from error
+        _VERIFIED.add(state)
+
+
+_VERIFIED: set[frozenset[tuple[Path, int, int, int]]] = set()

@@ -1,0 +1,203 @@
+"""Reads a checkpoint of any strategy as one plain checkpoint, in one process, whatever the number of ranks was.
+
+| strategy | on disk | read by |
+|---|---|---|
+| one process, DDP | a file | `torch.load` |
+| FSDP2 | a folder of `torch.distributed.checkpoint` with `meta.pt` | Lightning |
+| DeepSpeed ZeRO | a folder with `latest` and `checkpoint/` | DeepSpeed (weights); optimizer states are joined here |
+
+A plain checkpoint is what Lightning writes without sharding. It is read on the CPU and has to fit in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrl.checkpoints.files import DamagedError, verify
+from lightrl.compat.lightning import load_distributed_checkpoint
+
+
+def checkpoint_kind(path: str | Path) -> str:
+    """What wrote the checkpoint: `plain`, `fsdp2`, or `zero`.
+
+    Raises:
+        ValueError: The path is not a checkpoint, or an incomplete one.
+    """
+    path = Path(path)
+    if path.is_file():
+        return "plain"
+    if (path / "checkpoint").is_dir():
+        kind, last = "zero", ["latest"]
+    elif list(path.glob("*.distcp")):
+        kind, last = "fsdp2", [".metadata", "meta.pt"]
+    else:
+        inside = ", ".join(sorted(str(p) for p in path.glob("*.ckpt")))
+        wrong = f"no checkpoint, but a folder with {inside}: give one of these" if inside else "no checkpoint"
+        wrong = wrong if path.is_dir() else "it does not exist"
+        raise ValueError(f"checkpoint={str(path)!r}: {wrong}. Pass the .ckpt file or folder that a run wrote.")
+    missing = [name for name in last if not (path / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"checkpoint={str(path)!r}: it was not finished ({', '.join(missing)} missing). Pass an earlier one."
+        )
+    return kind
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """The plain checkpoint: `state_dict`, `optimizer_states`, and what Lightning and callbacks added.
+
+    ZeRO checkpoints hold pickled objects of DeepSpeed, so they need the package and must come from a trusted source.
+
+    Args:
+        path: File or folder.
+
+    Raises:
+        ValueError: The path is not a checkpoint, or an incomplete or damaged one.
+    """
+    path, kind = Path(path), checkpoint_kind(path)
+    with readable(path):
+        verify(path)
+        return {"plain": _read_plain, "fsdp2": _read_fsdp2, "zero": _read_zero}[kind](path)
+
+
+def read_header(path: Path) -> Mapping[str, Any]:
+    """The entries of a checkpoint that aren't sharded. Tensors stay on disk.
+
+    Raises:
+        Exception: The file is not a checkpoint; unpickling raises nearly anything.
+    """
+    kind = checkpoint_kind(path)
+    file = {"plain": path, "fsdp2": path / "meta.pt"}.get(kind) or min(path.rglob("*_model_states.pt"))
+    header: Mapping[str, Any] = torch.load(file, map_location="cpu", weights_only=kind != "zero", mmap=True)
+    return header
+
+
+@contextlib.contextmanager
+def readable(path: str | Path) -> Iterator[None]:
+    """Raises one ValueError with the first line of the cause if a checkpoint cannot be read within it."""
+    try:
+        yield
+    except (DamagedError, RuntimeError, EOFError, OSError, KeyError, pickle.UnpicklingError) as error:
+        cause = (str(error).splitlines() or [""])[0]
+        what = cause if isinstance(error, DamagedError) else f"it cannot be read ({type(error).__name__}: {cause})"
+        raise ValueError(
+            f"checkpoint={str(path)!r}: {what}. Pass an earlier one, or --ckpt_path last for the newest whole one."
+        ) from error
+
+
+def require_optimizer_states(checkpoint: Mapping[str, Any], path: str | Path) -> None:
+    """Raises a ValueError if a checkpoint holds weights only, which training cannot resume from."""
+    if not checkpoint.get("optimizer_states"):
+        raise ValueError(
+            f"ckpt_path={str(path)!r}: it holds no optimizer_states (save_weights_only). Start over from its weights "
+            "(lightrl export)."
+        )
+
+
+def _read_plain(path: Path) -> dict[str, Any]:
+    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if "state_dict" not in checkpoint:
+        raise KeyError("state_dict")
+    return checkpoint
+
+
+def by_name(states: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """An optimizer's state with parameters named instead of numbered; `names` are those of each parameter group."""
+    flat = [name for group in names for name in group]
+    groups = [{**group, "params": list(own)} for group, own in zip(states["param_groups"], names, strict=True)]
+    return {"state": {flat[number]: state for number, state in states["state"].items()}, "param_groups": groups}
+
+
+def _by_number(states: dict[str, Any]) -> dict[str, Any]:
+    """The reverse: how a plain optimizer stores its state."""
+    numbers = count()
+    number_of = {name: next(numbers) for group in states["param_groups"] for name in group["params"]}
+    groups = [{**group, "params": [number_of[name] for name in group["params"]]} for group in states["param_groups"]]
+    return {"state": {number_of[name]: state for name, state in states["state"].items()}, "param_groups": groups}
+
+
+def _read_fsdp2(path: Path) -> dict[str, Any]:
+    checkpoint = load_distributed_checkpoint(path)
+    optimizers = sorted(name for name in checkpoint if re.fullmatch(r"optimizer_\d+", name))
+    checkpoint["optimizer_states"] = [_by_number(checkpoint.pop(name)) for name in optimizers]
+    return checkpoint
+
+
+# ---- ZeRO ------------------------------------------------------------------------------------------------------------
+
+_DEEPSPEED = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "lr_scheduler"),
+    *("frozen_param_fragments", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),
+    *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
+    *("ds_config", "ds_version"),
+}
+
+
+def _read_zero(path: Path) -> dict[str, Any]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    folder = path / (path / "latest").read_text().strip()
+    first = _load(min(folder.glob("*_model_states.pt"), key=_rank))
+    ranks = [_load(file)["optimizer_state_dict"] for file in sorted(folder.glob("*_optim_states.pt"), key=_rank)]
+    if len(ranks) != first["dp_world_size"]:
+        raise ValueError(
+            f"checkpoint={str(path)!r}: it holds states of {len(ranks)} of {first['dp_world_size']} ranks. Copy all "
+            "files."
+        )
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints how many tensors it found
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(path))
+    whole, shapes = ranks[0]["zero_stage"] < 3, first["param_shapes"]
+    inner = "base_optimizer_state" if whole else "optimizer_state_dict"
+    groups = ranks[0][inner]["param_groups"]
+    groups = [{**group, "params": [name for i in group["params"] for name in shapes[i]]} for group in groups]
+    states = _join_states([rank[inner]["state"] for rank in ranks], shapes, whole)
+    checkpoint = {name: value for name, value in first.items() if name not in _DEEPSPEED}
+    checkpoint["state_dict"] = {name: value.clone() for name, value in weights.items()}
+    checkpoint["optimizer_states"] = [_by_number({"state": states, "param_groups": groups})]
+    return checkpoint
+
+
+def _rank(file: Path) -> int:
+    found = re.search(r"zero_pp_rank_(\d+)_", file.name)
+    return int(found[1]) if found else 0
+
+
+def _load(file: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
+    return loaded
+
+
+def _join_states(ranks: Sequence[dict[int, Any]], shapes: Sequence[Any], whole: bool) -> dict[str, dict[str, Any]]:
+    """The optimizer's state by parameter name: vectors are joined, numbers such as the step are those of rank 0.
+
+    Args:
+        ranks: State of each rank by parameter group.
+        shapes: Name -> shape of each group's parameters, in their order.
+        whole: Ranks hold slices of one long vector (ZeRO-1 and 2). False: each holds a slice of each parameter, the
+            last one padded (ZeRO-3).
+    """
+    states: dict[str, dict[str, Any]] = {}
+    for index, group in enumerate(shapes):
+        for key, value in ranks[0].get(index, {}).items():
+            vector = isinstance(value, Tensor) and value.dim() == 1
+            parts = [rank[index][key] for rank in ranks] if vector else []
+            parts = [torch.cat(parts)] if vector and whole else parts
+            start = 0
+            for name, shape in group.items():
+                size = shape.numel()
+                length = size if whole else -(-size // len(ranks))
+                joined = torch.cat([part[start : start + length] for part in parts])[:size] if vector else None
+                number = value.clone() if isinstance(value, Tensor) else value  # optimizers count in place
+                states.setdefault(name, {})[key] = number if joined is None else joined.view(shape).clone()
+                start += length
+    return states
