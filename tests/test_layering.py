@@ -24,7 +24,6 @@ BELOW = {room: set(ROOMS[:i]) for i, room in enumerate(ROOMS)}
 # The top: the package's face and the programs may import anything.
 TOP = {"__init__", "__main__", "cli", "export", "report", "templates"}
 
-WHOLE_CLASSES = {"PPOLightningModule", "RolloutDataModule"}  # no free function takes one
 # Documented: those of named tuples, `os` and `sys`.
 PUBLIC_DESPITE_UNDERSCORE = {"_asdict", "_current_frames", "_exit", "_fields", "_make", "_replace"}
 # Parts of dependencies that are not documented although their names look public: DeepSpeed's, peft's, jsonargparse's,
@@ -162,63 +161,6 @@ def test_circles_are_found() -> None:
     through_the_package = {a: "from lightrl.data.b import f", b: "from lightrl.data import X", c: "from . import a"}
     assert circles(through_the_package) == [f"{c} <-> {a} <-> {b}"]
     assert circles({a: "from lightrl.data.b import f", b: "import torch", c: "from lightrl.data.a import g"}) == []
-
-
-# ---- whole classes -----------------------------------------------------------------------------------------------
-
-
-def functions_with_whole_classes(files: Files) -> list[str]:
-    """Functions outside of classes with a parameter annotated as one of `WHOLE_CLASSES`."""
-    faults = []
-    for path, source in files.items():
-        tree = ast.parse(source)
-        methods = {id(f) for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for f in ast.walk(c)}
-        for function in ast.walk(tree):
-            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) or id(function) in methods:
-                continue
-            for parameter in ast.walk(function.args):
-                if isinstance(parameter, ast.arg) and WHOLE_CLASSES & _names_in(parameter.annotation):
-                    faults.append(f"{path}:{function.lineno}: {function.name} takes {parameter.arg}")
-    return faults
-
-
-def _names_in(annotation: ast.expr | None) -> set[str]:
-    """Names in an annotation, those in its strings included; what a `Literal` lists are values."""
-    names: set[str] = set()
-    rest: list[ast.AST] = [annotation] if annotation else []
-    while rest:
-        node = rest.pop()
-        if isinstance(node, ast.Name):
-            names.add(node.id)
-        elif isinstance(node, ast.Attribute):
-            names.add(node.attr)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            rest.append(ast.parse(node.value, mode="eval").body)
-        if not (isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("Literal")):
-            rest += ast.iter_child_nodes(node)
-    return names
-
-
-def test_no_free_function_takes_the_module_or_the_data_module(files: Files) -> None:
-    assert functions_with_whole_classes(files) == []
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "def f(module: PPOLightningModule): ...",
-        "async def f(x, *, data: 'RolloutDataModule | None' = None): ...",
-        "def f(*modules: algorithms.PPOLightningModule): ...",
-        "def f():\n    def g(modules: list[PPOLightningModule]): ...",
-    ],
-)
-def test_a_free_function_that_takes_a_whole_class_is_found(source: str) -> None:
-    assert len(functions_with_whole_classes({"lightrl/rollout/x.py": source})) == 1
-
-
-def test_methods_may_take_whole_classes() -> None:
-    source = "class C:\n    def f(self, module: PPOLightningModule): ...\ndef g(x: Tensor) -> PPOLightningModule: ..."
-    assert functions_with_whole_classes({"lightrl/rollout/x.py": source}) == []
 
 
 # ---- what belongs to others --------------------------------------------------------------------------------------
@@ -383,35 +325,6 @@ def test_a_private_part_of_a_dependency_is_found(source: str) -> None:
 def test_documented_parts_are_let_through() -> None:
     source = "from __future__ import annotations\nimport torch\nfrom . import rows\nx.__class__ = torch.nn.Linear"
     assert dependencies_private_parts({"lightrl/models/x.py": source}) == []
-
-
-# ---- constructors ------------------------------------------------------------------------------------------------
-
-
-def crowded_constructors(files: Files) -> list[str]:
-    """Statements of constructors that put a written-out tuple, or one value, into several attributes."""
-    faults = []
-    for path, source in files.items():
-        for function in ast.walk(ast.parse(source)):
-            if not isinstance(function, ast.FunctionDef) or function.name != "__init__":
-                continue
-            for node in ast.walk(function):
-                if isinstance(node, ast.Assign) and (len(node.targets) > 1 or isinstance(node.value, ast.Tuple)):
-                    targets = [target for outer in node.targets for target in getattr(outer, "elts", [outer])]
-                    if sum(isinstance(target, ast.Attribute) for target in targets) > 1:
-                        faults.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
-    return faults
-
-
-def test_constructors_assign_one_attribute_per_line(files: Files) -> None:
-    assert crowded_constructors(files) == []
-
-
-def test_several_attributes_in_one_line_are_found() -> None:
-    crowded = "class C:\n    def __init__(self, a, b):\n        self.a, self.b = a, b\n        self.c = self.d = 0"
-    assert len(crowded_constructors({"lightrl/data/x.py": crowded})) == 2
-    plain = "class C:\n    def __init__(self, a):\n        self.a, self.b = f(a)\n    def g(self): self.a = self.b = 0"
-    assert crowded_constructors({"lightrl/data/x.py": plain}) == []
 
 
 # ---- a light import ----------------------------------------------------------------------------------------------
