@@ -166,6 +166,23 @@ def test_circles_are_found() -> None:
 # ---- what belongs to others --------------------------------------------------------------------------------------
 
 
+def _names_in(annotation: ast.expr | None) -> set[str]:
+    """Names in an annotation, those in its strings included; what a `Literal` lists are values."""
+    names: set[str] = set()
+    rest: list[ast.AST] = [annotation] if annotation else []
+    while rest:
+        node = rest.pop()
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            rest.append(ast.parse(node.value, mode="eval").body)
+        if not (isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("Literal")):
+            rest += ast.iter_child_nodes(node)
+    return names
+
+
 def private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_" and name not in PUBLIC_DESPITE_UNDERSCORE
 
