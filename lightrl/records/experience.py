@@ -57,8 +57,8 @@ class Experience(RowBatch):
     """Rollouts with log-probs, values, and advantages: everything that an update reads. Complete when it is made.
 
     Attributes:
-        token_ids, attention_mask, group_ids, trajectory_ids, turn_ids, engine_logprobs, temperature, supports, routes,
-            inputs: As in `Rollouts`. All log-probs and entropies are over the tokens that `supports` left.
+        token_ids, attention_mask, group_ids, trajectory_ids, turn_ids, engine_logprobs: As in `Rollouts`.
+        temperature, supports, routes, inputs: As in `Rollouts`. All log-probs and entropies are over the tokens that `supports` left.
         response_mask: (B, T) bool, the sampled tokens that are trained: rows without a reward are out, as are
             truncated ones if the module masks them.
         advantages: (B, T) float32, 0 off the mask.
