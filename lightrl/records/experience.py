@@ -58,7 +58,7 @@ class Experience(RowBatch):
 
     Attributes:
         token_ids, attention_mask, group_ids, trajectory_ids, turn_ids, engine_logprobs: As in `Rollouts`.
-        temperature, supports, routes, inputs: As in `Rollouts`. All log-probs and entropies are over the tokens that `supports` left.
+        temperature, supports, routes, inputs: As in `Rollouts`. Log-probs and entropies are over what `supports` left.
         response_mask: (B, T) bool, the sampled tokens that are trained: rows without a reward are out, as are
             truncated ones if the module masks them.
         advantages: (B, T) float32, 0 off the mask.
