@@ -2,7 +2,6 @@
 #   make quickstart   a small model learns two-digit sums by PPO through an embedded vLLM engine; ends with a report
 #   make test         lint, types and tests, once more those of models and algorithms without the CPU kernels
 #   make test-long    the cases that `make test` leaves out
-#   make fuzz         10,000 random rows, files, answers, checkpoints; table in docs/reliability.md
 #   make pairs        four covering arrays of all features, runs of two rollouts; page docs/feature_pairs.md
 #   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about an hour);
 #                     it goes on where it was interrupted (outputs/faults.jsonl)
@@ -17,7 +16,7 @@ CASES ?= 310
 OMP_NUM_THREADS ?= 1
 export VENV OMP_NUM_THREADS
 
-.PHONY: quickstart test test-plain test-long faults long-haul fuzz pairs audit lint setup clean
+.PHONY: quickstart test test-plain test-long faults long-haul pairs audit lint setup clean
 
 quickstart: setup
 	@$(VENV)/bin/lightrl quickstart
@@ -36,9 +35,6 @@ test-long: setup
 
 faults: setup
 	$(VENV)/bin/python -m tests.faults.campaign --cases $(CASES) --workers $(WORKERS) --results outputs/faults.jsonl --table docs/reliability.md
-
-fuzz: setup
-	$(VENV)/bin/python -m tests.fuzz --cases 10000 --table docs/reliability.md
 
 pairs: setup
 	$(VENV)/bin/python -m tests.pairs --arrays 4 --results outputs/pairs.jsonl --page docs/feature_pairs.md
