@@ -49,8 +49,6 @@ _ERRORS = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
 }
 
 

@@ -167,7 +167,7 @@ class Api(ABC):
 
     def error(self, refused: RefusedError) -> dict[str, Any]:
         """The body of an answer that is none; OpenAI's shape."""
-        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        kinds = {401: "authentication_error", 403: "permission_error"}
         kind = kinds.get(refused.status, "server_error" if refused.status >= 500 else "invalid_request_error")
         error = {"message": refused.message, "type": kind, "param": refused.parameter, "code": refused.code}
         return {"error": error}

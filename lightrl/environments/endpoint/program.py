@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightrl.arguments import MAX_REWARD, at_least, imported, require_packages
+from lightrl.arguments import MAX_REWARD, imported, require_packages
 from lightrl.background import in_thread
 from lightrl.environments.endpoint import running
 from lightrl.environments.endpoint.running import InProcess, InSubprocess, LoopBlockedError, ProgramError, Runner
@@ -65,8 +65,6 @@ class AgentProgram(MultiTurn):
             does not count.
         limit_reward: reward of an attempt that a limit ended before the program returned one; None leaves it to the
             reward functions.
-        max_requests: most requests of one attempt in flight; more are refused with status 429.
-        max_body_bytes: largest body of a request.
         limits: retries, renderer and parsers too: the other arguments of `MultiTurn`. A conversation longer than
             `max_tokens` is refused as too long for the model's context; the program may shorten it and go on.
 
@@ -84,8 +82,6 @@ class AgentProgram(MultiTurn):
         max_turns: int = 32,
         max_seconds: float | None = 600.0,
         limit_reward: float | None = 0.0,
-        max_requests: int = 16,
-        max_body_bytes: int = 32 * 2**20,
         **limits: Any,
     ) -> None:
         super().__init__(max_turns=max_turns, max_seconds=max_seconds, **limits)
@@ -101,8 +97,6 @@ class AgentProgram(MultiTurn):
         else:
             self.runner = InProcess(imported("run:", run) if isinstance(run, str) else run)
         self.limit_reward = limit_reward
-        self.max_requests = at_least("max_requests", max_requests, 1)
-        self.max_body_bytes = at_least("max_body_bytes", max_body_bytes, 1)
         self._endpoint: Endpoint | None = None
         self._notified: set[str] = set()
 
@@ -126,7 +120,6 @@ class AgentProgram(MultiTurn):
                     sampling=replace(attempt.sampling, max_new_tokens=min(most, self.max_tokens_per_turn or most)),
                     max_turns=self.max_turns,
                     max_tokens=attempt.max_tokens,
-                    max_requests=self.max_requests,
                     name=attempt.name,
                     template_kwargs=self.variables(attempt.row),
                     notify=self._notify,
@@ -161,7 +154,7 @@ class AgentProgram(MultiTurn):
             if self._endpoint is None or not self._endpoint.answers:
                 from lightrl.environments.endpoint.server import Endpoint
 
-                endpoint = Endpoint(self.max_body_bytes)
+                endpoint = Endpoint()
                 endpoint.start()
                 self._endpoint = endpoint
             self._endpoint.users += 1

@@ -36,7 +36,7 @@ MIXED_UP = (
     "set a client, key, or URL for the whole process. Create the client inside the program from its `base_url` and "
     "`api_key`, or set process=True."
 )
-NO_RETRY = {"x-should-retry": "false"}  # both official clients heed it
+NO_RETRY = {"x-should-retry": "false"}  # what was rejected is rejected again; both official clients heed it
 
 
 class Endpoint:
@@ -48,15 +48,11 @@ class Endpoint:
 
     Where the thread ends unasked, or nothing listens any more, its sessions fail.
 
-    Args:
-        max_body_bytes: largest body.
-
     Attributes:
         users: how many have entered and not left; whoever starts it counts.
     """
 
-    def __init__(self, max_body_bytes: int) -> None:
-        self.max_body_bytes = max_body_bytes
+    def __init__(self) -> None:
         self.users = 0
         self._secret = secrets.token_bytes(32)
         self._sessions: dict[str, Session] = {}  # by the part of the key that is not secret
@@ -228,7 +224,7 @@ class Endpoint:
         return handle
 
     async def _answer(self, api: Api, session: Session, request: Request) -> Response:
-        body = await self._body(request)
+        body = await _body(request)
         asked = api.read(body, session.recall)
         answered = await _turn(session, asked, request)
         if answered is None:
@@ -244,24 +240,20 @@ class Endpoint:
             )
         return JSONResponse(written)
 
-    async def _body(self, request: Request) -> dict[str, Any]:
-        """The parsed body.
 
-        Raises:
-            RefusedError: it is too large, or no JSON object.
-        """
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self.max_body_bytes:
-                raise RefusedError(413, f"The body is larger than max_body_bytes={self.max_body_bytes}.")
-        try:
-            parsed = json.loads(bytes(body))
-        except (ValueError, RecursionError) as error:
-            raise RefusedError(400, f"The body is not valid JSON: {error}") from error
-        if not isinstance(parsed, dict):
-            raise RefusedError(400, "The body must be a JSON object.")
-        return parsed
+async def _body(request: Request) -> dict[str, Any]:
+    """The parsed body.
+
+    Raises:
+        RefusedError: it is not a JSON object.
+    """
+    try:
+        parsed = json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(400, f"The body is not valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise RefusedError(400, "The body must be a JSON object.")
+    return parsed
 
 
 async def _turn(session: Session, asked: Asked, request: Request) -> Answered | None:
@@ -318,6 +310,4 @@ async def _disconnected(request: Request) -> None:
 
 
 def _refusal(api: Api, refused: RefusedError) -> Response:
-    # Whatever is asked again is refused again, but for too many requests at once.
-    headers = {} if refused.status == 429 else NO_RETRY
-    return JSONResponse(api.error(refused), status_code=refused.status, headers=headers)
+    return JSONResponse(api.error(refused), status_code=refused.status, headers=NO_RETRY)

@@ -130,7 +130,6 @@ class Session:
         sampling: the distribution and the most tokens of a turn.
         max_turns: most turns.
         max_tokens: most tokens of a row.
-        max_requests: most requests in flight.
         name: how messages call the attempt.
         template_kwargs: variables of the chat template.
         notify: is told what a user should know once.
@@ -143,7 +142,6 @@ class Session:
     sampling: SamplingParams
     max_turns: int
     max_tokens: int
-    max_requests: int
     name: str
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     notify: Callable[[str], None] = lambda message: None
@@ -234,7 +232,7 @@ class Session:
         self.requested = True
         self.counts["refused_requests"] += 1
         self.refusal = refused.message
-        if refused.status in (400, 404, 405, 413) and refused.code != "context_length_exceeded":
+        if refused.status in (400, 404, 405) and refused.code != "context_length_exceeded":
             self.notify(f"A request of the program was rejected with status {refused.status}: {refused.message}")
 
     def _ignore(self, names: Sequence[str]) -> None:
@@ -293,8 +291,6 @@ class Session:
             raise RefusedError(503, f"The attempt failed: {self.failure}")
         if self.ended:
             raise RefusedError(401, "This attempt has ended; its key is no longer valid.")
-        if len(self._tasks) >= self.max_requests:
-            raise RefusedError(429, f"More than max_requests={self.max_requests} requests of one attempt at once.")
         if self.turns + len(self._tasks) >= self.max_turns:
             self._limit = "turns"
             raise RefusedError(403, f"The attempt has had its max_turns={self.max_turns} turns.", code="max_turns")
