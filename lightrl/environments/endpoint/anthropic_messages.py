@@ -98,14 +98,14 @@ class Messages(Api):
             messages += _messages(message, f"messages[{i}]")
         if said[-1].get("role") == "assistant":
             raise RefusedError(400, PREFILL, "messages")
-        tools = listed(body, "tools")
+        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(listed(body, "tools"))]
         return Asked(
             messages=messages,
-            tools=[] if choice.get("type") == "none" else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
+            tools=[] if choice.get("type") == "none" else tools,
             max_new_tokens=limit,
             model=str(body.get("model") or ""),
             stream=bool(body.get("stream")),
-            ignored=ignored + strict(tools),
+            ignored=ignored + strict(listed(body, "tools")),
         )
 
     def write(self, asked: Asked, answered: Answered) -> dict[str, Any]:

@@ -115,14 +115,14 @@ class Responses(Api):
             _add(messages, items)
         if len(messages) == first:
             raise RefusedError(400, "input must not be empty.", "input")
-        tools = listed(body, "tools")
+        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(listed(body, "tools"))]
         return Asked(
             messages=messages,
-            tools=[] if body.get("tool_choice") == "none" else [_tool(t, f"tools[{i}]") for i, t in enumerate(tools)],
+            tools=[] if body.get("tool_choice") == "none" else tools,
             max_new_tokens=whole(body.get("max_output_tokens"), "max_output_tokens"),
             model=str(body.get("model") or ""),
             stream=bool(body.get("stream")),
-            ignored=ignored + strict(tools),
+            ignored=ignored + strict(listed(body, "tools")),
             template_kwargs=given(body, "chat_template_kwargs"),
             instructions=first,
         )
