@@ -239,8 +239,7 @@ class Session:
         self.counts["ignored_parameters"] += len(names)
         for name in names:
             self.notify(
-                f"The program's requests set {name}, which has no effect: the run's sampling settings apply. Set it in "
-                "`sampling`, or leave it out of the requests.",
+                f"The program's requests set {name}, which has no effect: turns are sampled by the run's settings."
             )
 
     def remember(self, name: str, messages: list[Message]) -> None:
