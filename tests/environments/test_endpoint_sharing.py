@@ -127,11 +127,13 @@ def test_a_program_that_outlives_its_attempt_cannot_train_the_next_one() -> None
     program.setup(TOKENIZER)
 
     async def run() -> None:
-        async with program.player():
-            (first,) = await group(program, Engine("Hi"), {})
-            assert first.stop_reason == "time"
-            program.max_seconds = 60
+        (first,) = await group(program, Engine("Hi"), {})
+        assert first.stop_reason == "time"
+        program.max_seconds = 60
+        try:
             await group(program, Engine("Hi"), {})
+        finally:
+            await program.close()
 
     with pytest.raises(ValueError, match="run: .*base_url"):
         asyncio.run(run())

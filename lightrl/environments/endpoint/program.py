@@ -8,7 +8,6 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = ["AgentProgram"]
 
-_STARTING = threading.Lock()  # one endpoint at a time starts or stops
+_STARTING = threading.Lock()  # evaluation may run next to training
+_HINT = (
+    "Create the client inside the program from its `base_url` and `api_key`: a client of the whole process belongs to "
+    "the attempt that set it last."
+)
 
 
 class AgentProgram(MultiTurn):
@@ -45,7 +48,7 @@ class AgentProgram(MultiTurn):
     context (sub-agents, compactions). The run's sampling settings apply: sampling parameters in a request have no
     effect, are counted (`ignored_parameters`), and named once in a warning. Members that would change the completion
     (several choices, stop strings, a forced tool, JSON of a schema) and unknown ones are rejected as the provider
-    rejects them. A server on 127.0.0.1 lives for as long as attempts do.
+    rejects them. A server on 127.0.0.1 answers, from the first attempt until `close`.
 
     A request with the key of another attempt, which a client of the whole process makes, ends the run, and so does a
     reward from a program that sent no request.
@@ -108,76 +111,41 @@ class AgentProgram(MultiTurn):
     @contextlib.asynccontextmanager
     async def player(self) -> AsyncIterator[Callable[[Attempt], Awaitable[Trajectory]]]:
         """See `MultiTurn.player`. Programs have ended before their attempt is over."""
-        async with self._served() as endpoint:
 
-            async def play(attempt: Attempt) -> Trajectory:
-                most = attempt.sampling.max_new_tokens
-                session = Session(
-                    bridge=self.bridge_of(attempt.row),
-                    parser=self.parser,
-                    ask=attempt.ask,
-                    turn_seed=attempt.turn_seed,
-                    sampling=replace(attempt.sampling, max_new_tokens=min(most, self.max_tokens_per_turn or most)),
-                    max_turns=self.max_turns,
-                    max_tokens=attempt.max_tokens,
-                    name=attempt.name,
-                    template_kwargs=self.variables(attempt.row),
-                    notify=self._notify,
-                )
-                return await self._play(session, endpoint, attempt.row)
+        async def play(attempt: Attempt) -> Trajectory:
+            most = attempt.sampling.max_new_tokens
+            session = Session(
+                bridge=self.bridge_of(attempt.row),
+                parser=self.parser,
+                ask=attempt.ask,
+                turn_seed=attempt.turn_seed,
+                sampling=replace(attempt.sampling, max_new_tokens=min(most, self.max_tokens_per_turn or most)),
+                max_turns=self.max_turns,
+                max_tokens=attempt.max_tokens,
+                name=attempt.name,
+                template_kwargs=self.variables(attempt.row),
+                notify=self._notify,
+            )
+            return await self._play(session, self._served(), attempt.row)
 
-            yield play
+        yield play
 
-    @contextlib.asynccontextmanager
-    async def _served(self) -> AsyncIterator[Endpoint]:
-        """The endpoint, which the first user starts and the last one stops."""
-        entered: Future[Endpoint] = Future()
-
-        def enter() -> None:
-            try:
-                entered.set_result(self._enter())
-            except BaseException as error:
-                entered.set_exception(error)
-
-        def leave() -> None:
-            if entered.exception() is None:  # waits for it
-                self._leave(entered.result())
-
-        try:
-            await in_thread(enter, "endpoint's start")
-            yield entered.result()
-        finally:  # both threads go on where this is cancelled, once or twice
-            await in_thread(leave, "endpoint's end")
-
-    def _enter(self) -> Endpoint:
+    def _served(self) -> Endpoint:
+        """The endpoint, which the first attempt starts, and one that finds that it has died."""
         with _STARTING:
             if self._endpoint is None or not self._endpoint.answers:
                 from lightrl.environments.endpoint.server import Endpoint
 
-                endpoint = Endpoint()
-                endpoint.start()
-                self._endpoint = endpoint
-            self._endpoint.users += 1
+                self._endpoint = Endpoint()
+                self._endpoint.start()
             return self._endpoint
 
-    def _leave(self, endpoint: Endpoint) -> None:
-        with _STARTING:
-            endpoint.users -= 1
-            if endpoint.users == 0:
-                endpoint.stop()
-                if endpoint is self._endpoint:
-                    self._endpoint = None
-
     async def close(self) -> None:
-        """Ends what attempts share: the event loop of async programs, and an endpoint that they did not wait for."""
+        """Ends what attempts share: the endpoint and the event loop of async programs."""
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            await in_thread(endpoint.stop, "endpoint's end")
         await self.runner.close()
-        await in_thread(self._stop, "endpoint's end")
-
-    def _stop(self) -> None:
-        with _STARTING:
-            if self._endpoint is not None:
-                self._endpoint.stop()
-                self._endpoint = None
 
     async def _play(self, session: Session, endpoint: Endpoint, row: Mapping[str, Any]) -> Trajectory:
         """Runs the program and makes a trajectory of its outcome."""
@@ -212,9 +180,8 @@ class AgentProgram(MultiTurn):
         if not session.turns:
             if reward is not None and session.failure is None and not session.requested:
                 raise ValueError(
-                    "run: the program returned a reward but sent no request with its key. Create the client inside the "
-                    "program from its `base_url` and `api_key`: a client of the whole process belongs to the attempt "
-                    "that set it last. Return None if a row needs no turn."
+                    f"run: the program returned a reward but sent no request with its key. {_HINT} Return None if a "
+                    "row needs no turn."
                 )
             refusal = f" Its last request was refused: {session.refusal}" if session.refusal else ""
             session.fail(f"the program ended without a turn.{refusal}")
@@ -241,7 +208,8 @@ class AgentProgram(MultiTurn):
             reward = program.result()
         except ProgramError as error:
             if not session.limited:
-                session.fail(f"the program failed: {error}", users_lines(error, __file__, running.__file__))
+                hint = "" if session.requested else f"\nIt sent no request with its key. {_HINT}"
+                session.fail(f"the program failed: {error}{hint}", users_lines(error, __file__, running.__file__))
             return None
         if reward is None:
             return None

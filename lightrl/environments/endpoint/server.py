@@ -47,13 +47,9 @@ class Endpoint:
     Nothing is answered without one, and no body is read.
 
     Where the thread ends unasked, or nothing listens any more, its sessions fail.
-
-    Attributes:
-        users: how many have entered and not left; whoever starts it counts.
     """
 
     def __init__(self) -> None:
-        self.users = 0
         self._secret = secrets.token_bytes(32)
         self._sessions: dict[str, Session] = {}  # by the part of the key that is not secret
         self._opening = threading.Lock()
