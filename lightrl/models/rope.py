@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 FIXED = "fixed"
@@ -62,9 +63,21 @@ def _fix(module: Any, layer: str | None, kind: str, long: bool) -> str:
     return FIXED
 
 
-def longrope_limit(config: Any) -> int | None:
-    """Most tokens of a sequence that LongRoPE's factors for short sequences are for; None without LongRoPE."""
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+def longrope_limit(model: Any) -> int | None:
+    """Most tokens of a sequence that LongRoPE's factors for short sequences are for.
+
+    Args:
+        model: its configuration, or its folder or hub name.
+
+    Returns:
+        None without LongRoPE, or if transformers doesn't know the model.
+    """
+    if isinstance(model, str):
+        try:
+            model = AutoConfig.from_pretrained(model)
+        except (OSError, ValueError):
+            return None
+    parameters = getattr(model.get_text_config(), "rope_parameters", None) or {}
     for each in (parameters, *(x for x in parameters.values() if isinstance(x, dict))):
         if each.get("rope_type") == "longrope":
             return int(each["original_max_position_embeddings"])

@@ -94,9 +94,7 @@ def check_length(servers: Sequence[Server], context: EngineContext) -> None:
         servers: whose facts are known.
         context: of the run.
     """
-    from transformers import AutoConfig
-
-    original = longrope_limit(AutoConfig.from_pretrained(context.model_path))
+    original = longrope_limit(context.model_path)
     for server in servers:
         longest, limit = (context.max_prompt_tokens or 0) + context.max_new_tokens, server.facts.max_model_len
         if limit and longest > limit:

@@ -218,9 +218,9 @@ class VLLMEngine(Engine):
                 "answers neither greedy requests nor the canary's. Leave it out; TransformersEngine records what "
                 "top_p, top_k and min_p leave."
             )
-        self._refuse_other_rope(context)
         if self._adapter_rank(context) == 0:
             refuse_what_pushes_miss(self.model or context.model_path, self.engine_args)
+        self._refuse_other_rope(context)
 
     def _wanted_length(self, context: EngineContext) -> int | None:
         """The `max_model_len` that the run needs; None if it doesn't know."""
@@ -231,11 +231,9 @@ class VLLMEngine(Engine):
         return length if original is None else max(length or 0, original + 1)
 
     def _longrope_limit(self, context: EngineContext) -> int | None:
-        from transformers import AutoConfig
-
         from lightrl.models.rope import longrope_limit
 
-        return longrope_limit(AutoConfig.from_pretrained(self.model or context.model_path))
+        return longrope_limit(self.model or context.model_path)
 
     def _refuse_other_rope(self, context: EngineContext) -> None:
         """vLLM picks LongRoPE's factors by `max_model_len`; by default, those for short sequences."""
