@@ -55,6 +55,8 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 
 _THOUGHTS = ("reasoning", "thinking")
 """Names under which data and templates have thoughts instead of `reasoning_content`."""
+_MARK = "Qc{}n"
+"""Stands for the name of a call."""
 _LEAST_FRAME = 4
 """Fewest characters by which plain text around a turn is recognized."""
 _BLOCK_KINDS = ("text", "image", "video", "audio")
@@ -218,23 +220,27 @@ def apply_template(
     options["tools"] = list(tools or ()) or None
     failure: Exception | None = None
     rendered = False
+
+    def written(said: Sequence[Mapping[str, Any]], **form: bool) -> str:
+        formed = [_formed(message, template, **form) for message in said]
+        return str(tokenizer.apply_chat_template(formed, tokenize=False, **options))
+
     for none, text in itertools.product((False, True), repeat=2) if calls else [(False, False)]:
-        formed = [_formed(message, template, none=none, text=text) for message in messages]
         try:
-            found = str(tokenizer.apply_chat_template(formed, tokenize=False, **options))
+            found = written(messages, none=none, text=text)
+            shown = written(_marked(messages), none=none, text=text) if calls else ""  # names are also in the tools
         except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
             failure = failure or error
             continue
         rendered = True
-        if not all(shows_call(found, call) for call in calls):
-            continue
-        for tool in tools or ():
-            if "tools" not in template or tool["function"]["name"] not in found:
-                raise ValueError(
-                    f"tools: the chat template does not show the tool {tool['function']['name']!r}. Set "
-                    "actor.chat_template to a template with tools, or leave the tools out."
-                )
-        return found
+        if all(_MARK.format(i) in shown and shows_call(found, call) for i, call in enumerate(calls)):
+            for tool in tools or ():
+                if "tools" not in template or tool["function"]["name"] not in found:
+                    raise ValueError(
+                        f"tools: the chat template does not show the tool {tool['function']['name']!r}. Set "
+                        "actor.chat_template to a template with tools, or leave the tools out."
+                    )
+            return found
     if not rendered:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise ValueError(f"the chat template cannot render this conversation ({roles}): {failure}") from failure
@@ -242,6 +248,23 @@ def apply_template(
         f"tool_calls: the chat template leaves out a call of {calls[0]['name']!r}. Set actor.chat_template to a "
         "template with tool calls."
     )
+
+
+def _marked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with a different name for every call."""
+    numbers = itertools.count()
+    return [
+        {
+            **message,
+            "tool_calls": [
+                {**call, "function": {**call["function"], "name": _MARK.format(next(numbers))}}
+                for call in message["tool_calls"]
+            ],
+        }
+        if message.get("tool_calls")
+        else dict(message)
+        for message in messages
+    ]
 
 
 def _formed(message: Mapping[str, Any], template: str, *, none: bool, text: bool) -> dict[str, Any]:

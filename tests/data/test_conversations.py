@@ -116,6 +116,18 @@ def test_calls_in_the_history_are_shown_or_rejected() -> None:
         render_prompt(chat("phi"), [*history, say("user", "and?")])
 
 
+@pytest.mark.parametrize("shown", ["", "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}"])
+def test_a_name_among_the_tools_does_not_count_as_a_call(shown: str) -> None:
+    tokenizer = chat("qwen2.5")
+    tokenizer.chat_template = (
+        "{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{{ m.content }}" + shown + "{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    history = [say("user", "?"), calls(("add", {"a": 1}), ("add", {"a": 1})), result("1"), result("1", 1)]
+    with pytest.raises(ValueError, match="tool_calls"):
+        render_prompt(tokenizer, history, tools=TOOLS)
+
+
 def test_every_parallel_call_must_be_there() -> None:
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}"
