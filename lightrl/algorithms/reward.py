@@ -27,8 +27,6 @@ from lightrl.models.reward import RewardModel
 from lightrl.models.spec import ModelSpec
 from lightrl.ops.preference import bradley_terry_loss
 
-__all__ = ["RewardLightningModule"]
-
 
 class RewardLightningModule(SavesPretrained):
     """Fits a reward model to preferences by the Bradley-Terry likelihood.

@@ -24,8 +24,6 @@ from lightrl.models.loading import require_model
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 
-__all__ = ["SFTLightningModule"]
-
 
 class SFTLightningModule(SavesPretrained):
     """Maximises the log-probability of given completions.

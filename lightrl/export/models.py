@@ -20,8 +20,6 @@ from lightrl.models.reward import RewardModel
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.redaction import REDACTED
 
-__all__ = ["export_model"]
-
 
 def export_model(checkpoint: Mapping[str, Any], folder: Path, what: str, path: str | None) -> None:
     """Writes the model, adapter or critic of a checkpoint.

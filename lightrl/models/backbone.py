@@ -42,8 +42,6 @@ from lightrl.models.routing import Routers, RoutingPass
 from lightrl.models.spec import Layout
 from lightrl.records import HostRows, Routes
 
-__all__ = ["Backbone", "BackboneOutput"]
-
 
 @dataclass
 class BackboneOutput:

@@ -41,21 +41,6 @@ from lightrl.models.shards import meta_parameters, weight_places
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.models.turns import end_of_turn
 
-__all__ = [
-    "causal_class",
-    "load_backbone",
-    "load_causal_lm",
-    "load_model",
-    "load_scalar",
-    "longest_sequence",
-    "named_kwargs",
-    "positions_of",
-    "require_model",
-    "return_router_logits",
-    "save_hf_folder",
-    "scalar_class",
-]
-
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 CONFIG_KEYS = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder", "code_revision")

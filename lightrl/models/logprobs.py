@@ -29,16 +29,6 @@ from torch.utils.checkpoint import checkpoint
 from lightrl.arguments import above
 from lightrl.records import Support, TopTokens
 
-__all__ = [
-    "LogitMap",
-    "TeacherStates",
-    "TokenHead",
-    "chunked_divergence",
-    "chunked_logprobs",
-    "chunked_top",
-    "install_head",
-]
-
 CHUNK_ELEMENTS = 1 << 26  # logits that live at once: 256 MiB in float32
 CUDA_CHUNK_ELEMENTS = 1 << 28  # on CUDA, where each tile reads the whole weight: 1 GiB
 CACHE_ELEMENTS, CACHE_TOKENS = 1 << 19, 1024  # on a CPU: 2 MiB, and fewest tokens that keep matrix products fast

@@ -18,8 +18,6 @@ from lightrl.compat.peft import ADAPTER, REFERENCE, adapter_layers, dequantized,
 from lightrl.compat.transformers import router_modules
 from lightrl.models.spec import LoraSpec
 
-__all__ = ["adapter_config", "add_lora", "as_reference", "keep_reference", "named_adapter_weights", "named_hf_weights"]
-
 Gather = Callable[[Tensor], AbstractContextManager[Tensor]]
 
 

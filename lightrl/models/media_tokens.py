@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["TOKEN_INPUT", "causal_type", "placeholder_ids"]
-
 TOKEN_INPUT = "token_type_ids"
 """Model inputs whose name ends like this have an entry per token; all others have entries per medium or feature."""
 

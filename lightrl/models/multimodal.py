@@ -22,22 +22,6 @@ from lightrl.distributed.strategies import has_process_group, is_sharded
 from lightrl.models.media_tokens import TOKEN_INPUT, causal_type, placeholder_ids
 from lightrl.records import HostRows
 
-__all__ = [
-    "adapts_media",
-    "harmless_id",
-    "idle_parameters",
-    "lent_rows",
-    "marked_tokens",
-    "media_positions",
-    "merged_inputs",
-    "misfits_named",
-    "no_token_inputs",
-    "runs_on_all_ranks",
-    "sampled_placeholders",
-    "told_apart",
-    "true_embeddings",
-]
-
 Rows = Sequence[dict[str, Any]]
 
 TYPE_STEP = 1 << 26  # more than any vocabulary

@@ -23,8 +23,6 @@ from lightrl.models.lora import as_reference
 from lightrl.models.spec import Layout, ModelSpec
 from lightrl.records import HostRows, Routes, Support, TopTokens
 
-__all__ = ["Lesson", "PolicyModel", "PolicyOutput", "ValueModel"]
-
 
 @dataclass
 class Lesson:

@@ -21,8 +21,6 @@ from lightrl.models.spec import Layout, ModelSpec, read_chat_template
 from lightrl.models.turns import text_ids
 from lightrl.ops.padding import pad_rows
 
-__all__ = ["RewardModel", "RewardModelSpec"]
-
 
 @dataclass
 class RewardModelSpec:

@@ -30,8 +30,6 @@ from torch.overrides import TorchFunctionMode
 
 from lightrl.compat.transformers import router_modules
 
-__all__ = ["Routers", "RoutingPass", "recompute_contexts"]
-
 _pass: ContextVar[RoutingPass | None] = ContextVar("routing_pass", default=None)
 
 

@@ -20,8 +20,6 @@ from transformers import PreTrainedModel
 from lightrl.compat.torch import persistent_buffers
 from lightrl.compat.transformers import cached_path
 
-__all__ = ["Place", "fill_shards", "meta_parameters", "weight_places"]
-
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 

@@ -13,8 +13,6 @@ from typing import Any, Literal, get_args
 
 from lightrl.arguments import above, at_least, fraction, one_of, user_path
 
-__all__ = ["DTYPES", "Layout", "LoraSpec", "ModelSpec", "read_chat_template"]
-
 Layout = Literal["auto", "padded", "packed", "tree", "shared_prefix"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ADAPTER_FILE = "adapter_config.json"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["video_timing"]
-
 
 def video_timing(times: Sequence[float]) -> dict[str, Any]:
     """What processors want to know of a video of which they get every frame that is to be used.

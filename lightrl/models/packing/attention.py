@@ -31,8 +31,6 @@ from lightrl.kernels.cpu.attention import ancestors, buckets, cpu_attention
 from lightrl.models.packing.context import heads_for_tokens, tokens_for_heads
 from lightrl.models.packing.layouts import LayoutError, TokenStream
 
-__all__ = ["IMPLEMENTATION", "keep_attention_caps", "stream_attention", "text_attention", "unsupported_reason"]
-
 IMPLEMENTATION = "lightrl"
 
 

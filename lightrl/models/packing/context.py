@@ -26,8 +26,6 @@ from torch.autograd.function import once_differentiable
 from lightrl.models.packing.layouts import TokenStream, make_stream
 from lightrl.records import HostRows, Routes
 
-__all__ = ["SharedStream", "heads_for_tokens", "refuse_heads", "share_stream", "tokens_for_heads"]
-
 
 @dataclass
 class SharedStream:

@@ -26,8 +26,6 @@ from lightrl.kernels.cpu import enabled
 from lightrl.models.packing.prefixes import Prefixes, no_prefixes, shared_prefixes
 from lightrl.records import Routes
 
-__all__ = ["LayoutError", "TokenStream", "make_stream"]
-
 
 class LayoutError(ValueError):
     """A model does something that the packed layouts cannot do the same way."""

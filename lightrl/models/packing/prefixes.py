@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Prefixes", "least_shared", "no_prefixes", "shared_prefixes"]
-
 GRID = 32
 
 
