@@ -329,7 +329,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         updates = trainer.num_training_batches * epochs * each
         if steps < updates:
             return float(trainer.global_step), float(steps)
-        rollouts = max(trainer.fit_loop.total_batch_idx, 0)  # -1 before the first
+        rollouts = trainer.current_epoch * trainer.num_training_batches + max(trainer.fit_loop.batch_idx, 0)
         return float(rollouts * each + min(self._updates_made, each - 1)), updates
 
     # ---- one rollout -------------------------------------------------------------------------------------------

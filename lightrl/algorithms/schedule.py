@@ -109,13 +109,23 @@ def set_named_rates(schedulers: Any) -> None:
 
 
 def run_position(trainer: Any) -> Callable[[], tuple[float, float]]:
-    """The position in a run with automatic optimization: (steps so far, steps of the whole run)."""
+    """The position in a run with automatic optimization: (updates so far, updates of the whole run).
+
+    Counted in epochs of the rows as they are now, so that a run resumed with other rows keeps its place. A run that
+    ends at `max_steps` counts its steps.
+    """
     total: list[float] = []
 
     def position() -> tuple[float, float]:
         if not total:
             total.append(count_updates(trainer))
-        return float(trainer.global_step), total[0]
+        batches = trainer.num_training_batches
+        if trainer.max_steps != -1 or not math.isfinite(batches):
+            return float(trainer.global_step), total[0]
+        window, epoch = trainer.accumulate_grad_batches, trainer.fit_loop.epoch_progress.current
+        done = min(trainer.fit_loop.batch_idx + 1, batches) if epoch.ready > epoch.completed else 0
+        each = math.ceil(batches / window)
+        return float(trainer.current_epoch * each + (each if done == batches else done // window)), total[0]
 
     return position
 

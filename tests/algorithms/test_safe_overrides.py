@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,11 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from lightrl.algorithms import GRPOLightningModule
+from lightrl.algorithms import GRPOLightningModule, SFTLightningModule
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.algorithms.schedule import LRSchedule
 from lightrl.callbacks import RolloutCheckpoint, WeightSync
+from lightrl.data import SFTDataModule, SFTSource
 from lightrl.distributed.fingerprint import fingerprint
 from lightrl.objectives.advantages import GDPO, AdvantageInput, GroupRelative, SequenceEstimator
 from lightrl.objectives.aggregation import SequenceMean, TokenMean
@@ -28,7 +28,7 @@ from lightrl.objectives.off_policy import AutomaticCorrection
 from lightrl.objectives.turn_advantages import TurnReturns
 from lightrl.records import Experience, Rollouts
 from tests.algorithms.toys import SMALL, FirstSums, fit, grpo, weights
-from tests.toys import digits_reward, quickstart_model, quiet_trainer, sgd, sums_data
+from tests.toys import Keep, digits_reward, quickstart_model, quiet_trainer, sgd, sums_data
 
 
 @pytest.fixture(scope="module")
@@ -283,8 +283,6 @@ class Moves(Callback):
 def test_the_engine_gets_weights_whoever_changed_them(hook: str, how: str, path: str) -> None:
     module = grpo(path)
     seed_everything(0, verbose=False)
-    from tests.toys import Keep
-
     keep = Keep()
     trainer = quiet_trainer(max_epochs=2, callbacks=[WeightSync(), keep, Moves(hook, how)])
     trainer.fit(module, sums_data(rollouts_per_epoch=2, eval_prompts=[{"prompt": "12+34="}]))
@@ -366,14 +364,14 @@ def test_the_kl_to_the_reference_is_measured_once(path: str) -> None:
 # ---- schedules of resumed runs ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("epochs", "expected"), [(4, 0.5), (1, math.nan)])
+@pytest.mark.parametrize(
+    ("epochs", "rollouts", "expected"), [(4, 2, [4 / 8, 5 / 8, 6 / 8, 7 / 8]), (4, 1, [2 / 4, 3 / 4]), (2, 2, [])]
+)
 def test_a_resumed_run_of_another_length_has_the_rates_of_its_length(
-    epochs: int, expected: float, path: str, tmp_path: Path
+    epochs: int, rollouts: int, expected: list[float], path: str, tmp_path: Path
 ) -> None:
-    def run(max_epochs: int, ckpt_path: str | None = None) -> list[float]:
+    def run(max_epochs: int, rollouts: int, ckpt_path: str | None = None) -> list[float]:
         seed_everything(0, verbose=False)
-        from tests.toys import Keep
-
         keep = Keep()
         module = grpo(path, lr_scheduler=LRSchedule("linear"))
         trainer = quiet_trainer(
@@ -381,16 +379,38 @@ def test_a_resumed_run_of_another_length_has_the_rates_of_its_length(
             enable_checkpointing=True,
             callbacks=[WeightSync(), keep, RolloutCheckpoint(1, dirpath=str(tmp_path))],
         )
-        trainer.fit(module, sums_data(rollouts_per_epoch=2), ckpt_path=ckpt_path)
+        trainer.fit(module, sums_data(rollouts_per_epoch=rollouts), ckpt_path=ckpt_path)
         return [metrics["optim/lr_policy"] for metrics in keep.metrics]
 
-    first = run(2)
+    first = run(2, 2)
     assert first == pytest.approx([first[0] * (1 - i / 4) for i in range(4)])
-    rates = run(epochs, str(tmp_path / "last.ckpt"))
-    if not math.isnan(expected):
-        assert rates == pytest.approx([first[0] * (1 - i / 8) for i in range(4, 8)])
-    else:
-        assert rates == []
+    rates = run(epochs, rollouts, str(tmp_path / "last.ckpt"))
+    assert rates == pytest.approx([first[0] * (1 - done) for done in expected])
+
+
+@pytest.mark.parametrize(("epochs", "rows", "expected"), [(4, 4, [0.5, 0.375, 0.25, 0.125]), (4, 2, [0.5, 0.25])])
+def test_a_resumed_supervised_run_has_the_rates_of_its_length(
+    epochs: int, rows: int, expected: list[float], path: str, tmp_path: Path
+) -> None:
+    class Rates(Callback):
+        def __init__(self) -> None:
+            self.rates: list[float] = []
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def run(max_epochs: int, rows: int, ckpt_path: str | None = None) -> list[float]:
+        rates = Rates()
+        module = SFTLightningModule(path, lr_scheduler=LRSchedule("linear"), optimizer=sgd)
+        lines = [{"prompt": f"{i}+{i}=", "completion": str(2 * i)} for i in range(rows)]
+        trainer = quiet_trainer(max_epochs=max_epochs, callbacks=[rates], enable_checkpointing=False)
+        trainer.fit(module, SFTDataModule(SFTSource(rows=lines), batch_size=2), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / "sft.ckpt")
+        return rates.rates
+
+    first = run(2, 4)
+    assert first == pytest.approx([first[0] * (1 - i / 4) for i in range(4)])
+    assert run(epochs, rows, str(tmp_path / "sft.ckpt")) == pytest.approx([first[0] * rate for rate in expected])
 
 
 def test_extras_follow_their_rows(path: str) -> None:
