@@ -117,7 +117,7 @@ class SavesPretrained(LightningModule):
     ) -> Module:
         """A module with the weights of a checkpoint of any strategy and number of ranks, in the host's memory.
 
-        It can be used as it is or given to a Trainer, which then begins a run of its own; a run goes on with
+        Use it as it is, or pass it to a Trainer, which starts a new run. A run is resumed with
         `trainer.fit(ckpt_path=...)`.
 
         Args:
@@ -126,7 +126,7 @@ class SavesPretrained(LightningModule):
                 are loaded from where they came from.
 
         Raises:
-            ValueError: there is no checkpoint, or it is of another class or of other models.
+            ValueError: The path is not a checkpoint, or one of another class or other models.
         """
         module = cls(**arguments)
         module.load_weights(checkpoint_path)
@@ -271,7 +271,7 @@ class SavesPretrained(LightningModule):
     ) -> str | None:
         """Uploads what `save_pretrained` writes to the Hugging Face hub. Collective, as that is.
 
-        The repository is made before anything is written, so that a hub that cannot be reached, or refuses, costs
+        The repository is made before anything is written, so that a hub that cannot be reached, or rejects it, costs
         nothing. What is written lies in the system's folder for temporary files (TMPDIR) until it is uploaded.
 
         Args:
@@ -286,7 +286,7 @@ class SavesPretrained(LightningModule):
             the address of the commit on rank 0, None on the others.
 
         Raises:
-            ValueError: the hub cannot be reached, or refuses; on every rank.
+            ValueError: The hub cannot be reached, or rejects it; on every rank.
             RuntimeError: as `save_pretrained`.
         """
         from huggingface_hub import HfApi

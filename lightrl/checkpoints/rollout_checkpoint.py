@@ -75,6 +75,9 @@ class RolloutCheckpoint(SavingCheckpoint):
         mode: Whether the best value is the largest (`max`) or smallest (`min`).
         filename: Name of a checkpoint, with `{rollout}` for the number of finished rollouts and `{NAME}` for a metric.
 
+    Attributes:
+        ranked_by: What logs `monitor`: "batch", "epoch", or "evaluation". None until it was logged.
+
     Raises:
         ValueError: An interval is out of range. When training starts, or at the first evaluation: nothing logs
             `monitor`.
@@ -121,28 +124,23 @@ class RolloutCheckpoint(SavingCheckpoint):
         self._trainer: Trainer | None = None
         self._previous_handlers: dict[int, Any] = {}
         self._seen: Any = None  # the monitored value before the batch or evaluation that may log it again
-        self._ranked_by: str | None = None  # what logs it: "batch", "epoch", or "evaluation"
+        self.ranked_by: str | None = None
         self._before_training: Any = None  # its value in an evaluation before training
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Finds the folder; adds a `RunGuard` to the callbacks where there is none."""
+        """Finds the folder; locks the run's folders."""
         super().setup(trainer, pl_module, stage)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, RunGuard) for callback in callbacks):
             callbacks.append(RunGuard())  # Lightning calls its hooks from this one on
 
-    @property
-    def ranked_by(self) -> str | None:
-        """What logs the monitored metric: "batch", "epoch", or "evaluation". None until it was logged."""
-        return self._ranked_by
-
     def state_dict(self) -> dict[str, Any]:
         """Lightning's, and what logs the monitored metric."""
-        return {**super().state_dict(), "ranked_by": self._ranked_by}
+        return {**super().state_dict(), "ranked_by": self.ranked_by}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the ranking of the checkpoints that are still there, or were moved to this run's folder."""
-        self._ranked_by = state_dict.get("ranked_by")
+        self.ranked_by = state_dict.get("ranked_by")
         ranking = {}
         for path, score in state_dict["best_k_models"].items():
             moved = Path(str(self.dirpath)) / Path(path).name
@@ -186,7 +184,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             # Saved in the last batch of an epoch. Lightning would not count the next epoch, and train one too many
             # after a second restart.
             loop.reset_restart_stage()
-        if threading.current_thread() is threading.main_thread():  # elsewhere whoever runs us handles signals
+        if threading.current_thread() is threading.main_thread():  # in other threads the caller handles signals
             for signum in (signal.SIGINT, *preemptions(trainer)):
                 self._previous_handlers[signum] = signal.signal(signum, self._on_interrupt)
         self._saved_rollouts = self._rollouts(trainer)
@@ -194,7 +192,7 @@ class RolloutCheckpoint(SavingCheckpoint):
         self._require_monitor(trainer, started=False)
         score, self._before_training, self._seen = self._before_training, None, None
         if score is not None:
-            self._ranked_by = "evaluation"
+            self.ranked_by = "evaluation"
             self._save(trainer, score)
 
     def _on_interrupt(self, signum: int, frame: Any) -> None:
@@ -331,12 +329,12 @@ class RolloutCheckpoint(SavingCheckpoint):
         same = isinstance(now, Tensor) and isinstance(before, Tensor) and now.data_ptr() == before.data_ptr()
         if not logged_by or now is None or now is before or same:
             return None
-        if self._ranked_by != logged_by and (self._ranked_by is None or logged_by == "evaluation"):
-            if self._ranked_by is not None and not trainer.sanity_checking:  # values of training under the same name
+        if self.ranked_by != logged_by and (self.ranked_by is None or logged_by == "evaluation"):
+            if self.ranked_by is not None and not trainer.sanity_checking:  # values of training under the same name
                 self._remove(trainer, list(self.best_k_models))
                 self._set_ranking({})
-            self._ranked_by = logged_by
-        return torch.as_tensor(now).detach().clone() if self._ranked_by == logged_by else None
+            self.ranked_by = logged_by
+        return torch.as_tensor(now).detach().clone() if self.ranked_by == logged_by else None
 
     def _save(self, trainer: Trainer, score: Any = None, *, last: bool = True) -> None:
         """Saves `last.ckpt`, and with a score that ranks among the best also the rollout's own file. Collective.
@@ -455,7 +453,7 @@ class RolloutCheckpoint(SavingCheckpoint):
     def _require_monitor(self, trainer: Trainer, *, started: bool = True, epoch_ended: bool = False) -> None:
         """Raises a ValueError if it is known by now that nothing logs `monitor`."""
         name = self.monitor
-        if name is None or self.save_top_k == 0 or self._ranked_by or self._before_training is not None:
+        if name is None or self.save_top_k == 0 or self.ranked_by or self._before_training is not None:
             return
         known = trainer.callback_metrics.keys() | logged_names(trainer)
         if name in known or name in {f"{each}_epoch" for each in known}:
@@ -477,7 +475,7 @@ class RolloutCheckpoint(SavingCheckpoint):
             )
 
     def _evaluation_due_kept(self, trainer: Trainer) -> contextlib.AbstractContextManager[None]:
-        """What is saved meanwhile goes on with the evaluation that is still to be made, if there is one."""
+        """A run resumed from what is saved within it begins with the evaluation that is due, if there is one."""
         return evaluation_pending(trainer) if self._evaluation_due else contextlib.nullcontext()
 
     def _restore_handlers(self) -> None:
@@ -492,10 +490,7 @@ def preempt(signum: int, frame: Any) -> None:
 
 
 def preemptions(trainer: Trainer) -> list[signal.Signals]:
-    """The signals that end a run so that it can go on: without those that Lightning requeues a SLURM job by.
-
-    Lightning alone answers SIGTERM at the end of a batch, of training only, with exit status 0.
-    """
+    """The signals that end a run so that it can be resumed, except those that Lightning requeues a SLURM job by."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         return []
