@@ -373,37 +373,37 @@ SCHEDULERS = "torch.optim.lr_scheduler"
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "prompt column": (
         {"data": {"prompts": {"rows": ARITHMETIC, "prompt_column": "question"}}},
-        "prompt_column='question': ArithmeticRows has no such column; it has ['prompt', 'answer', 'completion']",
+        "prompt_column='question'",
     ),
-    "data file": ({"data": {"prompts": {"path": "./nosuch.jsonl"}}}, "path='./nosuch.jsonl': there is no such file"),
+    "data file": ({"data": {"prompts": {"path": "./nosuch.jsonl"}}}, "path='./nosuch.jsonl'"),
     "empty data set": ({"data": {"prompts": {"rows": []}}}, "has no rows"),
-    "group_size 1": ({"data": {"group_size": 1}}, "group_size=1 with GRPOLightningModule: its advantages compare"),
+    "group_size 1": ({"data": {"group_size": 1}}, "group_size=1 with GRPOLightningModule"),
     "model folder": ({"model": {"actor": {"path": "./nosuch"}}}, "'./nosuch'"),
     "impossible folder": ({"model": {"actor": {"path": "x" * 300}}}, "'xxxxx"),
     "greedy training": ({"data": {"sampling": {"temperature": 0.0}}}, "sampling.temperature=0"),
     "negative kl.coef": (
         {"model": {"kl": {"class_path": "KLInLoss", "init_args": {"coef": -1.0}}}},
-        "coef=-1.0: must be at",
+        "coef=-1.0",
     ),
     "no model length": (
         {"data": {"engine": {"class_path": "TransformersEngine", "init_args": {"max_model_len": -1}}}},
-        "TransformersEngine.max_model_len=-1: must be at least 3, or None",
+        "TransformersEngine.max_model_len=-1",
     ),
     "engine's dtype": (
         {"data": {"engine": {"class_path": "TransformersEngine", "init_args": {"dtype": "int8"}}}},
-        "TransformersEngine.dtype='int8': give float32, bfloat16",
+        "TransformersEngine.dtype='int8'",
     ),
     **{
         f"engine's device {device}": (
             {"data": {"engine": {"class_path": "TransformersEngine", "init_args": {"device": device}}}},
-            f"TransformersEngine.device='{device}': this machine, or this build of torch, has none",
+            f"TransformersEngine.device='{device}'",
         )
         for device in ("nope", "cuda:99", "meta")
     },
     **{
         f"vLLM's {name}": (
             {"data": {"engine": {"class_path": "VLLMEngine", "init_args": {name: value}}}},
-            f"VLLMEngine.{name}={value!r}: must be",
+            f"VLLMEngine.{name}={value!r}",
         )
         for name, value in (
             ("dtype", "int8"),
@@ -414,11 +414,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     },
     "engine's kwargs": (
         {"data": {"engine": {"class_path": "TransformersEngine", "init_args": {"model_kwargs": {"nope": 1}}}}},
-        "TransformersEngine.model_kwargs (nope) with model 'MODEL': Qwen2ForCausalLM.__init__() got an unexpected",
+        "TransformersEngine.model_kwargs (nope) with model 'MODEL'",
     ),
     "folder below the model's": (
         {"model": {"actor": {"path": "MODEL", "kwargs": {"subfolder": "nope"}}}},
-        "kwargs (subfolder) with model 'MODEL': Unrecognized model",
+        "kwargs (subfolder) with model 'MODEL'",
     ),
     "minibatch_size": ({"model": {"minibatch_size": 3}}, "minibatch_size=3 does not divide the rollout's 8 sequences"),
     "a curriculum's argument": (
@@ -430,45 +430,45 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
                 }
             }
         },
-        "PromptCurriculum.replay=-0.5: must be in [0, 1).",
+        "PromptCurriculum.replay=-0.5",
     ),
     "max_new_tokens": ({"data": {"sampling": {"max_new_tokens": 99}}}, "more than the 64 that the model holds"),
     "scheduler": (
         {"model": {"lr_scheduler": {"class_path": f"{SCHEDULERS}.LinearLR", "init_args": {"end_factor": 3}}}},
-        "lr_scheduler: Ending multiplicative factor expected to be between 0 and 1. Look at its arguments.",
+        "lr_scheduler",
     ),
     "optimizer": (
         {"model": {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"betas": [2.0, 0.9]}}}},
-        "optimizer: Invalid beta parameter at index 0: 2.0. Look at its arguments.",
+        "optimizer",
     ),
     "closure": (
         {"model": {"optimizer": {"class_path": "torch.optim.LBFGS"}}},
-        "optimizer=LBFGS: it needs a closure or sparse gradients",
+        "optimizer=LBFGS",
     ),
     "plateau": (
         {"model": {"lr_scheduler": {"class_path": f"{SCHEDULERS}.ReduceLROnPlateau"}}},
-        "lr_scheduler=ReduceLROnPlateau: it waits for a metric",
+        "lr_scheduler=ReduceLROnPlateau",
     ),
     "step size": (
         {"model": {"lr_scheduler": {"class_path": f"{SCHEDULERS}.StepLR", "init_args": {"step_size": 0}}}},
-        "lr_scheduler: step_size=0: must be at least 1",
+        "lr_scheduler",
     ),
-    "frozen": ({"model": {"actor": {"path": "MODEL", "freeze": ["*"]}}}, "freeze=['*']: nothing is left to train"),
+    "frozen": ({"model": {"actor": {"path": "MODEL", "freeze": ["*"]}}}, "freeze=['*']"),
     "adapter's layers": (
         {"model": {"actor": {"path": "MODEL", "lora": {"target_modules": ["nope"]}}}},
-        "lora.target_modules=['nope']: Target modules {'nope'} not found in the base model. Linear layers are",
+        "lora.target_modules=['nope']",
     ),
-    "adapter's scale": ({"model": {"actor": {"path": "x", "lora": {"alpha": 0.0}}}}, "lora.alpha=0.0: must be above 0"),
+    "adapter's scale": ({"model": {"actor": {"path": "x", "lora": {"alpha": 0.0}}}}, "lora.alpha=0.0"),
     "kwargs": (
         {"model": {"actor": {"path": "MODEL", "kwargs": {"nonsense": 1}}}},
-        "kwargs (nonsense) with model 'MODEL': Qwen2ForCausalLM.__init__() got an unexpected keyword argument",
+        "kwargs (nonsense) with model 'MODEL'",
     ),
     "no tokenizer": ({"model": {"actor": {"path": "/"}}}, "model path '/' holds no tokenizer that can be read"),
-    "seed": ({"data": {"seed": -1}}, "seed=-1: must be from 0 to 2**63 - 1"),
-    "stop": ({"data": {"sampling": {"stop": [""]}}}, "SamplingParams.stop=['']: must be texts that are not empty"),
-    "weights": ({"data": {"reward_weights": [0.0]}}, "weights=[0.0]: every reward would be 0"),
+    "seed": ({"data": {"seed": -1}}, "seed=-1"),
+    "stop": ({"data": {"sampling": {"stop": [""]}}}, "SamplingParams.stop=['']"),
+    "weights": ({"data": {"reward_weights": [0.0]}}, "weights=[0.0]"),
     "reward class": ({"data": {"rewards": ["ExactAnwser"]}}, "file.py:name. Did you mean 'ExactAnswer'?"),
-    "reward file": ({"data": {"rewards": ["nosuch.py:f"]}}, "reward function 'nosuch.py:f': there is no file"),
+    "reward file": ({"data": {"rewards": ["nosuch.py:f"]}}, "reward function 'nosuch.py:f'"),
 }
 
 
