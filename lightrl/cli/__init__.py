@@ -174,9 +174,8 @@ def lost_part(error: BaseException) -> str | None:
 def parser_message(text: str, known: Iterable[str] = ()) -> str:
     """jsonargparse's message in one line: without the types of unions, with the closest name to a misspelled one."""
     lines = [line.strip().removeprefix("- ") for line in text.splitlines() if not PARSER_NOISE.match(line)]
-    misspelled = re.findall(r"(?:[Oo]ption '|arguments: --|import path string: )([\w.]+)", text)
+    misspelled = re.findall(r"(?:[Oo]ption '|arguments: --|import path string: )(?:\w+\.)*(\w+)", text)
     close = [difflib.get_close_matches(name, known, 1) for name in misspelled]
-    close += [difflib.get_close_matches(name.rpartition(".")[2], known, 1) for name in misspelled]
     hint = next((f" Did you mean {found[0]!r}?" for found in close if found), "")
     return redact_text(f"{' '.join(lines).rstrip('.')}.{hint}")
 
