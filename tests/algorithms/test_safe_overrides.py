@@ -65,7 +65,7 @@ def test_several_updates_have_the_ratio_to_the_policy_that_began(way: str, path:
     expected = fit(known)
     assert found.experiences[0].old_logprobs is not None
     assert found.metrics[0]["policy/clip_fraction_region"] > 0 < expected.metrics[0]["policy/clip_fraction_region"]
-    torch.testing.assert_close(weights(own), weights(known), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(weights(own), weights(known), atol=1e-5, rtol=1e-4)
 
 
 def test_a_wrong_promise_of_one_update_ends_the_run(path: str) -> None:
