@@ -49,7 +49,7 @@ from lightrl.algorithms.schedule import (
 from lightrl.algorithms.shaping import copy_rewards, credits_that_miss
 from lightrl.arguments import instance_of
 from lightrl.compat.jsonargparse import deferred, realized
-from lightrl.compat.lightning import begin_step_metrics, run_seed
+from lightrl.compat.lightning import forget_step_metrics, run_seed
 from lightrl.distributed import random_states, strategies
 from lightrl.distributed.fingerprint import fingerprint
 from lightrl.distributed.metrics import MetricSums
@@ -212,6 +212,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self._routes_noted = False
         self._restored_rng: list[Any] | None = None
         self._eval_sums = MetricSums()
+        self._logged: set[str] = set()  # in the step before
         self._updates_made = 0  # of the rollout at hand
         self._missed_credits: frozenset[str] = frozenset()
         self._stale_loss: PolicyLoss | None = None
@@ -337,7 +338,6 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def training_step(self, rollouts: Rollouts, batch_idx: int) -> dict[str, float]:
         """Learns from one rollout and returns its metrics, reduced over ranks; callbacks read them as `outputs`."""
         clock, measured = Stopwatch(), MetricSums()
-        begin_step_metrics(self.trainer)
         self.note_weight_changes()
         with clock.measures("time/experience"):
             experience = self.make_experience(rollouts)
@@ -354,6 +354,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         measured.add(rollouts.metrics)
         metrics = {**experience.metrics, **self._all_ranks.means(measured), **clock.seconds, **self._coefficients()}
         self._call_callbacks("on_policy_updated", metrics)
+        forget_step_metrics(self.trainer, self._logged - metrics.keys())
+        self._logged = set(metrics)
         self.log_dict(metrics, batch_size=len(rollouts))
         return metrics
 

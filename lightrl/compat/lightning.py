@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -253,11 +253,11 @@ def begin_evaluation(trainer: Any) -> None:
     trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset_on_restart()
 
 
-def begin_step_metrics(trainer: Any) -> None:
-    """Forgets what earlier steps logged: Lightning would hand it to the loggers again if this step doesn't log it."""
-    results = getattr(trainer.fit_loop.epoch_loop, "_results", None)
-    for metric in () if results is None else results.values():
-        if metric.meta.on_step and not metric.meta.on_epoch:
+def forget_step_metrics(trainer: Any, names: Collection[str]) -> None:
+    """Forgets metrics that an earlier step logged and this one doesn't; Lightning would log their values again."""
+    results = trainer.fit_loop.epoch_loop._results
+    for metric in results.values():
+        if metric.meta.name in names and metric.meta.on_step:
             metric.reset()
 
 

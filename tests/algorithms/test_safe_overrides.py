@@ -433,3 +433,14 @@ def test_extras_follow_their_rows(path: str) -> None:
 
     fit(Extra(path, optimizer=sgd, kl=None, micro_batch_tokens=60, minibatch_size=16), rewards=[digits_reward])
     assert len(seen) > 6 and all(seen)
+
+
+def test_what_users_log_at_the_start_of_a_batch_is_kept(path: str, tmp_path: Path) -> None:
+    class Logs(GRPOLightningModule):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.log("mine", float(batch_idx))
+
+    trainer = quiet_trainer(callbacks=[WeightSync()], logger=CSVLogger(str(tmp_path)), log_every_n_steps=1)
+    trainer.fit(Logs(path, optimizer=sgd, kl=None), sums_data(rollouts_per_epoch=2))
+    with next(tmp_path.rglob("metrics.csv")).open() as file:
+        assert [float(row["mine"]) for row in csv.DictReader(file) if row["mine"]] == [0.0, 1.0]
