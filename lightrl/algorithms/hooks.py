@@ -63,8 +63,16 @@ def reads_all_rows(callback: Callback) -> bool:
     """Whether a callback may read metrics of every row: unless it is Lightning's, or declares that it doesn't."""
     if isinstance(callback, RLCallback):
         return callback.reads_all_rows
-    known = type(callback).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightrl")
-    return not known and bool(getattr(callback, "reads_all_rows", True))
+    return not _is_known(callback) and bool(getattr(callback, "reads_all_rows", True))
+
+
+def may_move_reference(callback: Callback) -> bool:
+    """Whether a callback may change the reference model: unless it is Lightning's or LightRL's, or declares it."""
+    return bool(getattr(callback, "moves_reference", not _is_known(callback)))
+
+
+def _is_known(callback: Callback) -> bool:
+    return type(callback).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightrl")
 
 
 HOOKS = ("on_rollout_scored", "on_experience_made", "on_policy_updated")

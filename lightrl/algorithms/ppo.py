@@ -36,7 +36,7 @@ from lightrl.algorithms.batches import (
 )
 from lightrl.algorithms.checks import check_arguments, check_trainer
 from lightrl.algorithms.critic import CriticSpec
-from lightrl.algorithms.hooks import RLCallback, reads_all_rows, rl_callbacks
+from lightrl.algorithms.hooks import RLCallback, may_move_reference, reads_all_rows, rl_callbacks
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import (
     LRSchedule,
@@ -992,7 +992,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         critic (the base of a LoRA run, `freeze`d layers), unless they were drawn at random.
         """
         state = super().state_dict(*args, **kwargs)
-        moves = self._reference_moved()
+        moves = self._saves_reference()
         frozen: set[str] = set()
         if not self.actor_spec.random_init:
             named = self.named_parameters(remove_duplicate=False)
@@ -1002,17 +1002,22 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         dropped = ("reward_models.",) if moves else ("reward_models.", "reference.")
         return {name: value for name, value in state.items() if not name.startswith(dropped) and name not in frozen}
 
-    def _reference_moved(self) -> bool:
-        """Whether the reference differs from the model that it was built from. Collective under FSDP2."""
+    def _saves_reference(self) -> bool:
+        """Whether a checkpoint needs the reference: it is no longer the model that it was built from.
+
+        FSDP2 asks for the names before it loads, so there it is saved whenever something may move it.
+        """
         reference: Any = getattr(self, "reference", None)
         if reference is None or self._reference_at_start is None:
             return False
-        moved = fingerprint(reference) != self._reference_at_start
         try:
             sharded = isinstance(self.trainer.strategy, ModelParallelStrategy)
         except RuntimeError:  # built without a trainer
             sharded = False
-        return bool(self.all_max(torch.tensor(float(moved)))) if sharded else moved
+        if not sharded:
+            return fingerprint(reference) != self._reference_at_start
+        own = type(self).__module__.startswith("lightrl.")
+        return not own or any(may_move_reference(callback) for callback in self._callbacks())
 
     def configure_model(self) -> None:
         """Builds and shards the models, and remembers what the reference began as."""

@@ -32,6 +32,7 @@ class ReferenceSync(RLCallback):
         steps and 0.6, counts steps where this counts rollouts.
     """
 
+    moves_reference = True
     reads_old_logprobs = False
     reads_all_rows = False
 
