@@ -21,7 +21,6 @@ __all__ = [
     "above",
     "at_least",
     "bearer_token",
-    "coefficient",
     "fraction",
     "http_url",
     "imported",
@@ -31,23 +30,18 @@ __all__ = [
     "require_model_folder",
     "require_packages",
     "reward_value",
-    "sensible",
     "user_path",
     "whole_number",
 ]
 
 DISTRIBUTION = "lightrl-llm"
 """Name of the package on an index. The name `lightrl` there belongs to another project."""
-MOST_ENTROPY_COEF = 1e3
-"""Largest weight of the entropy, which is about 0.1 to 10 nats per token."""
 
 T = TypeVar("T")
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MAX_REWARD = 1e16
 """Largest size of a reward: the squares of a batch of them, which a standard deviation sums, still fit in float32."""
-MOST_COEF = 1e6
-"""Largest weight of a term of a loss or reward, whose others are about 1e-3 to 10."""
 
 
 def at_least(name: str, value: T, low: float, note: str = "", *, or_none: str | None = None) -> T:
@@ -69,23 +63,6 @@ def at_least(name: str, value: T, low: float, note: str = "", *, or_none: str | 
 def above(name: str, value: T, low: float = 0, note: str = "", *, or_none: str | None = None) -> T:
     """The value if it is above `low`; otherwise as `at_least`."""
     return _checked(name, value, lambda x: x > low, f"above {low:g}{note}", or_none)
-
-
-def coefficient(name: str, value: float, low: float = 0, note: str = "", high: float = MOST_COEF) -> float:
-    """The weight of a term if it is from `low` to `high`, which leaves something of the other terms."""
-    if isinstance(value, int | float) and abs(value) > high:
-        raise ValueError(f"{name}={value:g}: would leave nothing of the other terms; the most is {high:g}.")
-    return at_least(name, value, low, note)
-
-
-def sensible(name: str, value: T, low: float, high: float, note: str) -> T:
-    """The value if it is None, 0, or from `low` to `high` in size, outside of which nobody can mean it.
-
-    For ranges that have no end of their own, behind a check such as `above`: `note` says what other values would do.
-    """
-    if value and not low <= abs(value) <= high:  # type: ignore[arg-type]
-        raise ValueError(f"{name}={value!r}: {note}; give {low:g} to {high:g}.")
-    return value
 
 
 def reward_value(name: str, value: T, *, or_none: str | None = None) -> T:

@@ -12,13 +12,11 @@ import pytest
 from lightrl.arguments import (
     above,
     at_least,
-    coefficient,
     fraction,
     imported,
     instance_of,
     one_of,
     require_packages,
-    sensible,
     whole_number,
 )
 
@@ -31,21 +29,7 @@ MODULE = "tests.environments.plain_program"
     [
         (lambda x: at_least("A.x", x, 1), [1, 2.5], [0, NAN], "A.x={}: must be at least 1."),
         (lambda x: at_least("A.x", x, 1), [1], ["x", None, [1]], "A.x={}: must be at least 1."),
-        (lambda x: coefficient("A.x", x), [1], ["x", None, [1]], "A.x={}: must be at least 0."),
         (lambda x: at_least("A.x", x, 1), [1], [float("inf"), float("-inf")], "A.x={}: must be finite."),
-        (
-            lambda x: sensible("A.x", x, 0.5, 8, "would do nothing"),
-            [None, 0, 0.5, -8],
-            [9.0, -9.0, NAN],
-            "A.x={}: would do nothing; give 0.5 to 8.",
-        ),
-        (
-            lambda x: coefficient("A.x", x),
-            [0, 1e6],
-            [1e7],
-            "A.x=1e+07: would leave nothing of the other terms; the most is 1e+06.",
-        ),
-        (lambda x: coefficient("A.x", x), [1], [-1, NAN], "A.x={}: must be at least 0."),
         (lambda x: above("A.x", x), [1e-9], [0, -1, NAN], "A.x={}: must be above 0."),
         (lambda x: fraction("A.x", x), [0, 0.5, 1], [-0.1, 1.1, NAN], "A.x={}: must be in [0, 1]."),
         (lambda x: fraction("A.x", x, "(0, 1)"), [0.5], [0, 1], "A.x={}: must be in (0, 1)."),
@@ -72,11 +56,7 @@ MODULE = "tests.environments.plain_program"
     ids=[
         "at_least",
         "no_number",
-        "no_coefficient",
         "infinite",
-        "sensible",
-        "coefficient",
-        "negative_coefficient",
         "above",
         "fraction",
         "open_fraction",

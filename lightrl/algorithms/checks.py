@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightrl.arguments import above, coefficient, fraction, whole_number
+from lightrl.arguments import above, at_least, fraction, whole_number
 from lightrl.compat.lightning import is_compiled
 from lightrl.rollout.datamodule import RolloutDataModule
 
@@ -38,9 +38,8 @@ def check_arguments(module: Any) -> None:
     module.advantage.refuse_combination(module.kl, whiten=module.whiten_advantages)
     if module.reward_clip is not None:
         module.advantage.refuse_shaped_rewards(f"reward_clip={module.reward_clip}")
-    coefficient("ptx_coef", module.ptx_coef)
-    coefficient("aux_loss_coef", module.aux_loss_coef)
-    coefficient("entropy_coef", module.entropy_coef, -math.inf)
+    at_least("ptx_coef", module.ptx_coef, 0)
+    at_least("aux_loss_coef", module.aux_loss_coef, 0)
     for name in WHOLE_FROM_ONE:
         whole_number(name, getattr(module, name), 1)
     whole_number("minibatch_size", module.minibatch_size, 1, or_none="(null in YAML) to turn it off")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightrl.arguments import above, at_least, coefficient
+from lightrl.arguments import above, at_least
 from lightrl.models.spec import ModelSpec
 
 
@@ -34,7 +34,7 @@ class CriticSpec:
     def __post_init__(self) -> None:
         if self.shared and self.model is not None:
             raise ValueError("CriticSpec(shared=True, model=...): a shared critic has no model of its own; drop one.")
-        coefficient("CriticSpec.loss_coef", self.loss_coef)
+        at_least("CriticSpec.loss_coef", self.loss_coef, 0)
         at_least("CriticSpec.warmup_rollouts", self.warmup_rollouts, 0)
         above("CriticSpec.lr", self.lr, or_none="(null) for the optimizer's")
         above("CriticSpec.clip", self.clip, or_none="(null) to turn it off")

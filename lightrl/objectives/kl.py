@@ -22,7 +22,7 @@ from abc import ABC
 
 from torch import Tensor
 
-from lightrl.arguments import coefficient, one_of
+from lightrl.arguments import at_least, one_of
 from lightrl.ops.kl import KLEstimator, kl_estimate, ratio_corrected_kl
 
 __all__ = ["KLInLoss", "KLInReward", "KLPenalty"]
@@ -43,7 +43,7 @@ class KLPenalty(ABC):
         self.estimator = one_of(f"{type(self).__name__}.estimator", estimator, "k1", "k2", "k3")
         if isinstance(coef, bool):
             raise ValueError(f"{type(self).__name__}.coef={coef}: a number is needed. Pass flags by name.")
-        self.coef = coefficient(f"{type(self).__name__}.coef", coef)
+        self.coef = at_least(f"{type(self).__name__}.coef", coef, 0)
 
 
 class KLInReward(KLPenalty):

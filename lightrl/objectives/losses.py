@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightrl.arguments import above, at_least, coefficient, fraction
+from lightrl.arguments import above, at_least, fraction
 from lightrl.ops.kl import MAX_LOG_RATIO
 from lightrl.ops.losses import ClippedLoss, clipped_policy_loss
 
@@ -449,7 +449,7 @@ class CPG(PolicyLoss):
         self.eps_low, self.eps_high = _bounds("CPG", eps_low, eps_high)
         if eps_low == 1:
             raise ValueError("CPG(eps_low=1): must be below 1; the lower bound of the log-ratio is log(1 - eps_low).")
-        self.drift_coef = coefficient("CPG.drift_coef", drift_coef)
+        self.drift_coef = at_least("CPG.drift_coef", drift_coef, 0)
         self.drift_clip = above("CPG.drift_clip", drift_clip)
         self.weight_max = at_least("CPG.weight_max", weight_max, 1, or_none="for none")
 
@@ -511,7 +511,7 @@ class DPPO(PolicyLoss):
         self.delta_low = fraction("DPPO.delta_low", delta_low, "(0, 1]", "; it bounds a difference of probabilities")
         self.delta_high = fraction("DPPO.delta_high", delta_high, "(0, 1]", "; it bounds a difference of probabilities")
         self.ratio_max = at_least("DPPO.ratio_max", ratio_max, 1, "; it bounds pi / pi_old")
-        self.penalty_coef = coefficient("DPPO.penalty_coef", penalty_coef)
+        self.penalty_coef = at_least("DPPO.penalty_coef", penalty_coef, 0)
 
     @property
     def zero_advantage_is_zero_loss(self) -> bool:
@@ -553,7 +553,7 @@ class DRO(PolicyLoss):
     engine_use = "unused"
 
     def __init__(self, beta: float = 0.1) -> None:
-        self.beta = coefficient("DRO.beta", above("DRO.beta", beta))
+        self.beta = above("DRO.beta", beta)
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         logprobs, old_logprobs, advantages, mask = given.tokens

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightrl.arguments import above, at_least, fraction, one_of, sensible
+from lightrl.arguments import above, at_least, fraction, one_of
 from lightrl.objectives.advantages import AdvantageEstimator, AdvantageInput, unscored_at_values
 from lightrl.ops.advantages import gae, group_stats, leave_one_out, returns_to_go
 
@@ -120,7 +120,7 @@ class GiGPO(AdvantageEstimator):
         self.gamma = fraction("GiGPO.gamma", gamma)
         self.step_weight = at_least("GiGPO.step_weight", step_weight, 0)
         self.scale = one_of("GiGPO.scale", scale, "group", "none")
-        self.eps = sensible("GiGPO.eps", above("GiGPO.eps", eps), 0, 1e6, "would leave nothing of the advantages")
+        self.eps = above("GiGPO.eps", eps)
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
         """See the class."""
