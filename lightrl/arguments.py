@@ -16,24 +16,6 @@ from types import ModuleType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-__all__ = [
-    "DISTRIBUTION",
-    "above",
-    "at_least",
-    "bearer_token",
-    "fraction",
-    "http_url",
-    "imported",
-    "install_command",
-    "instance_of",
-    "one_of",
-    "require_model_folder",
-    "require_packages",
-    "reward_value",
-    "user_path",
-    "whole_number",
-]
-
 DISTRIBUTION = "lightrl-llm"
 """Name of the package on an index. The name `lightrl` there belongs to another project."""
 

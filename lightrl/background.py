@@ -15,16 +15,6 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
-__all__ = [
-    "BackgroundLoop",
-    "FairLock",
-    "all_of",
-    "die_with_parent",
-    "in_background",
-    "in_thread",
-    "outcome_of",
-]
-
 T = TypeVar("T")
 _Jobs: TypeAlias = "queue.SimpleQueue[Callable[[Any], None]]"
 

@@ -7,17 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "REDACTED",
-    "plain_secrets",
-    "quoted",
-    "redact",
-    "redact_arguments",
-    "redact_text",
-    "remember_secret",
-    "resolve_environment",
-]
-
 REDACTED = "***"
 REFERENCE = re.compile(r"\$\{env:([A-Za-z_]\w*)\}")
 NAME = re.compile(

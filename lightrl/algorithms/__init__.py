@@ -1,8 +1,9 @@
 """LightningModules: PPO and its variants, supervised fine-tuning, reward models."""
 
+from lightrl.algorithms.critic import CriticSpec
 from lightrl.algorithms.distill import DistillLightningModule
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.algorithms.ppo import CriticSpec, PPOLightningModule
+from lightrl.algorithms.ppo import PPOLightningModule
 from lightrl.algorithms.reward import RewardLightningModule
 from lightrl.algorithms.schedule import LRSchedule
 from lightrl.algorithms.sft import SFTLightningModule

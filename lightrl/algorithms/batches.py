@@ -17,21 +17,6 @@ from lightrl.objectives.trajectories import TrajectoryLayout, first_rows
 from lightrl.ops.masking import masked_whiten
 from lightrl.records import Experience, Rollouts, SupervisedBatch
 
-__all__ = [
-    "batched_forward",
-    "checked_loss",
-    "cut_micro_batches",
-    "cut_minibatches",
-    "one_per_token",
-    "policy_forward",
-    "shape_rewards",
-    "shuffled_groups",
-    "turn_anchors",
-    "value_forward",
-    "whiten_and_clip",
-    "widest_layout",
-]
-
 AllReduce = Callable[[Tensor], Tensor]
 Rows = TypeVar("Rows", Experience, SupervisedBatch)
 

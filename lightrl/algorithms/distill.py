@@ -30,8 +30,6 @@ from lightrl.ops.advantages import returns_to_go
 from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts, SupervisedBatch, TopTokens
 from lightrl.rollout.datamodule import RolloutDataModule
 
-__all__ = ["DistillLightningModule"]
-
 LOGPROBS, TOP_IDS, TOP_LOGPROBS = "teacher/logprobs", "teacher/top_ids", "teacher/top_logprobs"
 """Per token: the teacher's log-prob, and a served teacher's top-k tokens and their log-probs, (B, T, K)."""
 NUMBERS, PROMPTS = "teacher/number", "teacher/prompt"

@@ -17,8 +17,6 @@ from lightrl.ops.masking import AllSum
 from lightrl.records import Experience, ModelOutputs, Rollouts
 from lightrl.rollout.collation import asked
 
-__all__ = ["critic_metrics", "eval_metrics", "pass_at_k", "records", "rollout_metrics", "with_std"]
-
 
 def rollout_metrics(rollouts: Rollouts, outputs: ModelOutputs, raw_rewards: Tensor) -> dict[str, Tensor]:
     """Values of a rollout per trajectory and per token; the caller averages them over both and over ranks.

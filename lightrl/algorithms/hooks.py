@@ -9,8 +9,6 @@ from lightning.pytorch import Callback, Trainer
 from lightrl.records import Experience, Rollouts
 from lightrl.rollout.learner import RolloutLearner
 
-__all__ = ["RLCallback", "reads_all_rows", "rl_callbacks"]
-
 
 class RLCallback(Callback):
     """A Lightning callback with three more hooks.

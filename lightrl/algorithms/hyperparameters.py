@@ -18,8 +18,6 @@ from torch import nn
 
 from lightrl.redaction import redact, redact_arguments
 
-__all__ = ["described", "hyperparameters", "versions"]
-
 SUFFIXES = ("_spec", "_factory", "_path", "")
 """Of the attributes that keep an argument; without one may stand what was built from it."""
 KEPT_AS = {"rewards": "scorer", "functions": "names", "reward_models": "reward_model_specs"}

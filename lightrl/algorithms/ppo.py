@@ -71,8 +71,6 @@ from lightrl.records import Advantages, Experience, MicroBatch, ModelOutputs, Ro
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.rollout.learner import RolloutLearner
 
-__all__ = ["CriticSpec", "PPOLightningModule"]
-
 STEP = ("training_step", "micro_batches", "compute_loss", "forward_policy", "policy_loss")
 """Hooks between mini-batches and the gradient."""
 

@@ -32,8 +32,6 @@ from lightrl.models.reward import RewardModel
 from lightrl.models.shards import fill_shards
 from lightrl.models.spec import ModelSpec
 
-__all__ = ["SavesPretrained"]
-
 Module = TypeVar("Module", bound="SavesPretrained")
 
 

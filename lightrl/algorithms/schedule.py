@@ -17,16 +17,6 @@ from lightrl.arguments import at_least, fraction, one_of
 from lightrl.compat.lightning import count_updates
 from lightrl.distributed.strategies import local_shard
 
-__all__ = [
-    "LRSchedule",
-    "NamedSchedule",
-    "make_optimizer",
-    "refuse_factories",
-    "run_position",
-    "set_named_rates",
-    "with_schedule",
-]
-
 UNCOUNTED = (
     "lr_scheduler by name needs to know where the run ends: set trainer.max_epochs or trainer.max_steps, or give a "
     "scheduler class with its number of steps."

@@ -12,17 +12,6 @@ from lightrl.objectives.aggregation import Aggregation, ConstantLength, Sequence
 from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.objectives.losses import CPG, GSPO, PolicyLoss, PPOClip
 
-__all__ = [
-    "CPGDLightningModule",
-    "CriticFreeLightningModule",
-    "DAPOLightningModule",
-    "DrGRPOLightningModule",
-    "GRPOLightningModule",
-    "GSPOLightningModule",
-    "RLOOLightningModule",
-    "ReinforcePlusPlusLightningModule",
-]
-
 
 class CriticFreeLightningModule(PPOLightningModule):
     """What the algorithms below share: no critic, no whitening, one pass over each rollout.

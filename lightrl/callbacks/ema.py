@@ -15,8 +15,6 @@ from lightrl.arguments import fraction
 from lightrl.distributed import strategies
 from lightrl.rollout.datamodule import RolloutDataModule
 
-__all__ = ["EMA"]
-
 
 class EMA(Callback):
     """Keeps an exponential moving average of the actor's trained weights: `w = decay * w + (1 - decay) * policy`.

@@ -10,8 +10,6 @@ from lightrl.algorithms.hooks import RLCallback
 from lightrl.arguments import above
 from lightrl.ops.entropy import adaptive_entropy_coef
 
-__all__ = ["AdaptiveEntropy"]
-
 
 class AdaptiveEntropy(RLCallback):
     """Keeps the policy's entropy from falling below a target by moving the weight of the entropy bonus.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-__all__ = ["EvaluateFirst"]
-
 
 class EvaluateFirst(Callback):
     """Evaluates once before training, on all evaluation prompts, and logs `eval/*` at step -1.

@@ -13,8 +13,6 @@ from lightrl.algorithms.hooks import RLCallback
 from lightrl.arguments import above, at_least, one_of
 from lightrl.records import Experience, Rollouts
 
-__all__ = ["FidelityGate"]
-
 log = logging.getLogger(__name__)
 
 BOUNDS = {"float64": 1e-3, "float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}

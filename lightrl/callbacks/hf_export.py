@@ -15,8 +15,6 @@ from lightrl.arguments import at_least
 from lightrl.callbacks.ema import EMA
 from lightrl.callbacks.run_folder import run_folder
 
-__all__ = ["HFExport"]
-
 
 class HFExport(Callback):
     """Exports the policy with its tokenizer as a folder that transformers and vLLM load, LoRA merged.

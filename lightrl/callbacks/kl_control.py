@@ -9,8 +9,6 @@ from lightning.pytorch import Trainer
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.arguments import above, at_least
 
-__all__ = ["AdaptiveKL", "LinearKL"]
-
 
 class _KLControl(RLCallback):
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:

@@ -11,8 +11,6 @@ from lightrl.environments.canary import check_trajectories
 from lightrl.records import SamplingParams, Trajectory
 from lightrl.rollout.sync import TrajectoryCheck
 
-__all__ = ["LedgerCanary", "LedgerMismatchError"]
-
 
 class LedgerMismatchError(RuntimeError):
     """A row that would be trained on is not what the engine sampled."""

@@ -16,8 +16,6 @@ from lightrl.callbacks.offload_optimizer import on_host
 from lightrl.records import Experience
 from lightrl.rollout.datamodule import RolloutDataModule
 
-__all__ = ["OffloadModels"]
-
 Role = Literal["reference", "critic", "reward_models", "teachers"]
 ROLES: tuple[Role, ...] = ("reference", "critic", "reward_models", "teachers")
 

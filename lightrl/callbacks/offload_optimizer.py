@@ -9,8 +9,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 
-__all__ = ["OffloadOptimizer", "on_host"]
-
 
 def on_host(value: torch.Tensor) -> torch.Tensor:
     """A copy in host memory; of CUDA in page-locked memory while there is some, which halves the time of either way."""

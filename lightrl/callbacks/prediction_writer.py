@@ -15,8 +15,6 @@ from lightrl.callbacks.run_folder import run_folder
 from lightrl.checkpoints.files import append_lines, atomic_write
 from lightrl.objectives.trajectories import first_rows
 
-__all__ = ["PredictionWriter"]
-
 SUFFIXES = (".jsonl", ".parquet")
 
 

@@ -11,8 +11,6 @@ from lightrl.algorithms.hooks import RLCallback
 from lightrl.arguments import at_least, fraction
 from lightrl.distributed import strategies
 
-__all__ = ["ReferenceSync"]
-
 
 class ReferenceSync(RLCallback):
     """Moves the reference of the KL term towards the policy: `ref = alpha * policy + (1 - alpha) * ref`.

@@ -12,8 +12,6 @@ from lightrl.arguments import above
 from lightrl.objectives.trajectories import first_rows
 from lightrl.records import Rollouts
 
-__all__ = ["RewardNormalization"]
-
 
 class RewardNormalization(RLCallback):
     """Divides rewards by their running standard deviation, and shifts them by their running mean if asked.

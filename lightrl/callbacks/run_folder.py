@@ -7,8 +7,6 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-__all__ = ["run_folder"]
-
 
 def run_folder(trainer: Trainer) -> Path:
     """Where what a run writes goes: beside its checkpoints. Collective, and the same on every rank.

@@ -30,8 +30,6 @@ from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, trajec
 from lightrl.records import Experience, Rollouts
 from lightrl.rollout.collation import asked
 
-__all__ = ["SampleLog"]
-
 WIDTH_WITHOUT_TERMINAL = 120
 THUMBNAILS = "thumbnails"
 COLUMNS = ("prompt", "completion", "reward", "advantage", "num_tokens")

@@ -24,8 +24,6 @@ from lightrl.records import Experience, Media, Rollouts
 from lightrl.rollout.collation import asked
 from lightrl.rollout.datamodule import RolloutDataModule
 
-__all__ = ["SaveRollouts", "load_rollouts", "trajectory_records"]
-
 TENSORS = (
     *("token_ids", "attention_mask", "response_mask", "group_ids", "trajectory_ids", "turn_ids"),
     *("engine_logprobs", "old_logprobs", "ref_logprobs"),

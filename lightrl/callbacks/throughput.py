@@ -11,8 +11,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-__all__ = ["Throughput"]
-
 IN_PROGRESS_BAR = {"reward/mean": "reward", "kl/ref": "kl"}
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from lightrl.records import Media
 
-__all__ = ["contact_sheet", "describe", "fingerprint", "save_thumbnail"]
-
 TILE, GAP, PER_LINE, MAX_TILES, FRAMES = 128, 4, 4, 12, 4
 
 

@@ -12,8 +12,6 @@ import yaml
 from lightrl.arguments import user_path
 from lightrl.redaction import plain_secrets, remember_secret
 
-__all__ = ["SHIPPED", "expand_configs", "read_yaml", "recipes", "shipped_configs"]
-
 PREFIX = "lightrl:"
 _PACKAGE = Path(__file__).parent.parent
 SHIPPED = next(folder for folder in (_PACKAGE / "_configs", _PACKAGE.parent / "configs") if folder.is_dir())

@@ -7,8 +7,6 @@ import os
 import sys
 import warnings
 
-__all__ = ["quiet"]
-
 DEPENDENCIES = r"(datasets|deepspeed|jsonargparse|lightning|peft|tensorboard|torch|torchmetrics|transformers|vllm)\b"
 LOGGERS = {
     "lightning.pytorch.utilities.rank_zero": ("💡 Tip", "TPU available"),

@@ -16,8 +16,6 @@ from lightrl.arguments import DISTRIBUTION, install_command
 from lightrl.cli.config_files import expand_configs
 from lightrl.redaction import redact_text
 
-__all__ = ["diagnose", "doctor"]
-
 Finding = tuple[Literal["ok", "note", "problem"], str]
 
 GIB = float(1 << 30)

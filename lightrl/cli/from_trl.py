@@ -14,8 +14,6 @@ from lightrl.checkpoints.files import atomic_write
 from lightrl.cli.config_files import read_yaml
 from lightrl.redaction import plain_secrets, redact
 
-__all__ = ["convert_trl", "from_trl"]
-
 REWARDS: dict[str, Any] = {
     "accuracy_reward": {"class_path": "MathVerify", "init_args": {"column": "solution"}},
     "think_format_reward": {

@@ -46,8 +46,6 @@ from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.losses import PolicyLoss
 from lightrl.redaction import plain_secrets, redact, redact_arguments, remember_secret, resolve_environment
 
-__all__ = ["LightRLCLI"]
-
 for name in lightrl.engines.__all__:  # engines are imported when they are asked for
     getattr(lightrl.engines, name)
 EVALUATIONS = ("validate", "test", "predict")

@@ -20,8 +20,6 @@ from lightrl.checkpoints.lock import LOCK, FolderLock
 from lightrl.cli import STEP_OF
 from lightrl.cli.config_files import SHIPPED
 
-__all__ = ["TASKS", "init", "quickstart"]
-
 TEMPLATES = Path(__file__).parent.parent / "templates"
 STEPS = ("1/3 supervised warm start", "2/3 PPO", "3/3 report")
 """Of the quickstart."""

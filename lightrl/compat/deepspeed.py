@@ -12,18 +12,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = [
-    "FlatPart",
-    "begin_backward",
-    "discard_reduced_gradients",
-    "flat_groups",
-    "flat_part",
-    "gathered",
-    "is_partitioned",
-    "local_part",
-    "whole_parameters",
-]
-
 
 @contextmanager
 def whole_parameters() -> Iterator[None]:

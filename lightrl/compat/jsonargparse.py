@@ -8,8 +8,6 @@ from jsonargparse.typing import _LazyInitBaseClass
 
 from lightrl.arguments import instance_of
 
-__all__ = ["deferred", "keep_lists", "realized", "start_from_own_defaults"]
-
 T = TypeVar("T")
 
 

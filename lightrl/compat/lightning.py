@@ -17,30 +17,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-__all__ = [
-    "SavingCheckpoint",
-    "YamlCLI",
-    "accumulates",
-    "begin_evaluation",
-    "begin_table",
-    "choose_last",
-    "count_updates",
-    "ended_in_batch",
-    "evaluation_follows",
-    "evaluation_pending",
-    "evaluations_come",
-    "flush_step_metrics",
-    "is_compiled",
-    "load_distributed_checkpoint",
-    "load_module_state",
-    "logged_names",
-    "run_seed",
-    "set_data_parallel_size",
-    "set_logged_step",
-    "tensor_parallel_size",
-    "writes_parts",
-]
-
 
 def run_seed() -> int:
     """What `seed_everything` was given; 0 where it was not called."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["ServerError", "make_client"]
-
 PRIVATE = {
     "openenv.core:GenericEnvClient._send": "sends a message",
     "openenv.core:GenericEnvClient._receive": "receives the answer, of which its caller drops the details of errors",

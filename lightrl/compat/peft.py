@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-__all__ = ["ADAPTER", "REFERENCE", "LoraParts", "adapter_layers", "dequantized", "is_linear", "lora_parts"]
-
 ADAPTER = "default"
 """Name of the adapter that is trained."""
 

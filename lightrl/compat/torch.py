@@ -12,22 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "FLEX_BLOCK",
-    "MOST_GRAPHS",
-    "fake_tensors",
-    "flash_attention",
-    "flash_attention_backward",
-    "flex_attention",
-    "flex_block_mask",
-    "has_triton",
-    "page_lock",
-    "persistent_buffers",
-    "softmax_backward",
-    "storage_key",
-    "varlen_attention",
-]
-
 FLEX_BLOCK = 128  # tokens of FlexAttention's blocks
 _PORTABLE = 1  # cudaHostRegisterPortable: for every GPU of this process
 MOST_GRAPHS = 64  # of FlexAttention: by dtype, heads, head size, gradient, autocast

@@ -22,19 +22,6 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, renam
 from transformers.integrations import moe
 from transformers.utils import cached_file
 
-__all__ = [
-    "as_saved",
-    "attention_implementation",
-    "block_class_names",
-    "cached_path",
-    "experts_of_any_dtype",
-    "has_recurrent_state",
-    "model_class",
-    "router_modules",
-    "supports_sdpa",
-    "with_from_config",
-]
-
 
 def attention_implementation(config: Any) -> str:
     """Name of the attention function that models of this configuration call."""

@@ -12,8 +12,6 @@ from typing import Any
 
 from uvicorn import Server
 
-__all__ = ["cut", "serve"]
-
 
 async def serve(server: Server, listener: socket.socket) -> None:
     """Serves on a socket until `should_exit`; whatever ends it, no connection stays open."""

@@ -31,18 +31,6 @@ from torch import Tensor
 
 from lightrl.compat.torch import page_lock
 
-__all__ = [
-    "POLL_SECONDS",
-    "PRIVATE",
-    "TRAINER_PID",
-    "LostEngineError",
-    "VLLMAdapter",
-    "isolated_rng",
-    "map_shared",
-    "shared_path",
-    "transfer_group",
-]
-
 PRIVATE = {
     "vllm.v1.engine.llm_engine:LLMEngine.add_request": "requests of our own ids join while others run",
     "vllm.v1.engine.llm_engine:LLMEngine.step": "groups come out as they finish",

@@ -9,8 +9,6 @@ from typing import Any
 
 from lightrl.arguments import install_command
 
-__all__ = ["reasoning_parser", "tool_parser"]
-
 PRIVATE = {
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "what its tool parsers are given",
     "vllm.tool_parsers:ToolParserManager": "its tool parsers by name",

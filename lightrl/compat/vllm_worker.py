@@ -27,8 +27,6 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from lightrl.compat.vllm import TRAINER_PID, map_shared
 
-__all__ = ["PRIVATE", "BucketEntry", "FireProcessor", "WorkerExtension"]
-
 PRIVATE = {
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod._setup_kernel": (
         "replaced on CPUs: a reload does not pack experts"

@@ -9,8 +9,6 @@ from datasets import Dataset
 
 from lightrl.arguments import one_of
 
-__all__ = ["ArithmeticRows"]
-
 
 class ArithmeticRows:
     """Rows of `a + b`, for `rows` of a `PromptSource` or an `SFTSource`.

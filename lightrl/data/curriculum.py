@@ -21,8 +21,6 @@ from lightrl.arguments import at_least, fraction
 from lightrl.data.prompts import OpenSource, PromptSet, PromptSource, Reading, open_source
 from lightrl.records import Prompts
 
-__all__ = ["CurriculumSet", "PromptCurriculum"]
-
 
 @dataclass
 class PromptCurriculum:

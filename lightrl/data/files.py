@@ -18,8 +18,6 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-__all__ = ["BUILDERS", "file_rows", "is_csv", "nth_line", "one_line", "require_readable", "suffix_of"]
-
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 """Suffix of a file -> how `datasets` calls its kind."""
 

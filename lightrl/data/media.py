@@ -22,8 +22,6 @@ from lightrl.data.rows import RowError, RowSource, entered
 from lightrl.records import Media
 from lightrl.rewards.media import open_image
 
-__all__ = ["COLUMNS", "Grid", "MediaError", "MediaSource", "Optioned", "decode", "options_of", "require_present"]
-
 COLUMNS = {
     "image": "image",
     "images": "image",

@@ -23,8 +23,6 @@ from lightrl.models.loading import positions_of, require_vocabulary
 from lightrl.models.turns import text_ids
 from lightrl.ops.padding import pad_rows
 
-__all__ = ["PreferenceDataModule", "PreferenceLoader", "PreferencePair", "PreferenceSource"]
-
 MAX_MARGIN = 1e6
 """Scores are a few units apart."""
 

@@ -42,19 +42,6 @@ from lightrl.models.turns import begins_with_bos
 from lightrl.models.video import video_timing
 from lightrl.records import ImageInputs, Media
 
-__all__ = [
-    "ConversationSource",
-    "Encoded",
-    "MediaProcessor",
-    "arranged",
-    "columns_with_media",
-    "encode_prompt",
-    "load_processor",
-    "require_read",
-    "row_variables",
-    "shown",
-]
-
 VARIABLES = ("template_kwargs", "chat_template_kwargs")
 """Columns of a row's own variables of the chat template; the later one wins."""
 

@@ -39,8 +39,6 @@ from lightrl.data.templates import encode, require_text, require_unrendered
 from lightrl.models.media_tokens import TOKEN_INPUT
 from lightrl.records import Media, Prompts
 
-__all__ = ["PromptMixture", "PromptSet", "PromptSource", "prompt_source", "rendered_like"]
-
 MIX_BLOCK = 1000
 SHUFFLE_BUFFER = 10_000
 SLACK = 64

@@ -29,8 +29,6 @@ from lightrl.arguments import at_least, one_of, user_path
 from lightrl.data.files import BUILDERS, PROGRESS_SECONDS, nth_line, one_line, require_readable, suffix_of
 from lightrl.data.tables import VERSION, FileTables, columns_of
 
-__all__ = ["RowError", "RowSource", "entered", "plain_rows", "require_columns", "shuffled_order"]
-
 # As the command line reads them: text is tried first, else "007" in quotes would become a number.
 Text = str | Any
 Row = dict[str, str | list[dict[str, Text]] | list[Text] | dict[str, Text] | Any]

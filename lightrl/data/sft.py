@@ -32,9 +32,6 @@ from lightrl.models.loading import positions_of, require_vocabulary
 from lightrl.models.turns import end_of_turn, ended_turn
 from lightrl.ops.padding import pad_rows
 
-__all__ = ["Piece", "Row", "SFTDataModule", "SFTLoader", "SFTRows", "SFTSource", "check_positions"]
-
-
 Row = tuple[list[int], list[int]] | tuple[list[int], list[int], list[bool]]
 """Prompt tokens and completion tokens; which of the latter are trained if they are not all."""
 

@@ -21,8 +21,6 @@ from datasets.features.features import register_feature
 
 from lightrl.data.files import file_rows, is_csv
 
-__all__ = ["FileTables", "columns_of"]
-
 VERSION = "1"
 """Part of the cache's name: with another one all files are read anew."""
 

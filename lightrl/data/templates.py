@@ -30,23 +30,6 @@ from lightrl.data.files import one_line
 from lightrl.models.spec import read_chat_template
 from lightrl.models.turns import text_ids
 
-__all__ = [
-    "ChatTemplate",
-    "apply_template",
-    "as_messages",
-    "as_tools",
-    "call_texts",
-    "conversation",
-    "encode",
-    "load_tokenizer",
-    "render_prompt",
-    "require_text",
-    "require_unrendered",
-    "shows_call",
-    "special_tokens",
-    "why_not_there",
-]
-
 ChatTemplate = bool | Literal["auto"]
 """True: always; False: never; "auto": where the tokenizer has a template."""
 

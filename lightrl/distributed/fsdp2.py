@@ -31,8 +31,6 @@ from lightrl.checkpoints.reading import (
 from lightrl.compat.deepspeed import flat_groups, flat_part, gathered, is_partitioned
 from lightrl.compat.lightning import load_module_state, set_data_parallel_size, writes_parts
 
-__all__ = ["FSDP2Strategy", "ZeROStrategy"]
-
 
 class FSDP2Strategy(ModelParallelStrategy):
     """Shards every model over all ranks with `fully_shard`, each transformer block a unit of its own.

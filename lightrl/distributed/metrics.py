@@ -9,8 +9,6 @@ from torch import Tensor
 
 from lightrl.distributed.strategies import gather_objects
 
-__all__ = ["MetricSums"]
-
 
 class MetricSums:
     """Collects metrics as sums and counts, so that their mean does not depend on how a batch was cut.

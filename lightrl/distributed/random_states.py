@@ -11,8 +11,6 @@ import torch
 
 from lightrl.distributed import strategies
 
-__all__ = ["collect", "derived_seed", "restore"]
-
 
 def derived_seed(*numbers: int) -> int:
     """A 56-bit seed that depends on all of some numbers."""

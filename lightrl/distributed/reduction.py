@@ -9,8 +9,6 @@ from torch import Tensor
 from lightrl.distributed import strategies
 from lightrl.distributed.metrics import MetricSums
 
-__all__ = ["Reduction"]
-
 
 class Reduction:
     """Over all ranks. Every method is collective.

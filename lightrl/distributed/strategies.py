@@ -21,34 +21,6 @@ from torch import Tensor, nn
 from lightrl.compat.deepspeed import begin_backward, discard_reduced_gradients, gathered, is_partitioned, local_part
 from lightrl.compat.lightning import tensor_parallel_size
 
-__all__ = [
-    "after_step",
-    "all_max",
-    "all_sum",
-    "backward_scope",
-    "blend_parameter",
-    "clip_gradients",
-    "context_group",
-    "discard_gradients",
-    "frozen_group",
-    "gather_objects",
-    "gather_parameter",
-    "has_process_group",
-    "is_sharded",
-    "keep_zero3_config",
-    "loads_in_shards",
-    "local_shard",
-    "loss_scaler",
-    "lower_scale",
-    "optimizer_window",
-    "refuse_crowd",
-    "refuse_unsupported",
-    "set_gradient_clipping",
-    "shard_device",
-    "shard_model",
-    "shards_parameters",
-]
-
 
 def refuse_unsupported(strategy: Strategy, precision: str = "32-true") -> None:
     """Refuses, before a model is loaded, what would train wrongly.

@@ -11,17 +11,6 @@ from torch import Tensor
 
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
 
-__all__ = [
-    "TOLERANCE",
-    "Engine",
-    "EngineDiedError",
-    "EngineRestartedError",
-    "GenerationCancelledError",
-    "RequestQueue",
-    "StaleWeightsError",
-]
-
-
 TOLERANCE = {"float32": 5e-4, "float16": 0.05, "bfloat16": 0.15}
 """dtype -> largest mean difference of log-probs, in nats per token, that rounding explains between equal weights."""
 

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-__all__ = ["Environment", "EnvironmentFailedError", "Message", "Reply", "Step", "ToolCall", "Tools"]
-
 Message = dict[str, Any]
 """A message as chat templates take it: role, content, and by role `tool_calls`, `name`, `tool_call_id`."""
 Tools = Sequence[dict[str, Any]]

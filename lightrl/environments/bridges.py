@@ -14,8 +14,6 @@ from lightrl.arguments import install_command
 from lightrl.environments.base import Message, Tools
 from lightrl.records import ImageInputs
 
-__all__ = ["Bridge", "ImageProcessor", "RendererBridge", "SampledTurn", "TemplateBridge", "Tokens", "make_renderer"]
-
 MARK = "\U000f0e4c"
 """Stands inside literal special-token text while it is rendered, so that it is not read as the token. Private use."""
 SHORT, LONG = "Qa1", "Zb2 Zb3 " * 7 + "Zb4"

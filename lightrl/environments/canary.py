@@ -9,8 +9,6 @@ from typing import Any
 from lightrl.engines.base import Engine
 from lightrl.records import Trajectory
 
-__all__ = ["LedgerMismatch", "check_trajectories"]
-
 
 @dataclass
 class LedgerMismatch:

@@ -19,8 +19,6 @@ from lightrl.records import (
     TrajectoryRow,
 )
 
-__all__ = ["Ask", "Episode", "SingleTurn", "Task", "one_turn", "request_seed"]
-
 Ask: TypeAlias = Callable[[GenerationRequest], Awaitable[CompletionGroup]]
 """Has the engine complete a request. Cancelling the awaited call (a time limit) cancels the request."""
 

@@ -12,8 +12,6 @@ from lightrl.environments.base import Message, Tools
 from lightrl.environments.bridges import Bridge, SampledTurn, Tokens
 from lightrl.records import Completion, GenerationRequest, ImageInputs, Media, Routes, Support, TrajectoryRow
 
-__all__ = ["Ledger"]
-
 
 class Ledger:
     """Records one conversation of a trajectory: `begin`, then `sampled` and `answer` alternating.

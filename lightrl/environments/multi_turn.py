@@ -23,9 +23,6 @@ from lightrl.environments.parsing import ReplyParser, choose_parser
 from lightrl.records import SamplingParams, Trajectory
 from lightrl.rewards.calls import copied
 
-__all__ = ["Attempt", "MultiTurn"]
-
-
 _PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "Qd5"}}, "required": ["x"]}
 EXAMPLE_TOOLS: Tools = [
     {"type": "function", "function": {"name": "Qt7", "description": "Qd7", "parameters": _PARAMETERS}},

@@ -14,8 +14,6 @@ from lightrl.environments.base import Reply, ToolCall, Tools
 from lightrl.environments.bridges import Bridge
 from lightrl.records import Completion
 
-__all__ = ["PlainParser", "RendererParser", "ReplyParser", "VLLMParser", "choose_parser"]
-
 MAX_DEPTH = 100
 """Most lists and objects inside of one another in a call's arguments: chat templates and logs recurse over them."""
 

@@ -28,8 +28,6 @@ from lightrl.environments.parsing import ReplyParser
 from lightrl.records import GenerationRequest, StopReason, Trajectory, TrajectoryRow
 from lightrl.rewards.calls import message_of, users_lines
 
-__all__ = ["EnvironmentEpisode"]
-
 
 class EnvironmentEpisode(MultiTurn):
     """Plays each attempt in an environment of its own.

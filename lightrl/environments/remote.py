@@ -15,8 +15,6 @@ from lightrl.environments.base import Environment, EnvironmentFailedError, Messa
 from lightrl.environments.tool_arguments import check_by_schema, place
 from lightrl.environments.tools import ToolEnvironment, first_messages
 
-__all__ = ["MCPEnvironment", "OpenEnvironment"]
-
 INVALID_PARAMS = -32602  # of JSON-RPC: the call does not fit the tool, which is the policy's doing
 
 

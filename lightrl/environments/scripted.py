@@ -15,8 +15,6 @@ from lightrl.environments import Environment, EnvironmentEpisode, Task
 from lightrl.models.turns import end_of_turn
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams, Trajectory
 
-__all__ = ["EnvironmentCheck", "Played", "play"]
-
 PLAIN = "I do not know."
 MOST_TURNS = 1 << 20
 EXAMPLES = {"string": "a", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}

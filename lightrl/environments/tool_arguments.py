@@ -11,8 +11,6 @@ from typing import Any, TypeAlias, get_type_hints
 
 from lightrl.arguments import require_packages
 
-__all__ = ["Check", "check_by_hints", "check_by_schema", "place", "tool_schema"]
-
 Check: TypeAlias = Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
 """From a call's arguments to those that the tool takes, and what is wrong with them in words for the policy."""
 

@@ -15,8 +15,6 @@ from lightrl.environments.base import Environment, EnvironmentFailedError, Messa
 from lightrl.environments.calling import UserCode
 from lightrl.environments.tool_arguments import Check, check_by_hints, tool_schema
 
-__all__ = ["ToolEnvironment", "first_messages"]
-
 NOT_TOOLS = {"reset", "get_reward", "close"}
 
 

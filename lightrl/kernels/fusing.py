@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from lightrl.kernels.cpu import fused
 from lightrl.kernels.cuda import liger
 
-__all__ = ["KERNELS", "Kernels", "fuse"]
-
 
 @dataclass(frozen=True)
 class Kernels:

@@ -22,24 +22,6 @@ from lightrl.ops.advantages import (
 )
 from lightrl.ops.masking import AllSum, identity, masked_moments, masked_sum, masked_whiten
 
-__all__ = [
-    "GAE",
-    "GDPO",
-    "OPO",
-    "RLOO",
-    "AdvantageEstimator",
-    "AdvantageInput",
-    "GroupRelative",
-    "MaxRL",
-    "PassAtK",
-    "Reinforce",
-    "ReinforcePlusPlus",
-    "ReinforcePlusPlusBaseline",
-    "SequenceEstimator",
-    "unscored_at_values",
-]
-
-
 Credit = Literal["total", "parts", "turns"]
 
 

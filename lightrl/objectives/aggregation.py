@@ -21,8 +21,6 @@ from torch import Tensor
 
 from lightrl.arguments import above
 
-__all__ = ["Aggregation", "ConstantLength", "SequenceMean", "SequenceSum", "TokenMean"]
-
 
 class Aggregation(ABC):
     """Weights for token losses, and the count their weighted sum is divided by."""

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from lightrl.arguments import fraction
 
-__all__ = ["Divergence", "ForwardKL", "JensenShannon", "ReverseKL"]
-
 
 class Divergence(ABC):
     """A divergence between two distributions over the same words."""

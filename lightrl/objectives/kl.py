@@ -25,8 +25,6 @@ from torch import Tensor
 from lightrl.arguments import at_least, one_of
 from lightrl.ops.kl import KLEstimator, kl_estimate, ratio_corrected_kl
 
-__all__ = ["KLInLoss", "KLInReward", "KLPenalty"]
-
 
 class KLPenalty(ABC):
     """Base of the placements.

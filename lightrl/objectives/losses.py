@@ -33,20 +33,6 @@ from lightrl.arguments import above, at_least, fraction
 from lightrl.ops.kl import MAX_LOG_RATIO
 from lightrl.ops.losses import ClippedLoss, clipped_policy_loss
 
-__all__ = [
-    "CISPO",
-    "CPG",
-    "DPPO",
-    "DRO",
-    "GMPO",
-    "GSPO",
-    "SAPO",
-    "LossInput",
-    "PPOClip",
-    "PolicyLoss",
-    "RLOOSequence",
-]
-
 Metrics = dict[str, Tensor]
 
 MAX_EXPONENT = 80.0

@@ -16,15 +16,6 @@ from lightrl.arguments import above, at_least, fraction, one_of
 from lightrl.objectives.losses import EngineUse, LossInput, Metrics, PolicyLoss, ratio_metrics, sequence_mean
 from lightrl.ops.kl import MAX_LOG_RATIO
 
-__all__ = [
-    "VESPO",
-    "EngineRatio",
-    "GeometricEngineMask",
-    "OffPolicyCorrection",
-    "OffPolicySequenceMask",
-    "WeightedLoss",
-]
-
 
 class WeightedLoss(PolicyLoss):
     """Another loss, each token weighted by how far off-policy it is; a weight of 0 leaves it out.

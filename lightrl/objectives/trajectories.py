@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["TrajectoryLayout", "first_rows", "last_rows", "trajectory_lengths"]
-
 
 def first_rows(trajectory_ids: Tensor) -> Tensor:
     """Numbers of the rows with which the trajectories of (B,) `trajectory_ids` begin, ascending."""

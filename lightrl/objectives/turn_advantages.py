@@ -11,8 +11,6 @@ from lightrl.arguments import above, at_least, fraction, one_of
 from lightrl.objectives.advantages import AdvantageEstimator, AdvantageInput, unscored_at_values
 from lightrl.ops.advantages import gae, group_stats, leave_one_out, returns_to_go
 
-__all__ = ["GiGPO", "TurnGAE", "TurnReturns", "Turns"]
-
 
 class TurnReturns(AdvantageEstimator):
     """Return from each turn on, minus the mean of the group's other attempts at that turn, on the turn's tokens.

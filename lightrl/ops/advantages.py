@@ -11,19 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "GroupStats",
-    "gae",
-    "group_centered",
-    "group_stats",
-    "leave_one_out",
-    "optimal_baseline",
-    "pass_at_k",
-    "returns_to_go",
-    "spread",
-]
-
-
 ROUNDING = 4 * torch.finfo(torch.float32).eps
 """Differences between scores up to this fraction of the largest score of their group are rounding, not spread."""
 SMALLEST_SCALE = 1e-6

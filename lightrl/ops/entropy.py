@@ -9,8 +9,6 @@ from torch import Tensor
 
 from lightrl.ops.masking import AllSum, identity
 
-__all__ = ["adaptive_entropy_coef", "kth_largest", "top_entropy_mask"]
-
 
 def top_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float, *, all_sum: AllSum = identity) -> Tensor:
     """The tokens of highest entropy: the top `ceil(fraction * N)` of all N tokens of all ranks, and ties with the last.

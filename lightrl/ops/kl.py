@@ -25,8 +25,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["KLEstimator", "importance_ratio", "kl_estimate", "ratio_corrected_kl"]
-
 KLEstimator = Literal["k1", "k2", "k3"]
 
 MAX_LOG_RATIO = 20.0

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from lightrl.ops.masking import AllSum, identity, masked_moments
 
-__all__ = ["ClippedLoss", "clipped_policy_loss", "clipped_value_loss", "explained_variance"]
-
 
 class ClippedLoss(NamedTuple):
     """A clipped loss and where its clips are active, that is, where they take the gradient away. All (B, T).

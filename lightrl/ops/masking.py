@@ -11,8 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["AllSum", "identity", "masked_moments", "masked_sum", "masked_whiten"]
-
 AllSum = Callable[[Tensor], Tensor]
 """Sum of a tensor over ranks, on every rank; the identity on one process."""
 

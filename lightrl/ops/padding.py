@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["pad_rows"]
-
 
 def pad_rows(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> Tensor:
     """Right-pads rows of unequal length to a (B, T) tensor, T being that of the longest.

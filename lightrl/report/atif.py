@@ -12,8 +12,6 @@ from typing import Any
 from lightrl.checkpoints.files import atomic_write
 from lightrl.report.read import is_file_inside
 
-__all__ = ["BROKEN", "write_atif"]
-
 BROKEN = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
 """What reading a record raises that somebody else, or half a disk, wrote."""
 

@@ -8,8 +8,6 @@ from lightrl.arguments import at_least
 from lightrl.cli import run
 from lightrl.cli.config_files import expand_configs
 
-__all__ = ["check_env"]
-
 
 def check_env(config: str, rows: int = 2, replies: list[str] | None = None, seed: int = 0) -> None:
     """Plays the environment of a configuration with scripted replies and no model. Exit status 1 where it is wrong.

@@ -13,8 +13,6 @@ from lightrl.report.assets import asset
 from lightrl.report.plots import Image, running_mean, smoothing
 from lightrl.report.read import Run, Series
 
-__all__ = ["render_comparison", "render_page"]
-
 # (metric, label, unit, which value is the best one, or None where neither direction is)
 SUMMARY = (
     ("eval/pass@1", "Evaluation: pass@1", "", max),

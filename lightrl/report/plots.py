@@ -15,8 +15,6 @@ from matplotlib.ticker import MaxNLocator
 
 from lightrl.report.read import Run, Series
 
-__all__ = ["Image", "draw_comparison", "draw_panels"]
-
 SIZE, DPI = (6.0, 3.4), 130
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from lightrl.cli.config_files import read_yaml
 
-__all__ = ["Run", "Series", "read_run", "runs_below"]
-
 Series = dict[int, float]
 """Step, as in the loggers (0 is the first rollout, -1 before it), -> value. Sorted by step."""
 

@@ -20,8 +20,6 @@ from lightrl.report.atif import BROKEN, write_atif
 from lightrl.report.read import is_file_inside, require_inside, tell
 from lightrl.rewards.media import open_image
 
-__all__ = ["view"]
-
 OF_TOKENS = ("advantages", "engine_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "values", "entropy")
 THUMBNAIL = 384
 

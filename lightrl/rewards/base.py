@@ -8,17 +8,6 @@ from typing import Any, TypeAlias, Union
 
 from lightrl.arguments import imported
 
-__all__ = [
-    "Reward",
-    "RewardError",
-    "RewardFn",
-    "RewardSpec",
-    "RewardValues",
-    "extracted_answer",
-    "load_reward",
-    "reward_name",
-]
-
 RewardValues: TypeAlias = Sequence[float | None]
 """One value per completion: a finite number, or None where the function does not apply."""
 

@@ -18,8 +18,6 @@ from lightrl.background import BackgroundLoop, in_thread, outcome_of
 from lightrl.rewards.base import RewardError, RewardFn
 from lightrl.rewards.media import MEDIA
 
-__all__ = ["CallFailed", "CallLog", "RewardFunction", "check_values", "mean", "message_of", "users_lines"]
-
 ONLY_BY_NAME = (*MEDIA, "training_progress")
 """Not among what `**columns` takes."""
 _SHOWN_FRAMES = 8

@@ -16,8 +16,6 @@ from lightrl.arguments import above, at_least, bearer_token, http_url, one_of
 from lightrl.redaction import quoted, redact_text, remember_secret
 from lightrl.rewards.base import Reward, RewardError
 
-__all__ = ["RetryingReward"]
-
 MOST_ANSWER_BYTES = 64 * 1024 * 1024
 """Of one answer, which is read as a whole."""
 log = logging.getLogger(__name__)

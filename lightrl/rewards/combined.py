@@ -11,8 +11,6 @@ from typing import Any
 from lightrl.rewards.base import Reward, RewardSpec, RewardValues, extracted_answer, load_reward, reward_name
 from lightrl.rewards.calls import ONLY_BY_NAME, RewardFunction
 
-__all__ = ["CombinedReward"]
-
 RULES: dict[str, Callable[[list[float]], float]] = {"product": math.prod, "min": min, "max": max}
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Literal, TypeAlias
 
-__all__ = ["EXTRACTORS", "Extract", "extract_boxed", "extract_gsm8k", "extract_number", "to_number"]
-
 Extract: TypeAlias = Literal["text", "gsm8k", "boxed", "number"]
 _NUMBER = r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _GSM8K = re.compile(rf"####\s*({_NUMBER})")

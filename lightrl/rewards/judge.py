@@ -15,8 +15,6 @@ from lightrl.rewards.client import RetryingReward
 from lightrl.rewards.media import encode_rows
 from lightrl.rewards.patterns import TimedPattern
 
-__all__ = ["GenerativeJudge"]
-
 INSTRUCTION = """You grade answers. Here is the question (its images, if it has any, come first):
 
 {prompt}

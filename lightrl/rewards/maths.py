@@ -22,8 +22,6 @@ from typing import IO, Any
 from lightrl.arguments import above, at_least, require_packages, reward_value
 from lightrl.rewards.base import Reward, RewardError
 
-__all__ = ["MathVerify"]
-
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 2.0
 _LONGEST_SECONDS = 1e6  # of one wait

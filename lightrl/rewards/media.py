@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MEDIA", "decode_images", "decode_videos", "encode_media", "encode_rows", "open_image", "png"]
-
 MEDIA = ("images", "videos", "audios")
 """Names under which reward functions get a row's media."""
 

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from lightrl.arguments import at_least, require_model_folder
 from lightrl.rewards.base import Reward
 
-__all__ = ["ModelReward"]
-
 
 class ModelReward(Reward):
     """Scores prompt and completion with a model that has one output: r = that output (a logit, not squashed).

@@ -8,8 +8,6 @@ import regex
 
 from lightrl.arguments import above
 
-__all__ = ["TimedPattern"]
-
 
 class TimedPattern:
     r"""A regular expression whose every use ends within `timeout` seconds.

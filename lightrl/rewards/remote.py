@@ -22,8 +22,6 @@ from lightrl.rewards.base import RewardError
 from lightrl.rewards.client import RetryingReward
 from lightrl.rewards.media import encode_rows
 
-__all__ = ["RemoteReward"]
-
 
 class RemoteReward(RetryingReward):
     """Asks a scoring server.

@@ -15,8 +15,6 @@ from lightrl.rewards.calls import RewardFunction
 from lightrl.rewards.extract import EXTRACTORS, Extract, to_number
 from lightrl.rewards.patterns import TimedPattern
 
-__all__ = ["CosineLength", "ExactAnswer", "LengthReward", "RegexFormat", "RepetitionPenalty", "SoftOverlong"]
-
 """Longest completion that can be meant."""
 
 

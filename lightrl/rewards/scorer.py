@@ -20,8 +20,6 @@ from lightrl.rewards.base import RewardError, RewardSpec, extracted_answer, load
 from lightrl.rewards.calls import CallFailed, CallLog, RewardFunction, mean
 from lightrl.rewards.media import MEDIA
 
-__all__ = ["OWN_NAMES", "RewardScorer", "ScoreHandle"]
-
 OFFERED = ("prompts", "completions", "completion_ids", "group_ids", "training_progress", *MEDIA)
 """What every function may name in addition to the data set's columns."""
 OWN_NAMES = ("prompts", "completions", "completion_ids", "group_ids", "training_progress", "log_metric", "log_extra")

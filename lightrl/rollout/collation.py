@@ -16,8 +16,6 @@ from lightrl.ops.advantages import group_stats
 from lightrl.records import Media, Prompts, Rollouts, Scores, StopReason, Trajectory, TrajectoryRow
 from lightrl.rewards.calls import mean
 
-__all__ = ["ScoredGroup", "asked", "collate", "trajectory_metrics"]
-
 ENVIRONMENT = "environment"
 """Name of the rewards that turns got, beside those of the reward functions."""
 

@@ -45,8 +45,6 @@ from lightrl.records import (
 from lightrl.rewards.scorer import RewardScorer, ScoreHandle
 from lightrl.rollout.collation import ScoredGroup
 
-__all__ = ["MAX_RESTARTS", "Collection", "Collector", "RolloutStalledError", "may_restart"]
-
 log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3

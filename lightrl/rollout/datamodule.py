@@ -53,8 +53,6 @@ from lightrl.rollout.sources import CollectedRollout, InFlight, InFlightSource, 
 from lightrl.rollout.sync import EngineSync, TrajectoryCheck
 from lightrl.rollout.weight_sync import WeightSync
 
-__all__ = ["EvalLoader", "RolloutDataModule", "RolloutLoader"]
-
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 7.0

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from lightrl.rollout.collation import ScoredGroup
 
-__all__ = ["refill"]
-
 
 def refill(
     groups: list[ScoredGroup],

@@ -15,8 +15,6 @@ from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.records import Routes
 
-__all__ = ["RolloutLearner"]
-
 
 class RolloutLearner(LightningModule, ABC):
     """What a `RolloutDataModule` and the callbacks beside it ask of the module that learns from its rollouts.

@@ -10,8 +10,6 @@ from lightning.pytorch import Trainer
 from lightrl.data.prompts import PromptSet
 from lightrl.records import Prompts, Rollouts
 
-__all__ = ["EvalLoader", "RolloutLoader"]
-
 
 class RolloutLoader:
     """Lightning's train dataloader: sized, and a generator, so that each rollout is made when it is asked for.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
-__all__ = ["show_in_bar"]
-
 SEPARATOR = " | "
 
 

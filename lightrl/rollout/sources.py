@@ -17,8 +17,6 @@ from lightrl.records import Completion, Routes, SamplingParams, Support
 from lightrl.rollout.collation import ScoredGroup
 from lightrl.rollout.collector import Collection, may_restart
 
-__all__ = ["CollectedRollout", "InFlight", "InFlightSource", "StaleSource"]
-
 log = logging.getLogger(__name__)
 
 

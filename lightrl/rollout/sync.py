@@ -12,8 +12,6 @@ from lightrl.engines.base import Engine
 from lightrl.records import GenerationRequest, SamplingParams, Trajectory
 from lightrl.rollout.learner import RolloutLearner
 
-__all__ = ["EngineSync", "TrajectoryCheck"]
-
 
 class _EngineCallback(Callback, ABC):
     """A callback of a data module that has an engine."""

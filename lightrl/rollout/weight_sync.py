@@ -17,9 +17,6 @@ from lightrl.records import Completion, GenerationRequest, SamplingParams
 from lightrl.rollout.learner import RolloutLearner
 from lightrl.rollout.sync import EngineSync
 
-__all__ = ["WeightSync"]
-
-
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

@@ -14,18 +14,6 @@ from lightrl.cli.plan.options import Precision
 from lightrl.distributed.strategies import LARGE_MODEL
 from lightrl.models.logprobs import CACHE_ELEMENTS, CUDA_CHUNK_ELEMENTS, KEPT_ELEMENTS
 
-__all__ = [
-    "PARTS",
-    "Plan",
-    "host_memory",
-    "largest_micro_batch",
-    "memory",
-    "micro_batch",
-    "smallest_fit",
-    "total",
-    "trained_parameters",
-]
-
 PARTS = (
     "weights", "gradients", "optimizer", "reference", "reward model", "gathered", "activations", "head",
     "optimizer step", "engine", "KV cache", "process",

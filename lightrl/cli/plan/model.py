@@ -20,9 +20,6 @@ from lightrl.kernels.fusing import fuse
 from lightrl.models.packing.attention import unsupported_reason
 from lightrl.models.policy import transformer_blocks
 
-__all__ = ["ModelSize", "measure_model"]
-
-
 _TOWERS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")
 
 

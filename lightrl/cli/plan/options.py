@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["GIB", "STRATEGIES", "USABLE", "Precision"]
-
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")

@@ -19,8 +19,6 @@ from lightrl.cli.plan.model import measure_model
 from lightrl.cli.plan.options import GIB, STRATEGIES, USABLE
 from lightrl.cli.plan.time import Job, Rates, generation, training
 
-__all__ = ["advice", "candidates", "needed_memory", "print_memory", "print_times"]
-
 _PREFERRED = ("ddp", "fsdp2", "zero2", "zero1", "zero3", "zero2_offload", "zero3_offload")
 
 

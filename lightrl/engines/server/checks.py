@@ -15,8 +15,6 @@ from lightrl.engines.server.protocols import ServerProtocol, VLLMProtocol
 from lightrl.models.rope import longrope_limit
 from lightrl.records import EngineContext
 
-__all__ = ["check_length", "check_tokenizer", "look_at"]
-
 _PROBES = ("12 + 34 = 46", "The quick brown fox.", "def f(x):\n    return x")
 
 

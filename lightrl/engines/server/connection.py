@@ -16,8 +16,6 @@ from lightrl.engines.server.http import Server, ServerError
 from lightrl.engines.server.protocols import PROTOCOLS
 from lightrl.redaction import remember_secret
 
-__all__ = ["Connection"]
-
 log = logging.getLogger(__name__)
 
 API_KEY = "LIGHTRL_SERVER_API_KEY"

@@ -28,8 +28,6 @@ from lightrl.engines.server.weights import FolderTransport, TransferTransport, T
 from lightrl.engines.vllm.requests import check_lengths
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
 
-__all__ = ["ServerEngine"]
-
 log = logging.getLogger(__name__)
 
 

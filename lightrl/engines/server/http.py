@@ -17,8 +17,6 @@ import httpx
 
 from lightrl.redaction import quoted
 
-__all__ = ["Server", "ServerError", "ServerLostError"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -11,8 +11,6 @@ from lightrl.engines.server.http import Server, ServerError, ServerLostError
 from lightrl.engines.server.protocols import ServerProtocol
 from lightrl.records import Completion, CompletionGroup, GenerationRequest
 
-__all__ = ["ServerPool"]
-
 log = logging.getLogger(__name__)
 
 MAX_ABORTED = 100

@@ -22,8 +22,6 @@ from lightrl.engines.vllm.requests import (
 )
 from lightrl.records import Completion, GenerationRequest, SamplingParams
 
-__all__ = ["PROTOCOLS", "Facts", "SGLangProtocol", "ServerProtocol", "TokenScores", "VLLMProtocol"]
-
 WORKER = "lightrl.engines.server.worker.ServerWorker"
 
 

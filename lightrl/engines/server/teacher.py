@@ -14,8 +14,6 @@ from lightrl.engines.server.connection import Connection
 from lightrl.engines.server.http import Server, ServerError, ServerLostError
 from lightrl.engines.server.protocols import TokenScores
 
-__all__ = ["ServerTeacher"]
-
 log = logging.getLogger(__name__)
 
 _RETRIES = 3  # times that a row is asked again after an error of a living server

@@ -24,8 +24,6 @@ from lightrl.engines.server.http import Server, ServerError, ServerLostError
 from lightrl.engines.server.protocols import ServerProtocol
 from lightrl.engines.vllm.setup import free_port
 
-__all__ = ["FolderTransport", "TransferTransport", "Transport"]
-
 _BUCKET_BYTES = 1 << 30
 
 Named = tuple[str, Tensor]

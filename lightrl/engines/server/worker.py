@@ -14,8 +14,6 @@ from torch import Tensor
 
 from lightrl.compat.vllm_worker import WorkerExtension
 
-__all__ = ["ServerWorker"]
-
 
 class ServerWorker(WorkerExtension):
     """Loads weights from a shared folder. Answers are dictionaries, which `/collective_rpc` hands on as they are."""

@@ -20,8 +20,6 @@ from lightrl.models.multimodal import media_positions
 from lightrl.models.routing import Routers, RoutingPass
 from lightrl.records import Routes
 
-__all__ = ["CacheDecoder", "Decoder"]
-
 
 class Decoder(Protocol):
     """Keys and values of R rows, in the order in which `prefill` and `keep` left them.

@@ -19,8 +19,6 @@ from lightrl.engines.transformers.decoders import Decoder
 from lightrl.engines.transformers.sampling import completion_uniforms, cuts, forbidden_tokens, sample
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Routes, SamplingParams, Support
 
-__all__ = ["Generation"]
-
 
 class _Settings:
     """Sampling settings that rows share; their limits on the length may differ."""

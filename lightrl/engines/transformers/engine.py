@@ -31,8 +31,6 @@ from lightrl.models.routing import Routers, RoutingPass
 from lightrl.models.spec import DTYPES
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
 
-__all__ = ["TransformersEngine"]
-
 log = logging.getLogger(__name__)
 
 _LOGPROB_TOKENS = 4096  # tokens (with padding) of one forward of `logprobs`

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from lightrl.records import SamplingParams
 
-__all__ = ["completion_uniforms", "cuts", "distribution", "sample"]
-
 _LARGEST_UNIFORM = 1 - 2.0**-40  # below 1 even after a multiplication by the total probability
 _NUCLEUS_WIDTH = 1024  # a nucleus is looked for among this many likeliest tokens before the vocabulary is sorted
 _MASK64 = 2**64 - 1

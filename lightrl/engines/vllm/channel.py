@@ -14,8 +14,6 @@ from typing import Any
 
 from lightrl.compat.vllm import POLL_SECONDS, LostEngineError, VLLMAdapter, shared_path
 
-__all__ = ["Channel", "ChannelClosedError"]
-
 _GOODBYE_SECONDS = 3.0  # for workers to notice that a push broke off
 
 

@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from lightrl.compat.vllm import VLLMAdapter
     from lightrl.engines.vllm.weights import WeightSender
 
-__all__ = ["VLLMEngine", "completion_seed"]
-
 _CPU_KV_BYTES = 256 << 20
 """KV cache on a CPU for a model whose configuration transformers cannot read."""
 DTYPES = ("float32", "bfloat16", "float16", "auto", "half", "float")

@@ -18,8 +18,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["AdapterFolder", "lora_arguments"]
-
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 

@@ -13,23 +13,6 @@ from lightrl.arguments import at_least
 from lightrl.models.video import video_timing
 from lightrl.records import Completion, GenerationRequest, Routes, SamplingParams
 
-__all__ = [
-    "EVALUATION_EXTRA",
-    "HARMLESS_EXTRA",
-    "OWN_EXTRA",
-    "check_lengths",
-    "check_prompt",
-    "completion",
-    "completion_seed",
-    "engine_prompt",
-    "joined",
-    "plain_sampling",
-    "remaining",
-    "sampling_params",
-    "scoring_params",
-]
-
-
 HARMLESS_EXTRA = frozenset(
     (
         *("flat_logprobs", "include_stop_str_in_output", "logprobs", "skip_reading_prefix_cache"),

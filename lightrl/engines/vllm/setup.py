@@ -15,18 +15,6 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-__all__ = [
-    "CacheSize",
-    "cache_size",
-    "chosen_gpus",
-    "free_cached_memory",
-    "free_port",
-    "lacks_weights",
-    "model_config",
-    "refuse_what_pushes_miss",
-    "threads_per_engine",
-]
-
 log = logging.getLogger(__name__)
 
 _BLOCK = 128

@@ -19,8 +19,6 @@ from torch import Tensor
 from lightrl.compat.vllm import VLLMAdapter, map_shared, shared_path
 from lightrl.engines.vllm.channel import Channel, ChannelClosedError
 
-__all__ = ["WeightSender"]
-
 _BUCKET_BYTES = 32 << 20
 _PART_BYTES = 8 << 20  # of a bucket, sent while the rest of it is filled
 _ALIGNMENT = 64

@@ -25,8 +25,6 @@ from lightrl.environments.endpoint.api import (
 )
 from lightrl.environments.endpoint.session import Answered, Asked, RefusedError
 
-__all__ = ["Messages"]
-
 PREFILL = "This model does not support assistant message prefill. The conversation must end with a user message."
 
 _CHOICE = Members(fixed={"type": ("auto", "none"), "name": (), "disable_parallel_tool_use": (False,)})

@@ -12,27 +12,6 @@ from typing import Any
 from lightrl.environments.base import Message
 from lightrl.environments.endpoint.session import Answered, Asked, RefusedError
 
-__all__ = [
-    "OPENAI_FIXED",
-    "OPENAI_HARMLESS",
-    "OPENAI_SAMPLING",
-    "UNKNOWN",
-    "Api",
-    "Members",
-    "arguments_of",
-    "call_message",
-    "event",
-    "function_tool",
-    "given",
-    "listed",
-    "new_id",
-    "of_type",
-    "pieces",
-    "strict",
-    "text_of",
-    "whole",
-]
-
 
 @dataclass(frozen=True)
 class Members:

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-__all__ = ["enter", "key_of"]
-
 
 @dataclass(frozen=True)
 class _Attempt:

@@ -29,8 +29,6 @@ from lightrl.environments.endpoint.api import (
 )
 from lightrl.environments.endpoint.session import Answered, Asked, RefusedError
 
-__all__ = ["ChatCompletions"]
-
 _STREAM = Members(read=["include_usage"], harmless=["include_obfuscation"])
 _TOOL = Members(read=["type", "function"], harmless=["cache_control"])
 _MESSAGE = Members(

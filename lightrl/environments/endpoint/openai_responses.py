@@ -29,8 +29,6 @@ from lightrl.environments.endpoint.api import (
 )
 from lightrl.environments.endpoint.session import Answered, Asked, RefusedError
 
-__all__ = ["Responses"]
-
 _FORM = Members(sampling=["verbosity"], fixed={"format": ({"type": "text"},)})
 _CACHE = Members(harmless=["mode", "ttl", "comparison_response_id"], fixed={"prewarm": (False,)})
 _INCLUDE = Members(

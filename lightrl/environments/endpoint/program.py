@@ -25,8 +25,6 @@ from lightrl.rewards.calls import users_lines
 if TYPE_CHECKING:
     from lightrl.environments.endpoint.server import Endpoint
 
-__all__ = ["AgentProgram"]
-
 _STARTING = threading.Lock()  # evaluation may run next to training
 _HINT = (
     "Create the client inside the program from its `base_url` and `api_key`: a client of the whole process belongs to "

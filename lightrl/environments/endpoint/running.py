@@ -25,8 +25,6 @@ from lightrl.background import BackgroundLoop, in_background, in_thread
 from lightrl.environments.endpoint.callers import enter
 from lightrl.rewards.calls import message_of
 
-__all__ = ["InProcess", "InSubprocess", "LoopBlockedError", "ProgramError", "Runner"]
-
 CHILD = Path(__file__).with_name("child.py")
 LEAVE_SECONDS = 1.0  # that a program has to end when its attempt does
 BLOCKED_SECONDS = 10.0  # that an event loop may take to react

@@ -26,8 +26,6 @@ from lightrl.environments.endpoint.openai_chat import ChatCompletions
 from lightrl.environments.endpoint.openai_responses import Responses
 from lightrl.environments.endpoint.session import Answered, Asked, RefusedError, Session
 
-__all__ = ["Endpoint"]
-
 HOST = "127.0.0.1"
 # OpenAI's clients add "/chat/completions" to their base URL, Anthropic's "/v1/messages": one URL does for both.
 PREFIXES = ("", "/v1", "/v1/v1")

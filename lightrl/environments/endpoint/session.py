@@ -17,8 +17,6 @@ from lightrl.environments.ledger import Ledger
 from lightrl.environments.parsing import ReplyParser
 from lightrl.records import GenerationRequest, SamplingParams, StopReason, TrajectoryRow
 
-__all__ = ["Answered", "Asked", "RefusedError", "Session"]
-
 _COUNTS = ("tool_calls", "parse_errors", "refused_requests", "ignored_parameters")
 
 

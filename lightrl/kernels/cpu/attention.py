@@ -30,8 +30,6 @@ from torch import Tensor
 
 from lightrl.compat.torch import flash_attention, flash_attention_backward, softmax_backward
 
-__all__ = ["ancestors", "buckets", "cpu_attention"]
-
 MOST_KEYS = 192  # up to here batched products are the faster kernel
 CACHE_ELEMENTS = 1 << 19  # of a short piece's attention matrix: 2 MiB in float32
 FLASH_ELEMENTS = 1 << 22  # of a long piece's, which is never whole; the flash kernel is fast with a thousand queries

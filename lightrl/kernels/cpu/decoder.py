@@ -28,8 +28,6 @@ from lightrl.kernels.cpu.decoder_model import CPUModel, Workspace
 from lightrl.kernels.cpu.prefix_cache import Past, PrefixCache
 from lightrl.records import Routes
 
-__all__ = ["CPUDecoder"]
-
 _FIRST_COLUMNS = 64  # completion tokens that there is room for at first; doubled when full
 _LEAST_COLUMNS = 16  # softmax over fewer takes 5 times as long: it is vectorized along the columns
 _PAST_QUERIES = 512  # new tokens of a prompt that meet its past at a time: it bounds the memory of their scores

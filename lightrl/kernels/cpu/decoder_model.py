@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["CPUModel", "Workspace", "copy_by_rows"]
-
 _FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _ROTARY = {"default", "linear", "llama3", "yarn", "fixed"}  # tables that do not depend on the length of the sequence
 

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["fits", "rms_norm", "rotate", "swiglu"]
-
 BLOCK = 1 << 17  # elements of a block, for each thread: half a megabyte in float32
 
 _silu = torch.ops.aten.silu.out

@@ -9,8 +9,6 @@ from itertools import accumulate
 
 from torch import Tensor
 
-__all__ = ["Past", "PrefixCache"]
-
 
 @dataclass(frozen=True)
 class Past:

@@ -10,8 +10,6 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-__all__ = ["fits", "installed", "rms_norm", "rotate", "swiglu"]
-
 
 def installed() -> bool:
     """Whether the package is there. It is imported by the first call of a kernel."""

@@ -17,8 +17,6 @@ from lightrl.rewards.base import RewardError
 from lightrl.rewards.calls import CallFailed, RewardFunction
 from lightrl.rewards.media import MEDIA, decode_images, decode_videos
 
-__all__ = ["create_app"]
-
 log = logging.getLogger(__name__)
 
 PIXELS_PER_BYTE = 16

@@ -17,8 +17,6 @@ from lightrl.redaction import remember_secret
 from lightrl.rewards.base import RewardFn, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
 
-__all__ = ["serve_reward"]
-
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
