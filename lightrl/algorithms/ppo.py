@@ -943,7 +943,6 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
     @torch.no_grad()
     def token_logprobs(self, token_ids: Tensor, routes: Sequence[Routes | None] = ()) -> Tensor:
-        """See `RolloutLearner.token_logprobs`."""
         mask = torch.ones_like(token_ids, dtype=torch.bool)
         response = mask.clone()
         response[:, 0] = False

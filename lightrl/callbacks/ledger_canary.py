@@ -43,7 +43,6 @@ class LedgerCanary(TrajectoryCheck):
         self._rollouts = 0
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        """See `TrajectoryCheck.check_sampling`."""
         plain = SamplingParams()
         names = ["temperature", "fire_temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens"]
         names += ["regex", "json_schema"]
@@ -55,7 +54,6 @@ class LedgerCanary(TrajectoryCheck):
             )
 
     def check_trajectories(self, engine: Engine, trajectories: Sequence[Trajectory], tokenizer: Any) -> None:
-        """See `TrajectoryCheck.check_trajectories`."""
         self._rollouts += 1
         sound = [trajectory for trajectory in trajectories if not trajectory.failed]
         if (self._rollouts - 1) % self.every_n_rollouts or not sound:

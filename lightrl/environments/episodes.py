@@ -137,7 +137,6 @@ class SingleTurn(Episode):
     max_retries = 0
 
     async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
-        """See `Episode.run`."""
         return one_turn(await ask(task.prompt.request(0, task.sampling, task.seed, len(task.attempts))))
 
 

@@ -195,7 +195,6 @@ class MultiTurn(Episode):
             )
 
     def check_prompts(self, prompts: PromptSource | PromptMixture) -> None:
-        """See `Episode.check_prompts`."""
         for source in prompts.sources if isinstance(prompts, PromptMixture) else [prompts]:
             if source.system_prompt is not None:
                 raise ValueError(
@@ -211,7 +210,6 @@ class MultiTurn(Episode):
                 )
 
     async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
-        """See `Episode.run`."""
         if task.prompt.media and task.prompt.media[0]:
             raise ValueError(
                 f"{task.name} has media, but an environment's `reset` makes the first messages: set "

@@ -89,14 +89,12 @@ class EnvironmentEpisode(MultiTurn):
         self.on_truncated = one_of("on_truncated", on_truncated, "end", "continue")
 
     def setup(self, tokenizer: Any, processor: ImageProcessor | None = None) -> None:
-        """See `MultiTurn.setup`. If the environment's class has tools, their parser is looked up too."""
         super().setup(tokenizer, processor)
         if _has_tools(self.environment):
             self.parser(EXAMPLE_TOOLS)
 
     @contextlib.asynccontextmanager
     async def player(self) -> AsyncIterator[Callable[[Attempt], Awaitable[Trajectory]]]:
-        """See `MultiTurn.player`. Environments are closed before an attempt is over."""
         first: list[list[Message]] = []
         yield lambda attempt: _Played(settings=self, bridge=self.bridge_of(attempt.row), **vars(attempt)).play(first)
 

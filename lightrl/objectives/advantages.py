@@ -224,7 +224,6 @@ class SequenceEstimator(AdvantageEstimator):
     """One advantage per sequence, put on each of its tokens; subclasses compute it from the scores."""
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
-        """See the class."""
         advantages = self.sequence_advantages(given)
         if advantages.shape != given.scores.shape:
             shapes = f"{tuple(advantages.shape)} for {len(given.scores)} sequences"
@@ -265,7 +264,6 @@ class GAE(AdvantageEstimator):
         self.lam = fraction("GAE.lam", lam)
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, Tensor]:
-        """See the class."""
         if given.values is None:
             raise ValueError("GAE: values=None: it needs a critic. Give the module one, or use RLOO or GroupRelative.")
         advantages, returns = gae(given.rewards, given.values, given.mask, self.gamma, self.lam)
@@ -288,7 +286,6 @@ class Reinforce(AdvantageEstimator):
         self.gamma = fraction("Reinforce.gamma", gamma)
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
-        """See the class."""
         return returns_to_go(given.rewards, given.mask, self.gamma), None
 
 
@@ -313,7 +310,6 @@ class ReinforcePlusPlus(AdvantageEstimator):
         self.gamma = fraction("ReinforcePlusPlus.gamma", gamma)
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
-        """See the class."""
         returns = returns_to_go(given.rewards, given.mask, self.gamma)
         return masked_whiten(returns, given.trained, all_sum=given.all_sum), None
 
@@ -348,7 +344,6 @@ class GroupRelative(SequenceEstimator):
         self.normalizes = scale == "batch"
 
     def sequence_advantages(self, given: AdvantageInput) -> Tensor:
-        """See the class."""
         stats = group_stats(given.scores, given.groups, given.valid)
         centered = group_centered(given.scores, stats, given.valid)
         if self.scale == "none":
@@ -374,7 +369,6 @@ class RLOO(SequenceEstimator):
         self.normalizes = normalize
 
     def sequence_advantages(self, given: AdvantageInput) -> Tensor:
-        """See the class."""
         advantages = leave_one_out(given.scores, given.groups, given.valid)
         if not self.normalizes:
             return advantages
@@ -392,7 +386,6 @@ class OPO(SequenceEstimator):
     needs_groups = True
 
     def sequence_advantages(self, given: AdvantageInput) -> Tensor:
-        """See the class."""
         return optimal_baseline(given.scores, given.groups, given.valid, given.mask.sum(-1))
 
 
@@ -412,7 +405,6 @@ class MaxRL(SequenceEstimator):
     needs_binary_scores = True
 
     def sequence_advantages(self, given: AdvantageInput) -> Tensor:
-        """See the class."""
         scores = given.scores
         if bool((scores < 0).any()):
             raise ValueError(f"MaxRL: a score of {scores.min().item():.4g}: rewards must be 0 or 1. Use GroupRelative.")
@@ -456,7 +448,6 @@ class PassAtK(SequenceEstimator):
             )
 
     def sequence_advantages(self, given: AdvantageInput) -> Tensor:
-        """See the class."""
         passed = (given.scores > self.threshold).to(given.scores.dtype)
         return pass_at_k(passed, given.groups, given.valid, self.k)
 
@@ -486,7 +477,6 @@ class GDPO(AdvantageEstimator):
         self.eps = _eps("GDPO.eps", eps)
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
-        """See the class."""
         parts, weights = given.reward_parts, given.part_weights or {}
         if not parts:
             raise ValueError("GDPO: no reward parts: it needs reward functions, each giving its own reward.")
@@ -514,7 +504,6 @@ class ReinforcePlusPlusBaseline(AdvantageEstimator):
     normalizes = True
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
-        """See the class."""
         stats = group_stats(given.scores, given.groups, given.valid)
         centered = spread(group_centered(given.scores, stats, given.valid), given.mask)
         compared = stats.size > 1  # a row without a group has no baseline: 0, and left out of the moments

@@ -48,7 +48,6 @@ class ReverseKL(Divergence):
     """
 
     def __call__(self, logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
-        """See `Divergence`."""
         return (logprobs.exp() * (logprobs - teacher_logprobs)).sum(-1)
 
 
@@ -59,7 +58,6 @@ class ForwardKL(Divergence):
     """
 
     def __call__(self, logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
-        """See `Divergence`."""
         return (teacher_logprobs.exp() * (teacher_logprobs - logprobs)).sum(-1)
 
 
@@ -82,7 +80,6 @@ class JensenShannon(Divergence):
         self.beta = fraction("JensenShannon.beta", beta, "(0, 1)", "; the ends are ForwardKL and ReverseKL")
 
     def __call__(self, logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
-        """See `Divergence`."""
         of_teacher, of_student = teacher_logprobs + math.log(self.beta), logprobs + math.log1p(-self.beta)
         mixture = torch.logaddexp(of_teacher, of_student)
         forward = (teacher_logprobs.exp() * (teacher_logprobs - mixture)).sum(-1)

@@ -127,22 +127,18 @@ class PolicyLoss(ABC):
 
     @property
     def zero_advantage_is_zero_loss(self) -> bool:
-        """See the class."""
         return False
 
     @property
     def needs_whole_trajectories(self) -> bool:
-        """See the class."""
         return True
 
     @property
     def replaces_old_logprobs(self) -> bool:
-        """See the class."""
         return False
 
     @property
     def engine_use(self) -> EngineUse | None:
-        """See the class."""
         return None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -256,7 +252,6 @@ class GSPO(SequenceClip):
         super().__init__(eps_low, eps_high)
 
     def sequence_log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """See the class."""
         return sequence_mean(log_ratio, mask)
 
 
@@ -285,7 +280,6 @@ class RLOOSequence(SequenceClip):
         super().__init__(eps_low, eps_high)
 
     def sequence_log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """See the class."""
         return log_ratio.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

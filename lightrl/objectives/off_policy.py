@@ -126,7 +126,6 @@ class OffPolicyCorrection(WeightedLoss):
 
     @torch.no_grad()
     def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
-        """See `WeightedLoss.weights`."""
         _, old_logprobs, _, mask = given.tokens
         engine_logprobs = _engine("OffPolicyCorrection", given)
         token = torch.where(mask, old_logprobs - engine_logprobs, torch.zeros_like(old_logprobs))
@@ -210,7 +209,6 @@ class OffPolicySequenceMask(WeightedLoss):
 
     @torch.no_grad()
     def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
-        """See `WeightedLoss.weights`."""
         logprobs, old_logprobs, advantages, mask = given.tokens
         sampler = old_logprobs if given.engine_logprobs is None else given.engine_logprobs
         drift = sequence_mean(sampler - logprobs, mask)
@@ -251,7 +249,6 @@ class GeometricEngineMask(WeightedLoss):
 
     @torch.no_grad()
     def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
-        """See `WeightedLoss.weights`."""
         mask = given.mask
         mean = sequence_mean(given.old_logprobs - _engine("GeometricEngineMask", given), mask).exp()
         dropped = mask & ((mean < self.low) | (mean > self.high))

@@ -39,7 +39,6 @@ class TurnReturns(AdvantageEstimator):
         self.gamma = fraction("TurnReturns.gamma", gamma)
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
-        """See the class."""
         turns = Turns(given)
         returns = returns_to_go(turns.rewards, turns.there, self.gamma)
         reached = turns.held(returns)
@@ -74,7 +73,6 @@ class TurnGAE(AdvantageEstimator):
         self.lam = fraction("TurnGAE.lam", lam)
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, Tensor]:
-        """See the class."""
         if given.values is None:
             raise ValueError("TurnGAE: values=None: it needs a critic. Give the module one, or use TurnReturns.")
         turns = Turns(given)
@@ -121,7 +119,6 @@ class GiGPO(AdvantageEstimator):
         self.eps = above("GiGPO.eps", eps)
 
     def estimate(self, given: AdvantageInput) -> tuple[Tensor, None]:
-        """See the class."""
         turns, groups, anchors = Turns(given), given.groups, given.anchors
         attempts = leave_one_out(given.scores, groups, given.valid)
         if self.scale == "group":

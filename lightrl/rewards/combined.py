@@ -84,7 +84,6 @@ class CombinedReward(Reward):
         return [self._of_row([values[row] for values in parts.values()]) for row in range(len(completions))]
 
     def extract_answer(self, completion: str) -> str | None:
-        """See `Reward.extract_answer`: that of the first function that finds one."""
         found = (extracted_answer(part.function, completion) for part in self.parts)
         return next((answer for answer in found if answer is not None), None)
 

@@ -86,7 +86,6 @@ class MathVerify(Reward):
         return [values.get(verdict) for verdict in verdicts]
 
     def extract_answer(self, completion: str) -> str | None:
-        """See `Reward.extract_answer`: what math-verify reads, numbers as exact fractions."""
         worker = self._idle.get()
         try:
             answer = worker.ask({"text": completion, "timeout": self.timeout})

@@ -101,7 +101,6 @@ class ExactAnswer(Reward):
         return self._normal(answer) == self._normal(reference)
 
     def extract_answer(self, completion: str) -> str | None:
-        """See `Reward.extract_answer`: as it is compared with the reference."""
         try:
             found = EXTRACTORS[self.extract](completion) if self.pattern is None else self.pattern.last(completion)
         except TimeoutError:
@@ -295,7 +294,6 @@ class CosineLength(Reward):
         return [self._shape(value, len(ids)) for value, ids in zip(values, completion_ids, strict=True)]
 
     def extract_answer(self, completion: str) -> str | None:
-        """See `Reward.extract_answer`: that of `correct`."""
         return extracted_answer(self.correct.function, completion)
 
     def _shape(self, value: float, length: int) -> float | None:

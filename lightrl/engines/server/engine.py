@@ -115,7 +115,6 @@ class ServerEngine(Engine):
     # -- life ------------------------------------------------------------------------------------------------------
 
     def check(self, context: EngineContext) -> None:
-        """See `Engine.check`."""
         connection, folder = self._connection, self.shared_folder if self.weights == "path" else None
         if connection.loop is not None:
             return
@@ -135,7 +134,6 @@ class ServerEngine(Engine):
         self.dtype = self.requested_dtype or next(iter(dtypes.values())) or context.dtype
 
     def start(self, context: EngineContext) -> None:
-        """See `Engine.start`."""
         if self.started:
             return
         self.check(context)
@@ -161,17 +159,14 @@ class ServerEngine(Engine):
 
     @property
     def started(self) -> bool:
-        """See `Engine.started`."""
         return self._transport is not None
 
     @property
     def concurrent(self) -> bool:
-        """See `Engine.concurrent`."""
         return True
 
     @property
     def max_model_len(self) -> int:
-        """See `Engine.max_model_len`: that of the server with the shortest."""
         self._running()
         lengths = [server.facts.max_model_len for server in self._pool.servers]
         return min((length for length in lengths if length), default=1 << 30)
@@ -193,12 +188,10 @@ class ServerEngine(Engine):
     # -- sampling --------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Iterable[GenerationRequest] | RequestQueue) -> Iterator[CompletionGroup]:
-        """See `Engine.generate`. Bad requests raise at the call, not at the first group."""
         self._running()
         return self._stream(self._checked_queue(requests))
 
     def check_sampling(self, sampling: SamplingParams, name: str = "sampling", *, trained: bool) -> None:
-        """See `Engine.check_sampling`: `fire_temperature` is not supported."""
         super().check_sampling(sampling, name, trained=trained)
         if sampling.fire_temperature is not None:
             raise ValueError(
@@ -207,7 +200,6 @@ class ServerEngine(Engine):
             )
 
     def check_request(self, request: GenerationRequest) -> None:
-        """See `Engine.check_request`."""
         if request.inputs or request.media:
             raise ValueError("ServerEngine serves text only: use VLLMEngine for prompts with images.")
         self.check_sampling(request.sampling, "SamplingParams", trained=False)

@@ -110,7 +110,6 @@ class CacheDecoder:
         """The cache grows by itself."""
 
     def batches(self, first: Sequence[int], other: Sequence[int]) -> bool:
-        """See `Decoder.batches`."""
         return self.pads or len(first) == len(other)
 
     def prefill(
@@ -154,7 +153,6 @@ class CacheDecoder:
         return out.logits[:, -1]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """See `Decoder.step`."""
         if self.mask is not None:
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
         out = self._run(None, input_ids=tokens[:, None], attention_mask=self.mask, position_ids=self.positions)
@@ -179,7 +177,6 @@ class CacheDecoder:
         """Nothing is."""
 
     def keep(self, rows: list[int]) -> None:
-        """See `Decoder.keep`."""
         if not rows:
             self.cache = self.mask = None
             return

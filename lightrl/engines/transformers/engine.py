@@ -112,7 +112,6 @@ class TransformersEngine(Engine):
         self._lock = FairLock()
 
     def start(self, context: EngineContext) -> None:
-        """See `Engine.start`."""
         if self.started:
             return
         self.dtype = self._dtype or context.dtype
@@ -144,24 +143,20 @@ class TransformersEngine(Engine):
         self._model = model
 
     def known_model_len(self, model_path: str) -> int | None:
-        """See `Engine.known_model_len`."""
         kwargs = {key: value for key, value in self._model_kwargs.items() if key in CONFIG_KEYS}
         own = longest_sequence(AutoConfig.from_pretrained(model_path, **kwargs))
         return min((limit for limit in (own, self._max_model_len) if limit is not None), default=None)
 
     @property
     def started(self) -> bool:
-        """See `Engine.started`."""
         return self._model is not None
 
     @property
     def max_model_len(self) -> int:
-        """See `Engine.max_model_len`."""
         self._require_started()
         return self._longest
 
     def close(self) -> None:
-        """See `Engine.close`."""
         self._model = self._tokenizer = self._cpu_model = None
         self.policy_version = -1
 
@@ -207,7 +202,6 @@ class TransformersEngine(Engine):
         return CPUDecoder(self._cpu_model, max(lengths) + new_tokens, new_tokens, copied, past)
 
     def check_sampling(self, sampling: SamplingParams, name: str = "sampling", *, trained: bool) -> None:
-        """See `Engine.check_sampling`: structured outputs and `extra` are not supported."""
         for field in ("regex", "json_schema", "extra"):
             if getattr(sampling, field):
                 raise ValueError(
@@ -217,7 +211,6 @@ class TransformersEngine(Engine):
         super().check_sampling(sampling, name, trained=trained)
 
     def check_request(self, request: GenerationRequest) -> None:
-        """See `Engine.check_request`."""
         sampling, length = request.sampling, len(request.token_ids)
         self.check_sampling(sampling, "SamplingParams", trained=False)
         at_least("num_completions", request.num_completions, 1)
@@ -240,12 +233,10 @@ class TransformersEngine(Engine):
 
     @property
     def replays_routes(self) -> bool:
-        """See `Engine.replays_routes`."""
         return self._routers is not None
 
     @torch.inference_mode()
     def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
-        """See `Engine.logprobs`."""
         self._require_started()
         answers: list[list[float]] = [[] for _ in sequences]
         order = sorted((i for i, s in enumerate(sequences) if len(s) > 1), key=lambda i: len(sequences[i]))

@@ -474,7 +474,6 @@ class VLLMEngine(Engine):
     # -- sampling --------------------------------------------------------------------------------------------------
 
     def check_in_flight(self) -> None:
-        """See `Engine.check_in_flight`."""
         if self.restart_engine:
             raise ValueError(
                 "in_flight with VLLMEngine.restart_engine=True: several rollouts are under way, and one that is lost "
@@ -490,7 +489,6 @@ class VLLMEngine(Engine):
     own_extra = OWN_EXTRA
 
     def check_sampling(self, sampling: SamplingParams, name: str = "sampling", *, trained: bool) -> None:
-        """See `Engine.check_sampling`: also `engine_args` that change the distribution."""
         super().check_sampling(sampling, name, trained=trained)
         if 0 < sampling.temperature < 0.01:
             raise ValueError(

@@ -78,7 +78,6 @@ class Messages(Api):
     )
 
     def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]) -> Asked:
-        """See `Api.read`."""
         ignored = self.members.check(body)
         choice = given(body, "tool_choice")
         _CHOICE.check(choice, "tool_choice.")
@@ -107,7 +106,6 @@ class Messages(Api):
         )
 
     def write(self, asked: Asked, answered: Answered) -> dict[str, Any]:
-        """See `Api.write`."""
         return {
             "id": new_id("msg_"),
             "type": "message",
@@ -120,7 +118,6 @@ class Messages(Api):
         }
 
     def events(self, asked: Asked, answered: Answered, written: Mapping[str, Any]) -> Iterator[bytes]:
-        """See `Api.events`."""
         usage = {"input_tokens": answered.prompt_tokens, "output_tokens": 0}
         start = {**written, "content": [], "stop_reason": None, "usage": usage}
         yield _event("message_start", message=start)

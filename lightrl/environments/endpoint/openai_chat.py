@@ -74,7 +74,6 @@ class ChatCompletions(Api):
     )
 
     def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]) -> Asked:
-        """See `Api.read`."""
         ignored = self.members.check(body)
         said = of_type(body.get("messages"), list, "messages", "a list")
         if not said:
@@ -95,7 +94,6 @@ class ChatCompletions(Api):
         )
 
     def write(self, asked: Asked, answered: Answered) -> dict[str, Any]:
-        """See `Api.write`."""
         reply = answered.reply
         message: dict[str, Any] = {"role": "assistant", "content": reply.content or None, "refusal": None}
         if not reply.tool_calls:
@@ -112,7 +110,6 @@ class ChatCompletions(Api):
         }
 
     def events(self, asked: Asked, answered: Answered, written: Mapping[str, Any]) -> Iterator[bytes]:
-        """See `Api.events`."""
         head = {**_head(asked, "chat.completion.chunk"), "id": written["id"]}
 
         def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:

@@ -93,7 +93,6 @@ class Responses(Api):
     )
 
     def read(self, body: Mapping[str, Any], recall: Callable[[str], list[Message]]) -> Asked:
-        """See `Api.read`."""
         ignored = self.members.check(body)
         ignored += _FORM.check(given(body, "text"), "text.")
         _CACHE.check(given(body, "prompt_cache_options"), "prompt_cache_options.")
@@ -126,11 +125,9 @@ class Responses(Api):
         )
 
     def write(self, asked: Asked, answered: Answered) -> dict[str, Any]:
-        """See `Api.write`."""
         return {**_head(asked), **_end(answered), "output": _items(answered)}
 
     def events(self, asked: Asked, answered: Answered, written: Mapping[str, Any]) -> Iterator[bytes]:
-        """See `Api.events`."""
         empty = {**written, "status": "in_progress", "incomplete_details": None, "usage": None, "output": []}
         number = iter(range(1_000_000_000))
 

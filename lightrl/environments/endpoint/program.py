@@ -108,7 +108,6 @@ class AgentProgram(MultiTurn):
 
     @contextlib.asynccontextmanager
     async def player(self) -> AsyncIterator[Callable[[Attempt], Awaitable[Trajectory]]]:
-        """See `MultiTurn.player`. Programs have ended before their attempt is over."""
 
         async def play(attempt: Attempt) -> Trajectory:
             most = attempt.sampling.max_new_tokens

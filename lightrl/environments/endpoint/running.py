@@ -142,7 +142,6 @@ class InProcess(Runner):
             )
 
     async def close(self) -> None:
-        """See `Runner.close`."""
         await in_thread(partial(self._shared.close, timeout=LEAVE_SECONDS), "programs' end")
 
 
@@ -216,7 +215,6 @@ class InSubprocess(Runner):
         self.env = dict(env or {})
 
     async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
-        """See `Runner.run`."""
         try:
             call = json.dumps({"row": dict(row), "base_url": base_url, "api_key": api_key})
         except TypeError as error:

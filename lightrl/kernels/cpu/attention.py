@@ -37,7 +37,6 @@ NEW_PIECE = 1 << 15  # a piece costs some kernel calls, about the time of so man
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, stream: Segments, scale: float) -> Tensor:
-    """See `stream_attention`: (N, H, D) queries and (N, K, D) keys and values in, (N, H, D) out."""
     out: Tensor = _Attention.apply(q, k, v, stream, scale)  # type: ignore[no-untyped-call]
     return out
 

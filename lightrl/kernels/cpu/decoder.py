@@ -92,7 +92,6 @@ class CPUDecoder:
         return not inputs and self.copied in (0, len(prompt))
 
     def reserve(self, longest: int, new_tokens: int) -> None:
-        """See `Decoder.reserve`."""
         if longest > len(self.rotary):
             self.rotary = self.model.rotary_table(longest)
         self.columns = max(self.columns, self.copied + new_tokens)
@@ -108,7 +107,6 @@ class CPUDecoder:
         inputs: dict[str, Any],
         routes: Sequence[Routes | None] = (),
     ) -> Tensor:
-        """See `Decoder.prefill`."""
         device, before, first_row = self.model.device, len(self.prompt_lengths), len(self.owner)
         lengths = [len(p) for p in prompts]
         self._make_room(lengths, copies)
@@ -197,12 +195,10 @@ class CPUDecoder:
         return torch.cat(outs, 1)[None]
 
     def forget(self) -> None:
-        """See `Decoder.forget`."""
         self.past = PrefixCache(self.past.room)
 
     @torch.inference_mode()
     def remember(self, row: int, tokens: Sequence[int]) -> None:
-        """See `Decoder.remember`."""
         if self.copied:
             return
         place, filled = self.owner[row], self.filled[row]
@@ -276,7 +272,6 @@ class CPUDecoder:
             self.prompt_mask = mask.repeat_interleave(self.model.kv_heads, 0)[:, None]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """See `Decoder.step`."""
         rows, used = len(self.owner), max(self.filled)
         if used == self.new_v.shape[3]:
             room = min(2 * used, self.columns) - used
@@ -344,7 +339,6 @@ class CPUDecoder:
         return out.view(rows, -1)
 
     def keep(self, rows: list[int]) -> None:
-        """See `Decoder.keep`. Only rows that change places are copied."""
         used = max(self.filled, default=0)
         moved = [(i, row) for i, row in enumerate(rows) if i != row]
         if moved and used:

@@ -24,7 +24,6 @@ def fits(*tensors: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `Kernels`. Sums in float32 and rounds before the weight, as transformers' Llama does."""
     from liger_kernel.transformers.functional import liger_rms_norm
 
     result: Tensor = liger_rms_norm(x, weight, eps, offset=0.0, casting_mode="llama", in_place=False)
@@ -32,7 +31,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """See `Kernels`."""
     from liger_kernel.transformers.functional import liger_swiglu
 
     result: Tensor = liger_swiglu(gate, up)
@@ -40,7 +38,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """See `Kernels`."""
     from liger_kernel.transformers.functional import liger_rope
 
     turned: tuple[Tensor, Tensor] = liger_rope(q, k, cos, sin)
