@@ -157,8 +157,7 @@ class MediaSource(RowSource):
             MediaError: they cannot be decoded.
         """
         if not isinstance(data, datasets.Dataset):
-            row: dict[str, Any] = data[number]
-            return row
+            return entered(data[number])
         try:
             for picture in _pictures(data, number):
                 open_image(picture).close()  # refuses what is none before `datasets` opens it

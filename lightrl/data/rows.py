@@ -319,7 +319,7 @@ class RowSource:
 def plain_rows(data: Any, columns: Iterable[str]) -> Iterator[Mapping[str, Any]]:
     """Rows with some of their columns, media as bytes or paths; in batches where the data can, which is much faster."""
     if not isinstance(data, Dataset):
-        yield from (data[number] for number in range(len(data)))
+        yield from (entered(data[number]) for number in range(len(data)))
         return
     names = [name for name in dict.fromkeys(columns) if name in data.column_names]
     part = data.select_columns(names).with_format(None)
@@ -334,8 +334,8 @@ def plain_rows(data: Any, columns: Iterable[str]) -> Iterator[Mapping[str, Any]]
 def entered(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of Arrow without the empty keys that other rows gave its messages, tools, and template variables.
 
-    Arrow gives all objects of a column the same keys, and None for those that a row did not have. In other columns None
-    stays, because only the user knows what it means there.
+    Arrow gives all objects of a column the same keys, and None for those that a row did not have; lists of such rows
+    (`Dataset.to_list`) keep them. In other columns None stays, because only the user knows what it means there.
     """
     return {name: _without_nulls(value) if _has_keys_of_others(name, value) else value for name, value in row.items()}
 

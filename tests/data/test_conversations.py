@@ -348,12 +348,14 @@ def uneven(kind: str, folder: Path) -> dict[str, Any]:
         return {"rows": data}
     if kind == "stream":
         return {"rows": data.to_iterable_dataset()}
+    if kind == "list":
+        return {"rows": data.to_list()}
     path = folder / f"rows.{kind}"
     data.to_parquet(path) if kind == "parquet" else data.to_json(path)
     return {"path": str(path)}
 
 
-@pytest.mark.parametrize("kind", ["dataset", "parquet", "jsonl", "stream"])
+@pytest.mark.parametrize("kind", ["dataset", "list", "parquet", "jsonl", "stream"])
 def test_keys_of_other_rows_reach_no_template(kind: str, tmp_path: Path) -> None:
     tokenizer = chat("qwen2.5")
     plain = PromptSource(rows=UNEVEN, prompt_column="messages")
