@@ -233,7 +233,8 @@ class SFTSource(ConversationSource):
         for piece in pieces:
             tokens = list(tokenizer(piece.text + piece.end, add_special_tokens=False)["input_ids"])
             if piece.trained:
-                tokens = ended_turn(tokenizer, tokens) if templated else [*tokens, int(tokenizer.eos_token_id)]
+                eos = int(tokenizer.eos_token_id)
+                tokens = ended_turn(tokenizer, tokens) if templated else tokens + [eos] * (tokens[-1:] != [eos])
             completion += tokens
             mask += [piece.trained] * len(tokens)
         tokens_of_row: Row = (encoded.token_ids, completion) if all(mask) else (encoded.token_ids, completion, mask)

@@ -120,6 +120,19 @@ def test_turns_that_another_special_token_ends_stay_as_they_are(tokenizer: Any) 
     assert ended_turn(tokenizer, [5]) == [5, end]
 
 
+@pytest.mark.parametrize("written", ["2", "2<eos>", "2<|im_end|>", "2<|im_end|><|im_end|>"])
+def test_a_completion_that_has_its_end_already_gets_no_second(written: str, tokenizer: Any) -> None:
+    def ends(template: str | None) -> list[str]:
+        tokenizer.chat_template = template
+        ((_, completion),) = SFTSource(rows=[{"prompt": "1+1=", "completion": written}]).tokenized(tokenizer)
+        return tokenizer.convert_ids_to_tokens(completion)[1:]
+
+    if "<eos>" not in written:
+        assert ends(TEMPLATES["chatml"][0]) == ["<|im_end|>"]
+    if "<|im_end|>" not in written:
+        assert ends(None) == ["<eos>"]
+
+
 def test_an_export_stops_at_the_end_of_the_turn(tokenizer: Any, tmp_path: Path) -> None:
     source, export = tmp_path / "source", tmp_path / "export"
     tokenizer.chat_template, _ = TEMPLATES["chatml"]
