@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import gc
@@ -89,6 +90,44 @@ def test_programs_that_set_a_client_of_the_whole_process_end_the_run(configure: 
         play(main, engine, number=3)
 
 
+def in_a_pool(ask: Callable[[], Any]) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: ask(), range(2)))
+
+
+def in_a_thread(ask: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("run", [in_a_pool, in_a_thread])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_threads_of_a_program_ask_as_its_attempt(run: Callable[[Callable[[], Any]], None]) -> None:
+    everyone = threading.Barrier(3)
+
+    def main(row: Any, base_url: str, api_key: str) -> float:
+        plain_program.once({}, base_url, api_key)
+        Default.client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        everyone.wait(30)
+        run(lambda: chat(Default.client))
+        return 1.0
+
+    with pytest.raises(ValueError, match="run: .*base_url"):
+        play(main, Engine("Hi"), number=3)
+
+
+def test_a_pool_of_the_whole_process_serves_all_attempts() -> None:
+    with ThreadPoolExecutor(2) as pool:
+
+        def main(row: Any, base_url: str, api_key: str) -> float:
+            client = openai.OpenAI(base_url=base_url, api_key=api_key)
+            return float(len(list(pool.map(lambda _: chat(client), range(2)))))
+
+        trajectories = play(main, Engine("Hi"), number=3)
+    assert [(t.failure, t.metrics["turns"]) for t in trajectories] == [(None, 2.0)] * 3
+
+
 def test_an_async_program_that_sets_a_client_of_the_whole_process_ends_the_run() -> None:
     set_by: list[str] = []
 
@@ -145,8 +184,9 @@ def test_a_reward_without_a_request_ends_the_run_also_where_threads_hide_who_ask
     def main(row: Any, base_url: str, api_key: str) -> float:
         Default.client = openai.OpenAI(base_url=base_url, api_key=api_key)
         everyone.wait(30)
-        with ThreadPoolExecutor(1) as pool:  # its threads do not have the attempt's context
-            pool.submit(chat, Default.client).result()
+        answered = threading.Event()
+        _thread.start_new_thread(lambda: (chat(Default.client), answered.set()), ())  # of which Python knows no starter
+        answered.wait(30)
         everyone.wait(30)
         return 1.0
 
