@@ -57,14 +57,16 @@ def check_by_hints(tool: Callable[..., Any], schema: Mapping[str, Any]) -> Check
     """The check of a Python function's arguments by its type hints.
 
     Values are read as JSON in pydantic's strict mode: "1" is not an integer, a list fits a tuple, and a text or an
-    object becomes the enum member or the dataclass of the hint. Hints that pydantic does not know are not checked.
+    object becomes the enum member or the dataclass of the hint. Dataclasses and typed dictionaries take no other
+    fields, as in Python. Hints that pydantic does not know are not checked.
 
     Args:
         tool: The function, each argument with a hint.
         schema: Its schema, whose `enum`s are checked too (the docstring may have choices).
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+    forbid = ConfigDict(extra="forbid")
     hints = get_type_hints(tool, include_extras=True)
     parameters = inspect.signature(tool).parameters
     more = next((p for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD), None)
@@ -73,9 +75,10 @@ def check_by_hints(tool: Callable[..., Any], schema: Mapping[str, Any]) -> Check
     adapters: dict[str, Any] = {}
     for name in [*named, *([more.name] if more is not None else [])]:
         try:
-            adapters[name] = TypeAdapter(_readable(hints.get(name, Any)))
+            hint = _readable(hints.get(name, Any))
+            adapters[name] = TypeAdapter(list[hint], config=forbid)  # a list, because classes take no configuration
         except Exception:  # such as a PIL image, or any class of the user's
-            adapters[name] = TypeAdapter(Any)
+            adapters[name] = TypeAdapter(list[Any])
 
     def check(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         read: dict[str, Any] = {}
@@ -90,10 +93,11 @@ def check_by_hints(tool: Callable[..., Any], schema: Mapping[str, Any]) -> Check
                 wrong.append(f"{name}: Input should be one of {json.dumps(choices)}, not {_written(value)}.")
             else:
                 try:
-                    read[name] = adapters[parameter.name].validate_json(json.dumps(value, default=str), strict=True)
+                    text = json.dumps([value], default=str)
+                    (read[name],) = adapters[parameter.name].validate_json(text, strict=True)
                 except ValidationError as error:
                     wrong += [
-                        f"{place([name, *one['loc']])}: {one['msg']}, not {_written(one['input'])}."
+                        f"{place([name, *one['loc'][1:]])}: {one['msg']}, not {_written(one['input'])}."
                         for one in error.errors(include_url=False, include_context=False)
                     ]
         return read, wrong
@@ -142,7 +146,7 @@ def check_by_schema(schema: Mapping[str, Any]) -> Check:
 
 
 def _told(hint: Any) -> dict[str, Any] | None:
-    """JSON schema of a hint with enums or with classes that have fields, which transformers shows as bare objects."""
+    """JSON schema of a hint with enums, dates, or classes with fields, which transformers shows as bare objects."""
     from pydantic import TypeAdapter
 
     try:
@@ -150,7 +154,7 @@ def _told(hint: Any) -> dict[str, Any] | None:
     except Exception:  # such as a PIL image, or any class of the user's
         return None
     text = json.dumps(schema)
-    if '"properties"' not in text and ('"enum"' not in text or '"title"' not in text):
+    if '"properties"' not in text and '"format"' not in text and ('"enum"' not in text or '"title"' not in text):
         return None  # of builtins and literals alone
     return schema
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import datetime
 import enum
 from typing import Annotated, Any, Literal, Optional, TypedDict
 
@@ -71,6 +72,8 @@ class Tools:
         flag: bool = False,
         drink: str = "tea",
         anything: Any = None,
+        points: list[Point] = [],  # noqa: B006
+        day: datetime.date | None = None,
     ) -> str:
         """Takes.
 
@@ -89,8 +92,11 @@ class Tools:
             flag: -
             drink: what to drink (choices: ["tea", "coffee"])
             anything: -
+            points: -
+            day: -
         """
         given = [numbers, by_name, maybe, either, mode, pair, color, point, named, order, small, flag, drink, anything]
+        given += [points, day]
         return repr([value for value, default in zip(given, self.take.__defaults__, strict=True) if value != default])
 
     async def run(self, function: str, name: str) -> str:
@@ -145,6 +151,10 @@ def called(name: str, arguments: dict[str, Any]) -> str:
         ("take", {"flag": "true"}, "flag"),
         ("take", {"flag": 1}, "flag"),
         ("take", {"drink": "milk"}, "drink"),
+        ("take", {"point": {"x": 1, "z": 2}}, "point.z"),
+        ("take", {"points": [{"x": 1}, {"x": 1, "z": 2}]}, "points[1].z"),
+        ("take", {"named": {"name": "n", "at": {"x": 2}, "more": 1}}, "named.more"),
+        ("take", {"day": "May"}, "day"),
         ("more", {"first": "a", "x": "1"}, "x"),
         ("more", {"x": 1}, "first"),
     ],
@@ -173,6 +183,8 @@ def test_wrong_arguments_are_told_and_the_tool_is_not_called(name: str, argument
         ("take", {"named": {"name": "n", "at": {"x": 2}}}, "[{'name': 'n', 'at': Point(x=2, y=0.0)}]"),
         ("take", {"order": {"item": "tea", "count": 2}}, "[Order(item='tea', count=2)]"),
         ("take", {"drink": "coffee"}, "['coffee']"),
+        ("take", {"points": [{"x": 1}]}, "[[Point(x=1, y=0.0)]]"),
+        ("take", {"day": "2024-05-01"}, "[datetime.date(2024, 5, 1)]"),
         ("take", {"anything": {"a": [None]}}, "[{'a': [None]}]"),
         ("run", {"function": "f", "name": "n"}, "n f"),
         ("more", {"first": "a", "function": 1}, "a [('function', 1)]"),
@@ -195,6 +207,7 @@ def test_the_schema_shows_what_is_checked() -> None:
     shown = {tool["function"]["name"]: tool["function"]["parameters"] for tool in ToolEnvironment(Tools).tools}
     assert shown["take"]["properties"]["color"]["enum"] == ["red", "blue"]
     assert shown["take"]["properties"]["order"]["anyOf"][1] == {"type": "null"}
+    assert shown["take"]["properties"]["day"]["anyOf"][0] == {"type": "string", "format": "date"}
     assert shown["more"]["required"] == ["first"] and set(shown["more"]["properties"]) == {"first"}
     assert shown["more"]["additionalProperties"]["type"] == "integer"
     assert shown["add"]["properties"]["a"] == {"type": "integer", "description": "one"}
