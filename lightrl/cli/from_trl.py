@@ -432,7 +432,8 @@ def _data(given: _Options, model: dict[str, Any], sizes: dict[str, Any], notes: 
         "prompts_per_rollout": sizes["prompts"],
         "rollouts_per_epoch": None,
     }
-    evaluated = given.take("eval_strategy", "no") != "no" or given.take("do_eval", False)
+    strategy, asked = given.take("eval_strategy", "no"), given.take("do_eval", False)
+    evaluated = strategy != "no" or asked
     batch, group = given.take("per_device_eval_batch_size", 8), given.take("num_generations_eval") or sizes["group"]
     if evaluated:
         data |= {"eval_prompts": {**source, "split": test}, "eval_group_size": group}
