@@ -233,8 +233,7 @@ class SFTSource(ConversationSource):
         for piece in pieces:
             tokens = list(tokenizer(piece.text + piece.end, add_special_tokens=False)["input_ids"])
             if piece.trained:
-                eos = int(tokenizer.eos_token_id)
-                tokens = ended_turn(tokenizer, tokens) if templated else tokens + [eos] * (tokens[-1:] != [eos])
+                tokens = ended_turn(tokenizer, tokens) if templated else [*tokens, int(tokenizer.eos_token_id)]
             completion += tokens
             mask += [piece.trained] * len(tokens)
         tokens_of_row: Row = (encoded.token_ids, completion) if all(mask) else (encoded.token_ids, completion, mask)
@@ -256,7 +255,8 @@ class SFTSource(ConversationSource):
                     "the completion has several turns, tool calls, or thoughts, and the prompt is a string without a "
                     "chat template. Use a conversation as the prompt, or write the completion as text."
                 )
-            return encoded, False, [Piece(_in_form(messages[0], False)["content"], "", True)]
+            content = _in_form(messages[0], False)["content"]
+            return encoded, False, [Piece(_without_end(content, str(tokenizer.eos_token)), "", True)]
         prompt, system, _ = arranged(prompt, row, self, tokenizer, processor)
         history = conversation(prompt, system)
         blocks = any(not isinstance(message["content"], str) for message in history)
@@ -364,7 +364,14 @@ def _turn(tokenizer: PreTrainedTokenizerBase, body: str, message: Mapping[str, A
         at = max([at, *(body.find(text, at) + len(text) for text in call_texts(call) if body.find(text, at) >= 0)])
     end = str(tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)))
     place = body.rfind(end)
-    return Piece(body, "", True) if place < at else Piece(body[:place], end, True)
+    return Piece(body, "", True) if place < at else Piece(_without_end(body[:place], end), end, True)
+
+
+def _without_end(text: str, end: str) -> str:
+    """The text without the ends of a turn that the row's author wrote, to which another is added."""
+    while text.endswith(end):
+        text = text.removesuffix(end)
+    return text
 
 
 def _raise_lost(name: str, part: str, body: str) -> NoReturn:

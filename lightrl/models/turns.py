@@ -86,14 +86,11 @@ def ended_turn(tokenizer: Any, token_ids: Sequence[int]) -> list[int]:
         tokenizer: of the template that rendered it.
         token_ids: what the template writes after the generation prompt. Tokens after the end of the turn, such as a
             line break, are cut off. A turn that another special token ends, such as a call's, stays as it is; one
-            without an end gets it, and one that ends twice, because its text had the end already, ends once.
+            without an end gets it.
     """
     ids, end = list(token_ids), end_of_turn(tokenizer)
     if end in ids:
-        ids = ids[: len(ids) - ids[::-1].index(end)]
-        while ids[-2:] == [end, end]:
-            ids.pop()
-        return ids
+        return ids[: len(ids) - ids[::-1].index(end)]
     return ids if ids and _is_special(tokenizer, ids[-1]) else [*ids, end]
 
 

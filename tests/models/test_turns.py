@@ -131,6 +131,12 @@ def test_a_completion_that_has_its_end_already_gets_no_second(written: str, toke
         assert ends(TEMPLATES["chatml"][0]) == ["<|im_end|>"]
     if "<|im_end|>" not in written:
         assert ends(None) == ["<eos>"]
+    tokenizer.chat_template = TEMPLATES["chatml"][0]
+    pair = {"prompt": "1+1=", "chosen": written, "rejected": "2"}
+    for rendering in ("tokens", "text") if "<eos>" not in written else ():
+        rows = [pair, {**pair, "rejected": "3"}]
+        same, _ = PreferenceSource(rows=rows, rendering=rendering).tokenized(tokenizer)
+        assert same.chosen == same.rejected
 
 
 def test_an_export_stops_at_the_end_of_the_turn(tokenizer: Any, tmp_path: Path) -> None:
