@@ -40,6 +40,8 @@ _THOUGHTS = ("reasoning", "thinking")
 """Names under which data and templates have thoughts instead of `reasoning_content`."""
 _MARK = "Qc{}n"
 """Stands for the name of a call."""
+_TOOL_MARK = "Qt{}n"
+"""Stands for the name of a tool."""
 _LEAST_FRAME = 4
 """Fewest characters by which plain text around a turn is recognized."""
 _BLOCK_KINDS = ("text", "image", "video", "audio")
@@ -200,25 +202,27 @@ def apply_template(
     """
     calls = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
     template = str(tokenizer.chat_template)
-    options["tools"] = list(tools or ()) or None
+    tools = list(tools or ())
+    named = [{**tool, "function": {**tool["function"], "name": _TOOL_MARK.format(i)}} for i, tool in enumerate(tools)]
     failure: Exception | None = None
     rendered = False
 
-    def written(said: Sequence[Mapping[str, Any]], **form: bool) -> str:
+    def written(said: Sequence[Mapping[str, Any]], tools: Sequence[Any], **form: bool) -> str:
         formed = [_formed(message, template, **form) for message in said]
-        return str(tokenizer.apply_chat_template(formed, tokenize=False, **options))
+        return str(tokenizer.apply_chat_template(formed, tokenize=False, **{**options, "tools": tools or None}))
 
     for none, text in itertools.product((False, True), repeat=2) if calls else [(False, False)]:
         try:
-            found = written(messages, none=none, text=text)
-            shown = written(_marked(messages), none=none, text=text) if calls else ""  # names are also in the tools
+            found = written(messages, tools, none=none, text=text)
+            # Names may also be elsewhere in the text.
+            shown = written(_marked(messages), named, none=none, text=text) if calls or tools else ""
         except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
             failure = failure or error
             continue
         rendered = True
         if all(_MARK.format(i) in shown and shows_call(found, call) for i, call in enumerate(calls)):
-            for tool in tools or ():
-                if "tools" not in template or tool["function"]["name"] not in found:
+            for i, tool in enumerate(tools):
+                if _TOOL_MARK.format(i) not in shown:
                     raise ValueError(
                         f"tools: the chat template does not show the tool {tool['function']['name']!r}. Set "
                         "actor.chat_template to a template with tools, or leave the tools out."

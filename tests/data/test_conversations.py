@@ -251,6 +251,16 @@ def test_tools_that_cannot_be_shown_are_rejected() -> None:
     assert kept.columns["tools"] == [["add"]] and "add" not in kept.texts[0]
 
 
+def test_a_tools_name_in_the_question_does_not_count_as_the_tool() -> None:
+    tokenizer = chat("qwen2.5")
+    shown = "{% if tools and messages[0].role == 'system' %}{{ tools | tojson }}{% endif %}"
+    tokenizer.chat_template = shown + "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    question = say("user", "please add 1 and 2, and say it")
+    assert '"add"' in render_prompt(tokenizer, [say("system", "x"), question], tools=TOOLS)[0]
+    with pytest.raises(ValueError, match="tools"):
+        render_prompt(tokenizer, [question], tools=TOOLS)
+
+
 @pytest.mark.parametrize("column", ["chat_template_kwargs", "template_kwargs"])
 @pytest.mark.parametrize("as_text", [False, True])
 def test_a_rows_own_template_variables_have_effect(column: str, as_text: bool) -> None:
