@@ -75,8 +75,8 @@ def check_by_hints(tool: Callable[..., Any], schema: Mapping[str, Any]) -> Check
     adapters: dict[str, Any] = {}
     for name in [*named, *([more.name] if more is not None else [])]:
         try:
-            hint = _readable(hints.get(name, Any))
-            adapters[name] = TypeAdapter(list[hint], config=forbid)  # a list, because classes take no configuration
+            hint: Any = types.GenericAlias(list, (_readable(hints.get(name, Any)),))
+            adapters[name] = TypeAdapter(hint, config=forbid)  # a list, because classes take no configuration
         except Exception:  # such as a PIL image, or any class of the user's
             adapters[name] = TypeAdapter(list[Any])
 

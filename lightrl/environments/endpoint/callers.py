@@ -88,7 +88,7 @@ def _carry_into_threads() -> None:
         return submit(self, function, *args, **kwargs)
 
     threading.Thread.start = started  # type: ignore[method-assign]
-    ThreadPoolExecutor.submit = submitted  # type: ignore[method-assign]
+    ThreadPoolExecutor.submit = submitted  # type: ignore[method-assign, assignment]
 
 
 def _in_thread(attempt: _Attempt, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
