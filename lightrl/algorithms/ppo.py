@@ -46,7 +46,7 @@ from lightrl.algorithms.schedule import (
     set_named_rates,
     with_schedule,
 )
-from lightrl.algorithms.shaping import copy_rewards, credits_that_miss
+from lightrl.algorithms.shaping import RewardCopy, copy_rewards, credits_that_miss
 from lightrl.arguments import instance_of
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import forget_step_metrics, run_seed
@@ -206,13 +206,13 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self.num_skipped_updates = 0
         self.skipped_in_a_row = 0
         self.seed = run_seed()
-        self._rl_callbacks: list[RLCallback] = []
         self._routes_noted = False
         self._restored_rng: list[Any] | None = None
         self._eval_sums = MetricSums()
         self._logged: set[str] = set()  # in the step before
         self._updates_made = 0  # of the rollout at hand
         self._missed_credits: frozenset[str] = frozenset()
+        self._transferred: tuple[Any, RewardCopy | None] = None, None
         self._stale_loss: PolicyLoss | None = None
         self._reference_at_start: int | None = None
         refuse_factories(optimizer, lr_scheduler)
@@ -250,7 +250,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                 f"reference={self.reference_spec.path!r} with kl=None: nothing compares with a reference, so it is not "
                 "loaded. Set kl, or leave the reference out."
             )
-        self._rl_callbacks = rl_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]
+        rl_callbacks(self._callbacks())
         if stage == "fit" and self._corrects_off_policy and not isinstance(self.loss, AutomaticCorrection):
             log.info("Samples come from older policies: OffPolicyCorrection weights %s.", type(self.loss).__name__)
             self.loss = AutomaticCorrection(self.loss)
@@ -333,10 +333,15 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
     # ---- one rollout -------------------------------------------------------------------------------------------
 
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Lightning's last call before hooks of callbacks, which may change rewards: remembers what they were."""
+        if self.trainer.training and isinstance(batch, Rollouts):
+            self._transferred = batch, copy_rewards(batch)
+        return batch
+
     def training_step(self, rollouts: Rollouts, batch_idx: int) -> dict[str, float]:
         """Learns from one rollout and returns its metrics, reduced over ranks; callbacks read them as `outputs`."""
         clock, measured = Stopwatch(), MetricSums()
-        self.note_weight_changes()
         with clock.measures("time/experience"):
             experience = self.make_experience(rollouts)
         with clock.measures("time/update"):
@@ -388,10 +393,16 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         Returns:
             The same rows with log-probs, values, advantages, and metrics of the rollout.
         """
+        transferred, copied = self._transferred
+        missed = credits_that_miss(copied, rollouts) if transferred is rollouts and copied else frozenset[str]()
+        self._transferred = None, None
+        copied = copy_rewards(rollouts)
         self.score(rollouts)
+        missed |= credits_that_miss(copied, rollouts) & {"parts"}  # what it adds is of whole trajectories
         given = copy_rewards(rollouts)
         self._call_callbacks("on_rollout_scored", rollouts)
-        self._missed_credits = credits_that_miss(given, rollouts)
+        self._missed_credits = missed | credits_that_miss(given, rollouts)
+        self.note_weight_changes()  # since they sampled the rollout
         outputs = self.evaluate_models(rollouts)
         found = self.compute_advantages(rollouts, outputs)
         experience, sums = self._join(rollouts, outputs, found)
@@ -487,7 +498,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         """Rejects a change of the rewards that the estimator, by what it has read, did not see."""
         credit = self.advantage.credit or given.credit
         if credit in self._missed_credits:
-            self.advantage.refuse_shaped_rewards("on_rollout_scored: a callback that changes rewards", credit)
+            change = "on_rollout_scored: a callback, or a hook before it, that changes rewards"
+            self.advantage.refuse_shaped_rewards(change, credit)
             raise ValueError(
                 "on_rollout_scored: a callback changed rollouts.reward_parts but not rollouts.rewards, which "
                 f"advantage={type(self.advantage).__name__} reads. Change rollouts.rewards by the same amount."
@@ -780,6 +792,10 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
     def _callbacks(self) -> list[Any]:
         return list(self.trainer.callbacks)  # type: ignore[attr-defined]
+
+    @property
+    def _rl_callbacks(self) -> list[RLCallback]:
+        return rl_callbacks(self._callbacks())
 
     def _loss_of(self, rows: Experience) -> PolicyLoss:
         """The loss of these rows, corrected if older weights sampled them."""

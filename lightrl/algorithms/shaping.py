@@ -47,7 +47,7 @@ def credits_that_miss(before: RewardCopy, rollouts: Rollouts) -> frozenset[str]:
         of_parts += rollouts.reward_weights.get(name, 1.0) * moved
     of_turns = _difference(_of_turns(rollouts), before.turns, scored)
     scale = before.rewards.nan_to_num(0.0).abs().max() if len(now) else now.new_zeros(())
-    bound = 1e-5 * (1.0 + float(scale))
+    bound = 8 * torch.finfo(torch.float32).eps * (1.0 + float(scale))
     missed = {
         "total": parts_changed and not bool((total != 0).any()),
         "parts": bool(((total - of_parts).abs() > bound).any()),

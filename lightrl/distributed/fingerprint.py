@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -9,20 +11,24 @@ from lightrl.distributed.strategies import local_shard
 
 
 @torch.no_grad()
-def fingerprint(model: nn.Module) -> int:
-    """A number that changes with any parameter's value: the sum of the bits that this rank holds, as integers.
+def fingerprint(model: nn.Module | Iterable[nn.Parameter]) -> int:
+    """A number that changes with any parameter's value or place: sums of the bits that this rank holds, as integers.
 
-    Version counters of tensors do not see writes through `.data`. Reading all weights once costs about as much as
-    copying a fifth of them.
+    Version counters of tensors do not see writes through `.data`. Each row's and each column's sum is multiplied by its
+    number, so that values that change places count. Reading all weights costs less than copying half of them.
     """
     total = 0
-    for number, parameter in enumerate(model.parameters()):
-        bits = local_shard(parameter).contiguous().view(-1)
-        if not bits.numel():
+    for number, parameter in enumerate(model.parameters() if isinstance(model, nn.Module) else model):
+        own = local_shard(parameter).contiguous()
+        if not own.numel():
             continue
-        if bits.numel() * bits.element_size() % 8 == 0 and bits.data_ptr() % 8 == 0:
-            value = int(bits.view(torch.int64).sum())
-        else:
-            value = int(bits.view(torch.uint8).sum(dtype=torch.int64))
+        rows = own.view(len(own), -1) if own.ndim > 1 else own.view(1, -1)
+        whole = rows.shape[1] * rows.element_size() % 8 == 0 and rows.data_ptr() % 8 == 0
+        bits = rows.view(torch.int64 if whole else torch.uint8)
+        value = sum(_weighed(bits.sum(dim, dtype=torch.int64)) for dim in (0, 1))
         total = (total * 31 + value + number) % (1 << 61)
     return total
+
+
+def _weighed(sums: torch.Tensor) -> int:
+    return int((sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum())

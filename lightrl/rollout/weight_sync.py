@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightrl.arguments import above, at_least
 from lightrl.compat.transformers import as_saved
+from lightrl.distributed.fingerprint import fingerprint
 from lightrl.engines.base import TOLERANCE, Engine, StaleWeightsError
 from lightrl.models.media_tokens import placeholder_ids
 from lightrl.models.multimodal import harmless_id
@@ -60,6 +61,7 @@ class WeightSync(EngineSync):
         """Mean absolute log-prob gap in nats of the last canary."""
         self.last_media_gap: float | None = None
         """The same for a completion of a prompt with media; None for text alone."""
+        self._frozen: int | None = None  # of the last push
         self._prompts: list[list[int]] | None = None
         self._media: GenerationRequest | None = None
         self._media_before: tuple[Completion, torch.Tensor, float] | None = None  # its trainer's log-probs, the gap
@@ -78,10 +80,16 @@ class WeightSync(EngineSync):
         """Pushes if the versions differ. Collective: every rank calls it at the same time."""
         if engine.policy_version == module.policy_version:
             return
+        moved = self._frozen_moved(module)
         with torch.no_grad():
             if engine.takes_adapter:
+                if moved:
+                    raise ValueError(
+                        f"lora: weights under the adapter have changed, and {type(engine).__name__} gets the adapter "
+                        'alone. Set lora_sync="merged".'
+                    )
                 engine.load_adapter(*module.policy_adapter(), policy_version=module.policy_version)
-            elif engine.takes_parts and engine.policy_version >= 0 and _some_frozen(module):
+            elif engine.takes_parts and engine.policy_version >= 0 and not moved and _some_frozen(module):
                 # What is frozen is there from an earlier push.
                 trained = _named_for(engine, module, module.named_policy_weights(trained_only=True))
                 engine.load_weights(trained, policy_version=module.policy_version, partial=True)
@@ -91,6 +99,12 @@ class WeightSync(EngineSync):
             if self.canary:
                 self._check(module, engine)
                 self._check_media(module, engine)
+
+    def _frozen_moved(self, module: RolloutLearner) -> bool:
+        """Whether weights that no update changes have changed since the last push. Collective."""
+        named, before = module.actor.lm.named_parameters(), self._frozen
+        self._frozen = fingerprint(p for name, p in named if not p.requires_grad and "lora_" not in name)
+        return bool(module.all_max(torch.tensor(float(before not in (None, self._frozen)))))
 
     def _check(self, module: RolloutLearner, engine: Engine) -> None:
         tokens = self._tokens(module, engine, min(self.num_tokens, engine.max_model_len - 1))

@@ -20,6 +20,7 @@ from lightrl.algorithms.schedule import LRSchedule
 from lightrl.callbacks import RolloutCheckpoint, WeightSync
 from lightrl.data import SFTDataModule, SFTSource
 from lightrl.distributed.fingerprint import fingerprint
+from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import GDPO, AdvantageInput, GroupRelative, SequenceEstimator
 from lightrl.objectives.aggregation import SequenceMean, TokenMean
 from lightrl.objectives.kl import KLInLoss
@@ -245,6 +246,40 @@ def test_a_changed_reward_reaches_the_estimator(path: str) -> None:
         assert not torch.allclose(keep.experiences[0].advantages, raw.experiences[0].advantages)
 
 
+class ScoresMore(GRPOLightningModule):
+    def score(self, rollouts: Rollouts) -> None:
+        super().score(rollouts)
+        rollouts.rewards = rollouts.rewards + torch.arange(len(rollouts))
+
+
+class ChangesBatch(Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Rollouts, batch_idx: int) -> None:
+        batch.rewards += torch.arange(len(batch))
+
+
+@pytest.mark.parametrize("base", [0.0, 1e6])
+@pytest.mark.parametrize("way", ["score", "on_train_batch_start", "on_rollout_scored"])
+def test_rewards_changed_in_other_hooks_are_rejected_if_the_estimator_reads_the_parts(
+    way: str, base: float, path: str
+) -> None:
+    def constant(completions: list[str], **_: Any) -> list[float]:
+        return [base + 3.0 * (i % 2) for i in range(len(completions))]
+
+    module: type[GRPOLightningModule] = ScoresMore if way == "score" else GRPOLightningModule
+    callbacks: dict[str, Any] = {"on_train_batch_start": ChangesBatch(), "on_rollout_scored": Change()}
+    with pytest.raises(ValueError, match="GDPO"):
+        given = [callbacks[way]] if way in callbacks else []
+        fit(module(path, optimizer=sgd, kl=None, advantage=GDPO()), callbacks=given, rewards=[constant])
+
+
+def test_callbacks_take_part_if_setup_is_overridden_without_super(path: str) -> None:
+    class Own(GRPOLightningModule):
+        def setup(self, stage: str) -> None:
+            self.mine = stage
+
+    assert len(fit(Own(path, optimizer=sgd, kl=None)).rollouts) == 1
+
+
 class ChangeParts(RLCallback):
     def on_rollout_scored(self, trainer: Any, module: Any, rollouts: Rollouts) -> None:
         rollouts.reward_parts = {name: 2 * part for name, part in rollouts.reward_parts.items()}
@@ -297,6 +332,33 @@ def test_a_change_between_sampling_and_training_is_corrected_and_measured(path: 
     assert "off_policy/weight" in keep.metrics[0] and not isinstance(module.loss, AutomaticCorrection)
     quiet = fit(grpo(path), rollouts=2)
     assert not quiet.experiences[1].is_stale and "off_policy/weight" not in quiet.metrics[0]
+
+
+def test_a_change_while_rewards_are_shown_is_corrected(path: str) -> None:
+    class MovesLate(Moves, RLCallback):
+        pass
+
+    keep = fit(grpo(path), callbacks=[MovesLate("on_rollout_scored", "in place")])
+    assert keep.experiences[0].is_stale and "off_policy/weight" in keep.metrics[0]
+
+
+def test_the_engine_gets_frozen_weights_that_changed(path: str) -> None:
+    class MovesFrozen(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            matrix = module.actor.lm.model.embed_tokens.weight
+            assert not matrix.requires_grad
+            matrix.data.mul_(1.5)
+
+    keep = fit(grpo(ModelSpec(path, freeze=["*embed_tokens*"])), rollouts=3, callbacks=[MovesFrozen()])
+    assert len(keep.metrics) == 3 and max(metrics["kl/engine_gap_max"] for metrics in keep.metrics) < 1e-4
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_fingerprint_sees_values_that_change_places(dim: int) -> None:
+    layer = torch.nn.Linear(4, 6)
+    before = fingerprint(layer)
+    layer.weight.data.copy_(layer.weight.data.flip(dim))
+    assert fingerprint(layer) != before
 
 
 def test_a_fingerprint_sees_every_way_of_writing() -> None:
