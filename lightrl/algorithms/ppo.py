@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
@@ -215,6 +215,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self._transferred: tuple[Any, RewardCopy | None] = None, None
         self._stale_loss: PolicyLoss | None = None
         self._reference_at_start: int | None = None
+        self._frozen_at_start: dict[str, int] | None = None
         refuse_factories(optimizer, lr_scheduler)
         check_arguments(self)
 
@@ -1001,19 +1002,37 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """What cannot be loaded from where it came from.
 
-        Dropped: the reward models; the reference, unless something has changed it; and frozen parameters of actor and
-        critic (the base of a LoRA run, `freeze`d layers), unless they were drawn at random.
+        Dropped: the reward models; the reference, unless something has changed it; and parameters of actor and critic
+        that were built frozen (the base of a LoRA run, `freeze`d layers), unless they were drawn at random or something
+        has changed them.
         """
         state = super().state_dict(*args, **kwargs)
         moves = self._saves_reference()
         frozen: set[str] = set()
         if not self.actor_spec.random_init:
-            named = self.named_parameters(remove_duplicate=False)
-            frozen = {name for name, parameter in named if not parameter.requires_grad}
-        if moves:
-            frozen = {name for name in frozen if not name.startswith("reference.")}
+            frozen = {name for name, parameter in self._trainable_parameters() if self._is_as_built(name, parameter)}
         dropped = ("reward_models.",) if moves else ("reward_models.", "reference.")
         return {name: value for name, value in state.items() if not name.startswith(dropped) and name not in frozen}
+
+    def _trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Names and parameters of the models that may be trained, frozen ones included."""
+        named = self.named_parameters(remove_duplicate=False)
+        return [(name, p) for name, p in named if not name.startswith(("reward_models.", "reference."))]
+
+    def _is_as_built(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has been frozen from the start and, as far as ranks agree on it, unchanged."""
+        if parameter.requires_grad or self._frozen_at_start is None:
+            return not parameter.requires_grad
+        before = self._frozen_at_start.get(name)
+        return before is not None and (self._is_in_parts or fingerprint([parameter]) == before)
+
+    @property
+    def _is_in_parts(self) -> bool:
+        """Whether each rank holds other parts of the weights; False without a trainer."""
+        try:
+            return isinstance(self.trainer.strategy, ModelParallelStrategy | DeepSpeedStrategy)
+        except RuntimeError:
+            return False
 
     def _saves_reference(self) -> bool:
         """Whether a checkpoint needs the reference: it is no longer the model that it was built from.
@@ -1033,10 +1052,13 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         return not own or any(may_move_reference(callback) for callback in self._callbacks())
 
     def configure_model(self) -> None:
-        """Builds and shards the models, and remembers what the reference began as."""
+        """Builds and shards the models, and remembers what the reference and frozen parameters began as."""
         super().configure_model()
         if self.reference is not None and self._reference_at_start is None:
             self._reference_at_start = fingerprint(self.reference)
+        if self._frozen_at_start is None:
+            named = self._trainable_parameters()
+            self._frozen_at_start = {name: fingerprint([p]) for name, p in named if not p.requires_grad}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds how the models are built, the counters, and the random generators' states. Collective."""

@@ -389,6 +389,30 @@ def test_a_moved_reference_is_in_the_checkpoint(path: str, tmp_path: Path) -> No
         assert any(name.startswith("reference.") for name in state) == saved
 
 
+class FreezesLater(Callback):
+    """Freezes what was trained so far."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.actor.lm.model.layers.requires_grad_(False)
+
+
+class ScalesFrozen(Callback):
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.actor.lm.model.embed_tokens.weight.data.mul_(1.5)
+
+
+@pytest.mark.parametrize(("callback", "freeze"), [(FreezesLater(), []), (ScalesFrozen(), ["*embed_tokens*"])])
+def test_frozen_weights_that_are_not_those_of_the_model_are_in_the_checkpoint(
+    callback: Any, freeze: list[str], path: str, tmp_path: Path
+) -> None:
+    module, again = (grpo(ModelSpec(path, freeze=freeze), optimizer=large_steps) for _ in range(2))
+    trainer = quiet_trainer(enable_checkpointing=True, callbacks=[WeightSync(), callback])
+    trainer.fit(module, sums_data(rollouts_per_epoch=1))
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    again.load_weights(tmp_path / "saved.ckpt")
+    assert torch.equal(weights(again), weights(module))
+
+
 # ---- what is logged --------------------------------------------------------------------------------------------------
 
 
