@@ -334,11 +334,9 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
     # ---- one rollout -------------------------------------------------------------------------------------------
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Lightning's last call before hooks of callbacks, which may change rewards: remembers what they were."""
-        if self.trainer.training and isinstance(batch, Rollouts):
-            self._transferred = batch, copy_rewards(batch)
-        return batch
+    def note_rewards(self, rollouts: Rollouts) -> None:
+        """See `RolloutLearner.note_rewards`."""
+        self._transferred = rollouts, copy_rewards(rollouts)
 
     def training_step(self, rollouts: Rollouts, batch_idx: int) -> dict[str, float]:
         """Learns from one rollout and returns its metrics, reduced over ranks; callbacks read them as `outputs`."""

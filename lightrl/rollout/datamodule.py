@@ -380,8 +380,12 @@ class RolloutDataModule(LightningDataModule):
         ]
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Moves a record's tensors."""
-        return batch.to(device)
+        """Moves a record's tensors; shows the module a training rollout before callbacks get it."""
+        moved = batch.to(device)
+        trainer: Any = self.trainer
+        if isinstance(moved, Rollouts) and trainer is not None and trainer.training:
+            self.learner.note_rewards(moved)
+        return moved
 
     def teardown(self, stage: str) -> None:
         """Ends what samples, the reward workers and the engine, also after an error or Ctrl-C.

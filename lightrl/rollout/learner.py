@@ -13,7 +13,7 @@ from torch import Tensor
 from lightrl.distributed.fingerprint import fingerprint
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
-from lightrl.records import Routes
+from lightrl.records import Rollouts, Routes
 
 
 class RolloutLearner(LightningModule, ABC):
@@ -51,6 +51,9 @@ class RolloutLearner(LightningModule, ABC):
         if bool(self.all_max(torch.tensor(float(changed)))):
             self.outside_changes += 1
         self._noted = self.policy_version, now[1]
+
+    def note_rewards(self, rollouts: Rollouts) -> None:
+        """Takes note of a training rollout's rewards before Lightning's hooks of callbacks, which may change them."""
 
     @abstractmethod
     def named_policy_weights(self, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
