@@ -92,6 +92,21 @@ def test_the_best_checkpoint_is_kept_by_the_scripts_metric(options: dict[str, An
     assert callbacks["HFExport"].get("best", False) == options.get("load_best_model_at_end", False)
 
 
+@pytest.mark.parametrize(
+    ("options", "interval"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 6, "steps_per_generation": 2}, 3),  # of rollouts with two updates
+        ({"eval_strategy": "steps", "logging_steps": 4}, 4),
+        ({"eval_strategy": "epoch", "eval_steps": 6}, None),
+        ({"eval_strategy": "steps", "eval_steps": 0.1}, None),
+    ],
+)
+def test_evaluation_is_as_often_as_in_the_script(options: dict[str, Any], interval: int | None) -> None:
+    config, _ = convert_trl({"model_name_or_path": "m", "dataset_name": "d", **options})
+    assert config["trainer"].get("val_check_interval") == interval
+    assert ("check_val_every_n_epoch" in config["trainer"]) == (interval is not None)
+
+
 def test_the_newest_checkpoints_are_kept_as_the_script_limits_them() -> None:
     from lightrl.callbacks import RolloutCheckpoint
 

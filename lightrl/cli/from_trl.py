@@ -44,7 +44,6 @@ NO_COUNTERPART = {
     "ddp_timeout": "set `timeout` on the strategy",
     "deepspeed": "take configs/strategies/deepspeed_*.yaml",
     "disable_dropout": "dropout is always 0",
-    "eval_steps": "evaluation is per epoch: trainer.val_check_interval counts rollouts",
     "fsdp": "take configs/strategies/fsdp2.yaml",
     "hub_model_id": "callback HFExport writes the folder; upload it with `hf upload`, or by the module's push_to_hub",
     "log_unique_prompts": "SampleLog shows completions by prompt",
@@ -357,7 +356,8 @@ def _trainer(
         notes.append(f"num_train_epochs: {epochs} is rounded up; trainer.max_steps counts updates.")
     callbacks = [_part("WeightSync"), _part("Throughput")]
     if given.take("log_completions", False):
-        callbacks.append(_part("SampleLog", every_n_rollouts=given.take("logging_steps", 10)))
+        callbacks.append(_part("SampleLog", every_n_rollouts=given.look("logging_steps", 10)))
+    evaluated = given.take("eval_steps") or given.look("logging_steps", 10)
     given.take("logging_steps")
     if given.take("eval_on_start", False):
         callbacks.append(_part("EvaluateFirst"))
@@ -394,6 +394,12 @@ def _trainer(
         "callbacks": callbacks,
     }
     trainer["max_epochs"] = int(trainer["max_epochs"])
+    if given.look("eval_strategy", "no") == "steps" and evaluated >= 1:
+        every = max(int(evaluated) // sizes["updates"], 1)
+        trainer |= {"val_check_interval": every, "check_val_every_n_epoch": None}
+        notes.append(f"eval_steps: {evaluated} updates are {every} rollouts.")
+    elif given.look("eval_strategy", "no") == "steps":
+        notes.append(f"eval_steps: {evaluated} of the run became once per epoch; set trainer.val_check_interval.")
     if devices > 1:
         trainer["strategy"] = "ddp"
     return (trainer | {"max_steps": steps} if steps > 0 else trainer), run_dir
