@@ -406,7 +406,7 @@ def test_frozen_weights_that_are_not_those_of_the_model_are_in_the_checkpoint(
     callback: Any, freeze: list[str], path: str, tmp_path: Path
 ) -> None:
     module, again = (grpo(ModelSpec(path, freeze=freeze), optimizer=large_steps) for _ in range(2))
-    trainer = quiet_trainer(enable_checkpointing=True, callbacks=[WeightSync(), callback])
+    trainer = quiet_trainer(callbacks=[WeightSync(), callback])
     trainer.fit(module, sums_data(rollouts_per_epoch=1))
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     again.load_weights(tmp_path / "saved.ckpt")
