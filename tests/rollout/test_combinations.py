@@ -356,7 +356,7 @@ CELLS: dict[str, list[Cell]] = {
             "distillation",
             lambda where: {"build": lambda path: DistillLightningModule(path, {"one": teacher(path)}, optimizer=sgd)},
             "the teacher scores every sampled token",
-            lambda run, where: run.keep.experiences[0].teacher_logprobs is not None,
+            lambda run, where: "teacher/logprobs" in run.keep.experiences[0].token_extras,
         ),
         Cell(
             "distillation with a `divergence`", lambda where: {
