@@ -54,7 +54,8 @@ class Learner:
 
     @property
     def actor(self) -> Any:
-        return SimpleNamespace(lm=policy(self.policy_version))
+        lm = policy(self.policy_version)
+        return SimpleNamespace(lm=lm, has_experts=False, parameters=lm.parameters)
 
     def named_policy_weights(self, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(policy(self.policy_version).named_parameters())
