@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import seed_everything
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.algorithms.hooks import RLCallback
@@ -33,7 +33,7 @@ def chat_model(folder: Path, family: str = "qwen2.5", seed: int = 0, experts: bo
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=len(AutoTokenizer.from_pretrained(folder)),  # with what its class adds
+        vocab_size=len(tokenizer) + (family == "deepseek"),  # to whose tokenizer the class of the model adds a token
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=1,
