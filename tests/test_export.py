@@ -114,7 +114,7 @@ def test_exports_sft_and_reward_models(model: str, tmp_path: Path) -> None:
 
 def test_exports_hold_the_tokenizer_that_the_policy_is_trained_with(model: str, tmp_path: Path) -> None:
     own = AutoTokenizer.from_pretrained(model)
-    own.chat_template = "{{ messages[0].content }}"
+    own.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     own.save_pretrained(tmp_path / "own")
     module, trainer = SFTLightningModule(model, optimizer=sgd), quiet_trainer(callbacks=[])
     rows = [{"prompt": "01+01=", "completion": "2"}]
