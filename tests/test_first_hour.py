@@ -155,7 +155,7 @@ MISTAKES = {
     "plan --modle x": "Did you mean 'model'?",
     "plan --algorithm gpro": "algorithm",
     "export": "lightrl export needs --checkpoint",
-    "export --checkpoint nowhere.ckpt --output out": "checkpoint='nowhere.ckpt' does not exist",
+    "export --checkpoint nowhere.ckpt --output out": "checkpoint='nowhere.ckpt'",
     "export --checkpoint file --output out --model ./nowhere": "Model folder './nowhere' does not exist",
     "export --what modle": "what",
     "doctor --config nowhere.yaml": "--config=nowhere.yaml does not exist",

@@ -26,6 +26,9 @@ PATIENCE = 0.1
 MAKE = "__init__"
 """Name of the call that makes an object."""
 
+CLOSE = "close"
+"""Name of the call that ends an object. It runs even if whoever waits for it is cancelled."""
+
 STUCK = 10.0
 """Seconds without awaiting after which the shared loop is given up for a new one."""
 
@@ -153,10 +156,10 @@ class UserCode:
                 await asyncio.wait([done], timeout=None if self._kind.warned else PATIENCE)
                 _note_blocking()
         finally:
-            if not done.done():
+            if not done.done() and call.name != CLOSE:
                 call.cancel()
                 await asyncio.wait([done], timeout=0.0 if call in _running.values() else 1.0)
-            if not done.done():  # what blocks is left behind, with its loop
+            if not done.done() and call.name != CLOSE:  # what blocks is left behind, with its loop
                 self._left = True
                 self.close()
         return call.value, call.error

@@ -416,14 +416,18 @@ def require_vocabulary(tokenizer: Any, path: str, argument: str = "tokenizer") -
         argument: the name that the error begins with.
 
     Raises:
-        ValueError: there is such a token; placeholders of images and the like don't count.
+        ValueError: there is such a token; placeholders of images, and special tokens other than BOS and EOS, don't
+            count.
     """
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError):
         return
     size, shown = getattr(config.get_text_config(), "vocab_size", None), {*placeholder_ids(config).values()}
-    beyond = sorted((i, text) for text, i in tokenizer.get_vocab().items() if i >= (size or i + 1) and i not in shown)
+    known = {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    idle = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - known  # what its class adds
+    vocabulary = tokenizer.get_vocab().items()
+    beyond = sorted((i, text) for text, i in vocabulary if i >= (size or i + 1) and i not in shown | idle)
     if beyond:
         raise ValueError(
             f"{argument}={tokenizer.name_or_path!r}: {len(beyond)} of its tokens, such as {beyond[0][1]!r} "

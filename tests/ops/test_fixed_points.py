@@ -22,13 +22,14 @@ from lightrl.objectives.advantages import (
     OPO,
     RLOO,
     AdvantageEstimator,
+    AdvantageInput,
     GroupRelative,
     Reinforce,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
 )
 from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
-from lightrl.objectives.losses import CISPO, CPG, GMPO, GSPO, SAPO, PolicyLoss, PPOClip, RLOOSequence
+from lightrl.objectives.losses import CISPO, CPG, GMPO, GSPO, SAPO, LossInput, PolicyLoss, PPOClip, RLOOSequence
 from lightrl.objectives.off_policy import VESPO
 
 G = 3
@@ -80,8 +81,8 @@ def objective(
     values = (pi * R).sum().expand_as(rewards)
     if isinstance(kl, KLInReward):
         rewards = rewards - beta * kl(old, ref)
-    advantages, _ = estimator(rewards, mask, groups, values=values)
-    token_loss, _ = loss(logprobs, old, advantages, mask)
+    advantages, _ = estimator(AdvantageInput(rewards, mask, groups, values=values))
+    token_loss, _ = loss(LossInput(logprobs, old, advantages, mask))
     if isinstance(kl, KLInLoss):
         token_loss = token_loss + beta * kl(logprobs, old, ref)
     return (weights[:, None] * token_loss).sum()

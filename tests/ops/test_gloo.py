@@ -11,9 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrl.objectives.advantages import GDPO, RLOO, GroupRelative, ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from lightrl.objectives.advantages import (
+    GDPO,
+    RLOO,
+    AdvantageInput,
+    GroupRelative,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+)
 from lightrl.objectives.aggregation import ConstantLength, SequenceMean, SequenceSum, TokenMean
-from lightrl.objectives.losses import GSPO, PPOClip
+from lightrl.objectives.losses import GSPO, LossInput, PPOClip
 from lightrl.ops.entropy import top_entropy_mask
 from lightrl.ops.masking import AllSum, identity, masked_whiten
 
@@ -33,13 +40,15 @@ def everything(rows: slice, all_sum: AllSum) -> list[Tensor]:
     estimators = (GroupRelative("batch"), RLOO(True), GDPO(), ReinforcePlusPlus(), ReinforcePlusPlusBaseline())
     for estimator in estimators:
         advantages, _ = estimator(
-            rewards, mask, groups, reward_parts=parts, part_weights={"a": 1.0, "b": 2.0}, all_sum=all_sum
+            AdvantageInput(
+                rewards, mask, groups, reward_parts=parts, part_weights={"a": 1.0, "b": 2.0}, all_sum=all_sum
+            )
         )
         out.append(advantages)
         for aggregation in (TokenMean(), SequenceMean(), ConstantLength(9), SequenceSum()):
             for loss in (PPOClip(), GSPO()):
                 leaf = logprobs[rows].clone().requires_grad_()
-                token_loss, _ = loss(leaf, old, advantages, mask)
+                token_loss, _ = loss(LossInput(leaf, old, advantages, mask))
                 weighted = aggregation.weights(mask) * token_loss / all_sum(aggregation.count(mask))
                 weighted.sum().backward()
                 assert leaf.grad is not None

@@ -14,10 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.objectives.advantages import GAE, OPO, RLOO, AdvantageEstimator, GroupRelative, MaxRL, Reinforce
+from lightrl.objectives.advantages import (
+    GAE,
+    OPO,
+    RLOO,
+    AdvantageEstimator,
+    AdvantageInput,
+    GroupRelative,
+    MaxRL,
+    Reinforce,
+)
 from lightrl.objectives.aggregation import SequenceMean, SequenceSum
 from lightrl.objectives.kl import KLInReward
-from lightrl.objectives.losses import CISPO, CPG, DPPO, DRO, SAPO, PolicyLoss, PPOClip, RLOOSequence
+from lightrl.objectives.losses import CISPO, CPG, DPPO, DRO, SAPO, LossInput, PolicyLoss, PPOClip, RLOOSequence
 from lightrl.objectives.off_policy import VESPO
 
 K, G, BETA = 3, 4, 0.3
@@ -73,8 +82,8 @@ def sampled_gradients(
         token_rewards = torch.stack([torch.zeros_like(rewards[rows]), rewards[rows]], 1)
         token_rewards = token_rewards - beta * KLInReward()(old, ref)
         v = None if values is None else values[rows]
-        advantages, _ = estimator(token_rewards, mask, groups, values=v)
-        token_loss, _ = loss(logprobs, old, advantages, mask)
+        advantages, _ = estimator(AdvantageInput(token_rewards, mask, groups, values=v))
+        token_loss, _ = loss(LossInput(logprobs, old, advantages, mask))
         total = (aggregation.weights(mask) * token_loss).sum() / aggregation.count(mask)
         out.append(-flat_gradient(total, first, second))
     return torch.stack(out)

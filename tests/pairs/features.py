@@ -123,7 +123,6 @@ NO_GROUPS = {"GAE", "TurnGAE", "Reinforce", "ReinforcePlusPlus"}
 BINARY = {"MaxRL", "PassAtK"}
 TURNS = {"TurnReturns", "TurnGAE", "GiGPO"}
 NORMALIZES = {"GDPO", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "GroupRelative(batch)"}
-ONE_RATIO = {"GMPO", "GSPO", "RLOOSequence"}
 READS_ENGINE = {"VESPO", "OffPolicyCorrection", "OffPolicySequenceMask", "GeometricEngineMask", "EngineRatio"}
 
 
@@ -192,11 +191,6 @@ REFUSALS = [
         "reward_clip with GDPO, TurnReturns, TurnGAE or GiGPO",
         "reward_clip=.* with advantage=",
         lambda s: s.get("clips") == "reward" and estimator(s) in {"GDPO", *TURNS},
-    ),
-    Refusal(
-        "top_entropy_fraction with GSPO, GMPO or RLOOSequence, which have one ratio per trajectory",
-        "top_entropy_fraction=.* with loss=",
-        lambda s: s.get("masks") == "top entropy" and loss(s) in ONE_RATIO,
     ),
     Refusal(
         "one attempt per prompt with an estimator that compares attempts",

@@ -67,10 +67,12 @@ class Letters(Environment):
 
     def __init__(self, delay: float = 0.0) -> None:
         self.delay = delay
+        self.was_reset = False
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
         type(self).seen.append((row["prompt"], seed))
-        type(self).alive += 1
+        type(self).alive += not self.was_reset
+        self.was_reset = True
         return [{"role": "user", "content": f"{row['prompt']} {seed % 10}"}]
 
     async def step(self, reply: Reply) -> Step:
@@ -84,7 +86,8 @@ class Letters(Environment):
         return 1.0 if stop_reason == "stop" else 0.0
 
     async def close(self) -> None:
-        type(self).alive -= 1
+        type(self).alive -= self.was_reset
+        self.was_reset = False
 
 
 class Numbered(Letters):

@@ -222,7 +222,7 @@ def struck(path: str, phase: str, strike: Any, **arguments: Any) -> Any:
     try:
         return fit(path, environment=Struck, rewards=[scored], **{"engine": Mortal(), **arguments})
     finally:
-        assert Struck.alive == 0, "an environment was not closed"
+        assert until(lambda: Struck.alive == 0, 20), "an environment was not closed"
         assert (Struck.strike is None) or not phase, "the phase came"
 
 
