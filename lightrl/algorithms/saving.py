@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +45,21 @@ class SavesPretrained(LightningModule):
     _tells_hyperparameters = True
     _resumed: dict[str, Any] | None = None  # description in the checkpoint, until it has been compared
     _settings: Mapping[str, Any] = MappingProxyType({})  # of this run, before a checkpoint is loaded
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keeps a subclass's `on_save_checkpoint` that does not call `super` from saving files that do not resume."""
+        super().__init_subclass__(**kwargs)
+        own = cls.__dict__.get("on_save_checkpoint")
+        if own is None:
+            return
+
+        @functools.wraps(own)
+        def save(self: Any, checkpoint: dict[str, Any]) -> None:
+            own(self, checkpoint)
+            if "lightrl" not in checkpoint:  # Lightning's own hook is empty, so users may leave it out
+                super(cls, self).on_save_checkpoint(checkpoint)
+
+        cls.on_save_checkpoint = save  # type: ignore[method-assign]
 
     @abstractmethod
     def build_models(self, in_shards: bool = False) -> None:

@@ -530,3 +530,22 @@ def test_what_users_log_at_the_start_of_a_batch_is_kept(path: str, tmp_path: Pat
     trainer.fit(Logs(path, optimizer=sgd, kl=None), sums_data(rollouts_per_epoch=2))
     with next(tmp_path.rglob("metrics.csv")).open() as file:
         assert [float(row["mine"]) for row in csv.DictReader(file) if row["mine"]] == [0.0, 1.0]
+
+
+def test_a_checkpoint_of_a_subclass_with_its_own_entries_resumes(path: str, tmp_path: Path) -> None:
+    class Notes(GRPOLightningModule):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["mine"] = 7
+
+    def run(max_epochs: int, ckpt_path: str | None = None) -> Tensor:
+        seed_everything(0, verbose=False)
+        module = Notes(path, optimizer=sgd, kl=None)
+        checkpoint = RolloutCheckpoint(1, dirpath=str(tmp_path))
+        trainer = quiet_trainer(max_epochs=max_epochs, enable_checkpointing=True, callbacks=[WeightSync(), checkpoint])
+        trainer.fit(module, sums_data(rollouts_per_epoch=1), ckpt_path=ckpt_path)
+        return weights(module)
+
+    run(1)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["mine"] == 7
+    resumed = run(2, str(tmp_path / "last.ckpt"))
+    assert torch.equal(resumed, run(2))
