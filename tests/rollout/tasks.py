@@ -33,7 +33,7 @@ def chat_model(folder: Path, family: str = "qwen2.5", seed: int = 0, experts: bo
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=len(tokenizer) + (family == "deepseek"),  # to whose tokenizer the class of the model adds a token
+        vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=1,
