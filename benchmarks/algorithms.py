@@ -59,6 +59,8 @@ class Curve(Callback):
         seconds: of training. clock: "wall" or "cpu".
     """
 
+    reads_all_rows = False  # so that rows without a gradient are skipped
+
     def __init__(self, seconds: float, clock: str) -> None:
         self.seconds, self.clock = seconds, clock
         self.points: list[dict[str, float]] = []

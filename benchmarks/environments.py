@@ -255,6 +255,8 @@ def run_lightrl(name: str, folder: str, micro_tokens: int, steps: int, ticket: T
     ticket.ready = ready
 
     class Stop(Callback):
+        reads_all_rows = False  # so that rows without a gradient are skipped
+
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
             ticket.rewards += batch.rewards.tolist()
             ticket.step_ended(lambda: self.notes(module, batch))

@@ -111,6 +111,8 @@ class Bare:
 class Alternate(Callback):
     """Times LightRL's step from one rollout's end to the next's, and the bare one in between."""
 
+    reads_all_rows = False  # so that rows without a gradient are skipped
+
     def __init__(self, path: str) -> None:
         self.bare = Bare(path)
         self.rounds: list[dict[str, float]] = []

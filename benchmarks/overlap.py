@@ -98,6 +98,8 @@ def pin(pid: int, core: int) -> None:
 class Clock(Callback):
     """Seconds between the ends of steps, and what LightRL says about them."""
 
+    reads_all_rows = False  # so that rows without a gradient are skipped
+
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
         self.last = 0.0
@@ -169,6 +171,8 @@ class WaitingEngine(ThreadEngine):
 
 class Curve(Callback):
     """The evaluations of a run, and what share of its rows changed weights."""
+
+    reads_all_rows = False  # so that rows without a gradient are skipped
 
     def __init__(self) -> None:
         self.rewards: list[float] = []

@@ -74,6 +74,8 @@ def even_digits(prompts: list[str], completions: list[str], **columns: Any) -> l
 class Watch(Callback):
     """The module's own times of each rollout."""
 
+    reads_all_rows = False  # so that rows without a gradient are skipped
+
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
 

@@ -142,6 +142,8 @@ def run_lightrl(layout: str, folder: str, args: argparse.Namespace, ticket: Tick
     rollouts = make_rollouts(args)
 
     class Turns(Callback):
+        reads_all_rows = False  # so that rows without a gradient are skipped
+
         def on_train_batch_start(self, *_: Any, **__: Any) -> None:
             ticket.wait()
 

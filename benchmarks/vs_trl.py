@@ -172,6 +172,8 @@ def run_lightrl(case: Case, folder: str, micro_tokens: int, steps: int, ticket: 
         from lightrl.data import RolloutDataModule
 
     class Stop(Callback):
+        reads_all_rows = False  # so that rows without a gradient are skipped
+
         def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
             ticket.step_ended(lambda: {"rollout": float(outputs["time/generate"] + outputs["time/score"])})
 
