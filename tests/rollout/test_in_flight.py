@@ -233,7 +233,8 @@ def with_vllm(folder: Path, lora: LoraSpec | None) -> tuple[KeptEngine, Any]:
     """An engine, and what runs over it."""
     shape = {"num_hidden_layers": 1, "intermediate_size": 64, "max_position_embeddings": 512}
     path, engine = quickstart_model(folder, **shape), KeptEngine(in_process=False)
-    few = {"engine": engine, "sampling": LONG, "prompts_per_rollout": 4, "rollouts_per_epoch": 4}
+    # Few completions, so that an update is over long before them, on a busy machine too.
+    few = {"engine": engine, "sampling": LONG, "prompts_per_rollout": 4, "group_size": 2, "rollouts_per_epoch": 4}
 
     def learn(*callbacks: Any, **data: Any) -> tuple[Any, Watch]:
         module = GRPOLightningModule(ModelSpec(path, lora=lora), kl=None, optimizer=sgd)
