@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.5B", "1.5B"])
-    parser.add_argument("--layouts", nargs="+", default=["packed", "tree"])
+    parser.add_argument("--layouts", nargs="+", default=["packed", "shared_prefix"])
     parser.add_argument("--rows", type=int, default=32, help="sequences of a step")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=512)

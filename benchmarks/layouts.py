@@ -30,7 +30,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from lightrl.models.packing.layouts import make_stream
 from lightrl.models.policy import PolicyModel
 
-LAYOUTS = ("padded", "packed", "tree")
+LAYOUTS = ("padded", "packed", "shared_prefix")
 # name: prompts, prompt lengths (from, to), group size, completion lengths (from, to)
 CASES = {
     "short prompts": (8, (8, 8), 8, (64, 64)),
@@ -123,7 +123,7 @@ def measure(policies: dict[str, PolicyModel], rows: tuple[Tensor, ...], repeats:
             seconds[layout].append(took)
     tokens = {"padded": rows[0].numel()}
     for layout in LAYOUTS[1:]:
-        tokens[layout] = make_stream(*rows[:3], share=layout == "tree").num_tokens
+        tokens[layout] = make_stream(*rows[:3], share=layout == "shared_prefix").num_tokens
     table = []
     for layout, policy in policies.items():
         (ratio, kept), (_, kept_packed) = (_kept(layout, other, seconds, tokens) for other in ("padded", "packed"))

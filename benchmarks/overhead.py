@@ -30,7 +30,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from lightrl.algorithms import PPOLightningModule
-from lightrl.callbacks import AdaptiveKL, Throughput, WeightSync
+from lightrl.callbacks import AdaptiveKL, ThroughputMonitor, WeightSync
 from lightrl.data import ArithmeticRows, PromptSource
 from lightrl.engines import VLLMEngine
 from lightrl.models.spec import ModelSpec
@@ -154,7 +154,7 @@ def measure(size: str, layout: Any, rounds: int, folder: Path) -> dict[str, Any]
     trainer = Trainer(
         accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, num_sanity_val_steps=0,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        callbacks=[WeightSync(), AdaptiveKL(), Throughput(), alternate],
+        callbacks=[WeightSync(), AdaptiveKL(), ThroughputMonitor(), alternate],
     )  # fmt: skip
     trainer.fit(module, data)
     counted = alternate.rounds[2:]

@@ -108,7 +108,7 @@ class Clock(Callback):
         now = time.perf_counter()
         if self.last:  # the first step has nothing to overlap with
             named = {name.removeprefix("time/"): value for name, value in outputs.items() if name.startswith("time/")}
-            length = outputs["rollout/response_length"]
+            length = outputs["completions/length"]
             self.steps.append({"step": now - self.last, "wait": 0.0, "length": length, **named})
         self.last = time.perf_counter()
 

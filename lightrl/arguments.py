@@ -30,7 +30,7 @@ def at_least(name: str, value: T, low: float, note: str = "", *, or_none: str | 
     """The value if it is `low` or more.
 
     Args:
-        name: what the message calls the argument, such as `SampleLog.num_samples`.
+        name: what the message calls the argument, such as `CompletionLogger.num_samples`.
         value: a number; NaN and the infinities are refused.
         low: the smallest that is allowed.
         note: end of the message, behind what is allowed.

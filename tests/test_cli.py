@@ -154,26 +154,26 @@ def test_the_walk_finds_the_classes_that_matter() -> None:
 
 def test_short_names_reach_the_classes(write: Callable[..., str], model: str) -> None:
     config = write("PPOLightningModule", model={"advantage": "Reinforce", "critic": None, "kl": "KLInLoss"})
-    cli = run(["--config", config, "--trainer.callbacks+=Throughput"], run=False)
+    cli = run(["--config", config, "--trainer.callbacks+=ThroughputMonitor"], run=False)
     assert [type(x).__name__ for x in (cli.model, cli.datamodule, cli.datamodule.engine, cli.model.advantage)] == [
         "PPOLightningModule",
         "RolloutDataModule",
         "TransformersEngine",
         "Reinforce",
     ]
-    assert {"WeightSync", "Throughput"} <= {type(c).__name__ for c in cli.trainer.callbacks}
+    assert {"WeightSync", "ThroughputMonitor"} <= {type(c).__name__ for c in cli.trainer.callbacks}
     assert cli.trainer.num_sanity_val_steps == 0 and cli.model.actor_spec.path == model
 
 
 def test_throughput_is_there_unless_it_is_named_or_unwanted(write: Callable[..., str]) -> None:
     def throughputs(*arguments: str) -> list[bool]:
         callbacks = run(["--config", write(), *arguments], run=False).trainer.callbacks
-        return [callback.progress_bar for callback in callbacks if type(callback).__name__ == "Throughput"]
+        return [callback.progress_bar for callback in callbacks if type(callback).__name__ == "ThroughputMonitor"]
 
     assert throughputs() == [True]
-    own = ["--trainer.callbacks+=Throughput", "--trainer.callbacks.progress_bar=false"]
+    own = ["--trainer.callbacks+=ThroughputMonitor", "--trainer.callbacks.progress_bar=false"]
     assert throughputs(*own) == [False]
-    assert throughputs("--without=[Throughput]") == []
+    assert throughputs("--without=[ThroughputMonitor]") == []
 
 
 def test_every_logger_gets_the_whole_configuration_versions_and_command(
@@ -194,7 +194,7 @@ def test_every_logger_gets_the_whole_configuration_versions_and_command(
 def test_a_resumed_run_goes_on_in_its_table_and_an_evaluation_leaves_the_run_as_it_is(
     write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    samples = {"class_path": "SampleLog", "init_args": {"every_n_rollouts": 1, "terminal": False}}
+    samples = {"class_path": "CompletionLogger", "init_args": {"every_n_rollouts": 1, "terminal": False}}
     callbacks = [{"class_path": name} for name in ("EvaluateFirst", "RolloutCheckpoint")]
     trainer = {"logger": True, "callbacks": [*callbacks, samples], "enable_checkpointing": True}
     config = write(trainer=trainer, data={"eval_prompts": {"rows": ARITHMETIC, "limit": 4}}, run_dir="run")
@@ -224,7 +224,7 @@ def test_a_resumed_run_goes_on_in_its_table_and_an_evaluation_leaves_the_run_as_
 def test_a_run_that_does_not_begin_leaves_what_the_run_before_logged(
     mistake: str, write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    samples = {"class_path": "SampleLog", "init_args": {"every_n_rollouts": 1, "terminal": False}}
+    samples = {"class_path": "CompletionLogger", "init_args": {"every_n_rollouts": 1, "terminal": False}}
     config = write(trainer={"logger": True, "callbacks": [samples]}, run_dir="run")
     main(["fit", "--config", config])
     left = ("metrics.csv", "samples.jsonl")

@@ -118,7 +118,7 @@ def test_what_works_works_in_one_run_without_a_callback_for_weights(model: str, 
         rows = list(csv.DictReader(file))
     rates = [float(row["optim/lr_policy"]) for row in rows if row["optim/lr_policy"]]
     assert rates == pytest.approx([1e-6, 0.5e-6])  # linear over the 2 updates that the run makes
-    assert {"eval/small/reward", "eval/large/reward", "rollout/response_length_min"} <= rows[0].keys()
+    assert {"eval/small/reward", "eval/large/reward", "completions/length_min"} <= rows[0].keys()
     torch.set_anomaly_enabled(False)
     torch.use_deterministic_algorithms(False)
 

@@ -153,7 +153,7 @@ def test_a_line_that_is_no_sample_is_named(tmp_path: Path, line: str, capsys: py
     with (run / "samples.jsonl").open("a") as file:
         file.write(f"{line}\n{line}\n")
     text = report(run).read_text()
-    reason = r"Left out:.* 2 of the samples in .*samples\.jsonl; the first: line 2: not a record of SampleLog"
+    reason = r"Left out:.* 2 of the samples in .*samples\.jsonl; the first: line 2: not a record of CompletionLogger"
     assert re.search(reason, text) and re.search(reason, capsys.readouterr().err) and "a good prompt" in text
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 
 from lightrl.algorithms import CriticSpec, PPOLightningModule, RLOOLightningModule
-from lightrl.callbacks import AdaptiveKL, RewardNormalization, RolloutCheckpoint, Throughput, WeightSync
+from lightrl.callbacks import AdaptiveKL, RewardNormalization, RolloutCheckpoint, ThroughputMonitor, WeightSync
 from lightrl.objectives.kl import KLInReward
 from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
 
@@ -82,7 +82,7 @@ def run(
         ppo_epochs=2,
     )
     checkpoint = RolloutCheckpoint(every_n_rollouts, dirpath=str(folder / "checkpoints"))
-    controllers = [AdaptiveKL(target=0.01, horizon=200), RewardNormalization(), Throughput(), Draw()]
+    controllers = [AdaptiveKL(target=0.01, horizon=200), RewardNormalization(), ThroughputMonitor(), Draw()]
     trainer = quiet_trainer(
         max_epochs=EPOCHS,
         callbacks=[WeightSync(), *controllers, checkpoint, *callbacks],

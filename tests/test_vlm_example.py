@@ -93,7 +93,10 @@ def test_the_example_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.Mon
     rows = "--data.init_args.train.rows.init_args.size=128"
     step("sft", "start", [], "--trainer.max_steps=2", rows)
     assert (tmp_path / "sft" / "preprocessor_config.json").is_file()
-    samples = {"class_path": "SampleLog", "init_args": {"every_n_rollouts": 1, "num_samples": 6, "terminal": False}}
+    samples = {
+        "class_path": "CompletionLogger",
+        "init_args": {"every_n_rollouts": 1, "num_samples": 6, "terminal": False},
+    }
     cli = step(
         "grpo",
         "sft",

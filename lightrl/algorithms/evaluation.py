@@ -35,10 +35,10 @@ def rollout_metrics(rollouts: Rollouts, outputs: ModelOutputs, raw_rewards: Tens
     metrics: dict[str, Tensor] = {
         "reward/mean": rewards,
         "reward/scored_fraction": scored.float(),
-        "reward/zero_advantage_fraction": (~varied[rows]).float(),
-        "rollout/response_length": lengths,
-        "rollout/response_length_max": lengths,
-        "rollout/response_length_min": lengths,
+        "reward/zero_std_fraction": (~varied[rows]).float(),
+        "completions/length": lengths,
+        "completions/length_max": lengths,
+        "completions/length_min": lengths,
         "rollout/truncated_fraction": rollouts.truncated[rows].float(),
         "rollout/prompt_length": before[rows].float(),
     }
@@ -94,9 +94,9 @@ def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]
     """Values of one evaluation batch, per trajectory or per group; the caller averages them over the whole evaluation.
 
     Returns:
-        `eval/reward`, `eval/reward/<function>` (rows that were scored), `eval/response_length`,
+        `eval/reward`, `eval/reward/<function>` (rows that were scored), `eval/length`,
         `eval/truncated_fraction`, and with several completions per prompt `eval/pass@k` (k = 1, 2, 4, ... G) and
-        `eval/majority@G`; of one of several sets of prompts `eval/<set>/...`.
+        `eval/maj@G`; of one of several sets of prompts `eval/<set>/...`.
     """
     within = f"eval/{rollouts.eval_set}/" if rollouts.eval_set else "eval/"
     lengths = trajectory_lengths(rollouts.response_mask, rollouts.trajectory_ids)
@@ -105,7 +105,7 @@ def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]
         rollouts, lengths = rollouts.select(firsts), lengths[firsts]
     metrics = {
         "eval/reward": rollouts.rewards[rollouts.rewards.isfinite()],
-        "eval/response_length": lengths.float(),
+        "eval/length": lengths.float(),
         "eval/truncated_fraction": rollouts.truncated.float(),
     }
     for name, part in rollouts.reward_parts.items():
@@ -119,7 +119,7 @@ def eval_metrics(rollouts: Rollouts, success_reward: float) -> dict[str, Tensor]
             rates = [pass_at_k(len(rows), int(success[rows].sum()), min(k, len(rows))) for rows in groups]
             metrics[f"eval/pass@{k}"] = torch.tensor(rates)
             k *= 2
-        metrics[f"eval/majority@{size}"] = torch.tensor([_majority(rollouts, rows, success) for rows in groups])
+        metrics[f"eval/maj@{size}"] = torch.tensor([_majority(rollouts, rows, success) for rows in groups])
     return {key.replace("eval/", within, 1): value for key, value in metrics.items()}
 
 

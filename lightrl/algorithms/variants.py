@@ -95,7 +95,8 @@ class DAPOLightningModule(GRPOLightningModule):
 
     `GRPOLightningModule` with the paper's settings: the ratio clipped to [0.8, 1.28], the mean over all tokens of the
     optimizer's batch, no KL (the paper makes 16 updates per rollout: set `minibatch_size`). Two of its parts belong to
-    the data module and are set there: dynamic sampling (`RolloutDataModule(max_refills=...)`) and the soft over-long
+    the data module and are set there: dynamic sampling (`RolloutDataModule(dynamic_sampling_rounds=...)`) and the
+    soft over-long
     punishment (the reward `SoftOverlong`).
 
     Args:

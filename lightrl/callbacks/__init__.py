@@ -1,20 +1,20 @@
 """Callbacks: the only place where modules and engines meet. Each can be left out or replaced from YAML."""
 
+from lightrl.callbacks.completion_logger import CompletionLogger
 from lightrl.callbacks.ema import EMA
 from lightrl.callbacks.entropy_control import AdaptiveEntropy
 from lightrl.callbacks.evaluate_first import EvaluateFirst
-from lightrl.callbacks.fidelity_gate import FidelityGate
 from lightrl.callbacks.hf_export import HFExport
 from lightrl.callbacks.kl_control import AdaptiveKL, LinearKL
-from lightrl.callbacks.ledger_canary import LedgerCanary
+from lightrl.callbacks.logprob_monitor import LogprobMonitor
 from lightrl.callbacks.offload_models import OffloadModels
 from lightrl.callbacks.offload_optimizer import OffloadOptimizer
 from lightrl.callbacks.prediction_writer import PredictionWriter
 from lightrl.callbacks.reference_sync import ReferenceSync
 from lightrl.callbacks.reward_normalization import RewardNormalization
-from lightrl.callbacks.sample_log import SampleLog
-from lightrl.callbacks.save_rollouts import SaveRollouts
-from lightrl.callbacks.throughput import Throughput
+from lightrl.callbacks.rollout_writer import RolloutWriter
+from lightrl.callbacks.throughput import ThroughputMonitor
+from lightrl.callbacks.trajectory_check import TrajectoryLogprobCheck
 from lightrl.checkpoints.rollout_checkpoint import RolloutCheckpoint
 from lightrl.rollout.weight_sync import WeightSync
 
@@ -22,19 +22,19 @@ __all__ = [
     "EMA",
     "AdaptiveEntropy",
     "AdaptiveKL",
+    "CompletionLogger",
     "EvaluateFirst",
-    "FidelityGate",
     "HFExport",
-    "LedgerCanary",
     "LinearKL",
+    "LogprobMonitor",
     "OffloadModels",
     "OffloadOptimizer",
     "PredictionWriter",
     "ReferenceSync",
     "RewardNormalization",
     "RolloutCheckpoint",
-    "SampleLog",
-    "SaveRollouts",
-    "Throughput",
+    "RolloutWriter",
+    "ThroughputMonitor",
+    "TrajectoryLogprobCheck",
     "WeightSync",
 ]

@@ -9,7 +9,8 @@ class EvaluateFirst(Callback):
     """Evaluates once before training, on all evaluation prompts, and logs `eval/*` at step -1.
 
     It lets Lightning's sanity check run over the whole evaluation set and logs what it finds, which Lightning drops.
-    A resumed run has no sanity check and so logs nothing here. `SampleLog` then has samples of before training, and
+    A resumed run has no sanity check and so logs nothing here. `CompletionLogger` then has samples of before
+    training, and
     `lightrl report` draws the evaluation at 0 rollouts.
     """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 IN_PROGRESS_BAR = {"reward/mean": "reward", "kl/ref": "kl"}
 
 
-class Throughput(Callback):
+class ThroughputMonitor(Callback):
     """Logs how fast a rollout went from prompts to updated weights, and shows reward, KL and tokens/s in the bar.
 
     Per rollout, with t the wall time from the end of the previous rollout's update to the end of this one's:
@@ -29,7 +29,7 @@ class Throughput(Callback):
 
     It also works with `SFTLightningModule`, where a batch takes the place of a rollout. Batches without an
     `attention_mask`, of modules of your own, are passed over. The command line adds it to every run that does not name
-    one; `--without=[Throughput]` leaves it out.
+    one; `--without=[ThroughputMonitor]` leaves it out.
 
     Args:
         progress_bar: whether `reward`, `kl` and `tok/s` are shown in the progress bar.

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from lightrl.arguments import user_path
+from lightrl.cli.renamed import require_new_names
 from lightrl.redaction import plain_secrets, remember_secret
 
 PREFIX = "lightrl:"
@@ -127,6 +128,7 @@ def _chain(path: Path, above: tuple[Path, ...]) -> list[Path]:
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"{path}: expected settings by name (trainer, model, data), found {found}.")
+    require_new_names(content)
     bases = content.get("base")
     if bases is None:
         return [path]

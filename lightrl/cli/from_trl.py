@@ -46,7 +46,7 @@ NO_COUNTERPART = {
     "disable_dropout": "dropout is always 0",
     "fsdp": "take configs/strategies/fsdp2.yaml",
     "hub_model_id": "callback HFExport writes the folder; upload it with `hf upload`, or by the module's push_to_hub",
-    "log_unique_prompts": "SampleLog shows completions by prompt",
+    "log_unique_prompts": "CompletionLogger shows completions by prompt",
     "max_prompt_length": "prompts.max_prompt_tokens, which TRL 1 has not",
     "multi_objective_aggregation": "normalize_then_sum: advantage: GDPO",
     "pad_to_multiple_of": "nothing is padded inside the model",
@@ -338,7 +338,7 @@ def _ranking(given: _Options, strategy: str, notes: list[str]) -> dict[str, Any]
     elif name.startswith("rewards/"):
         monitor = f"eval/reward/{name.removeprefix('rewards/').removesuffix('/mean')}"
     elif name == "completions/mean_length":
-        monitor = "eval/response_length"
+        monitor = "eval/length"
     else:
         notes.append(f"metric_for_best_model: {metric or 'loss'} has no counterpart; eval/reward is monitored.")
         return {"monitor": "eval/reward", "mode": "max"}
@@ -354,9 +354,9 @@ def _trainer(
     steps, epochs = given.take("max_steps", -1), given.take("num_train_epochs", 3)
     if steps < 0 and epochs != int(epochs):
         notes.append(f"num_train_epochs: {epochs} is rounded up; trainer.max_steps counts updates.")
-    callbacks = [_part("WeightSync"), _part("Throughput")]
+    callbacks = [_part("WeightSync"), _part("ThroughputMonitor")]
     if given.take("log_completions", False):
-        callbacks.append(_part("SampleLog", every_n_rollouts=given.look("logging_steps", 10)))
+        callbacks.append(_part("CompletionLogger", every_n_rollouts=given.look("logging_steps", 10)))
     evaluated = given.take("eval_steps") or given.look("logging_steps", 10)
     given.take("logging_steps")
     if given.take("eval_on_start", False):

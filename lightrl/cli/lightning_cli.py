@@ -30,7 +30,7 @@ import lightrl.rollout
 from lightrl.algorithms.hyperparameters import versions
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule
-from lightrl.callbacks import Throughput
+from lightrl.callbacks import ThroughputMonitor
 from lightrl.checkpoints.guard import RunGuard
 from lightrl.checkpoints.last import take_whole_ones
 from lightrl.checkpoints.lock import LOCK
@@ -82,7 +82,7 @@ class LightRLCLI(YamlCLI):
         )
         parser.add_argument(
             "--without",
-            type=list[Literal["Throughput"]],
+            type=list[Literal["ThroughputMonitor"]],
             default=[],
             help="callbacks to leave out of those that every run gets unasked.",
         )
@@ -151,9 +151,9 @@ class LightRLCLI(YamlCLI):
         self.guard = RunGuard()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         config = self._of_command(self.config)
-        wanted = "Throughput" not in config.without and not trainer.barebones
-        if wanted and not any(isinstance(callback, Throughput) for callback in callbacks):
-            callbacks.insert(0, Throughput())
+        wanted = "ThroughputMonitor" not in config.without and not trainer.barebones
+        if wanted and not any(isinstance(callback, ThroughputMonitor) for callback in callbacks):
+            callbacks.insert(0, ThroughputMonitor())
         callbacks.insert(0, self.guard)
         savers = trainer.checkpoint_callbacks
         if savers and not any(isinstance(saver, RolloutCheckpoint) for saver in savers):

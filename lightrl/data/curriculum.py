@@ -50,7 +50,8 @@ class PromptCurriculum:
         ValueError: an argument is out of range; on loading, a stream, or a row of no class.
 
     Source: success rates in place of difficulty labels: https://arxiv.org/abs/2502.06563 (SFL),
-        https://arxiv.org/abs/2504.03380 (online difficulty filtering). `max_refills` drops groups without a spread
+        https://arxiv.org/abs/2504.03380 (online difficulty filtering). `dynamic_sampling_rounds` drops groups without
+        a spread
         after they were sampled; this is to not sample most of them.
     """
 

@@ -178,7 +178,7 @@ class Engine(ABC):
 
     dtype: str | None = None
     """Of the weights of the started engine: "float32", "bfloat16" or "float16"; None where the engine does not know,
-    and then `WeightSync` allows the gap of float32, `FidelityGate` with a warning that of bfloat16."""
+    and then `WeightSync` allows the gap of float32, `LogprobMonitor` with a warning that of bfloat16."""
 
     @property
     def concurrent(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from lightrl.arguments import above, at_least, fraction, one_of, user_path
 
-Layout = Literal["auto", "padded", "packed", "tree", "shared_prefix"]
+Layout = Literal["auto", "padded", "packed", "shared_prefix"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ADAPTER_FILE = "adapter_config.json"
 PLAIN_INIT = (None, True, False, "gaussian")
@@ -93,9 +93,9 @@ class ModelSpec:
             more time.
         freeze: what is not trained: names of parts, such as "visual" (all within), or patterns of whole parameter names
             in which `*` matches anything, such as "*embed_tokens*". After the first sync it is not sent again.
-        layout: how sequences go through the model. auto takes the cheapest that the model supports: tree computes once
-            what rows of a micro-batch begin with alike (shared_prefix is its earlier name), packed leaves padding out,
-            padded is the plain rectangle.
+        layout: Arrangement of sequences in a forward pass. `shared_prefix` computes each prefix that sequences of a
+            micro-batch share once, `packed` removes padding, `padded` is the plain rectangle. `auto` uses the
+            cheapest that the model supports.
         cpu_kernels: whether the forward on a CPU uses LightRL's fused norms, SwiGLU and rotary embedding and its
             attention; null is yes unless LIGHTRL_CPU_KERNELS=0. On other devices it has no effect.
         chat_template: Jinja text, or a file of it (.jinja), in place of the chat template of the tokenizer that the run

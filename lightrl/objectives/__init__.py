@@ -22,10 +22,10 @@ from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.objectives.losses import CISPO, CPG, DPPO, DRO, GMPO, GSPO, SAPO, PolicyLoss, PPOClip, RLOOSequence
 from lightrl.objectives.off_policy import (
     VESPO,
-    EngineRatio,
-    GeometricEngineMask,
+    GeometricRejection,
     OffPolicyCorrection,
     OffPolicySequenceMask,
+    RolloutRatio,
 )
 from lightrl.objectives.turn_advantages import GiGPO, TurnGAE, TurnReturns
 
@@ -47,9 +47,8 @@ __all__ = [
     "Aggregation",
     "ConstantLength",
     "Divergence",
-    "EngineRatio",
     "ForwardKL",
-    "GeometricEngineMask",
+    "GeometricRejection",
     "GiGPO",
     "GroupRelative",
     "JensenShannon",
@@ -67,6 +66,7 @@ __all__ = [
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
     "ReverseKL",
+    "RolloutRatio",
     "SequenceEstimator",
     "SequenceMean",
     "SequenceSum",

@@ -457,7 +457,8 @@ class GDPO(AdvantageEstimator):
 
         A_i = sum_k w_k * (r_ik - mean_k) / (std_k + eps),    A_i <- (A_i - mean_batch) / (std_batch + eps)
 
-    A part that is NaN in a row takes no part in that part's statistics and adds 0 to the row. With `max_refills` groups
+    A part that is NaN in a row takes no part in that part's statistics and adds 0 to the row. With
+    `dynamic_sampling_rounds` groups
     are still judged by their summed rewards: one whose parts differ and cancel exactly is replaced.
 
     Args:

@@ -467,7 +467,7 @@ class DPPO(PolicyLoss):
     |pi - pi_old| of the sampled token is the total variation of the two-outcome distribution "this token or another".
     A ratio clip bounds rare tokens by moves that change the distribution by nothing, and lets likely ones move far;
     this does neither. Clip fractions are those of tokens with m = 0. The paper measures the distance from the policy
-    that sampled: `EngineRatio(DPPO())`.
+    that sampled: `RolloutRatio(DPPO())`.
 
     Args:
         delta_low: largest fall of a token's probability where A < 0, in (0, 1].
@@ -479,7 +479,7 @@ class DPPO(PolicyLoss):
         ValueError: an argument is out of range.
 
     Source: https://arxiv.org/abs/2602.04879; verl's `dppo_tv` (ratio_max 20). prime-rl's default loss is
-        `EngineRatio(DPPO(penalty_coef=1e-3, ratio_max=inf))`; the penalty is Kimi K2.5's, arxiv.org/abs/2602.02276.
+        `RolloutRatio(DPPO(penalty_coef=1e-3, ratio_max=inf))`; the penalty is Kimi K2.5's, arxiv.org/abs/2602.02276.
     """
 
     needs_whole_trajectories = False

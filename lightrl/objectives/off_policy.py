@@ -67,7 +67,7 @@ class OffPolicyCorrection(WeightedLoss):
     (fraction of tokens whose weight the bounds changed), `off_policy/kl` (k3 estimate of KL(engine || old)).
 
     Args:
-        loss: what is weighted. Not one that has that ratio already (`VESPO`, `EngineRatio`, another correction).
+        loss: what is weighted. Not one that has that ratio already (`VESPO`, `RolloutRatio`, another correction).
         level: "token" (biased beyond one token, low variance) or "sequence" (unbiased, high variance).
         mode: "truncate" or "mask".
         high: upper bound of the weight, at least 1.
@@ -142,7 +142,7 @@ class OffPolicyCorrection(WeightedLoss):
         }
 
 
-class EngineRatio(PolicyLoss):
+class RolloutRatio(PolicyLoss):
     """Takes the engine's log-probs for the old ones, so that several updates per rollout need no forward for them.
 
         r_t = pi / pi_engine in place of pi / pi_old
@@ -166,7 +166,7 @@ class EngineRatio(PolicyLoss):
 
     def __init__(self, loss: PolicyLoss) -> None:
         if loss.engine_use in ("compared", "ratio"):
-            raise ValueError(f"EngineRatio(loss={type(loss).__name__}): it compares with the engine itself; drop one.")
+            raise ValueError(f"RolloutRatio(loss={type(loss).__name__}): it compares with the engine itself; drop one.")
         self.loss = loss
 
     @property
@@ -175,7 +175,7 @@ class EngineRatio(PolicyLoss):
         return self.loss.needs_whole_trajectories
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
-        return self.loss(given.replace(old_logprobs=_engine("EngineRatio", given), engine_logprobs=None))
+        return self.loss(given.replace(old_logprobs=_engine("RolloutRatio", given), engine_logprobs=None))
 
 
 class OffPolicySequenceMask(WeightedLoss):
@@ -216,7 +216,7 @@ class OffPolicySequenceMask(WeightedLoss):
         return (~dropped).float(), {"off_policy/masked_fraction": dropped.float()}
 
 
-class GeometricEngineMask(WeightedLoss):
+class GeometricRejection(WeightedLoss):
     """Leaves out whole responses that engine and trainer score too differently.
 
         m = 1 where low <= exp(mean_t (old_t - engine_t)) <= high, else 0, for all tokens of the response
@@ -239,8 +239,8 @@ class GeometricEngineMask(WeightedLoss):
 
     def __init__(self, loss: PolicyLoss, low: float = 0.999, high: float = 1.001) -> None:
         super().__init__(loss)
-        self.low = fraction("GeometricEngineMask.low", low, "(0, 1]")
-        self.high = at_least("GeometricEngineMask.high", high, 1, ", the ratio of an exact engine")
+        self.low = fraction("GeometricRejection.low", low, "(0, 1]")
+        self.high = at_least("GeometricRejection.high", high, 1, ", the ratio of an exact engine")
 
     @property
     def engine_use(self) -> EngineUse | None:
@@ -250,7 +250,7 @@ class GeometricEngineMask(WeightedLoss):
     @torch.no_grad()
     def weights(self, given: LossInput) -> tuple[Tensor, Metrics]:
         mask = given.mask
-        mean = sequence_mean(given.old_logprobs - _engine("GeometricEngineMask", given), mask).exp()
+        mean = sequence_mean(given.old_logprobs - _engine("GeometricRejection", given), mask).exp()
         dropped = mask & ((mean < self.low) | (mean > self.high))
         return (~dropped).float(), {"off_policy/geometric_masked_fraction": dropped.float()}
 

@@ -304,7 +304,7 @@ class Rollouts(RowBatch):
             stay on the host: the model ships those of the tokens that it scores.
         routes: B times which experts a row's tokens were sent to, None for a row without; in the same way.
         prompts: B strings. completions: B strings.
-        answers: B strings that completions vote for in `eval/majority@n`; empty outside of evaluations.
+        answers: B strings that completions vote for in `eval/maj@n`; empty outside of evaluations.
         raw_prompts: B prompts before the policy's chat template, for reward models with a template of their own.
         columns: data-set columns, name -> B values.
         inputs: B dictionaries of extra model inputs, `{}` for text; one object for the rows of a group. They stay on

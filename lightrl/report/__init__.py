@@ -32,7 +32,7 @@ def report(
     Args:
         run_dir: folder of a run logged by Lightning's `CSVLogger`: it holds `metrics.csv`, or `version_*` folders that
             do. Folders of a run that was interrupted and resumed are joined by step; where a later folder starts again
-            from an earlier step, it replaces what came after that step. `samples.jsonl` of `SampleLog` and
+            from an earlier step, it replaces what came after that step. `samples.jsonl` of `CompletionLogger` and
             `config.yaml` are used where they are there. Or a folder with several runs below it: the page is an index of
             them, the newest first, with links to the pages of their own that were made, and the six newest drawn.
         baseline: run folder of an evaluation before training (`lightrl validate` on the start model); its numbers are

@@ -39,7 +39,7 @@ def write_atif(
     for (rewards, advantages, policy versions, the reason of the end) is in `extra`.
 
     Args:
-        records: of `SaveRollouts`, each with the `folder` that it was read from.
+        records: of `RolloutWriter`, each with the `folder` that it was read from.
         folder: where to write.
         session: name of the run.
         version: of LightRL.
@@ -64,7 +64,7 @@ def write_atif(
             finite = json.loads(json.dumps(made), parse_constant=lambda name: None)
             text = json.dumps(finite, ensure_ascii=False, allow_nan=False)
         except BROKEN as error:
-            left_out.append(f"{record['place']}: not a trajectory of SaveRollouts: {type(error).__name__}: {error}")
+            left_out.append(f"{record['place']}: not a trajectory of RolloutWriter: {type(error).__name__}: {error}")
             continue
         with atomic_write(path, "w") as file:
             file.write(text.encode("utf-8", "replace").decode("utf-8"))

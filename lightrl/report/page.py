@@ -22,7 +22,7 @@ SUMMARY = (
     ("loss/sft", "Supervised loss", "nats/token", min),
     ("kl/ref", "KL to the reference", "nats/token", None),
     ("policy/entropy", "Entropy", "nats/token", None),
-    ("rollout/response_length", "Response length", "tokens", None),
+    ("completions/length", "Response length", "tokens", None),
     ("rollout/truncated_fraction", "Truncated fraction", "", min),
     ("throughput/tokens_per_second", "Throughput", "tokens/s", max),
     ("time/step", "Time per rollout", "s", min),

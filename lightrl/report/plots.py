@@ -79,14 +79,14 @@ class Image:
 
 PANELS = (
     Panel("evaluation", "Evaluation", "success rate or reward", (
-        ("eval/pass@1", "pass@1"), ("eval/pass@*", ""), ("eval/majority@*", ""), ("eval/reward", "reward"),
+        ("eval/pass@1", "pass@1"), ("eval/pass@*", ""), ("eval/maj@*", ""), ("eval/reward", "reward"),
     ), low=0.0),
     Panel("reward", "Training reward", "reward", (("reward/mean", "mean"),), band="reward/std"),
     Panel("kl_reference", "KL to the reference", "nats per token", (("kl/ref", "KL to reference"),)),
     Panel("kl_coefficient", "KL coefficient", "coefficient", (("kl/coef", "coefficient"),), low=0.0),
     Panel("entropy", "Policy entropy", "nats per token", (("policy/entropy", "entropy"),), low=0.0),
     Panel("response_length", "Response length", "tokens", (
-        ("rollout/response_length", "mean"), ("rollout/response_length_max", "longest"),
+        ("completions/length", "mean"), ("completions/length_max", "longest"),
     ), low=0.0),
     Panel("truncated", "Truncated completions", "% of completions", (
         ("rollout/truncated_fraction", "training"), ("eval/truncated_fraction", "evaluation"),

@@ -18,7 +18,7 @@ Series = dict[int, float]
 """Step, as in the loggers (0 is the first rollout, -1 before it), -> value. Sorted by step."""
 
 _RECORD = {"step": int, "phase": str, "prompt": str, "completion": str, "num_tokens": int}
-"""What every record of `SampleLog` has."""
+"""What every record of `CompletionLogger` has."""
 
 TRAINING = ("reward/", "loss/", "rollout/", "optim/")
 
@@ -30,7 +30,7 @@ class Run:
     Attributes:
         name: for the title.
         metrics: name -> series; names without any number are not in it.
-        samples: records of `SampleLog`, in the order of the steps.
+        samples: records of `CompletionLogger`, in the order of the steps.
         kl_target: target of the `AdaptiveKL` callback, if `config.yaml` names one.
         checkpoints: (rollouts done, path within the run's folder) of those whose name says so.
         left_out: what could not be read and is not shown, a line for each file.
@@ -195,7 +195,8 @@ def read_samples(path: Path, folder: Path, left_out: list[str]) -> list[dict[str
     """The records of one file, none if it is not there; a last line cut short is left out.
 
     `thumbnail` becomes the `Path` of the picture, or goes where that is not there any more or not in `folder`. Lines
-    that are no records of `SampleLog` are left out, which `left_out` says. Where steps go back, what a resumed run
+    that are no records of `CompletionLogger` are left out, which `left_out` says. Where steps go back, what a resumed
+    run
     repeats goes, as in `read_metrics`.
     """
     if not path.is_file():
@@ -212,7 +213,7 @@ def read_samples(path: Path, folder: Path, left_out: list[str]) -> list[dict[str
             odd += [f"line {i + 1}: not JSON: {error}"] if i < len(lines) - 1 else []
             continue
         if not isinstance(record, dict) or any(type(record.get(name)) is not kind for name, kind in _RECORD.items()):
-            odd.append(f"line {i + 1}: not a record of SampleLog: {line[:80]}")
+            odd.append(f"line {i + 1}: not a record of CompletionLogger: {line[:80]}")
             continue
         record["extra"] = {name: str(value) for name, value in record.get("extra", {}).items() if value is not None}
         if records and record["step"] < records[-1]["step"]:

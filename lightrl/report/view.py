@@ -1,4 +1,4 @@
-"""`lightrl view RUN`: the trajectories that `SaveRollouts` wrote, as one HTML page that needs nothing else."""
+"""`lightrl view RUN`: the trajectories that `RolloutWriter` wrote, as one HTML page that needs nothing else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def view(
     """Writes a run's trajectories as one HTML page and prints its path as the last line.
 
     Args:
-        run_dir: folder of a run with the callback `SaveRollouts`; its `rollouts` folder, or one `rollout=...`, too.
+        run_dir: folder of a run with the callback `RolloutWriter`; its `rollouts` folder, or one `rollout=...`, too.
         out: file to write; `run_dir/trajectories.html` where None.
         max_trajectories: most trajectories on the page, at least 1: those of the newest rollouts, whole groups.
         atif: folder to write the same trajectories to, each as a file in the Agent Trajectory Interchange Format 1.7;
@@ -75,7 +75,7 @@ def _newest(folder: Path, most: int, left_out: list[str]) -> tuple[list[dict[str
     if not found:
         raise ValueError(
             f"run_dir={str(folder)!r}: no saved trajectories (rollouts/rollout=*/rank*.jsonl) in it. Train with the "
-            "callback SaveRollouts."
+            "callback RolloutWriter."
         )
     rollouts = [(name, list(files)) for name, files in groupby(found, key=lambda path: path.parent)]
     rollouts.sort(key=lambda pair: pair[0].name)
@@ -111,7 +111,7 @@ def _read(path: Path, left_out: list[str]) -> Iterator[dict[str, Any]]:
             odd.append(f"line {number}: not JSON: {error}")
             continue
         if not isinstance(record, dict) or "rows" not in record:
-            odd.append(f"line {number}: not a trajectory of SaveRollouts: {line[:80]}")
+            odd.append(f"line {number}: not a trajectory of RolloutWriter: {line[:80]}")
             continue
         record["folder"], record["place"] = path.parent, f"{path}, line {number}"
         yield record
@@ -119,7 +119,7 @@ def _read(path: Path, left_out: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def render(records: list[dict[str, Any]], name: str, older: int, left_out: list[str]) -> str:
-    """The page of some records of `SaveRollouts`, each with its `folder` and `place`.
+    """The page of some records of `RolloutWriter`, each with its `folder` and `place`.
 
     Texts stand in the page as JSON without a "<" and become text nodes, so that nothing in them is ever run.
 
@@ -136,7 +136,7 @@ def render(records: list[dict[str, Any]], name: str, older: int, left_out: list[
             summary, detail = _shown(record, pieces, pictures)
             shown.append((_json(summary), _json(detail)))
         except BROKEN as error:
-            odd.append(f"{record['place']}: not a trajectory of SaveRollouts: {type(error).__name__}: {error}")
+            odd.append(f"{record['place']}: not a trajectory of RolloutWriter: {type(error).__name__}: {error}")
             continue
         good.append(record)
         has |= {name for row in detail["rows"] for name in row["values"]}

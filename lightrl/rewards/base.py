@@ -63,7 +63,7 @@ class Reward(ABC):
         """Scores n completions; the contract is `RewardFn`. Subclasses name the arguments they want."""
 
     def extract_answer(self, completion: str) -> str | None:
-        """The answer in a completion, for which it votes in `eval/majority@n`. Completions with equal strings agree.
+        """The answer in a completion, for which it votes in `eval/maj@n`. Completions with equal strings agree.
 
         A plain function may have an attribute of this name. None, the default, finds no answer.
         """

@@ -54,7 +54,7 @@ class RetryingReward(Reward):
         max_backoff: float = 30.0,
         concurrency: int = 8,
         token_env: str | None = None,
-        on_failure: Literal["error", "none"] = "error",
+        on_failure: Literal["error", "skip"] = "error",
     ) -> None:
         owner = type(self).__name__
         self.url = http_url(f"{owner}.url", url)
@@ -62,7 +62,7 @@ class RetryingReward(Reward):
             raise ValueError(f"{owner}: token_env={token_env!r}, but that environment variable is not set.")
         self.token_env = token_env
         self._headers()
-        self.on_failure = one_of(f"{owner}.on_failure", on_failure, "error", "none")
+        self.on_failure = one_of(f"{owner}.on_failure", on_failure, "error", "skip")
         self.timeout = above(f"{owner}.timeout", timeout, note=" seconds")
         self.retries = at_least(f"{owner}.retries", retries, 0)
         self.backoff = above(f"{owner}.backoff", backoff, note=" seconds")
@@ -73,7 +73,7 @@ class RetryingReward(Reward):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def post(self, body: Mapping[str, Any], what: str) -> Any:
-        """The JSON answer; None where all repetitions failed and `on_failure` is "none".
+        """The JSON answer; None where all repetitions failed and `on_failure` is "skip".
 
         Args:
             body: JSON to send.
@@ -101,7 +101,7 @@ class RetryingReward(Reward):
         message = f"{self.url} did not score {what} in {self.retries + 1} attempts; the last: {problem}"
         if self.on_failure == "error":
             raise ConnectionError(message)
-        log.warning("%s. They count as not scored (on_failure='none').", message)
+        log.warning("%s. They count as not scored (on_failure='skip').", message)
         return None
 
     async def close(self) -> None:  # type: ignore[override]

@@ -111,7 +111,7 @@ class GenerativeJudge(RetryingReward):
         answered = [judgement is not None for judgement in judgements]
         unread = sum(there and reward is None for there, reward in zip(answered, rewards, strict=True))
         log_metric("unread", unread / max(1, len(completions)))
-        if self.on_failure == "none":
+        if self.on_failure == "skip":
             log_metric("unanswered", 1 - sum(answered) / max(1, len(completions)))
         log_extra("judgement", judgements)
         return rewards
@@ -141,7 +141,7 @@ class GenerativeJudge(RetryingReward):
         return pictures
 
     async def _ask(self, text: str, pictures: list[str]) -> str | None:
-        """What the judge wrote; None where it did not answer and `on_failure` is "none"."""
+        """What the judge wrote; None where it did not answer and `on_failure` is "skip"."""
         content: list[dict[str, Any]] = [
             {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}} for picture in pictures
         ]

@@ -80,7 +80,7 @@ class RemoteReward(RetryingReward):
             rows = {**{name: encode_rows(values) for name, values in media.items()}, **rows}
         batches = _batches(group_ids, self.batch_size)
         answers = await all_of(self._ask({name: v[a:b] for name, v in rows.items()}, b - a) for a, b in batches)
-        if self.on_failure == "none" and log_metric is not None:
+        if self.on_failure == "skip" and log_metric is not None:
             lost = sum(b - a for (a, b), answer in zip(batches, answers, strict=True) if answer is None)
             log_metric("unanswered", lost / max(1, len(completions)))
         values: list[float | None] = []
@@ -109,7 +109,7 @@ class RemoteReward(RetryingReward):
         return {**rows, "prompts": list(prompts), "completions": list(completions), "group_ids": list(group_ids)}
 
     async def _ask(self, rows: dict[str, list[Any]], num_rows: int) -> list[float | None] | None:
-        """One request with its repetitions; None where all of them failed and `on_failure` is "none"."""
+        """One request with its repetitions; None where all of them failed and `on_failure` is "skip"."""
         body: dict[str, Any] = {key: value for key, value in rows.items() if not key.startswith("columns/")}
         body["columns"] = {key[8:]: value for key, value in rows.items() if key.startswith("columns/")}
         answer = await self.post(body, f"{num_rows} rows")

@@ -72,10 +72,11 @@ class RewardScorer:
     Args:
         functions: reward functions (`RewardFn`), `Reward` objects or import paths (see `load_reward`), at least one.
         weights: one per function; 1 each where None. A function of weight 0 is run and logged but scores nothing.
-        names: one per function, for logs and recipes; the function's or class's own name where None.
-        recipes: label -> [(function's name, weight), ...]. A row is scored by the functions of its label and by no
+        names: one per function, for logs and rewards_by_label; the function's or class's own name where None.
+        rewards_by_label: label -> [(function's name, weight), ...]. A row is scored by the functions of its label and
+        by no
             others; a function runs only on the rows that need it. Excludes `weights`.
-        label_column: data-set column that holds the label; only used with `recipes`.
+        label_column: data-set column that holds the label; only used with `rewards_by_label`.
         max_concurrency: most calls of one function at a time. A function's own `max_concurrency` attribute wins.
         timeout: seconds that one call may take from its start; None waits for ever. A function that is not `async`
             cannot be stopped: its thread is left behind and its result ignored.
@@ -89,7 +90,7 @@ class RewardScorer:
         weights: name -> weight, without the functions whose weight differs between labels.
 
     Raises:
-        ValueError: lengths that differ, equal names, a recipe of unknown functions, numbers out of range.
+        ValueError: lengths that differ, equal names, unknown functions, numbers out of range.
     """
 
     def __init__(
@@ -97,22 +98,24 @@ class RewardScorer:
         functions: Sequence[RewardSpec],
         weights: Sequence[float] | None = None,
         names: Sequence[str] | None = None,
-        recipes: Mapping[str, Sequence[tuple[str, float]]] | None = None,
+        rewards_by_label: Mapping[str, Sequence[tuple[str, float]]] | None = None,
         label_column: str = "label",
         max_concurrency: int = 32,
         timeout: float | None = None,
-        on_reward_error: Literal["error", "none"] = "error",
+        on_reward_error: Literal["error", "skip"] = "error",
     ) -> None:
         loaded = [load_reward(function) for function in functions]
         names = [reward_name(function) for function in loaded] if names is None else names
-        _check(loaded, names, weights, recipes)
+        _check(loaded, names, weights, rewards_by_label)
         self.names = list(names)
         at_least("max_concurrency", max_concurrency, 1)
-        self.recipes = None if recipes is None else {label: dict(parts) for label, parts in recipes.items()}
-        self.weights = _weights(self.names, weights, self.recipes)
+        self.rewards_by_label = (
+            None if rewards_by_label is None else {label: dict(parts) for label, parts in rewards_by_label.items()}
+        )
+        self.weights = _weights(self.names, weights, self.rewards_by_label)
         self.label_column = label_column
         self.timeout = above("timeout", timeout, or_none="for no limit")
-        self.on_reward_error = one_of("on_reward_error", on_reward_error, "error", "none")
+        self.on_reward_error = one_of("on_reward_error", on_reward_error, "error", "skip")
         self._functions = [RewardFunction(name, function) for name, function in zip(self.names, loaded, strict=True)]
         self._limits = [function.max_concurrency or max_concurrency for function in self._functions]
         self._loop = BackgroundLoop("rewards")
@@ -122,7 +125,7 @@ class RewardScorer:
 
     def extract_answer(self, completion: str, label: Any = None) -> str | None:
         """The answer in a completion, by the first function for rows of this label that finds one."""
-        chosen = self.names if self.recipes is None else self.recipes.get(label, ())
+        chosen = self.names if self.rewards_by_label is None else self.rewards_by_label.get(label, ())
         for function in self._functions:
             if function.name in chosen:
                 answer = extracted_answer(function.function, completion)
@@ -149,7 +152,7 @@ class RewardScorer:
             media: `images` and `videos`, n lists each, decoded; they go before columns of these names. None for text.
 
         Raises:
-            ValueError: lengths that differ, or a row whose label has no recipe.
+            ValueError: lengths that differ, or a row with an unknown label.
         """
         rows: dict[str, Sequence[Any]] = {**columns, **(media or {})}
         rows.update(prompts=prompts, completions=completions, completion_ids=completion_ids, group_ids=group_ids)
@@ -184,9 +187,17 @@ class RewardScorer:
             mixed: columns of sources that it is mixed with; it has None there, which `Reward.needed_columns` may hold.
         """
         used = set(self.names)
-        if self.recipes is not None:
-            recipes = [self.recipes[label] for label in labels] if labels is not None else list(self.recipes.values())
-            used = set.union(*map(set, recipes)) if labels is not None else set.intersection(*map(set, recipes))
+        if self.rewards_by_label is not None:
+            rewards_by_label = (
+                [self.rewards_by_label[label] for label in labels]
+                if labels is not None
+                else list(self.rewards_by_label.values())
+            )
+            used = (
+                set.union(*map(set, rewards_by_label))
+                if labels is not None
+                else set.intersection(*map(set, rewards_by_label))
+            )
         for function in self._functions:
             if function.name not in used:
                 continue
@@ -198,22 +209,23 @@ class RewardScorer:
             if complaint := function.complaint({*columns, *OFFERED}, source):
                 raise ValueError(
                     f"{complaint} Add the column there (null where there is nothing to compare), give the parameter a "
-                    "default, or tell the functions of rows apart by `recipes`."
+                    "default, or tell the functions of rows apart by `rewards_by_label`."
                 )
 
     def check_label(self, row: Mapping[str, Any]) -> None:
-        """Raises a `ValueError` where there are recipes, and none for the label of a row."""
-        if self.recipes is None:
+        """Raises a `ValueError` where there are rewards_by_label, and none for the label of a row."""
+        if self.rewards_by_label is None:
             return
         label = row.get(self.label_column)
         try:
-            known = label in self.recipes
+            known = label in self.rewards_by_label
         except TypeError:  # a list
             known = False
         if not known:
             raise ValueError(
-                f"has label {label!r} (column {self.label_column!r}), which has no recipe; known labels: "
-                f"{', '.join(map(repr, self.recipes))}. Add a recipe (an empty one scores nothing) or drop such rows."
+                f"has label {label!r} (column {self.label_column!r}), which is not in rewards_by_label; known labels: "
+                f"{', '.join(map(repr, self.rewards_by_label))}. "
+                "Add the label (an empty list scores nothing) or drop such rows."
             )
 
     def close(self, timeout: float = 5.0) -> None:
@@ -241,7 +253,7 @@ class RewardScorer:
 
     def _row_weights(self, rows: Mapping[str, Sequence[Any]], num_rows: int) -> list[dict[str, float]]:
         """Per row, the functions that score it with their weights."""
-        if self.recipes is None:
+        if self.rewards_by_label is None:
             return [self.weights] * num_rows
         self._require_labels(rows)
         labels = rows[self.label_column]
@@ -250,13 +262,13 @@ class RewardScorer:
                 self.check_label({self.label_column: label})
             except ValueError as error:
                 raise ValueError(f"row {index} (prompt {str(rows['prompts'][index])[:60]!r}) {error}") from error
-        return [self.recipes[label] for label in labels]
+        return [self.rewards_by_label[label] for label in labels]
 
     def _require_labels(self, columns: Collection[str]) -> None:
-        """Raises a `ValueError` where there are recipes and no column to choose among them by."""
-        if self.recipes is not None and self.label_column not in columns:
+        """Raises a `ValueError` where there are rewards_by_label and no column to choose among them by."""
+        if self.rewards_by_label is not None and self.label_column not in columns:
             raise ValueError(
-                f"recipes need the data-set column label_column={self.label_column!r}; there are: "
+                f"rewards_by_label needs the data-set column label_column={self.label_column!r}; there are: "
                 f"{', '.join(sorted(columns))}."
             )
 
@@ -309,23 +321,23 @@ class RewardScorer:
             values, failed = [math.nan] * len(asked), 1.0
             self._warn(function.name, error)
         metrics = {name: mean(numbers) for name, numbers in calls.metrics.items()}
-        if self.on_reward_error == "none":
+        if self.on_reward_error == "skip":
             metrics[f"reward/{function.name}/failed"] = failed
         return Scores(values, {}, metrics, dict(calls.extra)).spread(asked, len(weights))
 
     def _warn(self, name: str, error: CallFailed) -> None:
         first = name not in self._warned
         self._warned.add(name)
-        hint = " Its rows count as not scored (on_reward_error: none)."
+        hint = " Its rows count as not scored (on_reward_error: skip)."
         log.warning("%s%s", error, hint if first else "")
 
 
 def _weights(
-    names: Sequence[str], weights: Sequence[float] | None, recipes: Mapping[str, Mapping[str, float]] | None
+    names: Sequence[str], weights: Sequence[float] | None, rewards_by_label: Mapping[str, Mapping[str, float]] | None
 ) -> dict[str, float]:
-    if recipes is None:
+    if rewards_by_label is None:
         return dict(zip(names, map(float, weights or [1.0] * len(names)), strict=True))
-    used = {name: {parts[name] for parts in recipes.values() if name in parts} for name in names}
+    used = {name: {parts[name] for parts in rewards_by_label.values() if name in parts} for name in names}
     return {name: float(found.pop()) for name, found in used.items() if len(found) == 1}
 
 
@@ -333,7 +345,7 @@ def _check(
     functions: Sequence[Any],
     names: Sequence[str],
     weights: Sequence[float] | None,
-    recipes: Mapping[str, Sequence[tuple[str, float]]] | None,
+    rewards_by_label: Mapping[str, Sequence[tuple[str, float]]] | None,
 ) -> None:
     if not functions:
         raise ValueError("functions=[]: give at least one reward function.")
@@ -351,27 +363,32 @@ def _check(
         raise ValueError(f"reward_weights={list(weights)}: must be finite.")
     if weights is not None and not any(weights):
         raise ValueError(f"reward_weights={list(weights)}: every reward would be 0; one weight must differ from it.")
-    if recipes is not None:
-        _check_recipes(names, weights, recipes)
+    if rewards_by_label is not None:
+        _check_rewards_by_label(names, weights, rewards_by_label)
 
 
-def _check_recipes(
-    names: Sequence[str], weights: Sequence[float] | None, recipes: Mapping[str, Sequence[tuple[str, float]]]
+def _check_rewards_by_label(
+    names: Sequence[str], weights: Sequence[float] | None, rewards_by_label: Mapping[str, Sequence[tuple[str, float]]]
 ) -> None:
     if weights is not None:
         raise ValueError(
-            "reward_weights and recipes exclude one another: a recipe names the weight of each of its functions."
+            "reward_weights and rewards_by_label exclude one another: a label names the weight of each of its "
+            "functions."
         )
-    if not recipes:
-        raise ValueError("recipes={}: give a recipe for each label, or None.")
-    for label, parts in recipes.items():
+    if not rewards_by_label:
+        raise ValueError("rewards_by_label={}: list the functions of each label, or None.")
+    for label, parts in rewards_by_label.items():
         for name, weight in parts:
             if name not in names:
-                raise ValueError(f"recipes[{label!r}] names {name!r}; the reward functions are: {', '.join(names)}.")
+                raise ValueError(
+                    f"rewards_by_label[{label!r}] names {name!r}; the reward functions are: {', '.join(names)}."
+                )
             if not math.isfinite(weight):
-                raise ValueError(f"recipes[{label!r}]: the weight of {name!r} is {weight}; it must be finite.")
+                raise ValueError(f"rewards_by_label[{label!r}]: the weight of {name!r} is {weight}; it must be finite.")
         if len({name for name, _ in parts}) != len(parts):
-            raise ValueError(f"recipes[{label!r}] names a function twice.")
-    unused = [name for name in names if not any(name == used for parts in recipes.values() for used, _ in parts)]
+            raise ValueError(f"rewards_by_label[{label!r}] names a function twice.")
+    unused = [
+        name for name in names if not any(name == used for parts in rewards_by_label.values() for used, _ in parts)
+    ]
     if unused:
-        raise ValueError(f"reward functions in no recipe would never run: {', '.join(unused)}.")
+        raise ValueError(f"reward functions that no label uses would never run: {', '.join(unused)}.")

@@ -81,10 +81,9 @@ class RolloutDataModule(LightningDataModule):
         rollouts_per_epoch: rollouts in one Lightning epoch; None makes an epoch one pass over the prompts, the last
             rollout filled up with the first prompts of the next pass.
         shuffle: a new order of the prompts in every pass; False keeps the order of the rows.
-        max_refills: dynamic sampling (DAPO): groups whose completions all got the same reward are dropped and replaced
-            by those of further prompts, in at most this many further generations per rollout; then the batch is
-            completed with dropped groups, so that it keeps its size. Spread is that of the summed reward functions.
-            0 keeps every group.
+        dynamic_sampling_rounds: Maximum number of further generations per rollout for dynamic sampling (DAPO): groups
+            whose completions all got the same reward are replaced by groups of further prompts. Groups still
+            missing after that are filled with dropped ones, so the batch keeps its size. 0 keeps every group.
         staleness: how many rollouts the engine may sample ahead of the update, while the policy learns from earlier
             ones: a rollout is sampled by weights that lack the updates of at most this many rollouts. 0 is strictly
             on-policy, 1 hides the shorter of generation and update behind the longer. Needs an engine in processes of
@@ -95,9 +94,9 @@ class RolloutDataModule(LightningDataModule):
         ptx: supervised rows for a second loss (`ptx_coef` of the module); None without one.
         ptx_batch_size: supervised rows per rollout and rank, shared by its mini-batches.
         reward_weights: weight of each reward function; 1 for each where None.
-        reward_names: name of each in logs and recipes; the function's or class's own where None.
-        recipes: label -> list of (reward name, weight): rows of different labels use different functions.
-        label_column: column that holds a row's label, for `recipes`.
+        reward_names: name of each in logs and rewards_by_label; the function's or class's own where None.
+        rewards_by_label: label -> list of (reward name, weight): rows of different labels use different functions.
+        label_column: column that holds a row's label, for `rewards_by_label`.
         reward_timeout: seconds one call of a reward function may take; None waits for ever.
         reward_concurrency: most calls of one reward function at a time; its own `max_concurrency` wins.
         on_reward_error: `error` stops the run when a reward function raises or times out; `none` leaves its rows
@@ -109,7 +108,7 @@ class RolloutDataModule(LightningDataModule):
         eval_sampling: how evaluation completions are sampled; `sampling` without its `fire_temperature` where None.
         eval_group_size: completions per evaluation prompt; above 1 gives pass@k and majority.
         eval_batch_size: evaluation prompts per batch and rank.
-        eval_answer: Function or import path that finds the answer in a completion, for `eval/majority@n`. Defaults to
+        eval_answer: Function or import path that finds the answer in a completion, for `eval/maj@n`. Defaults to
             the reward functions' `extract_answer`, then the last `\\boxed{}` or `####`, then the whole text.
         predict_prompts: prompts for `lightrl predict`; `eval_prompts` where None.
         tokenizer: folder or hub name, which exports get too; the actor's own where None.
@@ -132,18 +131,18 @@ class RolloutDataModule(LightningDataModule):
         prompts_per_rollout: int = 32,
         rollouts_per_epoch: int | None = 10,
         shuffle: bool = True,
-        max_refills: int = 0,
+        dynamic_sampling_rounds: int = 0,
         staleness: int = 0,
         in_flight: InFlight | None = None,
         ptx: SFTSource | None = None,
         ptx_batch_size: int = 32,
         reward_weights: list[float] | None = None,
         reward_names: list[str] | None = None,
-        recipes: dict[str, list[tuple[str, float]]] | None = None,
+        rewards_by_label: dict[str, list[tuple[str, float]]] | None = None,
         label_column: str = "label",
         reward_timeout: float | None = None,
         reward_concurrency: int = 32,
-        on_reward_error: Literal["error", "none"] = "error",
+        on_reward_error: Literal["error", "skip"] = "error",
         eval_prompts: PromptSource
         | PromptMixture
         | dict[str, PromptSource | PromptMixture]
@@ -183,7 +182,7 @@ class RolloutDataModule(LightningDataModule):
         self.prompts_per_rollout = prompts_per_rollout
         self.rollouts_per_epoch = rollouts_per_epoch
         self.shuffle = shuffle
-        self.max_refills = max_refills
+        self.dynamic_sampling_rounds = dynamic_sampling_rounds
         self.staleness = staleness
         self.in_flight = instance_of("in_flight", in_flight, InFlight, or_none="for changes between rollouts only")
         self.ptx = instance_of("ptx", ptx, SFTSource, or_none="for no supervised rows")
@@ -209,7 +208,7 @@ class RolloutDataModule(LightningDataModule):
                 rewards,
                 weights=reward_weights,
                 names=reward_names,
-                recipes=recipes,
+                rewards_by_label=rewards_by_label,
                 label_column=label_column,
                 timeout=reward_timeout,
                 max_concurrency=reward_concurrency,
@@ -290,7 +289,7 @@ class RolloutDataModule(LightningDataModule):
         """Refuses prompts without the columns that the reward functions of their rows need."""
         opened = self._sets[name]
         for source in opened.sources:
-            labels = source.values(scorer.label_column) if scorer.recipes is not None else None
+            labels = source.values(scorer.label_column) if scorer.rewards_by_label is not None else None
             columns = [*source.columns, *of_episodes]
             scorer.check_source(columns, f"{source.spec.label} ({name.rstrip('/')})", labels, opened.columns)
 
@@ -304,7 +303,7 @@ class RolloutDataModule(LightningDataModule):
         elif stage == "predict" and self.predict_prompts is not None:
             sources["predict_prompts"] = self.predict_prompts
         scorer = self.scorer
-        labelled = scorer is not None and scorer.recipes is not None
+        labelled = scorer is not None and scorer.rewards_by_label is not None
         for name, source in sources.items():
             if name not in self._sets:
                 self.episode.check_prompts(source.source if isinstance(source, PromptCurriculum) else source)
@@ -588,9 +587,9 @@ class RolloutDataModule(LightningDataModule):
             own = self._own_prompts(first) if own is None else own
             begun = start_with(own, self._seeds(own, first))
         groups, cursor = collect(begun), first + count
-        if self.max_refills:
+        if self.dynamic_sampling_rounds:
             groups, cursor, refilled = refill(
-                groups, cursor, self.max_refills, collect=collect_more, gather=gather, rank=self.rank
+                groups, cursor, self.dynamic_sampling_rounds, collect=collect_more, gather=gather, rank=self.rank
             )
             metrics |= refilled
         if self.episode.multi_turn:
@@ -621,7 +620,8 @@ class RolloutDataModule(LightningDataModule):
             )
             self._stale_source.load_state_dict(self._begun)
         if self._stale_source is None:
-            if self.world_size > 1 and self.max_refills:  # the thread's collectives must not meet the trainer's
+            # The thread's collectives must not meet the trainer's.
+            if self.world_size > 1 and self.dynamic_sampling_rounds:
                 self._side_group = torch.distributed.new_group(backend="gloo")
             gather = partial(gather_objects, group=self._side_group)
             self._stale_source = StaleSource(
@@ -825,12 +825,13 @@ class RolloutDataModule(LightningDataModule):
             whole_number(name, value, 1)
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed}: must be from 0 to 2**63 - 1.")
-        whole_number("max_refills", self.max_refills)
+        whole_number("dynamic_sampling_rounds", self.dynamic_sampling_rounds)
         whole_number("staleness", self.staleness)
         above("stall_timeout", self.stall_timeout, note=" seconds", or_none="(null) to wait for ever")
-        if self.max_refills and not (rewards or self.episode.multi_turn):
+        if self.dynamic_sampling_rounds and not (rewards or self.episode.multi_turn):
             raise ValueError(
-                f"max_refills={self.max_refills} drops groups without reward spread: it needs reward functions in "
+                f"dynamic_sampling_rounds={self.dynamic_sampling_rounds} drops groups without reward spread: it "
+                "needs reward functions in "
                 "`rewards`, whose results are known before the update."
             )
         if isinstance(self.prompts, PromptCurriculum):
@@ -851,8 +852,8 @@ class RolloutDataModule(LightningDataModule):
         self.engine.check_in_flight()
         refused = {
             "staleness=0": (self.staleness == 0, "nothing is sampled while the weights change; set it to 1 or more"),
-            f"max_refills={self.max_refills}": (
-                self.max_refills > 0,
+            f"dynamic_sampling_rounds={self.dynamic_sampling_rounds}": (
+                self.dynamic_sampling_rounds > 0,
                 "prompts are begun ahead, before it is known how many the refills take; drop one of the two",
             ),
         }
@@ -893,15 +894,16 @@ class RolloutDataModule(LightningDataModule):
                 f"rewards=null with {name} without reward_models: nothing scores the completions, so the policy learns "
                 "nothing unless a callback or a subclass gives rewards. Name functions in data.rewards."
             )
-        if self.max_refills and self.group_size < 2:
+        if self.dynamic_sampling_rounds and self.group_size < 2:
             raise ValueError(
-                f"max_refills={self.max_refills} drops groups without reward spread: it needs group_size of at least "
-                f"2 (it is {self.group_size})."
+                f"dynamic_sampling_rounds={self.dynamic_sampling_rounds} drops groups without reward spread: it "
+                f"needs group_size of at least 2 (it is {self.group_size})."
             )
-        if self.max_refills and module.scores_rollouts:
+        if self.dynamic_sampling_rounds and module.scores_rollouts:
             raise ValueError(
-                f"max_refills={self.max_refills} with reward_models: a group's spread is not known before the module's "
-                "reward models have scored it. Set max_refills=0, or serve the model as a reward function."
+                f"dynamic_sampling_rounds={self.dynamic_sampling_rounds} with reward_models: a group's spread is "
+                "not known before the module's "
+                "reward models have scored it. Set dynamic_sampling_rounds=0, or serve the model as a reward function."
             )
         if (self.ptx is not None) != (module.ptx_coef > 0):
             raise ValueError(
@@ -913,7 +915,7 @@ class RolloutDataModule(LightningDataModule):
             if self.in_flight is not None:
                 raise ValueError(
                     f"in_flight with callback {type(callback).__name__}: the engine no longer holds the weights that "
-                    "sampled a trajectory when it is over. Remove the callback; FidelityGate compares in the trainer."
+                    "sampled a trajectory when it is over. Remove the callback; LogprobMonitor compares in the trainer."
                 )
 
     def _check_vocabularies(self, module: RolloutLearner) -> None:

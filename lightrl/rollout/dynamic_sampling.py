@@ -11,13 +11,13 @@ from lightrl.rollout.collation import ScoredGroup
 def refill(
     groups: list[ScoredGroup],
     cursor: int,
-    max_refills: int,
+    rounds: int,
     *,
     collect: Callable[[int, int, int], list[ScoredGroup]],
     gather: Callable[[int], list[int]],
     rank: int,
 ) -> tuple[list[ScoredGroup], int, dict[str, float]]:
-    """Replaces groups without reward spread by those of further prompts, in at most `max_refills` generations.
+    """Replaces groups without reward spread by those of further prompts, in at most `rounds` generations.
 
     A group whose trajectories all failed has no spread either. Per generation each rank takes one prompt for each group
     it lacks, all ranks together a contiguous run of prompts, so the cursor stays the same everywhere and no prompt is
@@ -27,7 +27,7 @@ def refill(
     Args:
         groups: this rank's groups.
         cursor: number of the prompt after those taken so far.
-        max_refills: bound on further generations.
+        rounds: bound on further generations.
         collect: (start, offset, count) gives the groups of prompts start + offset ... start + offset + count - 1.
         gather: every rank's number from this rank's. Collective; called equally often on every rank.
         rank: of this process.
@@ -39,7 +39,7 @@ def refill(
         full, with generation batches of a fixed size, and throws surplus groups away; here no surplus is made.
     """
     wanted, everything, refills = len(groups), list(groups), 0
-    while refills < max_refills:
+    while refills < rounds:
         missing = gather(wanted - sum(group.has_spread for group in everything))
         if not any(missing):
             break

@@ -26,7 +26,7 @@ from lightrl.algorithms.resuming import FORMAT, description, require_own
 from lightrl.callbacks import WeightSync
 from lightrl.objectives.advantages import PassAtK
 from lightrl.objectives.losses import PolicyLoss, PPOClip
-from lightrl.objectives.off_policy import EngineRatio
+from lightrl.objectives.off_policy import RolloutRatio
 from lightrl.records import SamplingParams
 from lightrl.rollout.learner import RolloutLearner
 from tests.toys import quickstart_model, quiet_trainer, sums_data
@@ -52,7 +52,7 @@ def test_data_modules_are_told_what_the_module_needs() -> None:
     assert (grpo.needs_groups, grpo.default_group_size) == (True, 8)
     assert ppo.needs_rewards and not DistillLightningModule("folder", {"one": "teacher"}).needs_rewards
     assert ReinforcePlusPlusLightningModule("folder").default_group_size == 1
-    assert GRPOLightningModule("folder", loss=EngineRatio(PPOClip())).compares_engine_logprobs
+    assert GRPOLightningModule("folder", loss=RolloutRatio(PPOClip())).compares_engine_logprobs
 
 
 def test_groups_without_k_samples_and_stops_beyond_the_vocabulary_are_refused_at_set_up(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from tests.toys import Keep, quiet_trainer, sums_data
 
 def test_flat_groups_are_refilled_and_the_batch_keeps_its_size(model_path: str) -> None:
     plain = fit(grpo(model_path), rewards=[FirstSums()])
-    keep = fit(grpo(model_path), rewards=[FirstSums()], max_refills=20)
+    keep = fit(grpo(model_path), rewards=[FirstSums()], dynamic_sampling_rounds=20)
     flat = sum(int(p[1]) % 2 for p in plain.rollouts[0].prompts[::4])
     assert 0 < flat < 8, "the toy must have groups of both kinds"
     rollouts, metrics = keep.rollouts[0], keep.metrics[0]
     assert len(rollouts) == 32 and all(int(p[1]) % 2 == 0 for p in rollouts.prompts)
     assert len(set(rollouts.prompts)) == 8, "further prompts, not the same ones again"
-    assert metrics["rollout/flat_groups"] == 0 and metrics["reward/zero_advantage_fraction"] == 0
+    assert metrics["rollout/flat_groups"] == 0 and metrics["reward/zero_std_fraction"] == 0
     assert metrics["rollout/dropped_groups"] >= flat and metrics["rollout/refills"] >= 1
     assert metrics["reward/mean"] == pytest.approx(1.5)  # (0 + 1 + 2 + 3) / 4
     # dropped groups have 1.0 each: (8 * 1.5 + d * 1) / (8 + d)
@@ -27,8 +27,10 @@ def test_flat_groups_are_refilled_and_the_batch_keeps_its_size(model_path: str) 
 
 
 def test_the_bound_on_refills_completes_the_batch_with_dropped_groups(model_path: str) -> None:
-    keep = fit(grpo(model_path), rewards=[FirstSums()], max_refills=1)
-    endless = fit(grpo(model_path), rewards=[lambda completions, **_: [1.0] * len(completions)], max_refills=3)
+    keep = fit(grpo(model_path), rewards=[FirstSums()], dynamic_sampling_rounds=1)
+    endless = fit(
+        grpo(model_path), rewards=[lambda completions, **_: [1.0] * len(completions)], dynamic_sampling_rounds=3
+    )
     assert keep.metrics[0]["rollout/refills"] == 1 and len(keep.rollouts[0]) == 32
     m = endless.metrics[0]  # nothing has spread: 3 refills of 8 groups, all thrown away
     assert (m["rollout/refills"], m["rollout/dropped_groups"], m["rollout/flat_groups"]) == (3, 24, 8)
@@ -36,7 +38,7 @@ def test_the_bound_on_refills_completes_the_batch_with_dropped_groups(model_path
 
 
 def test_the_prompt_cursor_counts_what_was_drawn(model_path: str) -> None:
-    data = sums_data(rewards=[FirstSums()], max_refills=20, rollouts_per_epoch=2)
+    data = sums_data(rewards=[FirstSums()], dynamic_sampling_rounds=20, rollouts_per_epoch=2)
     keep = Keep()
     quiet_trainer(callbacks=[WeightSync(), keep]).fit(grpo(model_path), data)
     drawn = sum(8 + m["rollout/dropped_groups"] for m in keep.metrics)
@@ -46,7 +48,7 @@ def test_the_prompt_cursor_counts_what_was_drawn(model_path: str) -> None:
 
 
 def test_refills_that_cannot_work_are_refused(model_path: str) -> None:
-    with pytest.raises(ValueError, match="max_refills=2 .* group_size of at least 2"):
-        fit(PPOLightningModule(model_path, kl=None), group_size=1, max_refills=2)
-    with pytest.raises(ValueError, match="max_refills=2 .* reward functions"):
-        sums_data(max_refills=2, rewards=[])
+    with pytest.raises(ValueError, match="dynamic_sampling_rounds=2 .* group_size of at least 2"):
+        fit(PPOLightningModule(model_path, kl=None), group_size=1, dynamic_sampling_rounds=2)
+    with pytest.raises(ValueError, match="dynamic_sampling_rounds=2 .* reward functions"):
+        sums_data(dynamic_sampling_rounds=2, rewards=[])

@@ -19,7 +19,7 @@ from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import GroupRelative
 from lightrl.objectives.kl import KLInLoss, KLInReward
 from lightrl.objectives.losses import PPOClip
-from lightrl.objectives.off_policy import EngineRatio
+from lightrl.objectives.off_policy import RolloutRatio
 from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts
 from tests.algorithms.toys import adam, fit, ppo, sgd, weights
 from tests.toys import Keep, ThreadEngine, digits_reward, quickstart_model, quiet_trainer, sums_data
@@ -58,7 +58,7 @@ def test_hooks_are_called_once_per_rollout_and_metrics_are_documented_names(mode
         "policy/clip_fraction_low",
         "policy/ratio_max",
         "value/explained_variance",
-        "rollout/response_length",
+        "completions/length",
         "rollout/truncated_fraction",
         "optim/grad_norm",
         "optim/lr_policy",
@@ -139,7 +139,7 @@ def test_an_overridden_loss_sees_all_rows(model_path: str) -> None:
 def test_old_logprobs_may_be_the_engines(model_path: str) -> None:
     """The engine computes in float32 as the trainer does, so the updates are the same, without the forward."""
     results = []
-    for loss in (PPOClip(), EngineRatio(PPOClip())):
+    for loss in (PPOClip(), RolloutRatio(PPOClip())):
         module = GRPOLightningModule(model_path, kl=KLInReward(coef=0.1), loss=loss, ppo_epochs=2, optimizer=sgd)
         keep = fit(module)
         results.append((weights(module), keep.experiences[0], keep.metrics[0]))
@@ -149,7 +149,7 @@ def test_old_logprobs_may_be_the_engines(model_path: str) -> None:
     assert not torch.equal(computed.old_logprobs, computed.engine_logprobs)
     assert metrics["kl/engine"] == pytest.approx(ours_metrics["kl/engine"], abs=1e-6)
     rows: list[int] = []
-    module = GRPOLightningModule(model_path, kl=None, loss=EngineRatio(PPOClip()), ppo_epochs=2, optimizer=sgd)
+    module = GRPOLightningModule(model_path, kl=None, loss=RolloutRatio(PPOClip()), ppo_epochs=2, optimizer=sgd)
     module.token_logprobs = lambda ids, f=module.token_logprobs: (rows.append(0), f(ids))[1]  # type: ignore[method-assign]
     calls = _count_forwards(module)
     fit(module)

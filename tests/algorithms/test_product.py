@@ -30,7 +30,7 @@ from lightrl.objectives.advantages import (
 from lightrl.objectives.aggregation import Aggregation, ConstantLength, SequenceMean, SequenceSum, TokenMean
 from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.objectives.losses import CISPO, CPG, DPPO, DRO, GMPO, GSPO, SAPO, PolicyLoss, PPOClip, RLOOSequence
-from lightrl.objectives.off_policy import VESPO, GeometricEngineMask, OffPolicyCorrection, OffPolicySequenceMask
+from lightrl.objectives.off_policy import VESPO, GeometricRejection, OffPolicyCorrection, OffPolicySequenceMask
 from lightrl.objectives.turn_advantages import GiGPO, TurnGAE, TurnReturns
 from lightrl.records import Rollouts
 from tests.toys import quickstart_model, quiet_trainer, sums_data
@@ -43,7 +43,7 @@ ESTIMATORS: list[Callable[[], AdvantageEstimator]] = [
 LOSSES: list[Callable[[], PolicyLoss]] = [
     *(PPOClip, CISPO, CPG, DPPO, DRO, GMPO, GSPO, SAPO, RLOOSequence, VESPO),
     *(lambda: OffPolicyCorrection(PPOClip()), lambda: OffPolicySequenceMask(PPOClip())),
-    lambda: GeometricEngineMask(PPOClip(), 0.5, 2.0),
+    lambda: GeometricRejection(PPOClip(), 0.5, 2.0),
 ]
 AGGREGATIONS: list[Callable[[], Aggregation]] = [TokenMean, SequenceMean, SequenceSum, lambda: ConstantLength(6)]
 KLS: list[Callable[[], KLPenalty | None]] = [

@@ -26,7 +26,7 @@ def test_truncated_responses_are_left_out_of_loss_and_normaliser(model_path: str
     assert not bool(masked.response_mask[cut].any()) and bool(masked.response_mask[~cut].any(1).all())
     assert torch.equal(masked.response_mask[~cut], rollouts.response_mask[~cut])
     assert bool((masked.advantages[cut] == 0).all()) and bool((whole.advantages[cut] != 0).any())
-    assert keep.metrics[0]["rollout/response_length"] == all_rows.metrics[0]["rollout/response_length"]
+    assert keep.metrics[0]["completions/length"] == all_rows.metrics[0]["completions/length"]
 
 
 def test_truncated_rows_stay_in_the_baseline_of_their_group(model_path: str) -> None:
@@ -92,9 +92,9 @@ def test_groups_of_which_the_scored_have_one_reward_teach_nothing(model_path: st
     def equal(completions: list[str], **_: Any) -> list[float | None]:
         return [1.0, None, 1.0, 1.0] * (len(completions) // 4)
 
-    assert fit(grpo(model_path), rewards=[equal]).metrics[0]["reward/zero_advantage_fraction"] == 1.0
-    assert fit(grpo(model_path), rewards=[half]).metrics[0]["reward/zero_advantage_fraction"] == 0.0
-    assert fit(grpo(model_path), rewards=[nothing]).metrics[0]["reward/zero_advantage_fraction"] == 1.0
+    assert fit(grpo(model_path), rewards=[equal]).metrics[0]["reward/zero_std_fraction"] == 1.0
+    assert fit(grpo(model_path), rewards=[half]).metrics[0]["reward/zero_std_fraction"] == 0.0
+    assert fit(grpo(model_path), rewards=[nothing]).metrics[0]["reward/zero_std_fraction"] == 1.0
 
 
 @pytest.mark.parametrize("masked", ["no reward", "truncated"])

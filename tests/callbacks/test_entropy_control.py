@@ -65,7 +65,7 @@ def test_rows_without_advantage_are_run_where_the_entropy_is_read(model_path: st
     every = metrics(lambda prompts, **_: [float(i % 2) for i in range(len(prompts))])
     some = metrics(FirstSums())
     exact = metrics(FirstSums(), AdaptiveEntropy(target=1e-6))
-    flat = some["reward/zero_advantage_fraction"]
+    flat = some["reward/zero_std_fraction"]
     assert 0 < flat < 1 and every["advantage/nonzero_fraction"] == 1
     # of FirstSums' 0, 1, 2, 3 all differ from their mean 1.5
     assert some["advantage/nonzero_fraction"] == exact["advantage/nonzero_fraction"] == pytest.approx(1 - flat)

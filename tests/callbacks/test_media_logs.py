@@ -1,4 +1,4 @@
-"""Pictures in logs: what SampleLog writes, prints and hands to loggers, the report's page, and saved trajectories."""
+"""Pictures in logs: what CompletionLogger writes, prints and logs, the report's page, trajectories."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogg
 from PIL import Image, ImageDraw
 from rich.console import Console
 
-from lightrl.callbacks.sample_log import SampleLog, sample_records, samples_table
-from lightrl.callbacks.save_rollouts import SaveRollouts, load_rollouts
+from lightrl.callbacks.completion_logger import CompletionLogger, sample_records, samples_table
+from lightrl.callbacks.rollout_writer import RolloutWriter, load_rollouts
 from lightrl.callbacks.thumbnails import contact_sheet, describe
 from lightrl.records import Media, Rollouts
 from lightrl.report import report
@@ -66,7 +66,7 @@ def test_the_file_and_the_table_say_what_there_is(
     seen: Rollouts, shown: list[Media], make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     before = hashes(shown)
-    fit(make_trainer, seen, SampleLog(1, num_samples=3, terminal=False), SaveRollouts(1, evaluate=False))
+    fit(make_trainer, seen, CompletionLogger(1, num_samples=3, terminal=False), RolloutWriter(1, evaluate=False))
     records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [r.get("media") for r in records[:3]] == [
         "2 images (640x480, 56x56)", None, "video (9 frames of 40x30), sound (0.5 s)",
@@ -89,7 +89,7 @@ def test_the_file_and_the_table_say_what_there_is(
 def test_the_page_shows_pictures_and_pairs_rows_by_them(
     seen: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
-    sampling = SampleLog(1, num_samples=3, terminal=False)
+    sampling = CompletionLogger(1, num_samples=3, terminal=False)
     make_trainer(sampling, max_epochs=2).fit(LoggingModule(), Loader([seen]), Loader([seen]))
     text = report(tmp_path).read_text()
     assert not re.search(r'(src|href|srcset)="(?!data:image/png;base64,)', text)
@@ -109,7 +109,7 @@ def test_tensorboard_gets_the_pictures(seen: Rollouts, make_trainer: Callable[..
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = TensorBoardLogger(tmp_path, name="tb", version="0")
-    fit(make_trainer, seen, SampleLog(1, num_samples=3, terminal=False), logger=logger)
+    fit(make_trainer, seen, CompletionLogger(1, num_samples=3, terminal=False), logger=logger)
     events = EventAccumulator(logger.log_dir, size_guidance={"images": 0, "tensors": 0}).Reload()
     assert events.Tags()["images"] == [f"samples/{phase}/{i}" for phase in ("train", "eval") for i in (0, 2)]
     assert (events.Images("samples/train/0")[0].width, events.Images("samples/train/0")[0].height) == (188, 96)
@@ -129,7 +129,7 @@ def test_wandb_gets_the_pictures(
         monkeypatch.setenv(f"WANDB_{place}_DIR", str(tmp_path / place))
     logger = WandbLogger(project="pictures", save_dir=str(tmp_path), offline=True)
     csv = CSVLogger(tmp_path, name="csv", version="")
-    fit(make_trainer, seen, SampleLog(1, num_samples=3, terminal=False), logger=[csv, logger])
+    fit(make_trainer, seen, CompletionLogger(1, num_samples=3, terminal=False), logger=[csv, logger])
     wandb.finish()
     files = next(tmp_path.glob("wandb/offline-run-*/files"))
     table = json.loads(next(files.rglob("train*.table.json")).read_text())
@@ -195,7 +195,7 @@ def test_mlflow_gets_one_table_and_the_pictures(
     seen: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     logger = OwnMLFlow()
-    fit(make_trainer, seen, SampleLog(1, num_samples=3, terminal=False), logger=[CSVLogger(tmp_path), logger])
+    fit(make_trainer, seen, CompletionLogger(1, num_samples=3, terminal=False), logger=[CSVLogger(tmp_path), logger])
     (run, columns, file, _), *_ = logger.client.tables
     assert (run, file) == ("run", "samples/train.json")
     assert columns["prompt"] == ["same?", "1+1=", "same?"] and columns["reward"] == [1.0, 1.0, 0.0]
@@ -206,7 +206,7 @@ def test_mlflow_gets_one_table_and_the_pictures(
 
 def test_comet_gets_tables_and_the_pictures(seen: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     logger = OwnComet()
-    fit(make_trainer, seen, SampleLog(1, num_samples=3, terminal=False), logger=[CSVLogger(tmp_path), logger])
+    fit(make_trainer, seen, CompletionLogger(1, num_samples=3, terminal=False), logger=[CSVLogger(tmp_path), logger])
     (file, rows, named), *_ = logger.client.tables
     assert file == "samples_train_0.csv" and [row[0] for row in rows] == ["same?", "1+1=", "same?"]
     assert named["headers"][:3] == ["prompt", "completion", "reward"]
@@ -220,7 +220,7 @@ def is_png(path: Path) -> bool:
 def test_trajectories_keep_the_originals(
     seen: Rollouts, shown: list[Media], make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
-    fit(make_trainer, seen, SaveRollouts(2, evaluate=False))
+    fit(make_trainer, seen, RolloutWriter(2, evaluate=False))
     folder = tmp_path / "rollouts" / "rollout=000002"
     _, texts = load_rollouts(folder)
     assert len(list((folder / "media").iterdir())) == 4  # once, not once for each completion

@@ -19,12 +19,20 @@ from tests.toys import quickstart_model, quiet_trainer, sums_data
 ROWS = [{"prompt": f"{a}+{b}=", "completion": "1", "chosen": "1", "rejected": "2"} for a in range(2) for b in range(2)]
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "LinearKL": {"start": 0.1, "end": 0.0, "num_rollouts": 2},
-    "SaveRollouts": {"every_n_rollouts": 1},
-    "SampleLog": {"every_n_rollouts": 1},
+    "RolloutWriter": {"every_n_rollouts": 1},
+    "CompletionLogger": {"every_n_rollouts": 1},
 }
 ROLLOUTS = {
-    *("AdaptiveEntropy", "AdaptiveKL", "FidelityGate", "LedgerCanary", "LinearKL", "OffloadModels", "ReferenceSync"),
-    *("RewardNormalization", "SampleLog", "SaveRollouts", "WeightSync"),
+    *(
+        "AdaptiveEntropy",
+        "AdaptiveKL",
+        "LogprobMonitor",
+        "TrajectoryLogprobCheck",
+        "LinearKL",
+        "OffloadModels",
+        "ReferenceSync",
+    ),
+    *("RewardNormalization", "CompletionLogger", "RolloutWriter", "WeightSync"),
 }
 """Callbacks that mean nothing to a module without rollouts."""
 

@@ -149,7 +149,7 @@ def test_a_resumed_run_with_every_moving_part_goes_on_exactly(lora: bool, model_
     if lora:
         pytest.importorskip("peft")
     rows = [{"prompt": f"{a:02d}+01=", "completion": str(a + 1)} for a in range(10)]
-    data = {"ptx": SFTSource(rows=rows), "ptx_batch_size": 4, "rewards": [SomeFlat()], "max_refills": 3}
+    data = {"ptx": SFTSource(rows=rows), "ptx_batch_size": 4, "rewards": [SomeFlat()], "dynamic_sampling_rounds": 3}
 
     def parts() -> tuple[PPOLightningModule, list[Any]]:
         spec = ModelSpec(model_path, lora=LoraSpec(r=2)) if lora else model_path

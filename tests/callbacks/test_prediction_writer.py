@@ -1,4 +1,4 @@
-"""Files that PredictionWriter and SaveRollouts write, read back."""
+"""Files that PredictionWriter and RolloutWriter write, read back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightrl.callbacks.prediction_writer import PredictionWriter, write_records
-from lightrl.callbacks.save_rollouts import SaveRollouts, load_rollouts
+from lightrl.callbacks.rollout_writer import RolloutWriter, load_rollouts
 from lightrl.records import Rollouts
 from tests.callbacks.toys import Loader, LoggingModule, make_rollouts
 
@@ -103,7 +103,7 @@ def test_another_suffix_is_refused() -> None:
 
 def test_saved_rollouts_come_back(rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     rollouts.inputs = [{"pixels": torch.full((2,), float(i))} for i in range(4)]
-    make_trainer(SaveRollouts(every_n_rollouts=2, evaluate=False)).fit(LoggingModule(), Loader([rollouts] * 5))
+    make_trainer(RolloutWriter(every_n_rollouts=2, evaluate=False)).fit(LoggingModule(), Loader([rollouts] * 5))
     assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["rollout=000002", "rollout=000004"]
     tensors, texts = load_rollouts(tmp_path / "rollouts" / "rollout=000004")
     assert torch.equal(tensors["token_ids"], rollouts.token_ids)
@@ -126,7 +126,7 @@ def test_a_trajectory_of_two_rows_is_one_record(make_trainer: Callable[..., Any]
     rollouts.stop_reasons = ["turns", "turns", "failure"]
     rollouts.messages = [[{"role": "user", "content": "ab"}]] * 3
     rollouts.states = [["s", "t"], ["s", "t"], ["s"]]
-    make_trainer(SaveRollouts(every_n_rollouts=2, evaluate=False)).fit(LoggingModule(), Loader([rollouts] * 2))
+    make_trainer(RolloutWriter(every_n_rollouts=2, evaluate=False)).fit(LoggingModule(), Loader([rollouts] * 2))
     _, (first, second) = load_rollouts(tmp_path / "rollouts" / "rollout=000002")
     assert first["stop_reason"] == "turns" and first["trained"] and first["reward"] == 1.0
     assert [row["turns"] for row in first["rows"]] == [[-1, -1, 0, 0], [-1, -1, 1, 1]]
@@ -161,8 +161,8 @@ def test_ranks_are_joined(tmp_path: Path) -> None:
 def test_bad_folder_and_count(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"folder='.*': no rank\*.pt"):
         load_rollouts(tmp_path)
-    with pytest.raises(ValueError, match="SaveRollouts.every_n_rollouts=0"):
-        SaveRollouts(0)
+    with pytest.raises(ValueError, match="RolloutWriter.every_n_rollouts=0"):
+        RolloutWriter(0)
 
 
 def test_a_damaged_rollout_is_not_read(tmp_path: Path) -> None:

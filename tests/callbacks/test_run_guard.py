@@ -26,7 +26,7 @@ from lightrl.callbacks import (
     AdaptiveKL,
     RewardNormalization,
     RolloutCheckpoint,
-    SaveRollouts,
+    RolloutWriter,
     WeightSync,
 )
 from lightrl.checkpoints.files import StorageError, verify
@@ -326,7 +326,7 @@ def test_minutes_between_saves(model: str, tmp_path: Path) -> None:
 def test_saved_rollouts_hold_the_policy_after_the_update_unless_told_not_to(
     model: str, tmp_path: Path, evaluate: bool
 ) -> None:
-    fit(tmp_path, model, SaveRollouts(every_n_rollouts=1, dirpath=str(tmp_path / "rollouts"), evaluate=evaluate))
+    fit(tmp_path, model, RolloutWriter(every_n_rollouts=1, dirpath=str(tmp_path / "rollouts"), evaluate=evaluate))
     (first, *_) = sorted((tmp_path / "rollouts").rglob("*.jsonl"))
     row = json.loads(first.read_text().splitlines()[0])["rows"][0]
     assert ("new_logprobs" in row) == evaluate
@@ -337,7 +337,7 @@ def test_saved_rollouts_hold_the_policy_after_the_update_unless_told_not_to(
 def test_rollouts_on_a_full_disk_are_one_message(model: str, tmp_path: Path) -> None:
     (tmp_path / "rollouts").write_text("a file where the folder should be")
     with pytest.raises(StorageError, match="rank0.pt' cannot be written"):
-        fit(tmp_path, model, SaveRollouts(every_n_rollouts=1, dirpath=str(tmp_path / "rollouts")))
+        fit(tmp_path, model, RolloutWriter(every_n_rollouts=1, dirpath=str(tmp_path / "rollouts")))
 
 
 def test_last_takes_no_other_runs_checkpoint(model: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What Throughput measures, on a clock that the test moves."""
+"""What ThroughputMonitor measures, on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightrl.callbacks import throughput
-from lightrl.callbacks.throughput import Throughput
+from lightrl.callbacks.throughput import ThroughputMonitor
 from lightrl.records import Rollouts
 from tests.callbacks.toys import Loader, LoggingModule
 
@@ -36,7 +36,7 @@ def table(folder: Path) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if row["time/step"]]
 
 
-def fit(make_trainer: Callable[..., Any], rollouts: Rollouts, callback: Throughput, **arguments: Any) -> Any:
+def fit(make_trainer: Callable[..., Any], rollouts: Rollouts, callback: ThroughputMonitor, **arguments: Any) -> Any:
     clock = Clock()
     trainer = make_trainer(clock, callback, **arguments)
     with mock.patch.object(throughput.time, "perf_counter", lambda: clock.now):
@@ -46,7 +46,7 @@ def fit(make_trainer: Callable[..., Any], rollouts: Rollouts, callback: Throughp
 
 def test_tokens_and_samples_per_second(rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     """Prompts have 4 and 7 tokens; completions 1, 8, 2 and 6: 2 * 4 + 2 * 7 + 17 = 39 tokens, without padding."""
-    fit(make_trainer, rollouts, Throughput(), val_check_interval=1)
+    fit(make_trainer, rollouts, ThroughputMonitor(), val_check_interval=1)
     rows = table(tmp_path)
     assert [float(row["time/step"]) for row in rows] == [2.0, 2.0, 2.0]  # the evaluations' 100 s are taken out
     assert [float(row["throughput/tokens_per_second"]) for row in rows] == [19.5] * 3
@@ -58,7 +58,7 @@ def test_the_bar_shows_what_loggers_get_once(
     rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     rollouts.rewards = torch.tensor([1.0, 0.0, 1.0, 0.0])
-    trainer = fit(make_trainer, rollouts, Throughput(), enable_progress_bar=True, max_epochs=2)
+    trainer = fit(make_trainer, rollouts, ThroughputMonitor(), enable_progress_bar=True, max_epochs=2)
     bar = trainer.progress_bar_metrics
     assert {name: bar[name] for name in ("reward", "kl", "tok/s")} == {
         "reward": 0.5, "kl": 0.25, "tok/s": 20,
@@ -70,7 +70,7 @@ def test_the_bar_shows_what_loggers_get_once(
 
 
 def test_the_bar_can_be_left_alone(rollouts: Rollouts, make_trainer: Callable[..., Any]) -> None:
-    trainer = fit(make_trainer, rollouts, Throughput(progress_bar=False))
+    trainer = fit(make_trainer, rollouts, ThroughputMonitor(progress_bar=False))
     assert "tok/s" not in trainer.progress_bar_metrics
 
 
@@ -84,7 +84,7 @@ def test_it_takes_supervised_batches(make_trainer: Callable[..., Any], tmp_path:
 
     batch = {"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)}
     clock = Clock()
-    trainer = make_trainer(clock, Throughput())
+    trainer = make_trainer(clock, ThroughputMonitor())
     with mock.patch.object(throughput.time, "perf_counter", lambda: clock.now):
         trainer.fit(Supervised(), Loader([batch]))  # type: ignore[list-item]
     assert float(table(tmp_path)[0]["throughput/tokens_per_second"]) == 2.0  # 4 tokens in 2 s
@@ -105,7 +105,7 @@ def test_peak_memory_of_a_gpu() -> None:
 
 def test_batches_of_other_modules_are_passed_over(make_trainer: Callable[..., Any]) -> None:
     """The command line adds the callback to any module's runs."""
-    trainer = make_trainer(Throughput())
+    trainer = make_trainer(ThroughputMonitor())
     data = torch.utils.data.DataLoader(torch.ones(4, 32), batch_size=2)
     trainer.fit(BoringModel(), data)
     assert trainer.global_step == 2 and not [name for name in trainer.callback_metrics if "throughput" in name]

@@ -136,7 +136,7 @@ def test_a_run_learns_from_what_it_can_learn_from_and_resumes_exactly(tmp_path: 
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     resumed, _ = fit(path, 4, str(tmp_path / "a.ckpt"))
     assert begun + resumed == rows
-    refilled, _ = fit(path, 1, max_refills=2)
+    refilled, _ = fit(path, 1, dynamic_sampling_rounds=2)
     assert {6, 7} <= set(refilled[1]), "dropped groups count as seen"
 
 

@@ -183,7 +183,7 @@ def train(
     seed_everything(0, verbose=False)
     module = make_module(kind, path, **(model or {}))
     if kind == "lora":
-        data = {"rewards": [some_flat], "max_refills": 8, **data}
+        data = {"rewards": [some_flat], "dynamic_sampling_rounds": 8, **data}
     sync = WeightSync()
     record = Record(sync)
     moving = [] if kind == "lora" else [ReferenceSync(every_n_rollouts=1, alpha=0.5)]  # its reference is in checkpoints

@@ -23,7 +23,7 @@ from tests.toys import ThreadEngine, quickstart_model, quiet_trainer, sums_data
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WAYS: dict[str, dict[str, Any]] = {
-    "staleness": {"staleness": 1, "rewards": [some_flat], "max_refills": 8},
+    "staleness": {"staleness": 1, "rewards": [some_flat], "dynamic_sampling_rounds": 8},
 }
 
 
@@ -70,7 +70,7 @@ def test_two_ranks_equal_one(way: str, tmp_path: Path) -> None:
             torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
     assert ranks[0]["metrics"] == ranks[1]["metrics"]
     ours, expected = ranks[0]["metrics"], one.metrics
-    for name in ("reward/mean", "loss/policy", "kl/ref", "optim/grad_norm", "rollout/response_length"):
+    for name in ("reward/mean", "loss/policy", "kl/ref", "optim/grad_norm", "completions/length"):
         assert [m[name] for m in ours] == pytest.approx([m[name] for m in expected], abs=2e-6, rel=1e-5), name
     if way == "staleness":
         assert [m["rollout/staleness"] for m in ours] == [0, 1, 1]

@@ -77,7 +77,7 @@ def run(kind: str, path: str, devices: int, strategy: str = "auto") -> Record:
         data = {"rewards": [digits_reward], **ptx}
     else:
         module = GRPOLightningModule(spec, advantage=GroupRelative("batch"), kl=KLInLoss("k2"), **common)
-        data = {"rewards": [some_flat], "max_refills": 8, **ptx}
+        data = {"rewards": [some_flat], "dynamic_sampling_rounds": 8, **ptx}
     if kind == "experts":
         data["engine"] = OtherExperts()
     record = Record()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lightrl.callbacks.ledger_canary import LedgerCanary, LedgerMismatchError
+from lightrl.callbacks.trajectory_check import LedgerMismatchError, TrajectoryLogprobCheck
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import Ledger, Reply, check_trajectories
 from lightrl.environments.bridges import TemplateBridge, encode_marked, guard, make_renderer, special_texts
@@ -340,11 +340,11 @@ def test_rounding_of_float32_is_no_mismatch_and_another_history_is(engine: Trans
     (trajectory, *_) = sampled_by(engine)
     row = trajectory.rows[1]
     row.logprobs = [value + 1.2e-5 for value in row.logprobs]  # as much as prefill and decoding differed by in a run
-    LedgerCanary().check_trajectories(engine, [trajectory], QWEN3)
+    TrajectoryLogprobCheck().check_trajectories(engine, [trajectory], QWEN3)
     start = row.turn_ids.index(2)
     row.token_ids[start - 1] = (row.token_ids[start - 1] + 1) % 256
     with pytest.raises(LedgerMismatchError, match="trajectory 0, row 1, turn 2"):
-        LedgerCanary().check_trajectories(engine, [trajectory], QWEN3)
+        TrajectoryLogprobCheck().check_trajectories(engine, [trajectory], QWEN3)
 
 
 def test_a_row_that_fills_the_engine_is_checked_up_to_its_last_token(engine: TransformersEngine) -> None:

@@ -51,7 +51,7 @@ def test_every_kind_of_rope_is_tried() -> None:
     assert {*ROPES} == {*ROPE_INIT_FUNCTIONS, "default"}
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed", "tree"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
 @pytest.mark.parametrize("kind", ROPES)
 def test_a_rows_logprobs_do_not_depend_on_the_batch(kind: str, layout: Any) -> None:
     batch = make_batch([(4, [5, 3, 60]), (30, [4, 20])])

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from lightrl.algorithms import DistillLightningModule, GRPOLightningModule
-from lightrl.callbacks import SaveRollouts, WeightSync
-from lightrl.callbacks.save_rollouts import load_rollouts
+from lightrl.callbacks import RolloutWriter, WeightSync
+from lightrl.callbacks.rollout_writer import load_rollouts
 from lightrl.engines.base import EngineContext
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.vllm.engine import VLLMEngine
@@ -229,7 +229,7 @@ def grpo(path: str, **arguments: Any) -> GRPOLightningModule:
 def test_a_run_learns_from_the_experts_that_sampled(near: str, tmp_path: Path) -> None:
     """Micro-batches, mini-batches, and recomputation give the update of one pass, on the recorded experts."""
     module = grpo(near)
-    keep = fit(module, callbacks=[SaveRollouts(1, str(tmp_path))])
+    keep = fit(module, callbacks=[RolloutWriter(1, str(tmp_path))])
     rows = keep.rollouts[0]
     assert [len(routes) for routes in rows.routes] == [int(n) - 1 for n in rows.attention_mask.sum(1)]  # type: ignore[arg-type]
     first = GRPOLightningModule(near, kl=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from lightrl.kernels.cpu import attention as cpu_attention
 from lightrl.models.packing import attention
 from lightrl.models.packing.layouts import TokenStream, make_stream
 from lightrl.models.policy import PolicyModel
-from lightrl.models.spec import Layout
 from tests.models.conftest import Batch, build, make_batch, make_tree
 from tests.models.test_layouts import assert_close, gradients, loss_of
 
@@ -49,7 +48,7 @@ def test_random_trees_have_the_gradient_of_the_padded_layout(
     assert fewest <= stream.num_tokens < packed.num_tokens
     # what is not shared is less than 32 tokens where rows part
     assert stream.num_tokens - fewest <= 31 * (len(batch.token_ids) - 1)
-    expected, got = (scored(kind, layout, batch) for layout in ("padded", "tree"))
+    expected, got = (scored(kind, layout, batch) for layout in ("padded", "shared_prefix"))
     for ours, theirs in zip(got[:2], expected[:2], strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert_close(got[2], expected[2], 1e-5)
@@ -205,19 +204,12 @@ def test_blocks_from_trees_hide_nothing_that_is_seen(window: int | None) -> None
         assert some.equal(tiles.any(-1)) and full.equal(tiles.all(-1))
 
 
-def test_the_earlier_name_is_the_same_layout() -> None:
-    assert {"tree", "shared_prefix"} <= set(get_args(Layout))
-    batch = make_tree(1)
-    one, other = (scored("qwen2", layout, batch) for layout in ("tree", "shared_prefix"))
-    assert one[0].equal(other[0])
-
-
 def test_without_groups_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     original = attention.stream_attention
     monkeypatch.setattr(attention, "stream_attention", lambda q, *more: (seen.append(len(q)), original(q, *more))[1])
     batch = make_tree(2)
-    policy = PolicyModel(build("qwen2", max_position_embeddings=512), layout="tree")
+    policy = PolicyModel(build("qwen2", max_position_embeddings=512), layout="shared_prefix")
     with torch.no_grad():
         for groups in (None, batch.group_ids):
             policy(*batch[:3], group_ids=groups)

@@ -28,10 +28,10 @@ from lightrl.objectives.losses import (
 from lightrl.objectives.off_policy import (
     VESPO,
     AutomaticCorrection,
-    EngineRatio,
-    GeometricEngineMask,
+    GeometricRejection,
     OffPolicyCorrection,
     OffPolicySequenceMask,
+    RolloutRatio,
 )
 
 ALL: list[PolicyLoss] = [
@@ -49,11 +49,11 @@ ALL: list[PolicyLoss] = [
     OffPolicyCorrection(CISPO(), "sequence", "mask", high=1.5, low=0.5),
     OffPolicySequenceMask(PPOClip(), 0.05),
     VESPO(),
-    EngineRatio(PPOClip()),
+    RolloutRatio(PPOClip()),
     DPPO(0.05, 0.05, ratio_max=1.2),
     DPPO(0.05, 0.05, penalty_coef=0.1),
     DRO(),
-    GeometricEngineMask(PPOClip(), 0.9, 1.1),
+    GeometricRejection(PPOClip(), 0.9, 1.1),
 ]
 IDS = [f"{type(x).__name__}-{i}" for i, x in enumerate(ALL)]
 
@@ -217,11 +217,11 @@ def test_off_policy_correction_needs_the_engines_logprobs() -> None:
 
 
 def test_a_loss_with_the_ratio_to_the_engine_takes_no_correction() -> None:
-    doubled = [VESPO(), EngineRatio(PPOClip()), OffPolicyCorrection(PPOClip()), OffPolicySequenceMask(VESPO())]
+    doubled = [VESPO(), RolloutRatio(PPOClip()), OffPolicyCorrection(PPOClip()), OffPolicySequenceMask(VESPO())]
     for loss in doubled:
         with pytest.raises(ValueError, match=rf"loss={type(loss).__name__}\): .* twice"):
             OffPolicyCorrection(loss)
-    for loss in (OffPolicySequenceMask(PPOClip()), GeometricEngineMask(DPPO())):
+    for loss in (OffPolicySequenceMask(PPOClip()), GeometricRejection(DPPO())):
         assert OffPolicyCorrection(loss).engine_use == "ratio"
 
 
@@ -272,17 +272,17 @@ def test_geometric_engine_mask_by_hand() -> None:
     # geometric means of old / engine: (1.2 * 1.2 * 1 / 1.2)^(1/3) = 1.062659 and 1.2; the product would be 1.2 in both
     engine = OLD - torch.tensor([[1.2, 1.2, 1 / 1.2], [1.2, 1.0, 1.0]]).log()
     logprobs = OLD + RATIOS.log()
-    loss, metrics = GeometricEngineMask(PPOClip(), 0.9, 1.1)(LossInput(logprobs, OLD, A, MASK, engine_logprobs=engine))
+    loss, metrics = GeometricRejection(PPOClip(), 0.9, 1.1)(LossInput(logprobs, OLD, A, MASK, engine_logprobs=engine))
     assert loss[MASK].tolist() == approx([-2.4, -1.0, -2.0, 0.0]), "kept as it is, or left out whole"
     assert mean(metrics["off_policy/geometric_masked_fraction"]) == 0.25
-    loss, _ = GeometricEngineMask(PPOClip(), 0.9, 1.06)(LossInput(logprobs, OLD, A, MASK, engine_logprobs=engine))
+    loss, _ = GeometricRejection(PPOClip(), 0.9, 1.06)(LossInput(logprobs, OLD, A, MASK, engine_logprobs=engine))
     assert loss.abs().sum() == 0
-    loss, _ = GeometricEngineMask(PPOClip(), 0.9, 1.1)(
+    loss, _ = GeometricRejection(PPOClip(), 0.9, 1.1)(
         LossInput(logprobs, OLD, A, MASK, engine_logprobs=2 * OLD - engine)
     )
     assert loss[MASK].tolist() == approx([-2.4, -1.0, -2.0, 0.0]), "below 0.9: 1 / 1.2"
     with pytest.raises(ValueError, match="engine_logprobs=None"):
-        GeometricEngineMask(PPOClip())(LossInput(logprobs, OLD, A, MASK))
+        GeometricRejection(PPOClip())(LossInput(logprobs, OLD, A, MASK))
 
 
 def test_vespo_by_hand() -> None:
@@ -423,8 +423,8 @@ def test_zero_advantages_and_huge_ratios(loss: PolicyLoss) -> None:
         (DPPO(ratio_max=2.0), DPPO(ratio_max=1.1)),
         (DPPO(), DPPO(penalty_coef=0.1)),
         (DRO(0.1), DRO(0.2)),
-        (GeometricEngineMask(PPOClip(), 0.5, 1.1), GeometricEngineMask(PPOClip(), 0.99, 1.1)),
-        (GeometricEngineMask(PPOClip(), 0.5, 2.0), GeometricEngineMask(PPOClip(), 0.5, 1.01)),
+        (GeometricRejection(PPOClip(), 0.5, 1.1), GeometricRejection(PPOClip(), 0.99, 1.1)),
+        (GeometricRejection(PPOClip(), 0.5, 2.0), GeometricRejection(PPOClip(), 0.5, 1.01)),
     ],
 )
 def test_every_argument_has_an_effect(one: PolicyLoss, other: PolicyLoss) -> None:
@@ -456,15 +456,15 @@ def test_every_argument_has_an_effect(one: PolicyLoss, other: PolicyLoss) -> Non
         (lambda: OffPolicyCorrection(PPOClip(), high=0.5), "high=0.5"),
         (lambda: OffPolicyCorrection(PPOClip(), low=1.5), "low=1.5"),
         (lambda: OffPolicySequenceMask(PPOClip(), 0), "threshold=0"),
-        (lambda: EngineRatio(VESPO()), "loss=VESPO"),
+        (lambda: RolloutRatio(VESPO()), "loss=VESPO"),
         (lambda: VESPO(lam_neg=0), "lam_neg=0"),
         (lambda: DPPO(delta_low=0), "delta_low=0"),
         (lambda: DPPO(delta_high=1.5), "delta_high=1.5"),
         (lambda: DPPO(ratio_max=0.5), "ratio_max=0.5"),
         (lambda: DPPO(penalty_coef=-1), "penalty_coef=-1"),
         (lambda: DRO(beta=0), "beta=0"),
-        (lambda: GeometricEngineMask(PPOClip(), low=0), "low=0"),
-        (lambda: GeometricEngineMask(PPOClip(), high=0.9), "high=0.9"),
+        (lambda: GeometricRejection(PPOClip(), low=0), "low=0"),
+        (lambda: GeometricRejection(PPOClip(), high=0.9), "high=0.9"),
     ],
 )
 def test_arguments_out_of_range_are_refused(build: Callable[[], Any], name: str) -> None:
@@ -528,8 +528,8 @@ def test_the_kl_to_the_old_policy_is_exact_far_away() -> None:
 
 def test_the_engine_ratio_is_that_to_the_engine() -> None:
     logprobs, old, advantages, mask, engine = random_batch()
-    ours, metrics = EngineRatio(PPOClip())(LossInput(logprobs, old, advantages, mask, engine_logprobs=engine))
+    ours, metrics = RolloutRatio(PPOClip())(LossInput(logprobs, old, advantages, mask, engine_logprobs=engine))
     expected, plain = PPOClip()(LossInput(logprobs, engine, advantages, mask))
     assert torch.equal(ours, expected) and metrics.keys() == plain.keys()
     with pytest.raises(ValueError, match="engine_logprobs=None"):
-        EngineRatio(PPOClip())(LossInput(logprobs, old, advantages, mask))
+        RolloutRatio(PPOClip())(LossInput(logprobs, old, advantages, mask))

@@ -41,8 +41,8 @@ LOSSES: dict[str, Callable[[], Any]] = {
     **{"RLOOSequence": o.RLOOSequence, "VESPO": o.VESPO},
     "OffPolicyCorrection": lambda: o.OffPolicyCorrection(o.PPOClip()),
     "OffPolicySequenceMask": lambda: o.OffPolicySequenceMask(o.PPOClip()),
-    "GeometricEngineMask": lambda: o.GeometricEngineMask(o.PPOClip(), 0.5, 2.0),
-    "EngineRatio": lambda: o.EngineRatio(o.PPOClip()),
+    "GeometricRejection": lambda: o.GeometricRejection(o.PPOClip(), 0.5, 2.0),
+    "RolloutRatio": lambda: o.RolloutRatio(o.PPOClip()),
 }
 AGGREGATIONS: dict[str, Callable[[], Any]] = {
     **{each.__name__: each for each in (o.TokenMean, o.SequenceMean, o.SequenceSum)},
@@ -71,9 +71,13 @@ CALLBACKS: dict[str, Callable[[Path], list[Any]]] = {
     "ReferenceSync": lambda _: [c.ReferenceSync(1)],
     "OffloadOptimizer": lambda _: [c.OffloadOptimizer()],
     "OffloadModels": lambda _: [c.OffloadModels()],
-    "FidelityGate": lambda _: [c.FidelityGate(bound=1.0)],
-    "LedgerCanary": lambda _: [c.LedgerCanary(tolerance=0.3)],
-    "SaveRollouts": lambda folder: [c.SaveRollouts(1, str(folder)), c.SampleLog(1, terminal=False), c.Throughput()],
+    "LogprobMonitor": lambda _: [c.LogprobMonitor(bound=1.0)],
+    "TrajectoryLogprobCheck": lambda _: [c.TrajectoryLogprobCheck(tolerance=0.3)],
+    "RolloutWriter": lambda folder: [
+        c.RolloutWriter(1, str(folder)),
+        c.CompletionLogger(1, terminal=False),
+        c.ThroughputMonitor(),
+    ],
     "RolloutCheckpoint": lambda folder: [c.RolloutCheckpoint(1, str(folder))],
 }
 ALGORITHMS = ["PPO", "GRPO", "DrGRPO", "DAPO", "GSPO", "CPGD", "RLOO", "ReinforcePlusPlus"]
@@ -97,7 +101,7 @@ FACTORS: dict[str, list[str]] = {
     "ptx": ["no", "yes"],
     "rows": ["text", "image", "environment"],
     "aggregation": [OWN, *AGGREGATIONS],
-    "layout": ["auto", "padded", "packed", "tree"],
+    "layout": ["auto", "padded", "packed", "shared_prefix"],
     "precision": ["32-true", "bf16-mixed", "bf16-true", "16-mixed"],
     "recomputation": ["no", "yes"],
     "rewards": ["dense", "some None", "all equal", "two weighted", "failing"],
@@ -123,7 +127,7 @@ NO_GROUPS = {"GAE", "TurnGAE", "Reinforce", "ReinforcePlusPlus"}
 BINARY = {"MaxRL", "PassAtK"}
 TURNS = {"TurnReturns", "TurnGAE", "GiGPO"}
 NORMALIZES = {"GDPO", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "GroupRelative(batch)"}
-READS_ENGINE = {"VESPO", "OffPolicyCorrection", "OffPolicySequenceMask", "GeometricEngineMask", "EngineRatio"}
+READS_ENGINE = {"VESPO", "OffPolicyCorrection", "OffPolicySequenceMask", "GeometricRejection", "RolloutRatio"}
 
 
 def estimator(s: Settings) -> str | None:
@@ -198,7 +202,7 @@ REFUSALS = [
         lambda s: s.get("group") == "1" and estimator(s) not in {*NO_GROUPS, None},
     ),
     Refusal(
-        "max_refills with one attempt per prompt",
+        "dynamic_sampling_rounds with one attempt per prompt",
         "drops groups without reward spread",
         lambda s: s.get("group") == "1" and s.get("refills") == "yes",
     ),
@@ -237,14 +241,14 @@ REFUSALS = [
         lambda s: s.get("callback") == "RewardNormalization" and estimator(s) in {*BINARY, "GDPO", *TURNS},
     ),
     Refusal(
-        "FidelityGate with EngineRatio, which takes the engine's log-probs for the old ones",
-        "FidelityGate with loss=EngineRatio",
-        lambda s: s.get("callback") == "FidelityGate" and loss(s) == "EngineRatio",
+        "LogprobMonitor with RolloutRatio, which takes the engine's log-probs for the old ones",
+        "LogprobMonitor with loss=RolloutRatio",
+        lambda s: s.get("callback") == "LogprobMonitor" and loss(s) == "RolloutRatio",
     ),
     Refusal(
-        "LedgerCanary with a temperature other than 1, top_p or a repetition penalty",
-        "LedgerCanary with sampling",
-        lambda s: s.get("callback") == "LedgerCanary" and s.get("sampling") not in ("plain", None),
+        "TrajectoryLogprobCheck with a temperature other than 1, top_p or a repetition penalty",
+        "TrajectoryLogprobCheck with sampling",
+        lambda s: s.get("callback") == "TrajectoryLogprobCheck" and s.get("sampling") not in ("plain", None),
     ),
     Refusal(
         "top_p with vLLM, which does not record what it leaves",
@@ -393,7 +397,7 @@ def data_of(s: Settings) -> RolloutDataModule:
         group_size=GROUPS[s["group"]],
         prompts_per_rollout=2 * int(s["ranks"]),
         rollouts_per_epoch=2,
-        max_refills=int(s["refills"] == "yes"),
+        dynamic_sampling_rounds=int(s["refills"] == "yes"),
         staleness=int(s["overlap"] == "staleness"),
         seed=0,
         **REWARDS[s["rewards"]](),

@@ -105,7 +105,7 @@ def test_a_run_that_is_not_refused_but_should_be_is_found(monkeypatch: pytest.Mo
 
 def test_the_canary_does_not_ask_about_pictures_that_it_cannot_show() -> None:
     plain = {name: levels[0] for name, levels in FACTORS.items()} | {"algorithm": "GRPO"}
-    assert run(plain | {"rows": "image", "callback": "LedgerCanary"}) == "trained"
+    assert run(plain | {"rows": "image", "callback": "TrajectoryLogprobCheck"}) == "trained"
 
 
 def test_the_page_lists_every_refusal() -> None:

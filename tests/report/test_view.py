@@ -243,7 +243,7 @@ def test_a_broken_record_costs_that_record(
     told = capsys.readouterr().err
     assert all(line in told for line in head["missing"])
     assert "one of the lines in" in told and "line 3: not JSON" in told
-    assert "line 1: not a trajectory of SaveRollouts: " in told
+    assert "line 1: not a trajectory of RolloutWriter: " in told
     assert [path.name for path in (tmp_path / "atif").iterdir()] == ["rollout000010-rank0-group0-trajectory0.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["atif", "run"]
 
@@ -261,7 +261,7 @@ def test_a_picture_that_is_a_program_is_not_run(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_folder_without_trajectories_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no saved trajectories.*SaveRollouts"):
+    with pytest.raises(ValueError, match="no saved trajectories.*RolloutWriter"):
         view(tmp_path)
     with pytest.raises(ValueError, match="max_trajectories=0"):
         view(tmp_path, max_trajectories=0)
@@ -271,7 +271,7 @@ def test_a_folder_without_trajectories_and_a_damaged_file_are_refused(tmp_path: 
     with pytest.raises(ValueError, match=r"one of the lines in .*rank0.jsonl; the first: line 1: not JSON"):
         view(run)
     path.write_text(json.dumps({"rows": [{"turns": [0], "token_ids": 3}]}) + "\n")
-    with pytest.raises(ValueError, match=r"rank0.jsonl, line 1: not a trajectory of SaveRollouts: TypeError"):
+    with pytest.raises(ValueError, match=r"rank0.jsonl, line 1: not a trajectory of RolloutWriter: TypeError"):
         view(run)
     path.rename(tmp_path.parent / "elsewhere.jsonl")
     path.symlink_to(tmp_path.parent / "elsewhere.jsonl")

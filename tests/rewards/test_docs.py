@@ -16,7 +16,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
 NAMES = {
     "rewards": "functions",
     "reward_weights": "weights",
-    "recipes": "recipes",
+    "rewards_by_label": "rewards_by_label",
     "label_column": "label_column",
     "reward_timeout": "timeout",
     "on_reward_error": "on_reward_error",

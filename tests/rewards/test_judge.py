@@ -127,7 +127,7 @@ def test_what_cannot_be_read_scores_nothing_and_the_last_number_counts(chat):
 
 def test_failures_cost_only_their_own_row(chat):
     chat.failing = {"A: blue"}
-    scores = ask(judge(chat, retries=1, on_failure="none"), ["blue", "twice"])
+    scores = ask(judge(chat, retries=1, on_failure="skip"), ["blue", "twice"])
     assert math.isnan(scores.total[0]) and scores.total[1] == 0.4
     assert scores.metrics == {"reward/judge/unread": 0.0, "reward/judge/unanswered": 0.5}
     with pytest.raises(RewardError, match="did not score a row in 2 attempts; the last: status 500"):

@@ -105,7 +105,7 @@ def test_retries_are_counted(server):
 
 def test_on_failure_none_loses_only_the_rows_of_that_request(server, caplog):
     server.failing = "ab"
-    reward = RemoteReward(server.url, backoff=0.001, retries=1, batch_size=1, on_failure="none")
+    reward = RemoteReward(server.url, backoff=0.001, retries=1, batch_size=1, on_failure="skip")
     scores = ask(reward, ["abc", "ab", "abcd"])
     assert scores.total[::2] == [3.0, 4.0] and math.isnan(scores.total[1])
     assert len(server.bodies) == 4  # three, and one repetition
@@ -117,7 +117,7 @@ def test_the_last_failure_is_shown_without_secrets(monkeypatch, caplog):
     import httpx
 
     monkeypatch.setenv("MY_TOKEN", "a-very-secret-one")
-    reward = RemoteReward("http://127.0.0.1:9", token_env="MY_TOKEN", retries=0, on_failure="none")
+    reward = RemoteReward("http://127.0.0.1:9", token_env="MY_TOKEN", retries=0, on_failure="skip")
 
     def stream(*_, headers, **__):
         raise httpx.LocalProtocolError(f"Illegal header value {headers['Authorization'].encode()!r}")
@@ -131,7 +131,7 @@ def test_a_server_that_is_not_there():
     reward = {"retries": 1, "backoff": 0.001}
     with pytest.raises(RewardError, match="2 attempts; the last: ConnectError"):
         ask(RemoteReward("http://127.0.0.1:9/score", **reward), ["a"])
-    scores = ask(RemoteReward("http://127.0.0.1:9/score", on_failure="none", **reward), ["a", "b"])
+    scores = ask(RemoteReward("http://127.0.0.1:9/score", on_failure="skip", **reward), ["a", "b"])
     assert all(map(math.isnan, scores.total)) and scores.metrics["reward/RemoteReward/unanswered"] == 1.0
 
 
@@ -139,7 +139,7 @@ def test_a_server_that_is_not_there():
 def test_a_refusal_is_an_error_at_once(server, status):
     server.script = [status]
     with pytest.raises(RewardError, match=f"refused the request with {status}: try again"):
-        ask(RemoteReward(server.url, on_failure="none"), ["a"])
+        ask(RemoteReward(server.url, on_failure="skip"), ["a"])
     assert len(server.bodies) == 1
 
 

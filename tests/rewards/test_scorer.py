@@ -168,7 +168,7 @@ def test_what_is_no_reward_is_an_error_whatever_on_reward_error_says(scorers, va
         return values
 
     with pytest.raises(RewardError) as info:
-        submit(scorers([fn], on_reward_error="none")).result(60)
+        submit(scorers([fn], on_reward_error="skip")).result(60)
     assert all(word in str(info.value) for word in words), info.value
     assert len(str(info.value).splitlines()) == 1
 
@@ -229,7 +229,7 @@ def test_missing_columns_are_named_before_anything_is_scored(scorers):
     with pytest.raises(ValueError, match="'fn': takes solution.*There are: answer"):
         scorers([fn]).require_columns(["answer"])
     with pytest.raises(ValueError, match="label_column='kind'"):
-        scorers([fn], recipes={"a": [("fn", 1.0)]}, label_column="kind").require_columns(["solution"])
+        scorers([fn], rewards_by_label={"a": [("fn", 1.0)]}, label_column="kind").require_columns(["solution"])
 
 
 def test_a_missing_column_is_named(scorers):
@@ -280,7 +280,7 @@ def test_on_reward_error_none_leaves_the_rows_out_and_counts_them(scorers, caplo
     def fine(completions):
         return [2.0, 2.0]
 
-    scorer = scorers([broken, fine], on_reward_error="none")
+    scorer = scorers([broken, fine], on_reward_error="skip")
     scores = Scores.concat([submit(scorer, group=g).result(60) for g in (0, 1)])
     same(scores.total, [3.0, 3.0, 2.0, 2.0])
     assert scores.metrics == {"reward/broken/failed": 0.5, "reward/fine/failed": 0.0}
@@ -292,7 +292,7 @@ def test_a_mistake_in_the_set_up_is_an_error_whatever_on_reward_error_says(score
         raise RewardError("no such column")
 
     with pytest.raises(RewardError, match="'fn': no such column"):
-        submit(scorers([fn], on_reward_error="none")).result(60)
+        submit(scorers([fn], on_reward_error="skip")).result(60)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -313,7 +313,7 @@ def test_timeout(scorers, is_async):
     try:
         with pytest.raises(RewardError, match=rf"'{hanging.__name__}'.*timeout=0.05"):
             submit(scorers([hanging], timeout=0.05)).result(60)
-        scores = submit(scorers([hanging, quick], timeout=2.0, on_reward_error="none")).result(60)
+        scores = submit(scorers([hanging, quick], timeout=2.0, on_reward_error="skip")).result(60)
         same(scores.total, [5.0, 5.0])
         assert scores.metrics[f"reward/{hanging.__name__}/failed"] == 1.0
     finally:
@@ -335,7 +335,7 @@ def test_an_async_function_that_blocks_its_loop_is_out_of_time_and_others_are_no
     try:
         with pytest.raises(RewardError, match="'blocks'.*timeout=0.2"):
             submit(scorers([blocks], timeout=0.2)).result(60)
-        scores = submit(scorers([blocks, other], timeout=1.0, on_reward_error="none")).result(60)
+        scores = submit(scorers([blocks, other], timeout=1.0, on_reward_error="skip")).result(60)
         same(scores.total, [5.0, 5.0])
         assert time.monotonic() - began < 20
     finally:
@@ -413,7 +413,7 @@ def test_long_messages_are_cut_and_a_coroutines_stop_iteration_has_its_lines(sco
     with pytest.raises(RewardError, match=r"xxx\.\.\. \(5000000 characters\)") as info:
         submit(scorers([long])).result(60)
     assert len(str(info.value)) < 5000
-    submit(scorers([long], on_reward_error="none")).result(60)
+    submit(scorers([long], on_reward_error="skip")).result(60)
     assert len(caplog.text) < 10_000
     with pytest.raises(RewardError, match=r"in stops\n.*next\(iter\(\[\]\)\)"):
         submit(scorers([stops])).result(60)
@@ -427,7 +427,7 @@ def test_a_call_that_timed_out_gives_its_place_back(scorers):
             release.wait(60)
         return [1.0, 1.0]
 
-    scorer = scorers([fn], timeout=2.0, on_reward_error="none", max_concurrency=1)
+    scorer = scorers([fn], timeout=2.0, on_reward_error="skip", max_concurrency=1)
     handles = [submit(scorer, group=g) for g in (0, 1)]
     same(handles[1].result(60).total, [1.0, 1.0])
     release.set()
@@ -545,8 +545,13 @@ def test_recipes_choose_functions_and_weights_per_row(scorers):
         log_extra("seen", completions)
         return [10.0] * len(completions)
 
-    recipes = {"sum": [("maths", 1.0)], "poem": [("style", 0.5)], "both": [("maths", 2.0), ("style", 0.5)], "off": []}
-    scorer = scorers([maths, style], recipes=recipes)
+    rewards_by_label = {
+        "sum": [("maths", 1.0)],
+        "poem": [("style", 0.5)],
+        "both": [("maths", 2.0), ("style", 0.5)],
+        "off": [],
+    }
+    scorer = scorers([maths, style], rewards_by_label=rewards_by_label)
     scores = submit(scorer, n=4, label=["sum", "poem", "both", "off"]).result(60)
     same(scores.total, [1.0, 5.0, 2 * 1 + 0.5 * 10, NAN])
     same(scores.parts["maths"], [1.0, NAN, 1.0, NAN])
@@ -561,7 +566,7 @@ def test_unknown_label_and_missing_label_column(scorers):
     def fn(completions):
         return [0.0] * len(completions)
 
-    scorer = scorers([fn], recipes={"a": [("fn", 1.0)], "b": []}, label_column="kind")
+    scorer = scorers([fn], rewards_by_label={"a": [("fn", 1.0)], "b": []}, label_column="kind")
     with pytest.raises(ValueError, match=r"row 1 .*label 'c'.*known labels: 'a', 'b'"):
         submit(scorer, kind=["a", "c"])
     with pytest.raises(ValueError, match="label_column='kind'"):
@@ -593,10 +598,10 @@ class _Limited(Reward):
         ({"functions": [_Limited(0)]}, "max_concurrency=0: must be at least 1"),
         ({"functions": [_fn], "timeout": 0}, "timeout=0"),
         ({"functions": [_fn], "on_reward_error": "ignore"}, "on_reward_error='ignore'"),
-        ({"functions": [_fn], "recipes": {"a": [("g", 1.0)]}}, "names 'g'; the reward functions are: _fn"),
-        ({"functions": [_fn], "recipes": {"a": []}}, "in no recipe.*_fn"),
-        ({"functions": [_fn], "recipes": {"a": [("_fn", 1.0), ("_fn", 2.0)]}}, "twice"),
-        ({"functions": [_fn], "recipes": {"a": [("_fn", 1.0)]}, "weights": [1.0]}, "exclude"),
+        ({"functions": [_fn], "rewards_by_label": {"a": [("g", 1.0)]}}, "names 'g'; the reward functions are: _fn"),
+        ({"functions": [_fn], "rewards_by_label": {"a": []}}, "no label uses.*_fn"),
+        ({"functions": [_fn], "rewards_by_label": {"a": [("_fn", 1.0), ("_fn", 2.0)]}}, "twice"),
+        ({"functions": [_fn], "rewards_by_label": {"a": [("_fn", 1.0)]}, "weights": [1.0]}, "exclude"),
         ({"functions": [lambda a, /: a]}, "positional-only"),
         ({"functions": [3]}, "neither callable"),
     ],

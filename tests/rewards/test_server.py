@@ -98,7 +98,7 @@ def test_media_travel_and_are_decoded_again(serve):
 
 def test_limits_and_malformed_requests_are_refused(plain):
     with pytest.raises(RewardError, match=r"413.*9 rows are more than max_rows=8.*batch_size"):
-        score(RemoteReward(plain.url, on_failure="none"), ["a"] * 9)  # a refusal is an error whatever on_failure says
+        score(RemoteReward(plain.url, on_failure="skip"), ["a"] * 9)  # a refusal is an error whatever on_failure says
     assert score(RemoteReward(plain.url, batch_size=4), ["a"] * 9).total == [1.0] * 9
     with pytest.raises(RewardError, match=r"413.*max_bytes=2000"):
         score(RemoteReward(plain.url), ["a" * 3000])
@@ -146,7 +146,7 @@ def test_a_slow_server(serve):
     fast = {"timeout": 1.0, "retries": 1, "backoff": 0.01}
     with pytest.raises(RewardError, match="2 attempts.*ReadTimeout"):
         score(RemoteReward(server.url, **fast), ["a"])
-    scores = score(RemoteReward(server.url, on_failure="none", **fast), ["a", "b"])
+    scores = score(RemoteReward(server.url, on_failure="skip", **fast), ["a", "b"])
     assert all(map(math.isnan, scores.total)) and scores.metrics == {"reward/remote/unanswered": 1.0}
 
 
@@ -157,7 +157,7 @@ def test_a_server_killed_in_the_middle_of_a_request(serve):
         score(RemoteReward(server.url, **reward), ["a", "kill", "b"])
     server.process.wait(60)
     server.start()
-    scores = score(RemoteReward(server.url, on_failure="none", **reward), ["a", "kill", "b"])
+    scores = score(RemoteReward(server.url, on_failure="skip", **reward), ["a", "kill", "b"])
     server.process.wait(60)
     # The first row was scored before the server died, the others not: nothing of the rollout is lost but these two.
     assert scores.total[0] == 1.0 and all(map(math.isnan, scores.total[1:]))

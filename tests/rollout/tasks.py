@@ -17,7 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.callbacks import LedgerCanary, WeightSync
+from lightrl.callbacks import TrajectoryLogprobCheck, WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import AgentProgram, Environment, EnvironmentEpisode, EnvironmentFailedError, Reply, Step
@@ -232,7 +232,7 @@ def fit(
     Letters.seen, Letters.alive, Numbered.made = [], 0, 0
     keep = Keep(compare)
     module = module or GRPOLightningModule(path, kl=None, optimizer=sgd)
-    proof = [LedgerCanary(num_trajectories=64, tolerance=1e-5)] if canary else []
+    proof = [TrajectoryLogprobCheck(num_trajectories=64, tolerance=1e-5)] if canary else []
     fitter = quiet_trainer(callbacks=[WeightSync(), *proof, keep, *callbacks], **(trainer or {}))
     fitter.fit(module, make_data(**data), ckpt_path=ckpt_path)
     return module, keep

@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import seed_everything
 
 from lightrl.algorithms import GRPOLightningModule
-from lightrl.callbacks import LedgerCanary, WeightSync
+from lightrl.callbacks import TrajectoryLogprobCheck, WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import AgentProgram, Episode
@@ -61,7 +61,7 @@ def run(path: str, episode: Any) -> Keep:
         rollouts_per_epoch=2,
         seed=0,
     )
-    callbacks = [WeightSync(), LedgerCanary(num_trajectories=64, tolerance=1e-5), keep]
+    callbacks = [WeightSync(), TrajectoryLogprobCheck(num_trajectories=64, tolerance=1e-5), keep]
     quiet_trainer(callbacks=callbacks).fit(module, data)
     return keep
 

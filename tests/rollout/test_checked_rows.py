@@ -50,20 +50,22 @@ def fit(model_path: str, **settings: Any) -> None:
     ],
 )
 def test_a_source_without_a_column_that_its_rewards_need_is_refused(settings: Any, model_path: str) -> None:
-    with pytest.raises(ValueError, match=r"'needs': takes answer, which is neither a column of list \(.*recipes"):
+    with pytest.raises(
+        ValueError, match=r"'needs': takes answer, which is neither a column of list \(.*rewards_by_label"
+    ):
         fit(model_path, rewards=[needs], **settings)
 
 
 def test_a_function_needs_its_columns_where_its_labels_are(model_path: str) -> None:
     mixed = PromptMixture([PromptSource(rows=WITH), PromptSource(rows=WITHOUT)])
-    recipes = {"m": [("needs", 1.0)], "n": [("free", 1.0)]}
-    fit(model_path, prompts=mixed, rewards=[needs, free], recipes=recipes, eval_prompts=WITHOUT)
+    rewards_by_label = {"m": [("needs", 1.0)], "n": [("free", 1.0)]}
+    fit(model_path, prompts=mixed, rewards=[needs, free], rewards_by_label=rewards_by_label, eval_prompts=WITHOUT)
     with pytest.raises(ValueError, match=r"'needs': takes answer.*of list \(prompts\)"):
         fit(
             model_path,
             prompts=mixed,
             rewards=[needs, free],
-            recipes={**recipes, "n": [("needs", 1.0)], "o": [("free", 1.0)]},
+            rewards_by_label={**rewards_by_label, "n": [("needs", 1.0)], "o": [("free", 1.0)]},
         )
 
 
@@ -82,11 +84,11 @@ def test_a_label_without_a_recipe_is_named_by_its_row(label: Any, where: str, mo
         rows = [{**row, "label": [row["label"]] if row["label"] != label else label} for row in rows]
     settings: dict[str, Any] = {"prompts": WITH, "eval_prompts": WITH, where: PromptSource(rows=rows)}
     message = r"list, row 0 has label \['m'\]" if label == ["m"] else rf"list, row 4 has label {label!r}"
-    with pytest.raises(ValueError, match=message + r" \(column 'label'\), which has no recipe; known labels: 'm'"):
-        fit(model_path, rewards=[free], recipes={"m": [("free", 1.0)]}, **settings)
+    with pytest.raises(ValueError, match=message + r" \(column 'label'\), which is not in rewards_by_label; known labels: 'm'"):
+        fit(model_path, rewards=[free], rewards_by_label={"m": [("free", 1.0)]}, **settings)
     if label != ["m"]:
         settings[where] = PromptSource(rows=rows, on_bad_row="drop")
-        fit(model_path, rewards=[free], recipes={"m": [("free", 1.0)]}, **settings)
+        fit(model_path, rewards=[free], rewards_by_label={"m": [("free", 1.0)]}, **settings)
 
 
 @pytest.mark.parametrize("where", ["prompts", "eval_prompts"])

@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch import Callback
 
 from lightrl.algorithms import CriticSpec, DistillLightningModule, GRPOLightningModule, PPOLightningModule
-from lightrl.callbacks import EMA, AdaptiveKL, LedgerCanary, RewardNormalization, SaveRollouts
-from lightrl.callbacks.save_rollouts import load_rollouts
+from lightrl.callbacks import EMA, AdaptiveKL, RewardNormalization, RolloutWriter, TrajectoryLogprobCheck
+from lightrl.callbacks.rollout_writer import load_rollouts
 from lightrl.data.curriculum import PromptCurriculum
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTSource
@@ -243,8 +243,13 @@ CELLS: dict[str, list[Cell]] = {
             lambda run, where: [m["rollout/staleness"] for m in run.keep.metrics] == [0, 1, 1], prove=False,
         ),
         Cell(
-            "`in_flight` with `max_refills`",
-            lambda where: {"engine": ThreadEngine(), "staleness": 1, "in_flight": InFlight(), "max_refills": 1},
+            "`in_flight` with `dynamic_sampling_rounds`",
+            lambda where: {
+                "engine": ThreadEngine(),
+                "staleness": 1,
+                "in_flight": InFlight(),
+                "dynamic_sampling_rounds": 1,
+            },
             refused="prompts are begun ahead, before it is known how many the refills take",
         ),
         Cell(
@@ -252,8 +257,8 @@ CELLS: dict[str, list[Cell]] = {
             refused="in the trainer's process: it cannot sample while the trainer computes",
         ),
         Cell(
-            "dynamic sampling (`max_refills`)",
-            lambda where: {"max_refills": 2, "rewards": [lambda completions, word, **_: [
+            "dynamic sampling (`dynamic_sampling_rounds`)",
+            lambda where: {"dynamic_sampling_rounds": 2, "rewards": [lambda completions, word, **_: [
                 -100.0 if w == "one" else float(len(c)) for c, w in zip(completions, word, strict=True)
             ]], "prompts_per_rollout": 4},
             "the batch keeps its size",
@@ -282,10 +287,10 @@ CELLS: dict[str, list[Cell]] = {
             lambda where: {"build": lambda path: grpo(path, {"gradient_checkpointing": True})},
             "the update without it", same_weights({}),
         ),
-        *(layout(name) for name in ("packed", "tree")),
+        *(layout(name) for name in ("packed", "shared_prefix")),
         Cell(
-            "`actor.layout: tree`, cut by `micro_batch_tokens`",
-            lambda where: {"build": lambda path: grpo(path, {"layout": "tree"}, micro_batch_tokens=128)},
+            "`actor.layout: shared_prefix`, cut by `micro_batch_tokens`",
+            lambda where: {"build": lambda path: grpo(path, {"layout": "shared_prefix"}, micro_batch_tokens=128)},
             "the update of the padded layout", same_weights({"build": lambda path: grpo(path, {"layout": "padded"})}),
         ),
         Cell(
@@ -371,25 +376,25 @@ CELLS: dict[str, list[Cell]] = {
     "Sampling": [
         Cell(
             "`temperature`", lambda where: {"sampling": SamplingParams(max_new_tokens=6, temperature=0.7)},
-            "without `LedgerCanary`: the policy moves", lambda run, where: bool(run.moved), prove=False,
+            "without `TrajectoryLogprobCheck`: the policy moves", lambda run, where: bool(run.moved), prove=False,
         ),
         Cell(
-            "`LedgerCanary` with `temperature`", lambda where: {
-                "sampling": SamplingParams(max_new_tokens=6, temperature=0.7), "callbacks": [LedgerCanary()],
+            "`TrajectoryLogprobCheck` with `temperature`", lambda where: {
+                "sampling": SamplingParams(max_new_tokens=6, temperature=0.7), "callbacks": [TrajectoryLogprobCheck()],
             },
-            refused="LedgerCanary with sampling.temperature=0.7",
+            refused="TrajectoryLogprobCheck with sampling.temperature=0.7",
         ),
         Cell(
             "`top_p`", lambda where: {"sampling": SamplingParams(max_new_tokens=6, top_p=0.5)},
-            "without `LedgerCanary`: what each token was drawn from is recorded",
+            "without `TrajectoryLogprobCheck`: what each token was drawn from is recorded",
             lambda run, where: any(s is not None and bool(s.counts.any()) for s in run.keep.rollouts[0].supports),
             prove=False,
         ),
         Cell(
-            "`LedgerCanary` with `top_p`", lambda where: {
-                "sampling": SamplingParams(max_new_tokens=6, top_p=0.5), "callbacks": [LedgerCanary()],
+            "`TrajectoryLogprobCheck` with `top_p`", lambda where: {
+                "sampling": SamplingParams(max_new_tokens=6, top_p=0.5), "callbacks": [TrajectoryLogprobCheck()],
             },
-            refused="LedgerCanary with sampling.top_p=0.5",
+            refused="TrajectoryLogprobCheck with sampling.top_p=0.5",
         ),
         Cell(
             "`stop`", lambda where: {"sampling": SamplingParams(max_new_tokens=12, stop=["e", "a"])},
@@ -453,7 +458,7 @@ CELLS: dict[str, list[Cell]] = {
             "`EMA`", lambda where: {"callbacks": [EMA(0.5)]}, "the policy moves", lambda run, where: bool(run.moved)
         ),
         Cell(
-            "`SaveRollouts`", lambda where: {"callbacks": [SaveRollouts(1, str(where.folder / "rollouts"))]},
+            "`RolloutWriter`", lambda where: {"callbacks": [RolloutWriter(1, str(where.folder / "rollouts"))]},
             "every trajectory is saved with its turns, and its tokens with the policy before and after the update",
             saved,
         ),
@@ -510,8 +515,8 @@ def page() -> str:
         "",
         "Written by `python -m tests.rollout.test_combinations` from the table that",
         "`tests/rollout/test_combinations.py` tests with a tiny model, one rollout per cell. In every run the policy",
-        "must move, and each trained token is compared with the engine's log-probs at 1e-5 (`LedgerCanary`); not with",
-        "`staleness` or another sampling temperature. *Environment* is an `EnvironmentEpisode`, *program*",
+        "must move, and each trained token is compared with the engine's log-probs at 1e-5 (`TrajectoryLogprobCheck`);",
+        "not with `staleness` or another sampling temperature. *Environment* is an `EnvironmentEpisode`, *program*",
         "an `AgentProgram` ([environments](environments.md)). A refusal names the argument and the way out.",
     ]
     for title, cells in CELLS.items():

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from lightrl.algorithms import GRPOLightningModule
-from lightrl.callbacks.ledger_canary import LedgerMismatchError
+from lightrl.callbacks.trajectory_check import LedgerMismatchError
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import EnvironmentEpisode
@@ -229,7 +229,7 @@ def test_dynamic_sampling_replaces_groups_of_environments_without_spread(path: s
         async def finish(self, stop_reason: str) -> float:
             return 0.0
 
-    _, keep = fit(path, environment=Some, max_refills=4, rollouts_per_epoch=1)
+    _, keep = fit(path, environment=Some, dynamic_sampling_rounds=4, rollouts_per_epoch=1)
     assert keep.metrics[0]["rollout/dropped_groups"] >= 1 and keep.metrics[0]["rollout/flat_groups"] == 0
     assert not any(p["word"] == "one" for p in [{"word": w} for w in keep.rollouts[0].columns["word"]])
 
@@ -279,8 +279,11 @@ def test_the_canary_stops_the_run_before_a_token_that_was_not_sampled_is_trained
             {"prompts": PromptSource(rows=[{"prompt": "a"}], max_prompt_tokens=9, overlong="truncate_left")},
             "truncate_left",
         ),
-        ({"sampling": SamplingParams(max_new_tokens=4, top_p=0.5)}, "LedgerCanary with sampling.top_p=0.5"),
-        ({"sampling": SamplingParams(max_new_tokens=4, temperature=0.5)}, "LedgerCanary with sampling.temperature=0.5"),
+        ({"sampling": SamplingParams(max_new_tokens=4, top_p=0.5)}, "TrajectoryLogprobCheck with sampling.top_p=0.5"),
+        (
+            {"sampling": SamplingParams(max_new_tokens=4, temperature=0.5)},
+            "TrajectoryLogprobCheck with sampling.temperature=0.5",
+        ),
     ],
 )
 def test_what_would_have_no_effect_is_refused_by_name(arguments: dict[str, Any], message: str, path: str) -> None:
@@ -302,7 +305,7 @@ trainer:
   logger: false
   enable_checkpointing: false
   enable_progress_bar: false
-  callbacks: [{{class_path: WeightSync}}, {{class_path: LedgerCanary, init_args: {{num_trajectories: 2}}}}]
+  callbacks: [{{class_path: WeightSync}}, {{class_path: TrajectoryLogprobCheck, init_args: {{num_trajectories: 2}}}}]
 model:
   class_path: GRPOLightningModule
   init_args: {{actor: {{path: {path}}}, kl: null}}

@@ -15,7 +15,7 @@ import torch
 
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.callbacks import LedgerCanary, RolloutCheckpoint
+from lightrl.callbacks import RolloutCheckpoint, TrajectoryLogprobCheck
 from lightrl.data.prompts import PromptSource
 from lightrl.engines import ServerEngine
 from lightrl.engines.base import RequestQueue
@@ -295,7 +295,7 @@ def test_a_run_with_vllm_and_an_adapter_is_resumed(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"staleness": 0}, "in_flight with staleness=0: nothing is sampled"),
-        ({"max_refills": 2}, "in_flight with max_refills=2"),
+        ({"dynamic_sampling_rounds": 2}, "in_flight with dynamic_sampling_rounds=2"),
         ({"engine": ServerEngine(["http://127.0.0.1:1"], shared_folder="/tmp")}, "in_flight with engine=ServerEngine"),
     ],
 )
@@ -305,5 +305,5 @@ def test_what_cannot_work_is_refused_at_once(arguments: dict[str, Any], message:
 
 
 def test_a_check_of_old_weights_is_refused(side_model: str) -> None:
-    with pytest.raises(ValueError, match="in_flight with callback LedgerCanary"):
-        in_flight(side_model, LedgerCanary())
+    with pytest.raises(ValueError, match="in_flight with callback TrajectoryLogprobCheck"):
+        in_flight(side_model, TrajectoryLogprobCheck())

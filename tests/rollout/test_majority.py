@@ -50,7 +50,7 @@ def majority(tmp_path: Path, texts: list[str], reward: Any, **data: Any) -> floa
         **data,
     )
     (found,) = quiet_trainer().validate(GRPOLightningModule(path), made, verbose=False)
-    return float(found[f"eval/majority@{len(texts)}"])
+    return float(found[f"eval/maj@{len(texts)}"])
 
 
 def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:

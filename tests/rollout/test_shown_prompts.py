@@ -10,8 +10,8 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from lightrl.callbacks import SampleLog, SaveRollouts
-from lightrl.callbacks.save_rollouts import load_rollouts
+from lightrl.callbacks import CompletionLogger, RolloutWriter
+from lightrl.callbacks.rollout_writer import load_rollouts
 from lightrl.cli.doctor import diagnose
 from lightrl.engines.transformers.engine import TransformersEngine
 from tests.rollout.tasks import Letters, asked, chat_model, fit
@@ -48,8 +48,8 @@ class Remembers(TransformersEngine):
 )
 def test_samples_show_what_the_engine_was_asked(how: dict[str, Any], words: list[str], tmp_path: Path) -> None:
     path, engine = chat_model(tmp_path / "model"), Remembers()
-    save = SaveRollouts(1, dirpath=str(tmp_path / "rollouts"), evaluate=False)
-    log = SampleLog(every_n_rollouts=1, num_samples=4, terminal=False)
+    save = RolloutWriter(1, dirpath=str(tmp_path / "rollouts"), evaluate=False)
+    log = CompletionLogger(every_n_rollouts=1, num_samples=4, terminal=False)
     fit(path, [log, save], trainer={"default_root_dir": str(tmp_path)}, engine=engine, canary=False, **how)
     tokenizer = AutoTokenizer.from_pretrained(path)
     seen = {tokenizer.decode(ids) for ids in engine.prompts}

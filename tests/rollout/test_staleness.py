@@ -207,8 +207,8 @@ def some_flat(prompts: list[str], completions: list[str], **_: Any) -> list[floa
 
 
 def test_refills_go_on_in_the_background(side_model: str) -> None:
-    _, ahead = run(side_model, staleness=1, max_refills=8, rewards=[some_flat])
-    _, serial = run(side_model, max_refills=8, rewards=[some_flat])
+    _, ahead = run(side_model, staleness=1, dynamic_sampling_rounds=8, rewards=[some_flat])
+    _, serial = run(side_model, dynamic_sampling_rounds=8, rewards=[some_flat])
     assert all(m["rollout/flat_groups"] == 0 for m in ahead.metrics)
     assert any(m["rollout/dropped_groups"] > 0 for m in ahead.metrics)
     assert [r.prompts for r in ahead.rollouts] == [r.prompts for r in serial.rollouts]

@@ -164,7 +164,7 @@ for _kind in concrete(objectives.AdvantageEstimator):
     CASES[f"advantage {_kind.__name__}"] = functools.partial(with_estimator, kind=_kind)
 for _kind in concrete(objectives.Aggregation):
     CASES[f"aggregation {_kind.__name__}"] = functools.partial(with_aggregation, kind=_kind)
-for _layout in ("padded", "packed", "tree"):
+for _layout in ("padded", "packed", "shared_prefix"):
     CASES[f"layout {_layout}"] = lambda folder, layout=_layout: (
         fit(  # type: ignore[misc]
             ppo(ModelSpec(model_path(), layout=layout), micro_batch_tokens=64)
@@ -242,9 +242,13 @@ def _(folder: Path) -> None:
 @case("callbacks that take part")
 def _(folder: Path) -> None:
     c = callbacks
-    more = [c.RewardNormalization(), c.EMA(), c.AdaptiveEntropy(), c.Throughput(progress_bar=False)]
-    more += [c.ReferenceSync(every_n_rollouts=1), c.EvaluateFirst(), c.SampleLog(every_n_rollouts=1, terminal=False)]
-    more += [c.SaveRollouts(every_n_rollouts=1), c.OffloadOptimizer()]
+    more = [c.RewardNormalization(), c.EMA(), c.AdaptiveEntropy(), c.ThroughputMonitor(progress_bar=False)]
+    more += [
+        c.ReferenceSync(every_n_rollouts=1),
+        c.EvaluateFirst(),
+        c.CompletionLogger(every_n_rollouts=1, terminal=False),
+    ]
+    more += [c.RolloutWriter(every_n_rollouts=1), c.OffloadOptimizer()]
     data = {"eval_prompts": PromptSource(rows=[{"prompt": "01+02="}] * 2), "prompts_per_rollout": 4}
     fit(
         ppo(kl=objectives.KLInReward("k1")), sums_data(rollouts_per_epoch=2, **data), more, default_root_dir=str(folder)
@@ -256,7 +260,7 @@ def _(folder: Path) -> None:
 def _(folder: Path) -> None:
     from tests.rollout.tasks import Letters, chat_model, make_data
 
-    more = [callbacks.LedgerCanary(num_trajectories=2), callbacks.FidelityGate()]
+    more = [callbacks.TrajectoryLogprobCheck(num_trajectories=2), callbacks.LogprobMonitor()]
     data = make_data(Letters, rollouts_per_epoch=1, prompts_per_rollout=2)
     module = grpo(chat_model(folder), advantage=objectives.TurnReturns(), kl=None)
     fit(module, data, more)

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NAMED = [name for name in algorithms.__all__ if name.endswith("LightningModule")]
 LOSSES = ["CISPO", "CPG", "GMPO", "GSPO", "OffPolicyCorrection", "OffPolicySequenceMask", "PPOClip", "RLOOSequence"]
-LOSSES += ["SAPO", "VESPO", "EngineRatio", "DPPO", "DRO", "GeometricEngineMask"]
+LOSSES += ["SAPO", "VESPO", "RolloutRatio", "DPPO", "DRO", "GeometricRejection"]
 ADVANTAGES = ["GAE", "GDPO", "OPO", "RLOO", "GroupRelative", "MaxRL", "PassAtK", "Reinforce", "ReinforcePlusPlus"]
 ADVANTAGES += ["ReinforcePlusPlusBaseline", "TurnReturns", "TurnGAE", "GiGPO"]
 CASES = [

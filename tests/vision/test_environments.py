@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightrl.algorithms import GRPOLightningModule
-from lightrl.callbacks import SaveRollouts
-from lightrl.callbacks.save_rollouts import load_rollouts
+from lightrl.callbacks import RolloutWriter
+from lightrl.callbacks.rollout_writer import load_rollouts
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import EnvironmentEpisode, Reply, ToolEnvironment
@@ -132,7 +132,7 @@ def test_a_run_learns_from_what_environments_show(folder_of: Any, tmp_path: Any)
         return [0.0] * len(images)
 
     _, keep = fit(
-        folder.path, [SaveRollouts(1, str(tmp_path))], module, environment=Looks, episode={"max_turns": 4},
+        folder.path, [RolloutWriter(1, str(tmp_path))], module, environment=Looks, episode={"max_turns": 4},
         prompts=PromptSource(rows=rows, media_columns={}), prompts_per_rollout=2, rollouts_per_epoch=1, rewards=[looks],
         sampling=SamplingParams(max_new_tokens=4),
     )  # fmt: skip

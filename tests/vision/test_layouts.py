@@ -214,7 +214,7 @@ def test_groups_of_one_picture_run_it_once_and_have_the_gradient_of_the_padded_l
     batch = completed(folder.prompts(rows), 2, next(iter(folder.processor.placeholders.values())))
     order = torch.randperm(10, generator=torch.Generator().manual_seed(0)).tolist()
     batch, towers, gradients = batch.pick(order), {}, {}
-    for layout in ("padded", "tree"):
+    for layout in ("padded", "shared_prefix"):
         policy = folder.policy(layout)
         tower = policy.lm.model.visual if family in QWEN else None
         tower = tower or getattr(policy.lm.model, "vision_model", None) or policy.lm.model.vision_tower
@@ -226,12 +226,12 @@ def test_groups_of_one_picture_run_it_once_and_have_the_gradient_of_the_padded_l
         towers[layout] = sum(run)
         gradients[layout] = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
     # padded: 2 x (1 + 1 + 1 + 2 + 2) pictures; else one for both questions, another, and two for each of the last two
-    assert towers["tree"] * 14 == towers["padded"] * 6
+    assert towers["shared_prefix"] * 14 == towers["padded"] * 6
     padded = gradients["padded"]
     scale = max(float(grad.norm()) for grad in padded.values())
-    assert gradients["tree"].keys() == padded.keys()
+    assert gradients["shared_prefix"].keys() == padded.keys()
     for name, grad in padded.items():
-        gap = float((gradients["tree"][name] - grad).norm())
+        gap = float((gradients["shared_prefix"][name] - grad).norm())
         assert gap <= 1e-5 * max(float(grad.norm()), 1e-3 * scale), (name, gap / float(grad.norm()))
 
 

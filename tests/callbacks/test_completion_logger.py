@@ -1,4 +1,4 @@
-"""What SampleLog prints, logs and writes."""
+"""What CompletionLogger prints, logs and writes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from rich.console import Console
 
+from lightrl.callbacks.completion_logger import CompletionLogger, markdown_table, sample_records, samples_table, shorten
 from lightrl.callbacks.evaluate_first import EvaluateFirst
 from lightrl.callbacks.reward_normalization import RewardNormalization
-from lightrl.callbacks.sample_log import SampleLog, markdown_table, sample_records, samples_table, shorten
 from lightrl.records import Experience, Rollouts
 from lightrl.report import report
 from lightrl.report.read import read_run
@@ -33,7 +33,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 def test_records_of_training_and_evaluation(
     rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
-    trainer = make_trainer(SampleLog(every_n_rollouts=2, num_samples=3, terminal=False))
+    trainer = make_trainer(CompletionLogger(every_n_rollouts=2, num_samples=3, terminal=False))
     trainer.fit(LoggingModule(), Loader([rollouts] * 4), Loader([rollouts]))
     records = read(tmp_path)
     assert [(r["step"], r["phase"]) for r in records] == [(1, "train")] * 3 + [(3, "train")] * 3 + [(3, "eval")] * 3
@@ -56,7 +56,7 @@ def test_an_unscored_completion_has_no_reward(rollouts: Rollouts) -> None:
 def test_the_step_is_the_one_of_the_loggers(
     rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
-    trainer = make_trainer(SampleLog(every_n_rollouts=3, num_samples=1, terminal=False), max_epochs=2)
+    trainer = make_trainer(CompletionLogger(every_n_rollouts=3, num_samples=1, terminal=False), max_epochs=2)
     trainer.fit(LoggingModule(), Loader([rollouts] * 3), Loader([rollouts]))
     lines = (tmp_path / "metrics.csv").read_text().splitlines()
     names = lines[0].split(",")
@@ -70,7 +70,7 @@ def test_rewards_are_raw_before_the_normalisation(
 ) -> None:
     module = LoggingModule()
     module.all_sum = lambda tensor: tensor  # type: ignore[assignment]
-    trainer = make_trainer(SampleLog(1, num_samples=3, terminal=False), RewardNormalization())
+    trainer = make_trainer(CompletionLogger(1, num_samples=3, terminal=False), RewardNormalization())
     trainer.fit(module, Loader([rollouts]))
     assert [r["reward"] for r in read(tmp_path)] == [1.0, 1.0, 0.0]
 
@@ -79,11 +79,11 @@ def test_a_new_run_begins_the_file_anew_and_a_resumed_one_goes_on(
     rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     for _ in range(2):
-        trainer = make_trainer(SampleLog(1, num_samples=1, terminal=False), max_epochs=1)
+        trainer = make_trainer(CompletionLogger(1, num_samples=1, terminal=False), max_epochs=1)
         trainer.fit(LoggingModule(), Loader([rollouts] * 2))
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     assert [r["step"] for r in read(tmp_path)] == [0, 1]
-    trainer = make_trainer(SampleLog(1, num_samples=1, terminal=False), max_epochs=2)
+    trainer = make_trainer(CompletionLogger(1, num_samples=1, terminal=False), max_epochs=2)
     trainer.fit(LoggingModule(), Loader([rollouts] * 2), ckpt_path=tmp_path / "x.ckpt", weights_only=False)
     assert [r["step"] for r in read(tmp_path)] == [0, 1, 2, 3]
 
@@ -114,7 +114,7 @@ def test_the_table_is_printed_beside_any_progress_bar(
     bar: type[Callback] | None, rollouts: Rollouts, make_trainer: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     bars = [] if bar is None else [bar()]
-    trainer = make_trainer(SampleLog(2, num_samples=1), *bars, enable_progress_bar=bar is not None)
+    trainer = make_trainer(CompletionLogger(2, num_samples=1), *bars, enable_progress_bar=bar is not None)
     trainer.fit(LoggingModule(), Loader([rollouts] * 3), Loader([rollouts]))
     out = capsys.readouterr().out
     assert out.count("Samples: rollout 2") == 1
@@ -130,7 +130,7 @@ def test_loggers_that_take_tables_or_text_get_them(
         log_table = mock.Mock()
 
     loggers = [CSVLogger(tmp_path / "a"), TableLogger(tmp_path / "b"), TensorBoardLogger(tmp_path / "c")]
-    trainer = make_trainer(SampleLog(1, num_samples=1, terminal=False), logger=loggers)
+    trainer = make_trainer(CompletionLogger(1, num_samples=1, terminal=False), logger=loggers)
     with mock.patch.object(loggers[2].experiment, "add_text") as add_text:
         trainer.fit(LoggingModule(), Loader([rollouts]))
     TableLogger.log_table.assert_called_once_with(
@@ -151,7 +151,7 @@ def test_parts_of_the_reward_and_what_functions_logged_are_shown_everywhere(
     rollouts.reward_parts = {"exact": rollouts.rewards, "Judge": torch.tensor([0.5, 0.25, 0.0, 0.0])}
     rollouts.columns = {"answer": [2, 2, 4, 4], "Judge/verdict": ["well done", None, None, None]}
     logger = TableLogger(tmp_path, name="", version="")
-    make_trainer(SampleLog(1, num_samples=2), logger=logger).fit(LoggingModule(), Loader([rollouts]))
+    make_trainer(CompletionLogger(1, num_samples=2), logger=logger).fit(LoggingModule(), Loader([rollouts]))
     table = TableLogger.log_table.call_args.kwargs
     assert table["columns"][5:] == ["reward/exact", "reward/Judge", "Judge/verdict"]
     assert [row[5:] for row in table["data"]] == [[1.0, 0.5, "well done"], [1.0, 0.0, None]]
@@ -170,14 +170,14 @@ def test_markdown_cells_cannot_break_the_table() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("every_n_rollouts", 0), ("num_samples", 0), ("max_characters", 19)])
 def test_bad_arguments(name: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"SampleLog.{name}={value}"):
-        SampleLog(**{name: value})
+    with pytest.raises(ValueError, match=f"CompletionLogger.{name}={value}"):
+        CompletionLogger(**{name: value})
 
 
 def test_the_evaluation_before_training_is_logged_at_step_minus_one(
     rollouts: Rollouts, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
-    trainer = make_trainer(EvaluateFirst(), SampleLog(9, num_samples=1, terminal=False))
+    trainer = make_trainer(EvaluateFirst(), CompletionLogger(9, num_samples=1, terminal=False))
     module = LoggingModule()
     better = copy.copy(rollouts)
     better.rewards = torch.tensor([1.0, 1.0, 1.0, 1.0])
@@ -199,7 +199,7 @@ def test_a_trajectory_of_two_rows_is_one_sample(make_trainer: Callable[..., Any]
     rollouts.messages = [[{"role": "user", "content": "ab"}]] * 3
     records = sample_records(rollouts, 5)
     assert [(r["num_tokens"], r["turns"], r["stop_reason"]) for r in records] == [(5, 2, "turns"), (1, 1, "stop")]
-    log = SampleLog(1, terminal=False)
+    log = CompletionLogger(1, terminal=False)
     experience = Experience(
         **{name: getattr(rollouts, name) for name in ("token_ids", "attention_mask", "response_mask", "group_ids")},
         engine_logprobs=rollouts.engine_logprobs,
@@ -226,7 +226,7 @@ def test_samples_of_a_service_lie_beside_its_runs_checkpoints(
     ServiceLogger.save_dir = str(tmp_path / "all")  # type: ignore[assignment]
     checkpoint = ModelCheckpoint()
     trainer = make_trainer(
-        SampleLog(every_n_rollouts=1, num_samples=1, terminal=False),
+        CompletionLogger(every_n_rollouts=1, num_samples=1, terminal=False),
         checkpoint,
         logger=logger,
         enable_checkpointing=True,

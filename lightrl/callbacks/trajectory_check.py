@@ -16,7 +16,7 @@ class LedgerMismatchError(RuntimeError):
     """A row that would be trained on is not what the engine sampled."""
 
 
-class LedgerCanary(TrajectoryCheck):
+class TrajectoryLogprobCheck(TrajectoryCheck):
     """Asks the engine for the log-probs of some finished rows, and stops the run where they are not those of sampling.
 
     It compares `log pi(token | row up to it)` of the row with what the engine reported for the token when it sampled
@@ -37,9 +37,9 @@ class LedgerCanary(TrajectoryCheck):
     """
 
     def __init__(self, every_n_rollouts: int = 1, num_trajectories: int = 4, tolerance: float = 1e-4) -> None:
-        self.every_n_rollouts = at_least("LedgerCanary.every_n_rollouts", every_n_rollouts, 1)
-        self.num_trajectories = at_least("LedgerCanary.num_trajectories", num_trajectories, 1)
-        self.tolerance = above("LedgerCanary.tolerance", tolerance)
+        self.every_n_rollouts = at_least("TrajectoryLogprobCheck.every_n_rollouts", every_n_rollouts, 1)
+        self.num_trajectories = at_least("TrajectoryLogprobCheck.num_trajectories", num_trajectories, 1)
+        self.tolerance = above("TrajectoryLogprobCheck.tolerance", tolerance)
         self._rollouts = 0
 
     def check_sampling(self, sampling: SamplingParams) -> None:
@@ -49,8 +49,8 @@ class LedgerCanary(TrajectoryCheck):
         other = [f"sampling.{n}={getattr(sampling, n)!r}" for n in names if getattr(sampling, n) != getattr(plain, n)]
         if other:
             raise ValueError(
-                f"LedgerCanary with {', '.join(other)}: the engine gives log-probs of finished rows at temperature 1 "
-                "and uncut, which those of sampling then are not. Sample so, or leave the callback out."
+                f"TrajectoryLogprobCheck with {', '.join(other)}: the engine gives log-probs of finished rows at "
+                "temperature 1 and uncut, which those of sampling then are not. Sample so, or leave the callback out."
             )
 
     def check_trajectories(self, engine: Engine, trajectories: Sequence[Trajectory], tokenizer: Any) -> None:

@@ -33,7 +33,7 @@ OF_TOKENS = ("advantages", "engine_logprobs", "old_logprobs", "ref_logprobs", "v
 """Fields that a record has per token, where the run or the callback computed them."""
 
 
-class SaveRollouts(RLCallback):
+class RolloutWriter(RLCallback):
     """Saves the trajectories of every N-th rollout before the update that they lead to.
 
     Each rank writes `DIR/rollout=000010/rank0.pt` (every tensor of `Experience` that is there, the raw reward parts and
@@ -64,7 +64,7 @@ class SaveRollouts(RLCallback):
     reads_all_rows = False
 
     def __init__(self, every_n_rollouts: int = 10, dirpath: str | None = None, evaluate: bool = True) -> None:
-        self.every_n_rollouts = at_least("SaveRollouts.every_n_rollouts", every_n_rollouts, 1)
+        self.every_n_rollouts = at_least("RolloutWriter.every_n_rollouts", every_n_rollouts, 1)
         self.dirpath = dirpath
         self.evaluate = evaluate
         self._folder = Path()
@@ -144,7 +144,7 @@ def _rows_of(rows: Rollouts | Experience) -> dict[int, list[int]]:
 
 
 def trajectory_records(rollouts: Rollouts, experience: Experience, tokenizer: Any) -> list[dict[str, Any]]:
-    """One dictionary per trajectory, as `SaveRollouts` writes them; `row` is the number of its last row.
+    """One dictionary per trajectory, as `RolloutWriter` writes them; `row` is the number of its last row.
 
     Args:
         rollouts: B scored rows. experience: the same rows.
@@ -251,11 +251,11 @@ def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, An
     """Reads one saved rollout, the rows of all ranks one after another.
 
     Args:
-        folder: one `rollout=...` folder written by `SaveRollouts`.
+        folder: one `rollout=...` folder written by `RolloutWriter`.
 
     Returns:
         name -> (B,) or (B, T) tensor, right-padded with 0 to the longest rank's T (plus the scalars `temperature` and
-        `policy_version`, and `inputs` where there are any); one dictionary per trajectory, as `SaveRollouts` says, and
+        `policy_version`, and `inputs` where there are any); one dictionary per trajectory, as `RolloutWriter` says, and
         where prompts can show something `media` (kind -> files). Group and trajectory ids of different ranks are made
         different by an offset, in both.
 
@@ -264,7 +264,7 @@ def load_rollouts(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, An
     """
     shards = sorted(Path(folder).glob("rank*.pt"), key=lambda path: int(path.stem.removeprefix("rank")))
     if not shards:
-        raise ValueError(f"folder={str(folder)!r}: no rank*.pt in it; give one rollout=... folder of SaveRollouts.")
+        raise ValueError(f"folder={str(folder)!r}: no rank*.pt in it; give one rollout=... folder of RolloutWriter.")
     parts = [_tensors(path) for path in shards]
     texts: list[dict[str, Any]] = []
     offsets = {"group": 0, "trajectory": 0}

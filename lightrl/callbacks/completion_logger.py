@@ -35,7 +35,7 @@ THUMBNAILS = "thumbnails"
 COLUMNS = ("prompt", "completion", "reward", "advantage", "num_tokens")
 
 
-class SampleLog(RLCallback):
+class CompletionLogger(RLCallback):
     """Logs a few completions every N rollouts, and those of the same first prompts at each evaluation.
 
     They go to a table in the terminal (above the progress bar, rank 0 only), to every logger that takes tables
@@ -50,7 +50,8 @@ class SampleLog(RLCallback):
     too. `lightrl report` reads all that. A run from the start replaces the file after its first rollout or evaluation,
     a resumed one goes on in it.
 
-    `reward` is the sum that later callbacks see: put `SampleLog` before `RewardNormalization` to log raw rewards.
+    `reward` is the sum that later callbacks see: put `CompletionLogger` before `RewardNormalization` to log raw
+    rewards.
 
     Args:
         every_n_rollouts: rollouts between two training tables, at least 1. Evaluations are logged each time.
@@ -65,9 +66,9 @@ class SampleLog(RLCallback):
     def __init__(
         self, every_n_rollouts: int = 10, num_samples: int = 4, max_characters: int = 300, terminal: bool = True
     ) -> None:
-        self.every_n_rollouts = at_least("SampleLog.every_n_rollouts", every_n_rollouts, 1)
-        self.num_samples = at_least("SampleLog.num_samples", num_samples, 1)
-        self.max_characters = at_least("SampleLog.max_characters", max_characters, 20)
+        self.every_n_rollouts = at_least("CompletionLogger.every_n_rollouts", every_n_rollouts, 1)
+        self.num_samples = at_least("CompletionLogger.num_samples", num_samples, 1)
+        self.max_characters = at_least("CompletionLogger.max_characters", max_characters, 20)
         self.terminal = terminal
         self._path = Path("samples.jsonl")
         self._replaces = False  # what an earlier run wrote there

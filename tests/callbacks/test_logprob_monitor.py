@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from lightrl.algorithms import GRPOLightningModule, SFTLightningModule
-from lightrl.callbacks import FidelityGate, WeightSync
+from lightrl.callbacks import LogprobMonitor, WeightSync
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.losses import PPOClip
-from lightrl.objectives.off_policy import EngineRatio
+from lightrl.objectives.off_policy import RolloutRatio
 from lightrl.records import CompletionGroup, Experience, Rollouts
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
@@ -36,7 +36,7 @@ class FakeTrainer:
     precision = "32-true"
 
 
-def measured(gate: FidelityGate, trainer: Any = None, module: Any = None) -> dict[str, float]:
+def measured(gate: LogprobMonitor, trainer: Any = None, module: Any = None) -> dict[str, float]:
     """A row: a prompt token, two tokens of turn 0, an answer, a token of turn 1, and one that older weights sampled."""
     sampled = torch.tensor([[False, True, True, False, True, True]])
     rollouts = Rollouts(
@@ -60,7 +60,7 @@ def measured(gate: FidelityGate, trainer: Any = None, module: Any = None) -> dic
 
 def test_the_gap_is_measured_by_position_turn_and_version() -> None:
     # gaps 0.1, 0.2 (turn 0), 0.6 (turn 1) of the current weights, 1.0 of weights two updates older
-    assert measured(FidelityGate(bound=1.0)) == pytest.approx(
+    assert measured(LogprobMonitor(bound=1.0)) == pytest.approx(
         {
             "kl/engine_gap": 0.3, "kl/engine_gap_position_0": 0.1, "kl/engine_gap_position_1": 0.4,
             "kl/engine_gap_turn_0": 0.15, "kl/engine_gap_turn_1": 0.6, "kl/engine_gap_lag_2": 1.0,
@@ -82,7 +82,7 @@ def test_the_gap_is_measured_by_position_turn_and_version() -> None:
 def test_the_bound_is_the_coarsest_dtypes_and_an_unknown_one_is_said_once(
     engine: str | None, precision: str, policy: str | None, bound: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer, module, gate = FakeTrainer(), Module(), FidelityGate(min_tokens=1)
+    trainer, module, gate = FakeTrainer(), Module(), LogprobMonitor(min_tokens=1)
     trainer.datamodule = SimpleNamespace(engine=SimpleNamespace(dtype=engine))
     trainer.precision, module.actor_spec = precision, ModelSpec("model", dtype=policy)
     measured(gate, trainer, module)
@@ -101,7 +101,7 @@ class Biased(TransformersEngine):
             yield group
 
 
-def fit(path: str, gate: FidelityGate, engine: TransformersEngine) -> dict[str, float]:
+def fit(path: str, gate: LogprobMonitor, engine: TransformersEngine) -> dict[str, float]:
     trainer = quiet_trainer(callbacks=[WeightSync(), gate])
     trainer.fit(GRPOLightningModule(path, kl=None), sums_data(rollouts_per_epoch=1, engine=engine))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -111,22 +111,22 @@ def test_an_exact_engine_passes_and_another_one_is_named_or_stops_the_run(
     tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = quickstart_model(tmp_path)
-    metrics = fit(path, FidelityGate(action="stop"), TransformersEngine())
+    metrics = fit(path, LogprobMonitor(action="stop"), TransformersEngine())
     assert 0 < metrics["kl/engine_gap"] < 1e-4 and metrics["kl/engine_gap_position_1"] < 1e-4
-    fit(path, FidelityGate(), Biased())
+    fit(path, LogprobMonitor(), Biased())
     assert "Biased differ from the trainer's (layout auto)" in caplog.text
     assert "more than 0.001 nats per token on average: all 0.00" in caplog.text and "position_1 0.00" in caplog.text
     with pytest.raises(RuntimeError, match="position_1"):
-        fit(path, FidelityGate(action="stop"), Biased())
-    fit(path, FidelityGate(bound=0.02, action="stop"), Biased())
+        fit(path, LogprobMonitor(action="stop"), Biased())
+    fit(path, LogprobMonitor(bound=0.02, action="stop"), Biased())
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Any) -> None:
-    module = GRPOLightningModule(quickstart_model(tmp_path), kl=None, loss=EngineRatio(PPOClip()))
-    with pytest.raises(ValueError, match="FidelityGate with loss=EngineRatio"):
-        quiet_trainer(callbacks=[WeightSync(), FidelityGate()]).fit(module, sums_data(rollouts_per_epoch=1))
-    with pytest.raises(ValueError, match="FidelityGate with SFTLightningModule: that module learns from no rollouts"):
-        quiet_trainer(callbacks=[FidelityGate()]).fit(SFTLightningModule(str(tmp_path)))
+    module = GRPOLightningModule(quickstart_model(tmp_path), kl=None, loss=RolloutRatio(PPOClip()))
+    with pytest.raises(ValueError, match="LogprobMonitor with loss=RolloutRatio"):
+        quiet_trainer(callbacks=[WeightSync(), LogprobMonitor()]).fit(module, sums_data(rollouts_per_epoch=1))
+    with pytest.raises(ValueError, match="LogprobMonitor with SFTLightningModule: that module learns from no rollouts"):
+        quiet_trainer(callbacks=[LogprobMonitor()]).fit(SFTLightningModule(str(tmp_path)))
     for arguments, name in (({"bound": 0}, "bound=0"), ({"action": "x"}, "action='x'"), ({"min_tokens": 0}, "min_tok")):
         with pytest.raises(ValueError, match=name):
-            FidelityGate(**arguments)  # type: ignore[arg-type]
+            LogprobMonitor(**arguments)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ POSITIONS = (0, 1, 16, 128, 1024)
 TURNS, LAGS = 8, 4  # the last of each takes all that come after it
 
 
-class FidelityGate(RLCallback):
+class LogprobMonitor(RLCallback):
     """Measures the gap between the engine's log-probs and the trainer's; above a bound it warns or stops the run.
 
         gap = mean |log pi_engine - log pi_old| over the trained tokens that the current weights sampled
@@ -49,9 +49,9 @@ class FidelityGate(RLCallback):
     def __init__(
         self, bound: float | None = None, action: Literal["warn", "stop"] = "warn", min_tokens: int = 16
     ) -> None:
-        self.bound = above("FidelityGate.bound", bound, or_none="(null) for the dtype's")
-        self.action = one_of("FidelityGate.action", action, "warn", "stop")
-        self.min_tokens = at_least("FidelityGate.min_tokens", min_tokens, 1)
+        self.bound = above("LogprobMonitor.bound", bound, or_none="(null) for the dtype's")
+        self.action = one_of("LogprobMonitor.action", action, "warn", "stop")
+        self.min_tokens = at_least("LogprobMonitor.min_tokens", min_tokens, 1)
         self._rollouts: Rollouts | None = None
         self._measured: dict[str, float] = {}
         self._warned = False
@@ -62,7 +62,7 @@ class FidelityGate(RLCallback):
         loss = pl_module.loss
         if stage == "fit" and loss.replaces_old_logprobs:
             raise ValueError(
-                f"FidelityGate with loss={type(loss).__name__}: the engine's log-probs stand for the trainer's there, "
+                f"LogprobMonitor with loss={type(loss).__name__}: the engine's log-probs stand for the trainer's, "
                 "so there is no gap to measure. Drop one of them."
             )
 
@@ -103,8 +103,8 @@ class FidelityGate(RLCallback):
         if theirs is None and not self._warned:
             self._warned = True
             log.warning(
-                "FidelityGate: %s does not say which dtype it computes in, so the gap is held to bfloat16's bound, %g "
-                "nats per token. Set `dtype` in its `start`, or give FidelityGate.bound.",
+                "LogprobMonitor: %s does not say which dtype it computes in, so the gap is held to bfloat16's bound, "
+                "%g nats per token. Set `dtype` in its `start`, or give LogprobMonitor.bound.",
                 type(engine).__name__,
                 BOUNDS["bfloat16"],
             )
@@ -120,7 +120,7 @@ class FidelityGate(RLCallback):
             f"The log-probs of {type(engine).__name__} differ from the trainer's (layout {pl_module.actor.layout}) by "
             f"more than {bound:g} nats per token on average: {listed}. Look at dtypes, at WeightSync's canary and at "
             "sampling settings that change the distribution; correct it (OffPolicyCorrection) or raise "
-            "FidelityGate.bound."
+            "LogprobMonitor.bound."
         )
         if self.action == "stop":
             raise RuntimeError(message)

@@ -1,0 +1,60 @@
+"""Renamed YAML keys and classes, so that an old configuration is told its new names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+KEYS = {
+    "data.max_refills": "data.dynamic_sampling_rounds",
+    "data.recipes": "data.rewards_by_label",
+}
+"""Old dotted key, without `init_args` -> new key."""
+
+CLASSES = {
+    "EngineRatio": "RolloutRatio",
+    "FidelityGate": "LogprobMonitor",
+    "GeometricEngineMask": "GeometricRejection",
+    "LedgerCanary": "TrajectoryLogprobCheck",
+    "SampleLog": "CompletionLogger",
+    "SaveRollouts": "RolloutWriter",
+    "Throughput": "ThroughputMonitor",
+}
+"""Old name of a class of LightRL -> new name."""
+
+VALUES = {
+    ("on_reward_error", "none"): "skip",
+    ("on_failure", "none"): "skip",
+    ("layout", "tree"): "shared_prefix",
+}
+"""(Last part of a key, old value) -> new value."""
+
+
+def require_new_names(config: Any) -> None:
+    """Checks the content of a configuration file for old names.
+
+    Raises:
+        ValueError: Lists every renamed key, class, and value with its new name.
+    """
+    found = [f"{old}: renamed to {new}" for old, new in _renamed(config, "")]
+    if found:
+        raise ValueError("; ".join(found) + ". Rename them.")
+
+
+def _renamed(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            place = path if key == "init_args" else f"{path}.{key}".lstrip(".")
+            if place in KEYS:
+                yield place, KEYS[place]
+            else:
+                yield from _renamed(inner, place)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _renamed(inner, path)
+    elif isinstance(value, str):
+        package, _, name = value.rpartition(".")
+        if path.endswith("class_path") and name in CLASSES and package.split(".")[0] in ("", "lightrl"):
+            yield value, CLASSES[name]
+        elif new := VALUES.get((path.rpartition(".")[2], value)):
+            yield f"{path}: {value}", new
