@@ -57,7 +57,7 @@ def _no_rank_of_an_earlier_test() -> None:
 @pytest.fixture(autouse=True)
 def _secrets_of_this_test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test has remembered as secret, such as the word itself, is none in the texts of the next one."""
-    from lightrl import redaction
+    from lightrl.checkpoints import redaction
 
     monkeypatch.setattr(redaction, "_secrets", set(redaction._secrets))
 

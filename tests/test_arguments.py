@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.arguments import (
+from lightrl.records.arguments import (
     above,
     at_least,
     fraction,

@@ -31,11 +31,11 @@ import lightrl.rewards
 import lightrl.rollout
 from lightrl.algorithms import LRSchedule
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.checkpoints.redaction import remember_secret
 from lightrl.cli import main, run
 from lightrl.cli.lightning_cli import redacted
 from lightrl.data import PromptSource
 from lightrl.engines import EngineContext, EngineDiedError, StaleWeightsError
-from lightrl.redaction import remember_secret
 from lightrl.report.read import read_run
 from lightrl.rollout.collector import RolloutStalledError
 from tests.toys import quickstart_model
@@ -724,7 +724,7 @@ SAID = {  # what the parser refuses beside a secret, and quotes
 def test_a_secret_that_the_parser_quotes_is_not_shown(
     case: str, write: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightrl.redaction._secrets", set())
+    monkeypatch.setattr("lightrl.checkpoints.redaction._secrets", set())
     monkeypatch.setenv("HUNTER", "hunter2-Zq")
     config = write(**json.loads(json.dumps(SAID[case]).replace("%", "hunter2-Zq")))
     assert "hunter2" not in refused(capsys, "--config", config)

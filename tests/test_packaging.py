@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.arguments import DISTRIBUTION
+from lightrl.records.arguments import DISTRIBUTION
 from tests.toys import quickstart_model
 
 

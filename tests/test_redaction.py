@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from jsonargparse import Namespace
 
+from lightrl.checkpoints.redaction import plain_secrets, redact, redact_arguments, redact_text, remember_secret
 from lightrl.cli.lightning_cli import redacted
 from lightrl.engines.server.connection import Connection
 from lightrl.engines.server.http import ServerError
-from lightrl.redaction import plain_secrets, redact, redact_arguments, redact_text, remember_secret
 from lightrl.rewards import RemoteReward, RewardError
 
 
@@ -78,7 +78,7 @@ def test_arguments_of_a_command_are_redacted() -> None:
 
 def test_a_token_that_a_server_quotes_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither whole nor cut by the bound on what is quoted."""
-    monkeypatch.setattr("lightrl.redaction._secrets", set())
+    monkeypatch.setattr("lightrl.checkpoints.redaction._secrets", set())
     monkeypatch.setenv("JUDGE_TOKEN", "hunter2-of-the-judge")
     monkeypatch.setenv("LIGHTRL_SERVER_API_KEY", "hunter2-of-the-engine")
     reward = RemoteReward("http://127.0.0.1:9/score", token_env="JUDGE_TOKEN")

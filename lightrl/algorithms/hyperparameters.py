@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightrl.redaction import redact, redact_arguments
+from lightrl.checkpoints.redaction import redact, redact_arguments
 
 SUFFIXES = ("_spec", "_factory", "_path", "")
 """Of the attributes that keep an argument; without one may stand what was built from it."""

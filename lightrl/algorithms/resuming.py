@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.algorithms.hyperparameters import described
+from lightrl.checkpoints.redaction import redact
 from lightrl.data.curriculum import PromptCurriculum
 from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.data.rows import RowSource
 from lightrl.models.spec import ModelSpec
-from lightrl.redaction import redact
 from lightrl.rollout.datamodule import RolloutDataModule
 
 FORMAT = 2

@@ -11,9 +11,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightrl.algorithms.saving import SavesPretrained
-from lightrl.arguments import at_least
 from lightrl.callbacks.ema import EMA
 from lightrl.callbacks.run_folder import run_folder
+from lightrl.records.arguments import at_least
 
 
 class HFExport(Callback):

@@ -16,11 +16,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.arguments import at_least
 from lightrl.callbacks.run_folder import run_folder
 from lightrl.callbacks.thumbnails import fingerprint
 from lightrl.checkpoints.files import DamagedError, atomic_write, read_records, verify
 from lightrl.records import Experience, Media, Rollouts
+from lightrl.records.arguments import at_least
 from lightrl.rollout.collation import asked
 from lightrl.rollout.datamodule import RolloutDataModule
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from lightrl.checkpoints.files import writing
-from lightrl.redaction import redact_text
+from lightrl.checkpoints.redaction import redact_text
 
 LOCK = ".lightrl.lock"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightrl.checkpoints.files import atomic_write, remove, verify
 from lightrl.checkpoints.reading import checkpoint_kind, readable
-from lightrl.redaction import redact
+from lightrl.checkpoints.redaction import redact
 
 
 class CheckedCheckpointIO(TorchCheckpointIO):

@@ -18,7 +18,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightrl.arguments import above, at_least
 from lightrl.checkpoints.files import StorageError, has_checksums, link, remove, same_data
 from lightrl.checkpoints.guard import RunGuard
 from lightrl.checkpoints.last import LAST, PREVIOUS, checkpoints_in, last_of_runs, newest_whole, written_at
@@ -35,6 +34,7 @@ from lightrl.compat.lightning import (
     logged_names,
     set_logged_step,
 )
+from lightrl.records.arguments import above, at_least
 
 PACKAGES = {"lightrl", "lightning", "torch", "builtins", "abc", "typing"}
 

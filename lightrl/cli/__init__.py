@@ -18,10 +18,9 @@ from importlib import import_module
 from typing import Any
 
 import lightrl
-from lightrl.background import die_with_parent
+from lightrl.checkpoints.redaction import redact_text
 from lightrl.cli.config_files import expand_configs
-from lightrl.cli.console import quiet
-from lightrl.redaction import redact_text
+from lightrl.cli.console import die_with_parent, quiet
 
 __all__ = ["main", "run"]
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lightrl.arguments import user_path
+from lightrl.checkpoints.redaction import plain_secrets, remember_secret
 from lightrl.cli.renamed import require_new_names
-from lightrl.redaction import plain_secrets, remember_secret
 
 PREFIX = "lightrl:"
 _PACKAGE = Path(__file__).parent.parent
@@ -112,7 +112,7 @@ def _located(name: str, folder: Path, asked_by: str) -> Path:
         return path
     if name.lstrip().startswith("{") or "\n" in name:  # may hold secrets, and is not shown
         raise ValueError(f"{asked_by}: settings themselves are given; write them to a file and give its path.")
-    path = folder / user_path(asked_by, name)
+    path = folder / os.path.expanduser(name)
     if not path.is_file():
         where = "" if Path(name).is_absolute() else f" (looked in {folder})"
         what = "is not a file" if path.exists() else "does not exist"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import signal
 import sys
 import warnings
 
@@ -58,3 +60,16 @@ def quiet() -> None:
         logger = logging.getLogger(name)
         if not any(isinstance(each, _Without) for each in logger.filters):
             logger.addFilter(_Without(beginnings))
+
+
+def die_with_parent(parent: int) -> None:
+    """Has Linux kill this process when the thread that started it ends, whatever it hangs in.
+
+    A rank that outlives a killed launcher waits for the missing rank until the collective's timeout.
+
+    Args:
+        parent: ID of the process that started this one.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)

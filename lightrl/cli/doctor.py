@@ -12,9 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from lightrl.arguments import DISTRIBUTION, install_command
+from lightrl.checkpoints.redaction import redact_text
 from lightrl.cli.config_files import expand_configs
-from lightrl.redaction import redact_text
+from lightrl.records.arguments import DISTRIBUTION, install_command
 
 Finding = tuple[Literal["ok", "note", "problem"], str]
 
@@ -256,8 +256,8 @@ def _first_request(built: Any, prompts: Any, tokenizer: Any, path: str) -> str |
     """The text that an environment asks the model for the first row; None for programs and for one that fails."""
     import asyncio
 
-    from lightrl.background import BackgroundLoop
     from lightrl.data.processing import load_processor
+    from lightrl.engines.background import BackgroundLoop
     from lightrl.environments import EnvironmentEpisode
     from lightrl.environments.episodes import Task
 

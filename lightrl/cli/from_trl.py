@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import yaml
 
-from lightrl.arguments import user_path
 from lightrl.checkpoints.files import atomic_write
+from lightrl.checkpoints.redaction import plain_secrets, redact
 from lightrl.cli.config_files import read_yaml
-from lightrl.redaction import plain_secrets, redact
+from lightrl.records.arguments import user_path
 
 REWARDS: dict[str, Any] = {
     "accuracy_reward": {"class_path": "MathVerify", "init_args": {"column": "solution"}},

@@ -34,6 +34,7 @@ from lightrl.callbacks import ThroughputMonitor
 from lightrl.checkpoints.guard import RunGuard
 from lightrl.checkpoints.last import take_whole_ones
 from lightrl.checkpoints.lock import LOCK
+from lightrl.checkpoints.redaction import plain_secrets, redact, redact_arguments, remember_secret, resolve_environment
 from lightrl.checkpoints.rollout_checkpoint import RolloutCheckpoint, preempt, preemptions
 from lightrl.compat.jsonargparse import keep_lists, start_from_own_defaults
 from lightrl.compat.lightning import YamlCLI, begin_table
@@ -44,7 +45,6 @@ from lightrl.objectives.advantages import AdvantageEstimator
 from lightrl.objectives.aggregation import Aggregation
 from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.losses import PolicyLoss
-from lightrl.redaction import plain_secrets, redact, redact_arguments, remember_secret, resolve_environment
 
 for name in lightrl.engines.__all__:  # engines are imported when they are asked for
     getattr(lightrl.engines, name)

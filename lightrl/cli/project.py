@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from lightrl.arguments import at_least, user_path
 from lightrl.checkpoints.files import atomic_write, read_records
 from lightrl.checkpoints.lock import LOCK, FolderLock
 from lightrl.cli import STEP_OF
 from lightrl.cli.config_files import SHIPPED
+from lightrl.records.arguments import at_least, user_path
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
 STEPS = ("1/3 supervised warm start", "2/3 PPO", "3/3 report")

@@ -18,7 +18,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrateg
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from lightrl.arguments import at_least
 from lightrl.checkpoints.files import DamagedError, partial_folder, publish_folder, remove, verify
 from lightrl.checkpoints.plugin import without_secrets
 from lightrl.checkpoints.reading import (
@@ -30,6 +29,7 @@ from lightrl.checkpoints.reading import (
 )
 from lightrl.compat.deepspeed import flat_groups, flat_part, gathered, is_partitioned
 from lightrl.compat.lightning import load_module_state, set_data_parallel_size, writes_parts
+from lightrl.records.arguments import at_least
 
 
 class FSDP2Strategy(ModelParallelStrategy):

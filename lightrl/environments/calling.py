@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightrl.background import BackgroundLoop, in_background, in_thread
+from lightrl.engines.background import BackgroundLoop, in_background, in_thread
 
 PATIENCE = 0.1
 """Seconds that async code may run without awaiting before it counts as blocking."""

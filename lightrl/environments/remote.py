@@ -9,11 +9,11 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightrl.arguments import above, require_packages
 from lightrl.compat import openenv
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step
 from lightrl.environments.tool_arguments import check_by_schema, place
 from lightrl.environments.tools import ToolEnvironment, first_messages
+from lightrl.records.arguments import above, require_packages
 
 INVALID_PARAMS = -32602  # of JSON-RPC: the call does not fit the tool, which is the policy's doing
 

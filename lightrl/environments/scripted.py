@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrl.background import BackgroundLoop
+from lightrl.engines.background import BackgroundLoop
 from lightrl.environments import Environment, EnvironmentEpisode, Task
 from lightrl.models.turns import end_of_turn
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Prompts, SamplingParams, Trajectory

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from lightrl.arguments import require_model_folder
 from lightrl.checkpoints.files import atomic_folder, atomic_write
+from lightrl.records.arguments import require_model_folder
 
 __all__ = ["export"]
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightrl.arguments import require_model_folder
+from lightrl.checkpoints.redaction import REDACTED
 from lightrl.data.templates import load_tokenizer
 from lightrl.models.loading import load_causal_lm, save_hf_folder
 from lightrl.models.lora import adapter_config, named_adapter_weights, named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModel
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.redaction import REDACTED
+from lightrl.records.arguments import require_model_folder
 
 
 def export_model(checkpoint: Mapping[str, Any], folder: Path, what: str, path: str | None) -> None:

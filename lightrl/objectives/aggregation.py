@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from lightrl.arguments import above
+from lightrl.records.arguments import above
 
 
 class Aggregation(ABC):

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from lightrl.arguments import fraction
+from lightrl.records.arguments import fraction
 
 
 class Divergence(ABC):

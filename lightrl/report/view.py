@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lightrl import __version__
-from lightrl.arguments import at_least
 from lightrl.checkpoints.files import atomic_write
+from lightrl.records.arguments import at_least
 from lightrl.report.assets import asset
 from lightrl.report.atif import BROKEN, write_atif
 from lightrl.report.read import is_file_inside, require_inside, tell

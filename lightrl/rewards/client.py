@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import httpx
 
-from lightrl.arguments import above, at_least, bearer_token, http_url, one_of
-from lightrl.redaction import quoted, redact_text, remember_secret
+from lightrl.checkpoints.redaction import quoted, redact_text, remember_secret
+from lightrl.records.arguments import above, at_least, bearer_token, http_url, one_of
 from lightrl.rewards.base import Reward, RewardError
 
 MOST_ANSWER_BYTES = 64 * 1024 * 1024

@@ -6,7 +6,7 @@ from typing import Any
 
 import regex
 
-from lightrl.arguments import above
+from lightrl.records.arguments import above
 
 
 class TimedPattern:

@@ -23,7 +23,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightrl.background import BackgroundLoop, in_background
+from lightrl.engines.background import BackgroundLoop, in_background
 from lightrl.engines.base import (
     Engine,
     EngineDiedError,

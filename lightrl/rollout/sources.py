@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from lightrl.background import in_background
+from lightrl.engines.background import in_background
 from lightrl.engines.base import EngineRestartedError
 from lightrl.records import Completion, Routes, SamplingParams, Support
 from lightrl.rollout.collation import ScoredGroup

@@ -282,7 +282,7 @@ def test_vllm_follows_on_both_ranks(place: Path) -> None:
 def test_a_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:
     """Whatever it hangs in: with NCCL that is the collective that the dead rank is missing from."""
     rank = (
-        "import os, time; from lightrl.background import die_with_parent as f; f(os.getppid()); "
+        "import os, time; from lightrl.cli.console import die_with_parent as f; f(os.getppid()); "
         "print('up', flush=True); time.sleep(600)"
     )
     start = f"subprocess.Popen([sys.executable, '-c', {rank!r}])"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.background import FairLock
 from lightrl.engines import EngineContext, VLLMEngine
+from lightrl.engines.background import FairLock
 
 
 def context(rank: int) -> EngineContext:

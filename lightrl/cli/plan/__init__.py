@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from lightrl.arguments import fraction, require_model_folder
 from lightrl.cli.plan.options import GIB, STRATEGIES, Precision
 from lightrl.cli.plan.time import Job, Rates
+from lightrl.records.arguments import fraction, require_model_folder
 
 __all__ = ["plan"]
 

@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrl.arguments import above, at_least, bearer_token, http_url, one_of
-from lightrl.background import BackgroundLoop
+from lightrl.checkpoints.redaction import remember_secret
+from lightrl.engines.background import BackgroundLoop
 from lightrl.engines.server.http import Server, ServerError
 from lightrl.engines.server.protocols import PROTOCOLS
-from lightrl.redaction import remember_secret
+from lightrl.records.arguments import above, at_least, bearer_token, http_url, one_of
 
 log = logging.getLogger(__name__)
 

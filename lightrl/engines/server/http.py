@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from lightrl.redaction import quoted
+from lightrl.checkpoints.redaction import quoted
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.background import BackgroundLoop
 from lightrl.compat.vllm import transfer_group
+from lightrl.engines.background import BackgroundLoop
 from lightrl.engines.base import EngineDiedError
 from lightrl.engines.server.http import Server, ServerError, ServerLostError
 from lightrl.engines.server.protocols import ServerProtocol

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from lightrl.arguments import at_least
-from lightrl.background import FairLock
 from lightrl.compat.transformers import router_modules
+from lightrl.engines.background import FairLock
 from lightrl.engines.base import Engine, RequestQueue
 from lightrl.engines.transformers.decoders import CacheDecoder, Decoder
 from lightrl.engines.transformers.decoding import Generation
@@ -30,6 +29,7 @@ from lightrl.models.rope import fix_rope
 from lightrl.models.routing import Routers, RoutingPass
 from lightrl.models.spec import DTYPES
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
+from lightrl.records.arguments import at_least
 
 log = logging.getLogger(__name__)
 

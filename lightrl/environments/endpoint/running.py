@@ -21,7 +21,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightrl.background import BackgroundLoop, in_background, in_thread
+from lightrl.engines.background import BackgroundLoop, in_background, in_thread
 from lightrl.environments.endpoint.callers import enter
 from lightrl.rewards.calls import message_of
 

@@ -12,7 +12,7 @@ from fastapi import FastAPI, HTTPException, Request
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from lightrl.background import in_thread
+from lightrl.engines.background import in_thread
 from lightrl.rewards.base import RewardError
 from lightrl.rewards.calls import CallFailed, RewardFunction
 from lightrl.rewards.media import MEDIA, decode_images, decode_videos

@@ -12,8 +12,8 @@ import socket
 from collections.abc import Iterator
 from typing import Any, Optional
 
-from lightrl.arguments import above, at_least, bearer_token, require_packages, whole_number
-from lightrl.redaction import remember_secret
+from lightrl.checkpoints.redaction import remember_secret
+from lightrl.records.arguments import above, at_least, bearer_token, require_packages, whole_number
 from lightrl.rewards.base import RewardFn, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
 

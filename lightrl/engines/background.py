@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import ctypes
 import os
 import queue
-import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
@@ -20,8 +18,6 @@ _Jobs: TypeAlias = "queue.SimpleQueue[Callable[[Any], None]]"
 
 IDLE_SECONDS = 5.0
 """How long a thread of `in_thread` waits for another call before it ends."""
-
-PR_SET_PDEATHSIG = 1
 
 _idle: list[_Jobs] = []  # of the threads that wait, which do not live on in a forked process
 os.register_at_fork(after_in_child=_idle.clear)
@@ -103,19 +99,6 @@ def _serve_jobs(jobs: _Jobs) -> None:
             return
         job(jobs)
         del job  # and what it holds
-
-
-def die_with_parent(parent: int) -> None:
-    """Has Linux kill this process when the thread that started it ends, whatever it hangs in.
-
-    A rank that outlives a killed launcher waits for the missing rank until the collective's timeout.
-
-    Args:
-        parent: ID of the process that started this one.
-    """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the call
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class FairLock(AbstractContextManager[None]):
