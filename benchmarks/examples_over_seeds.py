@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.checkpoints.files import atomic_write
-from lightrl.report.read import read_run
+from lightrl.cli.report.read import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 FIT = ("-m", "lightrl", "fit", "--config")

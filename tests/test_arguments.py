@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.records.arguments import (
+from lightrl.compat.arguments import (
     above,
     at_least,
     fraction,

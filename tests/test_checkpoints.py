@@ -16,9 +16,9 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrateg
 from lightrl.algorithms.resuming import description
 from lightrl.callbacks import RolloutCheckpoint
 from lightrl.checkpoints.files import atomic_write
+from lightrl.cli.export import export
 from lightrl.cli.lightning_cli import LightRLCLI
 from lightrl.distributed.fsdp2 import FSDP2Strategy, ZeROStrategy
-from lightrl.export import export
 from lightrl.models.spec import ModelSpec
 from tests.toys import QUICKSTART_MODEL
 

@@ -34,9 +34,9 @@ from lightrl.algorithms.hooks import RLCallback
 from lightrl.checkpoints.redaction import remember_secret
 from lightrl.cli import main, run
 from lightrl.cli.lightning_cli import redacted
+from lightrl.cli.report.read import read_run
 from lightrl.data import PromptSource
 from lightrl.engines import EngineContext, EngineDiedError, StaleWeightsError
-from lightrl.report.read import read_run
 from lightrl.rollout.collector import RolloutStalledError
 from tests.toys import quickstart_model
 

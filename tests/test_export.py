@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lightrl.algorithms import CriticSpec, PPOLightningModule, RewardLightningModule, SFTLightningModule
 from lightrl.cli import main
+from lightrl.cli.export import export
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.engines import EngineContext, VLLMEngine
-from lightrl.export import export
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.spec import LoraSpec, ModelSpec
 from tests.toys import quickstart_model, quiet_trainer, sums_data

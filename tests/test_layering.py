@@ -22,7 +22,7 @@ ROOMS = [
 ]
 BELOW = {room: set(ROOMS[:i]) for i, room in enumerate(ROOMS)}
 # The top: the package's face and the programs may import anything.
-TOP = {"__init__", "__main__", "cli", "export", "report", "templates"}
+TOP = {"__init__", "__main__", "cli"}
 
 # Documented: those of named tuples, `os` and `sys`.
 PUBLIC_DESPITE_UNDERSCORE = {"_asdict", "_current_frames", "_exit", "_fields", "_make", "_replace"}

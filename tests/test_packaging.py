@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.records.arguments import DISTRIBUTION
+from lightrl.compat.arguments import DISTRIBUTION
 from tests.toys import quickstart_model
 
 
@@ -123,7 +123,7 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_brings_configurations_and_templates(wheel: Path, root: Path) -> None:
     shipped = {p.relative_to(wheel / "lightrl" / "_configs") for p in (wheel / "lightrl" / "_configs").rglob("*.*")}
     assert shipped == {p.relative_to(root / "configs") for p in (root / "configs").rglob("*.*")}
-    assert (wheel / "lightrl" / "templates" / "grpo" / "rows.jsonl").is_file()
+    assert (wheel / "lightrl" / "cli" / "templates" / "grpo" / "rows.jsonl").is_file()
 
 
 def test_a_new_user_comes_from_the_wheel_to_a_model_of_ones_own(wheel: Path, root: Path, tmp_path: Path) -> None:

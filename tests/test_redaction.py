@@ -47,7 +47,7 @@ def test_the_saved_configuration_masks_numbers_and_urls() -> None:
 def test_no_argument_passes_for_a_secret_that_is_none(root: Path) -> None:
     """Else a run could not be repeated from the configuration that it saves."""
     names = set[str]()
-    for folder in ("configs", "lightrl/templates", "examples"):
+    for folder in ("configs", "lightrl/cli/templates", "examples"):
         for path in (root / folder).rglob("*.yaml"):
             names |= set(re.findall(r"([\w.-]+):(?:\s|$)", path.read_text(), re.MULTILINE))
     for path in (root / "lightrl").rglob("*.py"):

@@ -15,9 +15,9 @@ from urllib.parse import unquote
 import pytest
 
 from lightrl.cli import main
-from lightrl.report import report
-from lightrl.report.plots import _plain, other_time, running_mean
-from lightrl.report.read import read_run
+from lightrl.cli.report import report
+from lightrl.cli.report.plots import _plain, other_time, running_mean
+from lightrl.cli.report.read import read_run
 from tests.report.browser import open_browser, why_not
 
 

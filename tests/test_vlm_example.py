@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 from examples.vlm import make_model
 from examples.vlm.task import COLOURS, ShapeRows, draw, make_row
 from lightrl.cli import run
-from lightrl.report import report
+from lightrl.cli.report import report
 
 
 def test_questions_fit_their_pictures() -> None:

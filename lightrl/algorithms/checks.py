@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightrl.compat.arguments import above, at_least, fraction, whole_number
 from lightrl.compat.lightning import is_compiled
-from lightrl.records.arguments import above, at_least, fraction, whole_number
 from lightrl.rollout.datamodule import RolloutDataModule
 
 WHOLE_FROM_ONE = ("ppo_epochs", "micro_batch_tokens", "max_skipped_updates")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightrl.compat.arguments import above, at_least
 from lightrl.models.spec import ModelSpec
-from lightrl.records.arguments import above, at_least
 
 
 @dataclass

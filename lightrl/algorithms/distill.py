@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lightrl.algorithms.batches import policy_forward
 from lightrl.algorithms.variants import CriticFreeLightningModule
+from lightrl.compat.arguments import above, fraction
 from lightrl.data.curriculum import PromptCurriculum
 from lightrl.data.processing import encode_prompt
 from lightrl.data.prompts import PromptMixture, PromptSource
@@ -27,7 +28,6 @@ from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.trajectories import TrajectoryLayout
 from lightrl.ops.advantages import returns_to_go
 from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts, SupervisedBatch, TopTokens
-from lightrl.records.arguments import above, fraction
 from lightrl.rollout.datamodule import RolloutDataModule
 
 LOGPROBS, TOP_IDS, TOP_LOGPROBS = "teacher/logprobs", "teacher/top_ids", "teacher/top_logprobs"

@@ -47,6 +47,7 @@ from lightrl.algorithms.schedule import (
     with_schedule,
 )
 from lightrl.algorithms.shaping import RewardCopy, copy_rewards, credits_that_miss
+from lightrl.compat.arguments import instance_of
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import forget_step_metrics, run_seed
 from lightrl.distributed import random_states, strategies
@@ -67,7 +68,6 @@ from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, last_r
 from lightrl.ops.entropy import top_entropy_mask
 from lightrl.ops.losses import clipped_value_loss
 from lightrl.records import Advantages, Experience, MicroBatch, ModelOutputs, Rollouts, Routes, SupervisedBatch
-from lightrl.records.arguments import instance_of
 from lightrl.rollout.datamodule import RolloutDataModule
 from lightrl.rollout.learner import RolloutLearner
 

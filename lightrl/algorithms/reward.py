@@ -20,12 +20,12 @@ from lightrl.algorithms.schedule import (
     with_schedule,
 )
 from lightrl.algorithms.windows import GradientWindow, refuse_accumulation
+from lightrl.compat.arguments import at_least
 from lightrl.distributed import strategies
 from lightrl.models.loading import require_model
 from lightrl.models.reward import RewardModel
 from lightrl.models.spec import ModelSpec
 from lightrl.ops.preference import bradley_terry_loss
-from lightrl.records.arguments import at_least
 
 
 class RewardLightningModule(SavesPretrained):

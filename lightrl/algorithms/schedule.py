@@ -13,9 +13,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from lightrl.compat.arguments import at_least, fraction, one_of
 from lightrl.compat.lightning import count_updates
 from lightrl.distributed.strategies import local_shard
-from lightrl.records.arguments import at_least, fraction, one_of
 
 UNCOUNTED = (
     "lr_scheduler by name needs to know where the run ends: set trainer.max_epochs or trainer.max_steps, or give a "

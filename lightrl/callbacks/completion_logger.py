@@ -25,9 +25,9 @@ from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks.run_folder import run_folder
 from lightrl.callbacks.thumbnails import contact_sheet, describe, save_thumbnail
 from lightrl.checkpoints.files import append_lines
+from lightrl.compat.arguments import at_least
 from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, trajectory_lengths
 from lightrl.records import Experience, Rollouts
-from lightrl.records.arguments import at_least
 from lightrl.rollout.collation import asked
 
 WIDTH_WITHOUT_TERMINAL = 120

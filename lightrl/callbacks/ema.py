@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightrl.algorithms.saving import SavesPretrained
+from lightrl.compat.arguments import fraction
 from lightrl.distributed import strategies
-from lightrl.records.arguments import fraction
 from lightrl.rollout.datamodule import RolloutDataModule
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.compat.arguments import above
 from lightrl.ops.entropy import adaptive_entropy_coef
-from lightrl.records.arguments import above
 
 
 class AdaptiveEntropy(RLCallback):

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.callbacks.ema import EMA
 from lightrl.callbacks.run_folder import run_folder
-from lightrl.records.arguments import at_least
+from lightrl.compat.arguments import at_least
 
 
 class HFExport(Callback):

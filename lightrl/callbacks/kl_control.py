@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightrl.algorithms.hooks import RLCallback
-from lightrl.records.arguments import above, at_least
+from lightrl.compat.arguments import above, at_least
 
 
 class _KLControl(RLCallback):

@@ -10,8 +10,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.compat.arguments import above, at_least, one_of
 from lightrl.records import Experience, Rollouts
-from lightrl.records.arguments import above, at_least, one_of
 
 log = logging.getLogger(__name__)
 

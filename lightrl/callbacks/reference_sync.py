@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.compat.arguments import at_least, fraction
 from lightrl.distributed import strategies
-from lightrl.records.arguments import at_least, fraction
 
 
 class ReferenceSync(RLCallback):

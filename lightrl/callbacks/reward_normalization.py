@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.compat.arguments import above
 from lightrl.objectives.trajectories import first_rows
 from lightrl.records import Rollouts
-from lightrl.records.arguments import above
 
 
 class RewardNormalization(RLCallback):

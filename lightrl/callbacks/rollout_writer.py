@@ -19,8 +19,8 @@ from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks.run_folder import run_folder
 from lightrl.callbacks.thumbnails import fingerprint
 from lightrl.checkpoints.files import DamagedError, atomic_write, read_records, verify
+from lightrl.compat.arguments import at_least
 from lightrl.records import Experience, Media, Rollouts
-from lightrl.records.arguments import at_least
 from lightrl.rollout.collation import asked
 from lightrl.rollout.datamodule import RolloutDataModule
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lightrl.compat.arguments import above, at_least
 from lightrl.engines.base import Engine
 from lightrl.environments.canary import check_trajectories
 from lightrl.records import SamplingParams, Trajectory
-from lightrl.records.arguments import above, at_least
 from lightrl.rollout.sync import TrajectoryCheck
 
 

@@ -22,6 +22,7 @@ from lightrl.checkpoints.files import StorageError, has_checksums, link, remove,
 from lightrl.checkpoints.guard import RunGuard
 from lightrl.checkpoints.last import LAST, PREVIOUS, checkpoints_in, last_of_runs, newest_whole, written_at
 from lightrl.checkpoints.plugin import first_nonfinite
+from lightrl.compat.arguments import above, at_least
 from lightrl.compat.lightning import (
     SavingCheckpoint,
     accumulates,
@@ -34,7 +35,6 @@ from lightrl.compat.lightning import (
     logged_names,
     set_logged_step,
 )
-from lightrl.records.arguments import above, at_least
 
 PACKAGES = {"lightrl", "lightning", "torch", "builtins", "abc", "typing"}
 

@@ -53,12 +53,12 @@ again).
 
 RUNS = ("fit", "validate", "test", "predict")
 COMMANDS = {
-    "report": "lightrl.report:report",
-    "view": "lightrl.report.view:view",
-    "check-env": "lightrl.report.check_env:check_env",
+    "report": "lightrl.cli.report:report",
+    "view": "lightrl.cli.report.view:view",
+    "check-env": "lightrl.cli.check_env:check_env",
     "serve-reward": "lightrl.rewards.server.serve:serve_reward",
     "plan": "lightrl.cli.plan:plan",
-    "export": "lightrl.export:export",
+    "export": "lightrl.cli.export:export",
     "from-trl": "lightrl.cli.from_trl:from_trl",
     "init": "lightrl.cli.project:init",
     "quickstart": "lightrl.cli.project:quickstart",

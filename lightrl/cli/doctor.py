@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lightrl.checkpoints.redaction import redact_text
 from lightrl.cli.config_files import expand_configs
-from lightrl.records.arguments import DISTRIBUTION, install_command
+from lightrl.compat.arguments import DISTRIBUTION, install_command
 
 Finding = tuple[Literal["ok", "note", "problem"], str]
 

@@ -12,7 +12,7 @@ import yaml
 from lightrl.checkpoints.files import atomic_write
 from lightrl.checkpoints.redaction import plain_secrets, redact
 from lightrl.cli.config_files import read_yaml
-from lightrl.records.arguments import user_path
+from lightrl.compat.arguments import user_path
 
 REWARDS: dict[str, Any] = {
     "accuracy_reward": {"class_path": "MathVerify", "init_args": {"column": "solution"}},

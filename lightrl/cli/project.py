@@ -18,9 +18,9 @@ from lightrl.checkpoints.files import atomic_write, read_records
 from lightrl.checkpoints.lock import LOCK, FolderLock
 from lightrl.cli import STEP_OF
 from lightrl.cli.config_files import SHIPPED
-from lightrl.records.arguments import at_least, user_path
+from lightrl.compat.arguments import at_least, user_path
 
-TEMPLATES = Path(__file__).parent.parent / "templates"
+TEMPLATES = Path(__file__).parent / "templates"
 STEPS = ("1/3 supervised warm start", "2/3 PPO", "3/3 report")
 """Of the quickstart."""
 TASKS = tuple(sorted(folder.name for folder in TEMPLATES.iterdir() if folder.is_dir()))

@@ -1,1 +1,1 @@
-"""Every use of a dependency's private parts, one file per dependency."""
+"""Private parts of dependencies, one file each; arguments, import paths, and optional packages."""

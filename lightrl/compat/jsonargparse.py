@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from jsonargparse.typing import _LazyInitBaseClass
 
-from lightrl.records.arguments import instance_of
+from lightrl.compat.arguments import instance_of
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightrl.records.arguments import install_command
+from lightrl.compat.arguments import install_command
 
 PRIVATE = {
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "what its tool parsers are given",

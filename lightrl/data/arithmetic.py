@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from datasets import Dataset
 
-from lightrl.records.arguments import one_of
+from lightrl.compat.arguments import one_of
 
 
 class ArithmeticRows:

@@ -17,9 +17,9 @@ import numpy as np
 from datasets import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
+from lightrl.compat.arguments import at_least, fraction
 from lightrl.data.prompts import OpenSource, PromptSet, PromptSource, Reading, open_source
 from lightrl.records import Prompts
-from lightrl.records.arguments import at_least, fraction
 
 
 @dataclass

@@ -16,10 +16,10 @@ from urllib.parse import unquote, urlparse
 import datasets
 import numpy as np
 
+from lightrl.compat.arguments import one_of, user_path
 from lightrl.data.files import one_line
 from lightrl.data.rows import RowError, RowSource, entered
 from lightrl.records import Media
-from lightrl.records.arguments import one_of, user_path
 from lightrl.rewards.media import open_image
 
 COLUMNS = {

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lightrl.compat.arguments import at_least, one_of
 from lightrl.data.media import COLUMNS
 from lightrl.data.processing import columns_with_media
 from lightrl.data.rows import RowSource
@@ -21,7 +22,6 @@ from lightrl.data.templates import ChatTemplate, as_messages, load_tokenizer
 from lightrl.models.loading import positions_of, require_vocabulary
 from lightrl.models.turns import text_ids
 from lightrl.ops.padding import pad_rows
-from lightrl.records.arguments import at_least, one_of
 
 MAX_MARGIN = 1e6
 """Scores are a few units apart."""

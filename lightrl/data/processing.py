@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from lightrl.compat.arguments import user_path
 from lightrl.data.media import (
     ADDRESSES,
     COLUMNS,
@@ -40,7 +41,6 @@ from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
 from lightrl.models.turns import begins_with_bos
 from lightrl.models.video import video_timing
 from lightrl.records import ImageInputs, Media
-from lightrl.records.arguments import user_path
 
 VARIABLES = ("template_kwargs", "chat_template_kwargs")
 """Columns of a row's own variables of the chat template; the later one wins."""

@@ -24,6 +24,7 @@ from datasets import Dataset, IterableDataset
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
+from lightrl.compat.arguments import at_least, one_of
 from lightrl.data.media import COLUMNS, MediaError, require_present
 from lightrl.data.processing import (
     ConversationSource,
@@ -37,7 +38,6 @@ from lightrl.data.rows import RowError, plain_rows, require_columns, shuffled_or
 from lightrl.data.templates import encode, require_text, require_unrendered
 from lightrl.models.media_tokens import TOKEN_INPUT
 from lightrl.records import Media, Prompts
-from lightrl.records.arguments import at_least, one_of
 
 MIX_BLOCK = 1000
 SHUFFLE_BUFFER = 10_000

@@ -25,9 +25,9 @@ from datasets import (
 )
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightrl.compat.arguments import at_least, one_of, user_path
 from lightrl.data.files import BUILDERS, PROGRESS_SECONDS, nth_line, one_line, require_readable, suffix_of
 from lightrl.data.tables import VERSION, FileTables, columns_of
-from lightrl.records.arguments import at_least, one_of, user_path
 
 # As the command line reads them: text is tried first, else "007" in quotes would become a number.
 Text = str | Any

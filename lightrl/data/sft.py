@@ -14,6 +14,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
+from lightrl.compat.arguments import at_least, one_of, whole_number
 from lightrl.data.files import PROGRESS_SECONDS
 from lightrl.data.media import MediaError
 from lightrl.data.processing import ConversationSource, Encoded, MediaProcessor, arranged, encode_prompt, load_processor
@@ -30,7 +31,6 @@ from lightrl.data.templates import (
 from lightrl.models.loading import positions_of, require_vocabulary
 from lightrl.models.turns import end_of_turn, ended_turn
 from lightrl.ops.padding import pad_rows
-from lightrl.records.arguments import at_least, one_of, whole_number
 
 Row = tuple[list[int], list[int]] | tuple[list[int], list[int], list[bool]]
 """Prompt tokens and completion tokens; which of the latter are trained if they are not all."""

@@ -25,10 +25,10 @@ from jinja2 import TemplateError
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from lightrl.compat.arguments import user_path
 from lightrl.data.files import one_line
 from lightrl.models.spec import read_chat_template
 from lightrl.models.turns import text_ids
-from lightrl.records.arguments import user_path
 
 ChatTemplate = bool | Literal["auto"]
 """True: always; False: never; "auto": where the tokenizer has a template."""

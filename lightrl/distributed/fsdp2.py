@@ -27,9 +27,9 @@ from lightrl.checkpoints.reading import (
     readable,
     require_optimizer_states,
 )
+from lightrl.compat.arguments import at_least
 from lightrl.compat.deepspeed import flat_groups, flat_part, gathered, is_partitioned
 from lightrl.compat.lightning import load_module_state, set_data_parallel_size, writes_parts
-from lightrl.records.arguments import at_least
 
 
 class FSDP2Strategy(ModelParallelStrategy):

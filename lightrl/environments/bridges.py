@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lightrl.compat.arguments import install_command
 from lightrl.environments.base import Message, Tools
 from lightrl.records import ImageInputs
-from lightrl.records.arguments import install_command
 
 MARK = "\U000f0e4c"
 """Stands inside literal special-token text while it is rendered, so that it is not read as the token. Private use."""

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from lightrl.compat.arguments import above, at_least, fraction
 from lightrl.data.processing import row_variables
 from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.engines.background import all_of
@@ -20,7 +21,6 @@ from lightrl.environments.bridges import Bridge, ImageProcessor, RendererBridge,
 from lightrl.environments.episodes import Ask, Episode, Task
 from lightrl.environments.parsing import ReplyParser, choose_parser
 from lightrl.records import SamplingParams, Trajectory
-from lightrl.records.arguments import above, at_least, fraction
 from lightrl.rewards.calls import copied
 
 _PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "Qd5"}}, "required": ["x"]}

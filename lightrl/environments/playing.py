@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightrl.compat.arguments import MAX_REWARD, above, imported, one_of
 from lightrl.data.media import MediaError
 from lightrl.engines.background import outcome_of
 from lightrl.environments import base, calling, tools
@@ -25,7 +26,6 @@ from lightrl.environments.ledger import Ledger
 from lightrl.environments.multi_turn import EXAMPLE_TOOLS, Attempt, MultiTurn
 from lightrl.environments.parsing import ReplyParser
 from lightrl.records import GenerationRequest, StopReason, Trajectory, TrajectoryRow
-from lightrl.records.arguments import MAX_REWARD, above, imported, one_of
 from lightrl.rewards.calls import message_of, users_lines
 
 

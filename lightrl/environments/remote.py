@@ -10,10 +10,10 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.compat import openenv
+from lightrl.compat.arguments import above, require_packages
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step
 from lightrl.environments.tool_arguments import check_by_schema, place
 from lightrl.environments.tools import ToolEnvironment, first_messages
-from lightrl.records.arguments import above, require_packages
 
 INVALID_PARAMS = -32602  # of JSON-RPC: the call does not fit the tool, which is the policy's doing
 

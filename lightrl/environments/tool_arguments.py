@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, get_type_hints
 
-from lightrl.records.arguments import require_packages
+from lightrl.compat.arguments import require_packages
 
 Check: TypeAlias = Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
 """From a call's arguments to those that the tool takes, and what is wrong with them in words for the policy."""

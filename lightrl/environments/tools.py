@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from lightrl.compat.arguments import above, imported, one_of
 from lightrl.engines.background import all_of
 from lightrl.environments.base import Environment, EnvironmentFailedError, Message, Reply, Step, ToolCall
 from lightrl.environments.calling import UserCode
 from lightrl.environments.tool_arguments import Check, check_by_hints, tool_schema
-from lightrl.records.arguments import above, imported, one_of
 
 NOT_TOOLS = {"reset", "get_reward", "close"}
 

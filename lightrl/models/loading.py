@@ -30,6 +30,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from lightrl.checkpoints.files import require_written
+from lightrl.compat.arguments import require_model_folder, user_path
 from lightrl.compat.torch import persistent_buffers
 from lightrl.compat.transformers import cached_path, model_class, with_from_config
 from lightrl.models.lora import add_lora
@@ -39,7 +40,6 @@ from lightrl.models.routing import recompute_contexts
 from lightrl.models.shards import meta_parameters, weight_places
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.models.turns import end_of_turn
-from lightrl.records.arguments import require_model_folder, user_path
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from lightrl.compat.arguments import above
 from lightrl.records import Support, TopTokens
-from lightrl.records.arguments import above
 
 CHUNK_ELEMENTS = 1 << 26  # logits that live at once: 256 MiB in float32
 CUDA_CHUNK_ELEMENTS = 1 << 28  # on CUDA, where each tile reads the whole weight: 1 GiB

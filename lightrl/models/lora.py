@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.checkpoints.files import require_written
+from lightrl.compat.arguments import install_command, user_path
 from lightrl.compat.deepspeed import whole_parameters
 from lightrl.compat.peft import ADAPTER, REFERENCE, adapter_layers, dequantized, is_linear, lora_parts
 from lightrl.compat.transformers import router_modules
 from lightrl.models.spec import LoraSpec
-from lightrl.records.arguments import install_command, user_path
 
 Gather = Callable[[Tensor], AbstractContextManager[Tensor]]
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
+from lightrl.compat.arguments import at_least, one_of, require_model_folder
 from lightrl.models.backbone import Backbone
 from lightrl.models.loading import load_scalar, require_vocabulary
 from lightrl.models.multimodal import told_apart
@@ -19,7 +20,6 @@ from lightrl.models.policy import read_values, transformer_blocks
 from lightrl.models.spec import Layout, ModelSpec, read_chat_template
 from lightrl.models.turns import text_ids
 from lightrl.ops.padding import pad_rows
-from lightrl.records.arguments import at_least, one_of, require_model_folder
 
 
 @dataclass

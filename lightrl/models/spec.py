@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightrl.records.arguments import above, at_least, fraction, one_of, user_path
+from lightrl.compat.arguments import above, at_least, fraction, one_of, user_path
 
 Layout = Literal["auto", "padded", "packed", "shared_prefix"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lightrl.compat.arguments import above, at_least, fraction, one_of
 from lightrl.objectives.kl import KLInReward, KLPenalty
 from lightrl.ops.advantages import (
     gae,
@@ -20,7 +21,6 @@ from lightrl.ops.advantages import (
     spread,
 )
 from lightrl.ops.masking import AllSum, identity, masked_moments, masked_sum, masked_whiten
-from lightrl.records.arguments import above, at_least, fraction, one_of
 
 Credit = Literal["total", "parts", "turns"]
 

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from lightrl.records.arguments import above
+from lightrl.compat.arguments import above
 
 
 class Aggregation(ABC):

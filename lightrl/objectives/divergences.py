@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from lightrl.records.arguments import fraction
+from lightrl.compat.arguments import fraction
 
 
 class Divergence(ABC):

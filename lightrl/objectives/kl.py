@@ -22,8 +22,8 @@ from abc import ABC
 
 from torch import Tensor
 
+from lightrl.compat.arguments import at_least, one_of
 from lightrl.ops.kl import KLEstimator, kl_estimate, ratio_corrected_kl
-from lightrl.records.arguments import at_least, one_of
 
 
 class KLPenalty(ABC):

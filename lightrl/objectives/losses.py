@@ -29,9 +29,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightrl.compat.arguments import above, at_least, fraction
 from lightrl.ops.kl import MAX_LOG_RATIO
 from lightrl.ops.losses import ClippedLoss, clipped_policy_loss
-from lightrl.records.arguments import above, at_least, fraction
 
 Metrics = dict[str, Tensor]
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightrl.compat.arguments import above, at_least, fraction, one_of
 from lightrl.objectives.losses import EngineUse, LossInput, Metrics, PolicyLoss, ratio_metrics, sequence_mean
 from lightrl.ops.kl import MAX_LOG_RATIO
-from lightrl.records.arguments import above, at_least, fraction, one_of
 
 
 class WeightedLoss(PolicyLoss):

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias, Union
 
-from lightrl.records.arguments import imported
+from lightrl.compat.arguments import imported
 
 RewardValues: TypeAlias = Sequence[float | None]
 """One value per completion: a finite number, or None where the function does not apply."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from lightrl.compat.arguments import MAX_REWARD, whole_number
 from lightrl.engines.background import BackgroundLoop, in_thread, outcome_of
-from lightrl.records.arguments import MAX_REWARD, whole_number
 from lightrl.rewards.base import RewardError, RewardFn
 from lightrl.rewards.media import MEDIA
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import httpx
 
 from lightrl.checkpoints.redaction import quoted, redact_text, remember_secret
-from lightrl.records.arguments import above, at_least, bearer_token, http_url, one_of
+from lightrl.compat.arguments import above, at_least, bearer_token, http_url, one_of
 from lightrl.rewards.base import Reward, RewardError
 
 MOST_ANSWER_BYTES = 64 * 1024 * 1024

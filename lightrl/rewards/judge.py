@@ -8,8 +8,8 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightrl.compat.arguments import at_least, reward_value
 from lightrl.engines.background import all_of
-from lightrl.records.arguments import at_least, reward_value
 from lightrl.rewards.base import RewardError
 from lightrl.rewards.client import RetryingReward
 from lightrl.rewards.media import encode_rows

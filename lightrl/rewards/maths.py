@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from lightrl.records.arguments import above, at_least, require_packages, reward_value
+from lightrl.compat.arguments import above, at_least, require_packages, reward_value
 from lightrl.rewards.base import Reward, RewardError
 
 _START_SECONDS = 120.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightrl.records.arguments import at_least, require_model_folder
+from lightrl.compat.arguments import at_least, require_model_folder
 from lightrl.rewards.base import Reward
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import regex
 
-from lightrl.records.arguments import above
+from lightrl.compat.arguments import above
 
 
 class TimedPattern:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from lightrl.records.arguments import above, at_least, one_of, reward_value
+from lightrl.compat.arguments import above, at_least, one_of, reward_value
 from lightrl.rewards.base import Reward, RewardError, RewardSpec, extracted_answer, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
 from lightrl.rewards.extract import EXTRACTORS, Extract, to_number

@@ -13,9 +13,9 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
+from lightrl.compat.arguments import MAX_REWARD, above, at_least, one_of
 from lightrl.engines.background import BackgroundLoop, all_of
 from lightrl.records import Scores
-from lightrl.records.arguments import MAX_REWARD, above, at_least, one_of
 from lightrl.rewards.base import RewardError, RewardSpec, extracted_answer, load_reward, reward_name
 from lightrl.rewards.calls import CallFailed, CallLog, RewardFunction, mean
 from lightrl.rewards.media import MEDIA

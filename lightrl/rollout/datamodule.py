@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightrl.compat.arguments import above, imported, instance_of, whole_number
 from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import run_seed
 from lightrl.data.curriculum import CurriculumSet, PromptCurriculum
@@ -39,7 +40,6 @@ from lightrl.records import (
     SamplingParams,
     SupervisedBatch,
 )
-from lightrl.records.arguments import above, imported, instance_of, whole_number
 from lightrl.rewards.base import RewardSpec
 from lightrl.rewards.extract import extract_boxed, extract_gsm8k
 from lightrl.rewards.scorer import OWN_NAMES, RewardScorer

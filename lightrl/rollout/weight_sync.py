@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from lightrl.compat.arguments import above, at_least
 from lightrl.compat.transformers import as_saved
 from lightrl.distributed.fingerprint import fingerprint
 from lightrl.engines.base import TOLERANCE, Engine, StaleWeightsError
 from lightrl.models.media_tokens import placeholder_ids
 from lightrl.models.multimodal import harmless_id
 from lightrl.records import Completion, GenerationRequest, SamplingParams
-from lightrl.records.arguments import above, at_least
 from lightrl.rollout.learner import RolloutLearner
 from lightrl.rollout.sync import EngineSync
 

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule
 from lightrl.callbacks import ReferenceSync, WeightSync
-from lightrl.export import export
+from lightrl.cli.export import export
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.lora import keep_reference
 from lightrl.models.policy import PolicyModel, ValueModel

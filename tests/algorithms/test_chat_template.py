@@ -10,10 +10,10 @@ import torch
 from transformers import AutoTokenizer
 
 from lightrl.algorithms import GRPOLightningModule, SFTLightningModule
+from lightrl.cli.export import export
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.data.templates import load_tokenizer
 from lightrl.environments.bridges import make_renderer
-from lightrl.export import export
 from lightrl.models.reward import RewardModelSpec
 from lightrl.models.spec import ModelSpec
 from tests.rollout.tasks import chat_model, fit, make_data, sgd, talk

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.algorithms import DistillLightningModule, GRPOLightningModule, PPOLightningModule, SFTLightningModule
+from lightrl.cli.export import export
 from lightrl.data.sft import SFTDataModule, SFTSource
-from lightrl.export import export
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import GSPO
 from lightrl.objectives.kl import KLPenalty

@@ -20,9 +20,9 @@ from rich.console import Console
 from lightrl.callbacks.completion_logger import CompletionLogger, markdown_table, sample_records, samples_table, shorten
 from lightrl.callbacks.evaluate_first import EvaluateFirst
 from lightrl.callbacks.reward_normalization import RewardNormalization
+from lightrl.cli.report import report
+from lightrl.cli.report.read import read_run
 from lightrl.records import Experience, Rollouts
-from lightrl.report import report
-from lightrl.report.read import read_run
 from tests.callbacks.toys import Loader, LoggingModule, make_rollouts
 
 

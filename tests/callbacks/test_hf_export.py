@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import EMA, HFExport, RolloutCheckpoint, WeightSync
+from lightrl.cli.export import export
 from lightrl.data.prompts import PromptSource
-from lightrl.export import export
 from lightrl.models.spec import LoraSpec, ModelSpec
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 

@@ -20,8 +20,8 @@ from rich.console import Console
 from lightrl.callbacks.completion_logger import CompletionLogger, sample_records, samples_table
 from lightrl.callbacks.rollout_writer import RolloutWriter, load_rollouts
 from lightrl.callbacks.thumbnails import contact_sheet, describe
+from lightrl.cli.report import report
 from lightrl.records import Media, Rollouts
-from lightrl.report import report
 from tests.callbacks.toys import Loader, LoggingModule, make_rollouts
 
 

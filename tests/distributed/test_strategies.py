@@ -18,10 +18,10 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from lightrl.cli.export import export
 from lightrl.distributed.fsdp2 import ZeROStrategy
 from lightrl.distributed.strategies import refuse_unsupported
 from lightrl.engines import TransformersEngine
-from lightrl.export import export
 from tests.distributed.job import ROLLOUTS, train
 from tests.toys import OtherExperts, quickstart_model
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.records.arguments import at_least
+from lightrl.compat.arguments import at_least
 from tests.pairs.__main__ import BEGIN, changes
 from tests.pairs.arrays import BrokenError, covering_array, missing_pairs, refused_settings, run
 from tests.pairs.features import FACTORS, REFUSALS, Settings, refusals

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lightrl.report.atif import write_atif
-from lightrl.report.view import view
+from lightrl.cli.report.atif import write_atif
+from lightrl.cli.report.view import view
 from tests.report.test_view import record, write
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from lightrl.report.view import view
+from lightrl.cli.report.view import view
 from tests.report.browser import Browser, open_browser, why_not
 
 HOSTILE = "</script><script>window.owned=1</script><img src=x onerror='window.owned=1'>\u2028😀 &amp; ${1}"

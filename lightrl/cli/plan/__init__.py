@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from lightrl.cli.plan.options import GIB, STRATEGIES, Precision
 from lightrl.cli.plan.time import Job, Rates
-from lightrl.records.arguments import fraction, require_model_folder
+from lightrl.compat.arguments import fraction, require_model_folder
 
 __all__ = ["plan"]
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightrl.compat.arguments import require_model_folder
 from lightrl.compat.torch import fake_tensors, storage_key
 from lightrl.compat.transformers import experts_of_any_dtype
 from lightrl.data.templates import why_not_there
@@ -18,7 +19,6 @@ from lightrl.kernels.cpu import enabled
 from lightrl.kernels.fusing import fuse
 from lightrl.models.packing.attention import unsupported_reason
 from lightrl.models.policy import transformer_blocks
-from lightrl.records.arguments import require_model_folder
 
 _TOWERS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrl.checkpoints.redaction import remember_secret
+from lightrl.compat.arguments import above, at_least, bearer_token, http_url, one_of
 from lightrl.engines.background import BackgroundLoop
 from lightrl.engines.server.http import Server, ServerError
 from lightrl.engines.server.protocols import PROTOCOLS
-from lightrl.records.arguments import above, at_least, bearer_token, http_url, one_of
 
 log = logging.getLogger(__name__)
 

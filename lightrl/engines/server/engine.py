@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightrl.compat.arguments import at_least
 from lightrl.engines.background import BackgroundLoop
 from lightrl.engines.base import Engine, EngineDiedError, RequestQueue, StaleWeightsError
 from lightrl.engines.server.checks import check_length, look_at
@@ -26,7 +27,6 @@ from lightrl.engines.server.pool import ServerPool
 from lightrl.engines.server.weights import FolderTransport, TransferTransport, Transport
 from lightrl.engines.vllm.requests import check_lengths
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
-from lightrl.records.arguments import at_least
 
 log = logging.getLogger(__name__)
 

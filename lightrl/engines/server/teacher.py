@@ -7,12 +7,12 @@ import logging
 from collections.abc import Sequence
 from typing import Literal
 
+from lightrl.compat.arguments import at_least
 from lightrl.engines.base import EngineDiedError
 from lightrl.engines.server.checks import check_tokenizer
 from lightrl.engines.server.connection import Connection
 from lightrl.engines.server.http import Server, ServerError, ServerLostError
 from lightrl.engines.server.protocols import TokenScores
-from lightrl.records.arguments import at_least
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from lightrl.compat.arguments import at_least
 from lightrl.compat.transformers import router_modules
 from lightrl.engines.background import FairLock
 from lightrl.engines.base import Engine, RequestQueue
@@ -29,7 +30,6 @@ from lightrl.models.rope import fix_rope
 from lightrl.models.routing import Routers, RoutingPass
 from lightrl.models.spec import DTYPES
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
-from lightrl.records.arguments import at_least
 
 log = logging.getLogger(__name__)
 

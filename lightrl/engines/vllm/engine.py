@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from lightrl.compat.arguments import above, at_least, fraction, one_of
 from lightrl.engines.background import FairLock
 from lightrl.engines.base import (
     Engine,
@@ -48,7 +49,6 @@ from lightrl.engines.vllm.setup import (
 )
 from lightrl.models.loading import longest_sequence
 from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
-from lightrl.records.arguments import above, at_least, fraction, one_of
 
 if TYPE_CHECKING:
     from lightrl.compat.vllm import VLLMAdapter

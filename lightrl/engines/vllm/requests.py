@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from lightrl.compat.arguments import at_least
 from lightrl.models.video import video_timing
 from lightrl.records import Completion, GenerationRequest, Routes, SamplingParams
-from lightrl.records.arguments import at_least
 
 HARMLESS_EXTRA = frozenset(
     (

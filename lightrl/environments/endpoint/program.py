@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightrl.compat.arguments import MAX_REWARD, imported, require_packages
 from lightrl.engines.background import in_thread
 from lightrl.environments.endpoint import running
 from lightrl.environments.endpoint.running import InProcess, InSubprocess, LoopBlockedError, ProgramError, Runner
 from lightrl.environments.endpoint.session import Session
 from lightrl.environments.multi_turn import Attempt, MultiTurn
 from lightrl.records import StopReason, Trajectory
-from lightrl.records.arguments import MAX_REWARD, imported, require_packages
 from lightrl.rewards.calls import users_lines
 
 if TYPE_CHECKING:

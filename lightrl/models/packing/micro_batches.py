@@ -9,9 +9,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lightrl.compat.arguments import at_least
 from lightrl.models.packing.prefixes import Prefixes, least_shared, no_prefixes, shared_prefixes
 from lightrl.models.spec import Layout
-from lightrl.records.arguments import at_least
 
 PAIRS_PER_TOKEN = 6144  # query-key pairs that cost what one token's linear layers cost: 6 x hidden size, here 1024
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Optional
 
 from lightrl.checkpoints.redaction import remember_secret
-from lightrl.records.arguments import above, at_least, bearer_token, require_packages, whole_number
+from lightrl.compat.arguments import above, at_least, bearer_token, require_packages, whole_number
 from lightrl.rewards.base import RewardFn, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
 

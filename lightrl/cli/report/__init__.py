@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from lightrl.checkpoints.files import atomic_write
-from lightrl.report.read import Run, inside, read_run, runs_below
+from lightrl.cli.report.read import Run, inside, read_run, runs_below
 
 __all__ = ["report"]
 
@@ -59,8 +59,8 @@ def report(
     run = read_run(Path(run_dir), "run_dir")
     before = None if baseline is None else read_run(Path(baseline), "baseline")
     folder = _folder_of_page(Path(run_dir), out)
-    from lightrl.report.page import render_page  # matplotlib, which a wrong folder need not wait for
-    from lightrl.report.plots import draw_panels
+    from lightrl.cli.report.page import render_page  # matplotlib, which a wrong folder need not wait for
+    from lightrl.cli.report.plots import draw_panels
 
     _tell([run] if before is None else [run, before])
     images = draw_panels(run, before)
@@ -134,8 +134,8 @@ def _write(
     pages: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
 ) -> Path:
-    from lightrl.report.page import render_comparison
-    from lightrl.report.plots import draw_comparison
+    from lightrl.cli.report.page import render_comparison
+    from lightrl.cli.report.plots import draw_comparison
 
     _tell(runs)
     page = out / "report.html"

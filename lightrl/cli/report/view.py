@@ -14,10 +14,10 @@ from typing import Any
 
 from lightrl import __version__
 from lightrl.checkpoints.files import atomic_write
-from lightrl.records.arguments import at_least
-from lightrl.report.assets import asset
-from lightrl.report.atif import BROKEN, write_atif
-from lightrl.report.read import is_file_inside, require_inside, tell
+from lightrl.cli.report.assets import asset
+from lightrl.cli.report.atif import BROKEN, write_atif
+from lightrl.cli.report.read import is_file_inside, require_inside, tell
+from lightrl.compat.arguments import at_least
 from lightrl.rewards.media import open_image
 
 OF_TOKENS = ("advantages", "engine_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "values", "entropy")

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from lightrl.report.assets import asset
-from lightrl.report.plots import Image, running_mean, smoothing
-from lightrl.report.read import Run, Series
+from lightrl.cli.report.assets import asset
+from lightrl.cli.report.plots import Image, running_mean, smoothing
+from lightrl.cli.report.read import Run, Series
 
 # (metric, label, unit, which value is the best one, or None where neither direction is)
 SUMMARY = (

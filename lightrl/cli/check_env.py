@@ -6,7 +6,7 @@ import sys
 
 from lightrl.cli import run
 from lightrl.cli.config_files import expand_configs
-from lightrl.records.arguments import at_least
+from lightrl.compat.arguments import at_least
 
 
 def check_env(config: str, rows: int = 2, replies: list[str] | None = None, seed: int = 0) -> None:

@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lightrl.report.read import Run, Series
+from lightrl.cli.report.read import Run, Series
 
 SIZE, DPI = (6.0, 3.4), 130
 

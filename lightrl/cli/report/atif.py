@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.checkpoints.files import atomic_write
-from lightrl.report.read import is_file_inside
+from lightrl.cli.report.read import is_file_inside
 
 BROKEN = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
 """What reading a record raises that somebody else, or half a disk, wrote."""
