@@ -225,7 +225,7 @@ def run_lightrl(name: str, folder: str, micro_tokens: int, steps: int, ticket: T
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
 
-    from lightrl.algorithms import GRPOLightningModule
+    from lightrl.algorithms import GRPOLightningModule, Updates
     from lightrl.callbacks import WeightSync
     from lightrl.data import PromptSource
     from lightrl.engines import TransformersEngine, VLLMEngine
@@ -281,7 +281,7 @@ def run_lightrl(name: str, folder: str, micro_tokens: int, steps: int, ticket: T
     module = GRPOLightningModule(
         folder,
         kl=None,
-        micro_batch_tokens=micro_tokens,
+        updates=Updates(micro_batch_tokens=micro_tokens),
         optimizer=lambda params: torch.optim.AdamW(params, lr=RATE, weight_decay=0.0, fused=True),
     )
     data = RolloutDataModule(

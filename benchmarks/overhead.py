@@ -29,7 +29,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from lightrl.algorithms import PPOLightningModule
+from lightrl.algorithms import PPOLightningModule, Updates
 from lightrl.callbacks import AdaptiveKL, ThroughputMonitor, WeightSync
 from lightrl.data import ArithmeticRows, PromptSource
 from lightrl.engines import VLLMEngine
@@ -138,7 +138,7 @@ def measure(size: str, layout: Any, rounds: int, folder: Path) -> dict[str, Any]
     alternate = Alternate(path)
     module = PPOLightningModule(
         ModelSpec(path, layout=layout),
-        minibatch_size=PROMPTS * GROUP // UPDATES_PER_EPOCH,
+        updates=Updates(minibatch_size=PROMPTS * GROUP // UPDATES_PER_EPOCH),
         ppo_epochs=EPOCHS,
         optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4, weight_decay=0.0),
     )

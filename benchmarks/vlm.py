@@ -136,7 +136,7 @@ def run_lightrl(layout: str, folder: str, args: argparse.Namespace, ticket: Tick
     import torch
     from lightning.pytorch import Callback, Trainer
 
-    from lightrl.algorithms import GRPOLightningModule
+    from lightrl.algorithms import GRPOLightningModule, Updates
     from lightrl.models.spec import ModelSpec
 
     rollouts = make_rollouts(args)
@@ -161,7 +161,7 @@ def run_lightrl(layout: str, folder: str, args: argparse.Namespace, ticket: Tick
     module = GRPOLightningModule(
         ModelSpec(folder, layout=layout),  # type: ignore[arg-type]
         kl=None,
-        micro_batch_tokens=10**6,
+        updates=Updates(micro_batch_tokens=10**6),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4, weight_decay=0.0, fused=True),
     )
     trainer = Trainer(

@@ -164,7 +164,7 @@ def run_lightrl(case: Case, folder: str, micro_tokens: int, steps: int, ticket: 
     from lightrl.records import SamplingParams
 
     try:
-        from lightrl.algorithms import GRPOLightningModule
+        from lightrl.algorithms import GRPOLightningModule, Updates
         from lightrl.rollout import RolloutDataModule
     except ImportError:  # `against.py` runs older commits too
         from lightrl.modules import GRPOLightningModule
@@ -181,7 +181,7 @@ def run_lightrl(case: Case, folder: str, micro_tokens: int, steps: int, ticket: 
     module = GRPOLightningModule(
         folder,
         kl=None,
-        micro_batch_tokens=micro_tokens,
+        updates=Updates(micro_batch_tokens=micro_tokens),
         optimizer=lambda params: torch.optim.AdamW(params, lr=RATE, weight_decay=0.0, fused=True),
     )
     data = RolloutDataModule(

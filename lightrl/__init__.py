@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         DAPOLightningModule,
         DistillLightningModule,
         DrGRPOLightningModule,
+        ExtraLosses,
         GRPOLightningModule,
         GSPOLightningModule,
         PPOLightningModule,
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
         RewardLightningModule,
         RLOOLightningModule,
         SFTLightningModule,
+        Shaping,
+        Updates,
     )
     from lightrl.callbacks import WeightSync
     from lightrl.data import (
@@ -61,6 +64,7 @@ __all__ = [  # noqa: RUF022 - grouped
     "DAPOLightningModule",
     "DistillLightningModule",
     "DrGRPOLightningModule",
+    "ExtraLosses",
     "GRPOLightningModule",
     "GSPOLightningModule",
     "PPOLightningModule",
@@ -68,6 +72,8 @@ __all__ = [  # noqa: RUF022 - grouped
     "RewardLightningModule",
     "RLOOLightningModule",
     "SFTLightningModule",
+    "Shaping",
+    "Updates",
     "Experience",
     "Rollouts",
     "SamplingParams",

@@ -113,7 +113,7 @@ def test_help_of_a_class(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["fit", "--model.help", "GRPOLightningModule"])
     out = " ".join(capsys.readouterr().out.split())
-    assert "--model.entropy_coef ENTROPY_COEF weight of the entropy bonus" in out
+    assert "--model.extra_losses.entropy_coef ENTROPY_COEF Of the entropy bonus" in out
     assert "most tokens in one forward and backward" in out  # an argument of the parent class, taken by **kwargs
 
 
@@ -218,7 +218,7 @@ def test_a_resumed_run_goes_on_in_its_table_and_an_evaluation_leaves_the_run_as_
     [
         "--model.init_args.actor=/nonexistent/m",
         "--data.init_args.rewards=[nowhere]",
-        "--model.init_args.minibatch_size=7",
+        "--model.init_args.updates.minibatch_size=7",
     ],
 )
 def test_a_run_that_does_not_begin_leaves_what_the_run_before_logged(
@@ -333,9 +333,9 @@ def test_resume_takes_yaml_and_refuses_another_class(
     last = str(folder / "last.ckpt")
     # Lightning's own CLI would take what stands here for the model's arguments, over those of the YAML.
     content = torch.load(last, weights_only=True)
-    torch.save(content | {"hyper_parameters": {"init_args": {"entropy_coef": 0.5}}}, last)
+    torch.save(content | {"hyper_parameters": {"init_args": {"extra_losses": {"entropy_coef": 0.5}}}}, last)
     Path(f"{last}.sha256").unlink()
-    changed = checkpointed(write, "GRPOLightningModule", folder, model={"entropy_coef": 0.01})
+    changed = checkpointed(write, "GRPOLightningModule", folder, model={"extra_losses": {"entropy_coef": 0.01}})
     cli = run(["fit", "--config", changed, "--ckpt_path", last, "--trainer.max_epochs", "2"])
     assert cli.model.entropy_coef == 0.01
     assert cli.trainer.global_step == 2  # one rollout before, one after
@@ -420,7 +420,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"actor": {"path": "MODEL", "kwargs": {"subfolder": "nope"}}}},
         "kwargs (subfolder) with model 'MODEL'",
     ),
-    "minibatch_size": ({"model": {"minibatch_size": 3}}, "minibatch_size=3 does not divide the rollout's 8 sequences"),
+    "minibatch_size": (
+        {"model": {"updates": {"minibatch_size": 3}}},
+        "minibatch_size=3 does not divide the rollout's 8 sequences",
+    ),
     "a curriculum's argument": (
         {
             "data": {

@@ -62,7 +62,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     actor = {"path": model, "random_init": False, "freeze": []}
     rl = {
         "trainer": trainer,
-        "model": {"init_args": {"actor": actor, "minibatch_size": None}},
+        "model": {"init_args": {"actor": actor, "updates": {"minibatch_size": None}}},
         "data": {
             "init_args": {
                 "prompts": source,
@@ -173,7 +173,7 @@ def test_runs_with_a_tiny_model(
     metrics = cli.trainer.callback_metrics
     if family is not None:
         assert cli.model.actor.has_experts and "Routing replay is off" not in caplog.text
-        assert ("loss/aux" in metrics) == (cli.model.aux_loss_coef > 0)
+        assert ("loss/aux" in metrics) == (cli.model.extra_losses.aux_loss_coef > 0)
     if config.stem == "sft":
         assert metrics["loss/sft"] > 0 and metrics["eval/loss"] > 0
     else:

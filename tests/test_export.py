@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrl.algorithms import CriticSpec, PPOLightningModule, RewardLightningModule, SFTLightningModule
+from lightrl.algorithms.settings import Updates
 from lightrl.cli import main
 from lightrl.cli.export import export
 from lightrl.data.sft import SFTDataModule, SFTSource
@@ -45,7 +46,10 @@ def lora(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of PPO with an adapter and a critic on the same backbone."""
     file = tmp_path_factory.mktemp("lora") / "run.ckpt"
     module = PPOLightningModule(
-        ModelSpec(model, lora=LoraSpec(r=4)), critic=CriticSpec(shared=True), optimizer=sgd, max_grad_norm=None
+        ModelSpec(model, lora=LoraSpec(r=4)),
+        critic=CriticSpec(shared=True),
+        optimizer=sgd,
+        updates=Updates(max_grad_norm=None),
     )
     trainer = quiet_trainer()
     trainer.fit(module, sums_data(rollouts_per_epoch=1))

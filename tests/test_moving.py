@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 import lightrl
+from lightrl.algorithms import ExtraLosses, Shaping, Updates
 from lightrl.cli import main, run
 from lightrl.cli.from_trl import convert_trl, from_trl
 from tests.toys import quickstart_model
@@ -47,7 +49,7 @@ def test_sizes_objective_and_schedule_are_those_of_the_script() -> None:
     model, data = config["model"]["init_args"], config["data"]["init_args"]
     # 4 per device x 4 steps = 16 completions = 4 prompts x 4; an update has 4 x 2 of them
     assert (data["prompts_per_rollout"], data["group_size"]) == (4, 4)
-    assert (model["minibatch_size"], model["ppo_epochs"]) == (8, 2)
+    assert (model["updates"]["minibatch_size"], model["ppo_epochs"]) == (8, 2)
     assert model["aggregation"] == {"class_path": "ConstantLength", "init_args": {"length": 6}}
     assert model["kl"]["init_args"]["coef"] == 0.04
     assert model["lr_scheduler"] == {"name": "cosine", "warmup": 0.1, "floor": 0.0}
@@ -125,7 +127,7 @@ def test_strings_are_left_alone_as_in_trl() -> None:
 def test_rloo_has_its_estimator_and_its_kl_in_the_reward() -> None:
     config, _ = convert_trl({"model_name_or_path": "m", "dataset_name": "d", "reward_clip_range": [-2, 2]}, "rloo")
     model = config["model"]["init_args"]
-    assert config["model"]["class_path"] == "RLOOLightningModule" and model["reward_clip"] == 2
+    assert config["model"]["class_path"] == "RLOOLightningModule" and model["shaping"]["reward_clip"] == 2
     assert model["kl"] == {"class_path": "KLInReward", "init_args": {"estimator": "k1", "coef": 0.05}}
 
 
@@ -207,6 +209,9 @@ def test_the_command_line_trains_with_what_was_written(
     assert cli.model.optimizers().param_groups[0]["lr"] < 2e-6  # cosine: almost 0 at the end
 
 
+GROUPS = (ExtraLosses, Shaping, Updates)
+
+
 def rows_of_the_tables(root: Path) -> list[tuple[str, str]]:
     """(their option, ours) of every row of docs/moving.md."""
     rows = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|", (root / "docs" / "moving.md").read_text(), re.MULTILINE)
@@ -224,11 +229,13 @@ def test_our_side_of_every_row_exists(root: Path) -> None:
     assert len(rows) > 90
     known: dict[str, Any] = {"Trainer": Trainer, "LRSchedule": LRSchedule}
     for theirs, ours in rows:
-        names = re.findall(r"`([A-Z]\w+)(?:\.(\w+))?", ours)
+        names = re.findall(r"`([A-Z]\w+)(?:\.(\w+)(?:\.(\w+))?)?", ours)
         assert names or ours.startswith("-"), (theirs, ours)
-        for owner, argument in names:
+        for owner, argument, inner in names:
             cls = known.get(owner) or next((getattr(room, owner) for room in rooms if hasattr(room, owner)), None)
             assert cls is not None, (theirs, owner)
             if argument:
                 inits = [each.__init__ for each in cls.__mro__ if "__init__" in vars(each)]
                 assert any(argument in inspect.signature(init).parameters for init in inits), (theirs, owner, argument)
+            if inner:
+                assert inner in {field.name for group in GROUPS for field in fields(group)}, (theirs, inner)

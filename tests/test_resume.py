@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 
 from lightrl.algorithms import CriticSpec, PPOLightningModule, RLOOLightningModule
+from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import AdaptiveKL, RewardNormalization, RolloutCheckpoint, ThroughputMonitor, WeightSync
 from lightrl.objectives.kl import KLInReward
 from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
@@ -78,7 +79,7 @@ def run(
         kl=KLInReward(coef=0.1),
         optimizer=adam,
         lr_scheduler=decay,
-        minibatch_size=16,
+        updates=Updates(minibatch_size=16),
         ppo_epochs=2,
     )
     checkpoint = RolloutCheckpoint(every_n_rollouts, dirpath=str(folder / "checkpoints"))

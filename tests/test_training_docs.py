@@ -46,4 +46,4 @@ def test_every_feature_is_reached_from_yaml(root: Path, tmp_path: Path, monkeypa
     assert metrics["policy/entropy_coef"] == pytest.approx(0.005)  # the first rollout's entropy is below 10 nats
     kinds = {type(callback).__name__ for callback in cli.trainer.callbacks}
     assert {"EMA", "ReferenceSync", "AdaptiveEntropy"} <= kinds
-    assert cli.model.mask_truncated and any(name.startswith("reference.") for name in cli.model.state_dict())
+    assert cli.model.shaping.mask_truncated and any(name.startswith("reference.") for name in cli.model.state_dict())

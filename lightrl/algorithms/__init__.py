@@ -1,11 +1,11 @@
 """LightningModules: PPO and its variants, supervised fine-tuning, reward models."""
 
-from lightrl.algorithms.critic import CriticSpec
 from lightrl.algorithms.distill import DistillLightningModule
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.algorithms.ppo import PPOLightningModule
 from lightrl.algorithms.reward import RewardLightningModule
 from lightrl.algorithms.schedule import LRSchedule
+from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Shaping, Updates
 from lightrl.algorithms.sft import SFTLightningModule
 from lightrl.algorithms.variants import (
     CPGDLightningModule,
@@ -23,6 +23,7 @@ __all__ = [
     "DAPOLightningModule",
     "DistillLightningModule",
     "DrGRPOLightningModule",
+    "ExtraLosses",
     "GRPOLightningModule",
     "GSPOLightningModule",
     "LRSchedule",
@@ -32,4 +33,6 @@ __all__ = [
     "ReinforcePlusPlusLightningModule",
     "RewardLightningModule",
     "SFTLightningModule",
+    "Shaping",
+    "Updates",
 ]

@@ -7,11 +7,11 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightrl.compat.arguments import above, at_least, fraction, whole_number
+from lightrl.compat.arguments import at_least, instance_of
 from lightrl.compat.lightning import is_compiled
+from lightrl.objectives.kl import KLInLoss, KLInReward
 from lightrl.rollout.datamodule import RolloutDataModule
 
-WHOLE_FROM_ONE = ("ppo_epochs", "micro_batch_tokens", "max_skipped_updates")
 REFUSED_CALLBACKS = {
     "BatchSizeFinder": "micro_batch_tokens bounds the memory; `lightrl plan` says what fits.",
     "GradientAccumulationScheduler": "micro_batch_tokens and prompts_per_rollout say what is accumulated.",
@@ -19,7 +19,6 @@ REFUSED_CALLBACKS = {
     "StochasticWeightAveraging": "take lightrl.callbacks.EMA, whose average is evaluated and exported.",
     "WeightAveraging": "take lightrl.callbacks.EMA, whose average is evaluated and exported.",
 }
-ABOVE_ZERO_OR_NONE = ("max_grad_norm", "advantage_clip", "reward_clip")
 
 
 def check_arguments(module: Any) -> None:
@@ -36,16 +35,10 @@ def check_arguments(module: Any) -> None:
             "critic=None (null in YAML)."
         )
     module.advantage.refuse_combination(module.kl, whiten=module.whiten_advantages)
-    if module.reward_clip is not None:
-        module.advantage.refuse_shaped_rewards(f"reward_clip={module.reward_clip}")
-    at_least("ptx_coef", module.ptx_coef, 0)
-    at_least("aux_loss_coef", module.aux_loss_coef, 0)
-    for name in WHOLE_FROM_ONE:
-        whole_number(name, getattr(module, name), 1)
-    whole_number("minibatch_size", module.minibatch_size, 1, or_none="(null in YAML) to turn it off")
-    for name in ABOVE_ZERO_OR_NONE:
-        above(name, getattr(module, name), or_none="(null in YAML) to turn it off")
-    fraction("top_entropy_fraction", module.top_entropy_fraction, "(0, 1]", "; 1 trains every token")
+    if module.shaping.reward_clip is not None:
+        module.advantage.refuse_shaped_rewards(f"reward_clip={module.shaping.reward_clip}")
+    at_least("ppo_epochs", module.ppo_epochs, 1)
+    instance_of("kl", module.kl, KLInReward, KLInLoss, or_none="for no KL")  # the two places where it can act
     if module.kl is not None and module.actor_spec.random_init and module.reference_spec is None:
         raise ValueError("actor.random_init=True has no weights to make a reference of: set kl=None or reference.")
 

@@ -151,17 +151,19 @@ class DistillLightningModule(CriticFreeLightningModule):
         """Raises a ValueError for settings of advantages or rewards where there are none."""
         if self.learns_rewards:
             return
-        idle = {"reward_clip": self.reward_clip is not None}
+        shaping = self.shaping
+        idle = {"reward_clip": shaping.reward_clip is not None}
         if divergence is not None:
             idle["whiten_advantages"] = self.whiten_advantages
-            idle["advantage_clip"] = self.advantage_clip is not None
-            idle["top_entropy_fraction"] = self.top_entropy_fraction < 1
+            idle["advantage_clip"] = shaping.advantage_clip is not None
+            idle["top_entropy_fraction"] = shaping.top_entropy_fraction < 1
         for name, found in idle.items():
             if found:
-                beside = "" if divergence is None else f" and divergence={type(divergence).__name__}"
+                given = getattr(shaping, name, True)
+                extra = "" if divergence is None else f" and divergence={type(divergence).__name__}"
                 raise ValueError(
-                    f"{name}={getattr(self, name)} with advantage=None{beside}: there is nothing that it could act on. "
-                    "Leave it at its default, or give an advantage estimator for rewards."
+                    f"{name}={given} with advantage=None{extra}: it has no effect. Leave it at its default, or pass an "
+                    "advantage estimator for rewards."
                 )
 
     def setup(self, stage: str) -> None:

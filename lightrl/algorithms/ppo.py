@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -35,20 +36,17 @@ from lightrl.algorithms.batches import (
     widest_layout,
 )
 from lightrl.algorithms.checks import check_arguments, check_trainer
-from lightrl.algorithms.critic import CriticSpec
 from lightrl.algorithms.hooks import RLCallback, may_move_reference, reads_all_rows, rl_callbacks
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import (
     LRSchedule,
     NamedSchedule,
     make_optimizer,
-    refuse_factories,
     set_named_rates,
     with_schedule,
 )
+from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Shaping, Updates
 from lightrl.algorithms.shaping import RewardCopy, copy_rewards, credits_that_miss
-from lightrl.compat.arguments import instance_of
-from lightrl.compat.jsonargparse import deferred, realized
 from lightrl.compat.lightning import forget_step_metrics, run_seed
 from lightrl.distributed import random_states, strategies
 from lightrl.distributed.fingerprint import fingerprint
@@ -100,7 +98,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
     Args:
         actor: the policy: a folder or hub name, or a `ModelSpec` with LoRA, dtype, layout and so on; from Python also a
-            live model with its `tokenizer`, which is trained itself (`ModelSpec.of`, which takes LoRA and so on too).
+            live model, which is trained itself: `ModelSpec.of(model, tokenizer)`.
         critic: where values come from; None builds no critic (needs an advantage estimator that uses none).
         reference: model of the KL term; None takes a frozen copy of the actor's model (with LoRA: the actor without
             its adapter, or with the one in `lora.adapter`). Nothing is built where `kl` is None.
@@ -110,31 +108,15 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         loss: per-token policy loss.
         aggregation: how token losses become one number.
         kl: penalty against the reference, in the reward or in the loss, with its coefficient; None for none.
-        entropy_coef: weight of the entropy bonus.
-        whiten_advantages: shift and scale advantages to mean 0, std 1 over all response tokens of the rollout.
-        advantage_clip: bound on |advantage| after whitening; None is off.
-        reward_clip: bound on |trajectory reward| before the KL penalty; None is off.
-        mask_truncated: leave completions that `max_new_tokens` cut off out of all losses and their normalisers. They
-            keep their place in the baselines of the others.
-        top_entropy_fraction: fraction of the rollout's tokens, those of highest entropy over all ranks, that the
-            policy loss trains, in (0, 1] (https://arxiv.org/abs/2506.01939: 0.2); the normaliser counts all tokens as
-            in the paper, and KL, entropy bonus and critic see all. 1 is off.
-        ppo_epochs: passes over each rollout.
-        minibatch_size: trajectories per optimizer step, over all ranks; must divide the rollout. None: all of them.
-        micro_batch_tokens: most tokens in one forward and backward; only memory and speed depend on it.
+        ppo_epochs: Passes over each rollout.
+        whiten_advantages: Shift and scale advantages to mean 0, std 1 over all response tokens of the rollout.
+        updates: Size of mini-batches and micro-batches, and bounds on updates; see `Updates`.
+        shaping: Clips of rewards and advantages, and which tokens are trained; see `Shaping`.
+        extra_losses: Weights of entropy bonus, supervised loss, and load-balancing loss; see `ExtraLosses`.
         optimizer: called with the parameter groups `actor` and `critic`.
         lr_scheduler: `{name: cosine, warmup: 0.03}` (`LRSchedule`, over all updates of the run), or what is called
             with the optimizer; stepped after every update. None keeps the rate constant.
-        max_grad_norm: bound on the joint gradient norm of actor and critic; None is off.
-        aux_loss_coef: weight of a mixture-of-experts model's own load-balancing loss, over the tokens that a
-            micro-batch runs (so it, alone, depends on the split a little); 0 is off.
-        ptx_coef: weight of the supervised loss on the data module's `ptx` rows, a mean over their completion tokens
-            (InstructGPT's PPO-ptx, https://arxiv.org/abs/2203.02155 eq. 2, which sums over tokens); 0 is off.
-        off_policy_correction: with the data module's `staleness`, wrap the loss in `OffPolicyCorrection` unless it
-            reads the engine's log-probs already. False does not wrap it.
-        max_skipped_updates: updates in a row with a non-finite loss or gradient after which the run stops.
         success_reward: a completion counts as solved in `eval/pass@k` from this reward on.
-        tokenizer: of a live `actor`, or its processor; None for any other, whose folder has it.
 
     Raises:
         ValueError: a value is out of range or two arguments exclude each other; the message names them.
@@ -148,60 +130,43 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def __init__(
         self,
         actor: str | ModelSpec,
-        critic: CriticSpec | None = CriticSpec(),  # noqa: B008 - never changed; a dataclass default is shown by --help
+        critic: CriticSpec | None = CriticSpec(),
         reference: str | ModelSpec | None = None,
         reward_models: list[RewardModelSpec] | None = None,
         *,
-        advantage: AdvantageEstimator = deferred(GAE),  # noqa: B008
-        loss: PolicyLoss = deferred(PPOClip),  # noqa: B008
-        aggregation: Aggregation = deferred(TokenMean),  # noqa: B008
-        kl: KLPenalty | None = deferred(KLInReward, coef=0.05),  # noqa: B008
-        entropy_coef: float = 0.0,
-        whiten_advantages: bool = True,
-        advantage_clip: float | None = None,
-        reward_clip: float | None = None,
-        mask_truncated: bool = False,
-        top_entropy_fraction: float = 1.0,
+        advantage: AdvantageEstimator = GAE(),
+        loss: PolicyLoss = PPOClip(),
+        aggregation: Aggregation = TokenMean(),
+        kl: KLPenalty | None = KLInReward(coef=0.05),
         ppo_epochs: int = 2,
-        minibatch_size: int | None = None,
-        micro_batch_tokens: int = 16384,
+        whiten_advantages: bool = True,
+        updates: Updates = Updates(),
+        shaping: Shaping = Shaping(),
+        extra_losses: ExtraLosses = ExtraLosses(),
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.0),
         lr_scheduler: LRSchedulerCallable | LRSchedule | None = None,
-        max_grad_norm: float | None = 1.0,
-        aux_loss_coef: float = 0.0,
-        ptx_coef: float = 0.0,
-        off_policy_correction: bool = True,
-        max_skipped_updates: int = 5,
         success_reward: float = 1.0,
-        tokenizer: Any = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False  # frozen models stay out of checkpoints; `state_dict` says why
-        self.actor_spec = ModelSpec.given(actor, tokenizer)
-        self.critic_spec = instance_of("critic", critic, CriticSpec, or_none="for no critic")
+        self.actor_spec = ModelSpec.given(actor)
+        self.critic_spec = critic
         self.reference_spec = None if reference is None else ModelSpec.given(reference, argument="reference")
-        self.reward_model_specs = self._given_reward_models(reward_models)
-        self.advantage = realized(advantage, "advantage", AdvantageEstimator)
-        self.loss = realized(loss, "loss", PolicyLoss)
-        self.aggregation = realized(aggregation, "aggregation", Aggregation)
-        self.kl = realized(kl, "kl", KLInReward, KLInLoss, or_none="for no KL")  # the two places where it can act
-        self.entropy_coef = entropy_coef
-        self.whiten_advantages = whiten_advantages
-        self.advantage_clip = advantage_clip
-        self.reward_clip = reward_clip
-        self.mask_truncated = mask_truncated
-        self.top_entropy_fraction = top_entropy_fraction
+        self.reward_model_specs = list(reward_models or [])
+        self.advantage = advantage
+        self.loss = loss
+        self.aggregation = aggregation
+        self.kl = copy(kl)  # callbacks move its coefficient
         self.ppo_epochs = ppo_epochs
-        self.minibatch_size = minibatch_size
-        self.micro_batch_tokens = micro_batch_tokens
+        self.whiten_advantages = whiten_advantages
+        self.updates = updates
+        self.shaping = shaping
+        self.extra_losses = extra_losses
+        self.entropy_coef = extra_losses.entropy_coef  # callbacks move it
+        self.ptx_coef = extra_losses.ptx_coef
         self.optimizer_factory = optimizer
         self.lr_scheduler_factory = lr_scheduler
-        self.max_grad_norm = max_grad_norm
-        self.aux_loss_coef = aux_loss_coef
-        self.ptx_coef = ptx_coef
-        self.off_policy_correction = off_policy_correction
-        self.max_skipped_updates = max_skipped_updates
         self.success_reward = success_reward
         self.num_skipped_updates = 0
         self.skipped_in_a_row = 0
@@ -216,14 +181,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         self._stale_loss: PolicyLoss | None = None
         self._reference_at_start: int | None = None
         self._frozen_at_start: dict[str, int] | None = None
-        refuse_factories(optimizer, lr_scheduler)
         check_arguments(self)
-
-    @staticmethod
-    def _given_reward_models(specs: list[RewardModelSpec] | None) -> list[RewardModelSpec]:
-        if not isinstance(specs, list | tuple | None):
-            raise ValueError(f"reward_models={specs!r}: give a list of RewardModelSpec, also of one.")
-        return [instance_of(f"reward_models[{i}]", spec, RewardModelSpec) for i, spec in enumerate(specs or [])]
 
     # ---- set-up ------------------------------------------------------------------------------------------------
 
@@ -235,12 +193,12 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def setup(self, stage: str) -> None:
         """Refuses what cannot work, before any model is loaded, and collects what the callbacks declare."""
         strategies.refuse_unsupported(self.trainer.strategy, str(self.trainer.precision))
-        if self.aux_loss_coef and strategies.context_group(self.trainer.strategy) is not None:
+        if self.extra_losses.aux_loss_coef and strategies.context_group(self.trainer.strategy) is not None:
             raise ValueError(
-                f"aux_loss_coef={self.aux_loss_coef} with context_parallel_size above 1: a rank sees routers of a part "
-                "of the tokens only. Set either to its default."
+                f"aux_loss_coef={self.extra_losses.aux_loss_coef} with context_parallel_size above 1: a rank sees "
+                "routers of a part of the tokens only. Set either to its default."
             )
-        strategies.set_gradient_clipping(self.trainer.strategy, self.max_grad_norm)
+        strategies.set_gradient_clipping(self.trainer.strategy, self.updates.max_grad_norm)
         require_model(self.actor_spec)
         if self.reference_spec is not None:
             require_model(self.reference_spec)
@@ -261,7 +219,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         """Whether `setup` will wrap the loss, because the data module samples ahead of the update."""
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         stale = isinstance(data, RolloutDataModule) and data.staleness > 0
-        return stale and self.off_policy_correction and self.loss.engine_use in ("unused", None)
+        return stale and self.updates.off_policy_correction and self.loss.engine_use in ("unused", None)
 
     def build_models(self, in_shards: bool = False) -> None:
         """Sets actor, critic, reference, and reward models; empty ones if ranks fill in their parts (`in_shards`)."""
@@ -269,7 +227,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         shared = critic is not None and critic.shared
         spec = self.actor_spec
         self.actor = PolicyModel.from_spec(spec, trainable=True, in_shards=in_shards, value_head=shared)
-        if self.aux_loss_coef:
+        if self.extra_losses.aux_loss_coef:
             return_router_logits(self.actor.lm)
         self.critic = (
             None if critic is None or shared else ValueModel.from_spec(critic.model or spec, in_shards=in_shards)
@@ -315,13 +273,13 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         """
         trainer: Any = self.trainer
         data, each = trainer.datamodule, self.ppo_epochs
-        if self.minibatch_size is not None:
+        if self.updates.minibatch_size is not None:
             if not isinstance(data, RolloutDataModule):
                 raise ValueError(
-                    f"lr_scheduler by name with minibatch_size={self.minibatch_size}: how many updates a rollout makes "
-                    "is known with RolloutDataModule only; give a scheduler class with its number of steps."
+                    f"lr_scheduler by name with minibatch_size={self.updates.minibatch_size}: how many updates a "
+                    "rollout makes is known with RolloutDataModule only. Pass a scheduler class with its steps."
                 )
-            each *= max(data.prompts_per_rollout * data.group_size // self.minibatch_size, 1)
+            each *= max(data.prompts_per_rollout * data.group_size // self.updates.minibatch_size, 1)
         if trainer.train_dataloader is None:
             trainer.fit_loop.setup_data()
         epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
@@ -419,7 +377,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         """
         for spec in self.reward_model_specs:
             model: Any = self.reward_models[spec.name]
-            scores = model.score(rollouts, self.micro_batch_tokens)[last_rows(rollouts.trajectory_ids)]
+            scores = model.score(rollouts, self.updates.micro_batch_tokens)[last_rows(rollouts.trajectory_ids)]
             failed = rollouts.failed
             if (applies := spec.applies(rollouts.columns)) is not None:
                 failed = [bad or not its for bad, its in zip(failed, applies, strict=True)]
@@ -437,7 +395,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         """
         self._note_missing_routes(rollouts)
         actor, critic, reference = self.actor, self.critic, self.reference
-        shared, filtered = actor.value_head is not None, self.top_entropy_fraction < 1
+        shared, filtered = actor.value_head is not None, self.shaping.top_entropy_fraction < 1
         outputs = ModelOutputs()
         if shared or filtered or self._needs_old_logprobs(rollouts):
             wanted = {"values": shared, "entropy": filtered}
@@ -466,8 +424,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             Advantages before whitening and clipping, and the targets of the critic.
         """
         rewards = rollouts.rewards
-        if self.reward_clip is not None:
-            rewards = rewards.clamp(-self.reward_clip, self.reward_clip)
+        if self.shaping.reward_clip is not None:
+            rewards = rewards.clamp(-self.shaping.reward_clip, self.shaping.reward_clip)
         valid = rewards.isfinite()
         rewards = torch.where(valid, rewards, 0.0)
         layout = TrajectoryLayout(rollouts.trajectory_ids, rollouts.response_mask)
@@ -503,26 +461,30 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
                 "on_rollout_scored: a callback changed rollouts.reward_parts but not rollouts.rewards, which "
                 f"advantage={type(self.advantage).__name__} reads. Change rollouts.rewards by the same amount."
             )
-        if self.reward_clip is not None:
-            self.advantage.refuse_shaped_rewards(f"reward_clip={self.reward_clip}", credit)
+        if self.shaping.reward_clip is not None:
+            self.advantage.refuse_shaped_rewards(f"reward_clip={self.shaping.reward_clip}", credit)
         if isinstance(self.kl, KLInReward) and credit == "parts":
             self.advantage.refuse_shaped_rewards("kl=KLInReward", credit)
 
     def _join(self, rollouts: Rollouts, outputs: ModelOutputs, found: Advantages) -> tuple[Experience, MetricSums]:
         """The experience: untrained rows off the mask, advantages whitened and clipped, tokens filtered by entropy."""
         reduction, sums = self._all_ranks, MetricSums()
-        trained = found.valid & ~rollouts.truncated if self.mask_truncated else found.valid
+        trained = found.valid & ~rollouts.truncated if self.shaping.mask_truncated else found.valid
         mask = rollouts.response_mask & trained.unsqueeze(1)
         advantages, metrics = whiten_and_clip(
-            found.advantages, mask, whiten=self.whiten_advantages, clip=self.advantage_clip, all_sum=reduction.sum
+            found.advantages,
+            mask,
+            whiten=self.whiten_advantages,
+            clip=self.shaping.advantage_clip,
+            all_sum=reduction.sum,
         )
         sums.add(metrics, mask)
-        if self.reward_clip is not None:
-            clipped = (rollouts.rewards.abs() > self.reward_clip).float()
+        if self.shaping.reward_clip is not None:
+            clipped = (rollouts.rewards.abs() > self.shaping.reward_clip).float()
             sums.add({"reward/clip_fraction": clipped[first_rows(rollouts.trajectory_ids)]})
         keep = None
-        if self.top_entropy_fraction < 1 and outputs.entropy is not None:
-            keep = top_entropy_mask(outputs.entropy, mask, self.top_entropy_fraction, all_sum=reduction.sum)
+        if self.shaping.top_entropy_fraction < 1 and outputs.entropy is not None:
+            keep = top_entropy_mask(outputs.entropy, mask, self.shaping.top_entropy_fraction, all_sum=reduction.sum)
             sums.add({"policy/top_entropy": outputs.entropy[keep]})
         layout = TrajectoryLayout(rollouts.trajectory_ids, mask)
         sums.add({"advantage/nonzero_fraction": (layout.join(advantages) != 0).any(1).float()})
@@ -577,7 +539,11 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             return
         ranks = self.trainer.world_size
         policy, tokens, supervised = (ranks / max(x, 1.0) for x in counts.tolist())
-        budget, widest, micros = self.micro_batch_tokens, widest_layout(*self._trained_models), list[MicroBatch]()
+        budget, widest, micros = (
+            self.updates.micro_batch_tokens,
+            widest_layout(*self._trained_models),
+            list[MicroBatch](),
+        )
         if ptx is not None:
             parts = cut_micro_batches(ptx, budget, reduction.max, layout=widest)
             micros += [MicroBatch(part, None, self.ptx_coef * supervised) for part in parts]
@@ -634,8 +600,8 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             value_loss, clipped = clipped_value_loss(values, rows.values, rows.returns, mask, clip)
             losses["value"] = self.critic_spec.loss_coef * value_loss
             metrics |= {"loss/value": value_loss, "value/clip_fraction": clipped}
-        if self.aux_loss_coef and "aux_loss" in out:
-            losses["aux"] = (self.aux_loss_coef * out["aux_loss"]).expand_as(logprobs)
+        if self.extra_losses.aux_loss_coef and "aux_loss" in out:
+            losses["aux"] = (self.extra_losses.aux_loss_coef * out["aux_loss"]).expand_as(logprobs)
             metrics["loss/aux"] = out["aux_loss"]
         return losses, metrics
 
@@ -687,7 +653,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         scaler = strategies.loss_scaler(self.trainer.precision_plugin)
         scale = 1.0 if scaler is None else scaler.get_scale()
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = strategies.clip_gradients(strategy, trained, self.max_grad_norm, scale)
+        norm = strategies.clip_gradients(strategy, trained, self.updates.max_grad_norm, scale)
         overflow = norm is not None and not bool(torch.isfinite(norm))
         lost, overflow = self._all_ranks.max(torch.tensor([float(not finite), float(overflow)])).bool().tolist()
         skip = lost or overflow
@@ -743,7 +709,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         if not (skip and searching):
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skip else 0
         self.num_skipped_updates += skip
-        if self.skipped_in_a_row >= self.max_skipped_updates:
+        if self.skipped_in_a_row >= self.updates.max_skipped_updates:
             raise RuntimeError(
                 f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient norm (the last norm: "
                 f"{None if norm is None else norm.item()}). Lower the learning rate, check the scale of the rewards, "
@@ -762,7 +728,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
         Every rank calls `forward` equally often, as sharded models need.
         """
-        return batched_forward(forward, rows, self.micro_batch_tokens, self.all_max, model.layout)
+        return batched_forward(forward, rows, self.updates.micro_batch_tokens, self.all_max, model.layout)
 
     def _runs_own(self, *hooks: str) -> bool:
         """Whether none of the hooks is overridden outside of this package."""
@@ -786,7 +752,12 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         """
         if not self._runs_own(*STEP) or any(reads_all_rows(callback) for callback in self._callbacks()):
             return False
-        terms = (self.critic_spec is not None, isinstance(self.kl, KLInLoss), self.entropy_coef, self.aux_loss_coef)
+        terms = (
+            self.critic_spec is not None,
+            isinstance(self.kl, KLInLoss),
+            self.entropy_coef,
+            self.extra_losses.aux_loss_coef,
+        )
         return not any(terms) and self._loss_of(rows).zero_advantage_is_zero_loss
 
     def _callbacks(self) -> list[Any]:
@@ -799,7 +770,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def _loss_of(self, rows: Experience) -> PolicyLoss:
         """The loss of these rows, corrected if older weights sampled them."""
         corrected = self.loss.engine_use in ("compared", "ratio")
-        if not rows.is_stale or corrected or not self.off_policy_correction:
+        if not rows.is_stale or corrected or not self.updates.off_policy_correction:
             return self.loss
         if self._stale_loss is None:
             rank_zero_warn(
@@ -838,7 +809,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
 
     def _count_minibatches(self, rows: Any) -> int:
         """Optimizer steps per pass over a rollout. Collective if `minibatch_size` is given."""
-        size, ranks = self.minibatch_size, self.trainer.world_size
+        size, ranks = self.updates.minibatch_size, self.trainer.world_size
         if size is None:
             return 1
         if size % ranks:

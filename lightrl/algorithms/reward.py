@@ -14,7 +14,6 @@ from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import (
     LRSchedule,
     make_optimizer,
-    refuse_factories,
     run_position,
     set_named_rates,
     with_schedule,
@@ -69,7 +68,6 @@ class RewardLightningModule(SavesPretrained):
         self.optimizer_factory = optimizer
         self.head_lr = at_least("head_lr", head_lr, 0, or_none="for the optimizer's")
         self.lr_scheduler_factory = lr_scheduler
-        refuse_factories(optimizer, lr_scheduler)
         self.centering_coef = at_least("centering_coef", centering_coef, 0, "; 0 turns it off")
         self._window = GradientWindow()
         self.eval_loss = MeanMetric()

@@ -120,17 +120,6 @@ def run_position(trainer: Any) -> Callable[[], tuple[float, float]]:
     return position
 
 
-def refuse_factories(optimizer: Any, schedule: Any) -> None:
-    """Raises a ValueError for an `optimizer` or `lr_scheduler` argument that makes none."""
-    if not callable(optimizer):
-        raise ValueError(f"optimizer={optimizer!r}: give a function that takes parameters and returns an optimizer.")
-    if not (schedule is None or callable(schedule) or isinstance(schedule, LRSchedule)):
-        raise ValueError(
-            f"lr_scheduler={schedule!r}: give an LRSchedule, such as LRSchedule('cosine'), or a function that takes an "
-            "optimizer and returns a scheduler."
-        )
-
-
 def with_schedule(optimizer: Optimizer, schedule: Any, position: Callable[[], tuple[float, float]]) -> Any:
     """What `configure_optimizers` returns.
 

@@ -13,7 +13,6 @@ from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import (
     LRSchedule,
     make_optimizer,
-    refuse_factories,
     run_position,
     set_named_rates,
     with_schedule,
@@ -32,12 +31,11 @@ class SFTLightningModule(SavesPretrained):
     an update (`accumulate_grad_batches`) on all ranks. Packed layout and chunked log-probs are those of the RL modules.
 
     Args:
-        actor: the model: a folder or hub name, or a `ModelSpec`; from Python also a live model with its `tokenizer`,
-            which is trained itself (`ModelSpec.of`).
+        actor: the model: a folder or hub name, or a `ModelSpec`; from Python also a live model,
+            which is trained itself: `ModelSpec.of(model, tokenizer)`.
         optimizer: called with the trained parameters.
         lr_scheduler: `{name: cosine, warmup: 0.03}` (`LRSchedule`, over all updates of the run), or what is called
             with the optimizer; stepped after every update. None keeps the rate constant.
-        tokenizer: of a live `actor`, or its processor; None for any other, whose folder has it.
     """
 
     actor: PolicyModel
@@ -47,13 +45,11 @@ class SFTLightningModule(SavesPretrained):
         actor: str | ModelSpec,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.0),
         lr_scheduler: LRSchedulerCallable | LRSchedule | None = None,
-        tokenizer: Any = None,
     ) -> None:
         super().__init__()
-        self.actor_spec = ModelSpec.given(actor, tokenizer)
+        self.actor_spec = ModelSpec.given(actor)
         self.optimizer_factory = optimizer
         self.lr_scheduler_factory = lr_scheduler
-        refuse_factories(optimizer, lr_scheduler)
         self.eval_loss = MeanMetric()
         self._window = GradientWindow()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from lightrl.algorithms.ppo import PPOLightningModule
-from lightrl.compat.jsonargparse import deferred
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import RLOO, AdvantageEstimator, GroupRelative, ReinforcePlusPlus
 from lightrl.objectives.aggregation import Aggregation, ConstantLength, SequenceMean, SequenceSum, TokenMean
@@ -29,7 +28,7 @@ class CriticFreeLightningModule(PPOLightningModule):
         self,
         actor: str | ModelSpec,
         *,
-        advantage: AdvantageEstimator = deferred(RLOO),  # noqa: B008
+        advantage: AdvantageEstimator = RLOO(),
         whiten_advantages: bool = False,
         ppo_epochs: int = 1,
         **kwargs: Any,
@@ -60,9 +59,9 @@ class GRPOLightningModule(CriticFreeLightningModule):
         self,
         actor: str | ModelSpec,
         *,
-        advantage: AdvantageEstimator = deferred(GroupRelative),  # noqa: B008
-        aggregation: Aggregation = deferred(SequenceMean),  # noqa: B008
-        kl: KLPenalty | None = deferred(KLInLoss, coef=0.04),  # noqa: B008
+        advantage: AdvantageEstimator = GroupRelative(),
+        aggregation: Aggregation = SequenceMean(),
+        kl: KLPenalty | None = KLInLoss(coef=0.04),
         **kwargs: Any,
     ) -> None:
         super().__init__(actor, advantage=advantage, aggregation=aggregation, kl=kl, **kwargs)
@@ -82,8 +81,8 @@ class DrGRPOLightningModule(GRPOLightningModule):
         self,
         actor: str | ModelSpec,
         *,
-        advantage: AdvantageEstimator = deferred(GroupRelative, scale="none"),  # noqa: B008
-        aggregation: Aggregation = deferred(ConstantLength, length=3000),  # noqa: B008
+        advantage: AdvantageEstimator = GroupRelative(scale="none"),
+        aggregation: Aggregation = ConstantLength(length=3000),
         kl: KLPenalty | None = None,
         **kwargs: Any,
     ) -> None:
@@ -107,8 +106,8 @@ class DAPOLightningModule(GRPOLightningModule):
         self,
         actor: str | ModelSpec,
         *,
-        loss: PolicyLoss = deferred(PPOClip, eps_high=0.28),  # noqa: B008
-        aggregation: Aggregation = deferred(TokenMean),  # noqa: B008
+        loss: PolicyLoss = PPOClip(eps_high=0.28),
+        aggregation: Aggregation = TokenMean(),
         kl: KLPenalty | None = None,
         **kwargs: Any,
     ) -> None:
@@ -130,7 +129,7 @@ class GSPOLightningModule(GRPOLightningModule):
         self,
         actor: str | ModelSpec,
         *,
-        loss: PolicyLoss = deferred(GSPO),  # noqa: B008
+        loss: PolicyLoss = GSPO(),
         kl: KLPenalty | None = None,
         **kwargs: Any,
     ) -> None:
@@ -152,7 +151,7 @@ class CPGDLightningModule(GRPOLightningModule):
         self,
         actor: str | ModelSpec,
         *,
-        loss: PolicyLoss = deferred(CPG, drift_coef=0.01),  # noqa: B008
+        loss: PolicyLoss = CPG(drift_coef=0.01),
         kl: KLPenalty | None = None,
         **kwargs: Any,
     ) -> None:
@@ -173,7 +172,7 @@ class RLOOLightningModule(CriticFreeLightningModule):
         self,
         actor: str | ModelSpec,
         *,
-        aggregation: Aggregation = deferred(SequenceSum),  # noqa: B008
+        aggregation: Aggregation = SequenceSum(),
         **kwargs: Any,
     ) -> None:
         super().__init__(actor, aggregation=aggregation, **kwargs)
@@ -197,8 +196,8 @@ class ReinforcePlusPlusLightningModule(CriticFreeLightningModule):
         self,
         actor: str | ModelSpec,
         *,
-        advantage: AdvantageEstimator = deferred(ReinforcePlusPlus),  # noqa: B008
-        kl: KLPenalty | None = deferred(KLInReward, coef=0.01),  # noqa: B008
+        advantage: AdvantageEstimator = ReinforcePlusPlus(),
+        kl: KLPenalty | None = KLInReward(coef=0.01),
         **kwargs: Any,
     ) -> None:
         super().__init__(actor, advantage=advantage, kl=kl, **kwargs)

@@ -337,7 +337,7 @@ def _memory(built: Any, prompts: list[int]) -> Iterator[Finding]:
     data.trainer = trainer
     group = data.group_size
     sequences = data.prompts_per_rollout * group // trainer.world_size
-    rows = sequences if module.minibatch_size is None else module.minibatch_size // trainer.world_size
+    rows = sequences if module.updates.minibatch_size is None else module.updates.minibatch_size // trainer.world_size
     spec, critic, precision = module.actor_spec, module.critic_spec, str(trainer.precision)
     reference, cuda = module.reference_spec, trainer.strategy.root_device.type == "cuda"
     there = torch.cuda.get_device_properties(0).total_memory if cuda else _host_memory() / trainer.world_size
@@ -350,7 +350,7 @@ def _memory(built: Any, prompts: list[int]) -> Iterator[Finding]:
         USABLE * there,
         rollout={
             "layout": spec.layout,
-            "budget": module.micro_batch_tokens,
+            "budget": module.updates.micro_batch_tokens,
             "prompts": max(1, rows // group),
             "group": min(rows, group),
             "prompt": max(prompts) if padded else -(-sum(prompts) // len(prompts)),

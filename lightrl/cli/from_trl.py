@@ -159,7 +159,7 @@ def convert_trl(
         "trainer": trainer,
         "model": {
             "class_path": "GRPOLightningModule" if algorithm == "grpo" else "RLOOLightningModule",
-            "init_args": {**model, "ppo_epochs": sizes["epochs"], "minibatch_size": sizes["minibatch"]},
+            "init_args": {**model, "ppo_epochs": sizes["epochs"]},
         },
         "data": {"class_path": "RolloutDataModule", "init_args": data},
     }
@@ -243,16 +243,17 @@ def _model(given: _Options, algorithm: str, sizes: dict[str, Any], notes: list[s
     kl = in_loss if algorithm == "grpo" else _part("KLInReward", estimator="k1", coef=beta)
     arguments["kl"] = kl if beta else None
     arguments |= _objective(given, algorithm, sizes["length"], notes)
-    for old, new, default in (
-        ("mask_truncated_completions", "mask_truncated", False),
-        ("top_entropy_quantile", "top_entropy_fraction", 1.0),
-        ("entropy_coef", "entropy_coef", 0.0),
-        ("max_grad_norm", "max_grad_norm", 1.0),
-        ("router_aux_loss_coef", "aux_loss_coef", 0.0),
-    ):
-        arguments[new] = given.take(old, default)
-    arguments["aux_loss_coef"] = arguments["aux_loss_coef"] or 0.0
-    arguments["max_grad_norm"] = arguments["max_grad_norm"] or None
+    shaping = arguments.setdefault("shaping", {})
+    shaping["mask_truncated"] = given.take("mask_truncated_completions", False)
+    shaping["top_entropy_fraction"] = given.take("top_entropy_quantile", 1.0)
+    arguments["extra_losses"] = {
+        "entropy_coef": given.take("entropy_coef", 0.0),
+        "aux_loss_coef": given.take("router_aux_loss_coef", 0.0) or 0.0,
+    }
+    arguments["updates"] = {
+        "minibatch_size": sizes["minibatch"],
+        "max_grad_norm": given.take("max_grad_norm", 1.0) or None,
+    }
     if given.take("optim", "adamw_torch_fused") not in ("adamw_torch", "adamw_torch_fused"):
         notes.append("optim: torch.optim.AdamW took its place; any torch optimizer goes under `optimizer`.")
     betas = [given.take("adam_beta1", 0.9), given.take("adam_beta2", 0.999)]
@@ -279,7 +280,7 @@ def _objective(given: _Options, algorithm: str, length: int, notes: list[str]) -
     high = low if high is None else high
     if algorithm == "rloo":
         clip = given.take("reward_clip_range")
-        bound = {} if clip is None else {"reward_clip": max(abs(x) for x in clip)}
+        bound = {} if clip is None else {"shaping": {"reward_clip": max(abs(x) for x in clip)}}
         if clip is not None and clip[0] != -clip[1]:
             notes.append(f"reward_clip_range: {clip} is not symmetric; reward_clip bounds the absolute value.")
         advantage = _part("RLOO", normalize=given.take("normalize_advantages", False))
@@ -383,7 +384,7 @@ def _trainer(
     low, high = given.take("entropy_coef_min", 0.0), given.take("entropy_coef_max", 1.0)
     step, target = given.take("entropy_coef_delta", 0.005), given.take("entropy_target", 0.2)
     if given.take("use_adaptive_entropy", False):
-        start = max(model["entropy_coef"], low)
+        start = max(model["extra_losses"]["entropy_coef"], low)
         arguments = {"target": target, "step": step, "start": start, "minimum": low, "maximum": high}
         callbacks.append(_part("AdaptiveEntropy", **arguments))
     trainer: dict[str, Any] = {

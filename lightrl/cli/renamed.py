@@ -8,6 +8,18 @@ from typing import Any
 KEYS = {
     "data.max_refills": "data.dynamic_sampling_rounds",
     "data.recipes": "data.rewards_by_label",
+    "model.minibatch_size": "model.updates.minibatch_size",
+    "model.micro_batch_tokens": "model.updates.micro_batch_tokens",
+    "model.max_grad_norm": "model.updates.max_grad_norm",
+    "model.max_skipped_updates": "model.updates.max_skipped_updates",
+    "model.off_policy_correction": "model.updates.off_policy_correction",
+    "model.reward_clip": "model.shaping.reward_clip",
+    "model.advantage_clip": "model.shaping.advantage_clip",
+    "model.mask_truncated": "model.shaping.mask_truncated",
+    "model.top_entropy_fraction": "model.shaping.top_entropy_fraction",
+    "model.entropy_coef": "model.extra_losses.entropy_coef",
+    "model.ptx_coef": "model.extra_losses.ptx_coef",
+    "model.aux_loss_coef": "model.extra_losses.aux_loss_coef",
 }
 """Old dotted key, without `init_args` -> new key."""
 

@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import seed_everything
 
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule, RLOOLightningModule
+from lightrl.algorithms.settings import Updates
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
@@ -55,7 +56,7 @@ def schedule(opt: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler
 
 
 NUM_ROLLOUTS = 60
-COMMON: dict[str, Any] = {"optimizer": optimizer, "lr_scheduler": schedule, "max_grad_norm": None}
+COMMON: dict[str, Any] = {"optimizer": optimizer, "lr_scheduler": schedule, "updates": Updates(max_grad_norm=None)}
 
 
 def rloo(kl: KLPenalty) -> Make:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.algorithms import DistillLightningModule, SFTLightningModule
+from lightrl.algorithms.settings import Shaping, Updates
 from lightrl.callbacks import PredictionWriter, WeightSync
 from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
@@ -76,7 +77,7 @@ def test_the_minimiser_is_the_teacher_and_with_a_reward_the_mixture(
         advantage=(RLOO() if divergence else Reinforce()) if with_reward else None, coef=0.5 if with_reward else 1.0,
         gamma=float(with_reward and divergence is None), divergence=divergence, divergence_top_k=top,
         optimizer=lambda params: torch.optim.Adam(params, lr=0.06 if divergence and with_reward else 0.03),
-        lr_scheduler=schedule, max_grad_norm=None,
+        lr_scheduler=schedule, updates=Updates(max_grad_norm=None),
     )  # fmt: skip
     rest: dict[str, Any] = {} if with_reward else {"rewards": None}
     if divergence is not None and not with_reward:  # without noise a few samples do
@@ -132,7 +133,7 @@ def test_the_gradient_of_a_divergence_is_the_dense_one(divergence: Divergence, t
     rows = [{"prompt": f"{i}+{i}=", "who": "ab"[i % 2]} for i in range(8)]
     module = Keep(
         paths["student"], {"a": paths["a"], "b": paths["b"]}, "who", coef=0.5, divergence=divergence,
-        micro_batch_tokens=40,
+        updates=Updates(micro_batch_tokens=40),
     )  # fmt: skip
     data = sums_data(
         prompts=PromptSource(rows=rows), group_size=1, rollouts_per_epoch=1,
@@ -164,7 +165,7 @@ def test_the_model_teaches_itself_what_it_knows_with_a_privileged_prompt(tmp_pat
     tokenizer.save_pretrained(other)
     rows = [{"prompt": f"{i}+{i}=", "hint": "(8)" * (i % 3 + 1) + f"{i}+{i}="} for i in range(8)]
     module = Keep(
-        path, {"self": path}, divergence=ForwardKL(), privileged_column="hint", micro_batch_tokens=60,
+        path, {"self": path}, divergence=ForwardKL(), privileged_column="hint", updates=Updates(micro_batch_tokens=60),
     )  # fmt: skip
     data = sums_data(prompts=PromptSource(rows=rows), group_size=2, rollouts_per_epoch=1, tokenizer=other)
     quiet_trainer().fit(module, data)
@@ -252,9 +253,15 @@ def test_what_cannot_be_distilled_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="divergence_top_k=3 with divergence=None"):
         DistillLightningModule(student, {"a": student}, divergence_top_k=3)
     without_rewards = [
-        ({"reward_clip": 1.0}, "reward_clip=1.0 with advantage=None: "),
-        ({"divergence": ReverseKL(), "advantage_clip": 2.0}, "advantage_clip=2.0 with advantage=None and div"),
-        ({"divergence": ReverseKL(), "top_entropy_fraction": 0.2}, "top_entropy_fraction=0.2 with advantage=None and"),
+        ({"shaping": Shaping(reward_clip=1.0)}, "reward_clip=1.0 with advantage=None: "),
+        (
+            {"divergence": ReverseKL(), "shaping": Shaping(advantage_clip=2.0)},
+            "advantage_clip=2.0 with advantage=None and div",
+        ),
+        (
+            {"divergence": ReverseKL(), "shaping": Shaping(top_entropy_fraction=0.2)},
+            "top_entropy_fraction=0.2 with advantage=None and",
+        ),
         ({"divergence": ReverseKL(), "whiten_advantages": True}, "whiten_advantages=True with advantage=None and"),
     ]
     for arguments, message in without_rewards:

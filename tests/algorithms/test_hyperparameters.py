@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightrl import GRPOLightningModule, LoraSpec, ModelSpec
 from lightrl.algorithms.hyperparameters import described
 from lightrl.algorithms.schedule import LRSchedule
+from lightrl.algorithms.settings import Shaping
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 
@@ -53,7 +54,7 @@ def test_loggers_are_told_what_a_run_from_python_is(model: str, tmp_path: Path) 
         spec,
         optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4),
         lr_scheduler=LRSchedule("cosine", warmup=0.1),
-        mask_truncated=True,
+        shaping=Shaping(mask_truncated=True),
     )
     data = sums_data(rollouts_per_epoch=1, prompts_per_rollout=2, group_size=2, reward_weights=[0.5])
     quiet_trainer(logger=[recorder, table], log_every_n_steps=1).fit(module, data)
@@ -63,7 +64,7 @@ def test_loggers_are_told_what_a_run_from_python_is(model: str, tmp_path: Path) 
     assert own["actor"]["path"] == model and own["actor"]["lora"]["r"] == 4
     assert own["actor"]["kwargs"] == {"token": "***"} and "of-mine" not in str(told)
     assert own["advantage"]["class_path"] == "lightrl.objectives.advantages.GroupRelative"  # the algorithm's own
-    assert own["kl"]["init_args"]["coef"] == 0.04 and own["critic"] is None and own["mask_truncated"] is True
+    assert own["kl"]["init_args"]["coef"] == 0.04 and own["critic"] is None and own["shaping"]["mask_truncated"] is True
     assert own["lr_scheduler"]["name"] == "cosine" and own["lr_scheduler"]["warmup"] == 0.1
     assert rows["rewards"]["init_args"]["weights"] == {"digits_reward": 0.5}
     assert rows["prompts"]["rows"] == "64 entries" and rows["sampling"]["max_new_tokens"] == 6

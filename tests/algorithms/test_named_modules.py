@@ -16,6 +16,7 @@ import yaml
 
 from lightrl import algorithms as modules
 from lightrl.algorithms import PPOLightningModule
+from lightrl.algorithms.settings import Updates
 from lightrl.cli import main
 from lightrl.objectives.advantages import GAE, RLOO, GroupRelative, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from lightrl.objectives.aggregation import ConstantLength, SequenceMean, SequenceSum, TokenMean
@@ -71,7 +72,7 @@ def test_defaults_are_the_papers(name: str, model_path: str) -> None:
 @pytest.mark.parametrize("name", PAPERS)
 def test_trains(name: str, model_path: str) -> None:
     """Two mini-batches: the second one is off-policy, so that clip, ratio and drift have something to do."""
-    metrics = train(make(name, model_path, minibatch_size=16))
+    metrics = train(make(name, model_path, updates=Updates(minibatch_size=16)))
     assert metrics["optim/skipped_updates"] == 0
     assert metrics["optim/grad_norm"] > 0
     assert metrics["kl/old"] > 0
@@ -90,7 +91,7 @@ def test_dr_grpo_does_not_depend_on_its_constant_but_in_scale(model_path: str) -
     """6 / 3000 = 0.002 of the gradient."""
     norms = {}
     for length in (6.0, 3000.0):
-        module = make("DrGRPO", model_path, aggregation=ConstantLength(length), max_grad_norm=None)
+        module = make("DrGRPO", model_path, aggregation=ConstantLength(length), updates=Updates(max_grad_norm=None))
         norms[length] = train(module)["optim/grad_norm"]
     assert norms[3000.0] == pytest.approx(0.002 * norms[6.0], rel=1e-4)
 

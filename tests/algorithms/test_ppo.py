@@ -14,6 +14,7 @@ from torch import Tensor
 import lightrl.algorithms.ppo as ppo_module
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule, RLOOLightningModule
 from lightrl.algorithms.batches import policy_forward as run
+from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.callbacks import LinearKL, WeightSync
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.advantages import GroupRelative
@@ -35,7 +36,7 @@ def test_micro_batches_and_layouts_do_not_change_the_update(kind: type[PPOLightn
     results = []
     for tokens, layout in ((100_000, "padded"), (100_000, "packed"), (120, "padded"), (60, "shared_prefix")):
         spec = ModelSpec(model_path, layout=layout)  # type: ignore[arg-type]
-        module = kind(spec, micro_batch_tokens=tokens, optimizer=sgd)
+        module = kind(spec, updates=Updates(micro_batch_tokens=tokens), optimizer=sgd)
         keep = fit(module)
         results.append((weights(module), keep.metrics[0]))
     for other, metrics in results[1:]:
@@ -107,7 +108,9 @@ def test_rows_without_gradient_are_left_out_and_still_counted(model_path: str, m
 
     results = []
     for coefficient in (0.0, 1e-12):  # any entropy bonus, however small, means that every row has a gradient
-        module = GRPOLightningModule(model_path, optimizer=sgd, kl=None, entropy_coef=coefficient)
+        module = GRPOLightningModule(
+            model_path, optimizer=sgd, kl=None, extra_losses=ExtraLosses(entropy_coef=coefficient)
+        )
         sizes: list[int] = []
         with monkeypatch.context() as patched:
             patched.setattr(
@@ -169,7 +172,7 @@ def _count_forwards(module: PPOLightningModule) -> list[int]:
 
 
 def test_minibatches_cover_every_row_once_and_keep_groups_together(model_path: str) -> None:
-    module = ppo(model_path, ppo_epochs=2, minibatch_size=8)
+    module = ppo(model_path, ppo_epochs=2, updates=Updates(minibatch_size=8))
     seen: list[list[int]] = []
     original = module.micro_batches
 
@@ -189,7 +192,7 @@ def test_minibatches_cover_every_row_once_and_keep_groups_together(model_path: s
 
 def test_minibatch_size_must_divide_the_rollout(model_path: str) -> None:
     with pytest.raises(ValueError, match="minibatch_size=7 does not divide the rollout's 32 sequences"):
-        fit(ppo(model_path, minibatch_size=7))
+        fit(ppo(model_path, updates=Updates(minibatch_size=7)))
 
 
 class Explodes(PPOLightningModule):
@@ -221,7 +224,7 @@ def test_an_update_without_a_token_to_train_is_skipped_and_counted(model_path: s
         scored = sum(calls) <= 32
         return [float(sum(c in "02468" for c in text)) if scored else None for text in completions]
 
-    module = GRPOLightningModule(model_path, optimizer=adam, max_skipped_updates=1)
+    module = GRPOLightningModule(model_path, optimizer=adam, updates=Updates(max_skipped_updates=1))
     after: list[Tensor] = []
 
     class Watch(Callback):
@@ -238,7 +241,7 @@ def test_an_update_without_a_token_to_train_is_skipped_and_counted(model_path: s
 
 
 def test_too_many_skips_in_a_row_stop_the_run(model_path: str) -> None:
-    module = Explodes(model_path, ppo_epochs=1, optimizer=adam, max_skipped_updates=2)
+    module = Explodes(model_path, ppo_epochs=1, optimizer=adam, updates=Updates(max_skipped_updates=2))
     module.broken = (0, 1, 2)
     with pytest.raises(RuntimeError, match="2 updates in a row had a non-finite loss"):
         fit(module, rollouts=3)
@@ -320,20 +323,20 @@ def test_an_estimator_that_needs_a_critic_is_refused_without(model_path: str) ->
         PPOLightningModule(model_path, critic=None)
 
 
-BASE: dict[str, Any] = {"ppo_epochs": 2, "minibatch_size": 16}
+BASE: dict[str, Any] = {"ppo_epochs": 2, "updates": Updates(minibatch_size=16)}
 FLAGS: dict[str, dict[str, Any]] = {
     "kl.coef": {"kl": KLInReward(coef=5.0)},
     "kl": {"kl": KLInLoss("k3", coef=5.0)},
-    "entropy_coef": {"entropy_coef": 0.5},
+    "entropy_coef": {"extra_losses": ExtraLosses(entropy_coef=0.5)},
     "critic.loss_coef": {"critic": CriticSpec(loss_coef=5.0)},
     "critic.clip": {"critic": CriticSpec(clip=1e-6)},
     "whiten_advantages": {"whiten_advantages": False},
-    "advantage_clip": {"advantage_clip": 0.1},
-    "reward_clip": {"reward_clip": 0.01},
+    "advantage_clip": {"shaping": Shaping(advantage_clip=0.1)},
+    "reward_clip": {"shaping": Shaping(reward_clip=0.01)},
     "ppo_epochs": {"ppo_epochs": 3},
-    "minibatch_size": {"minibatch_size": 8},
+    "minibatch_size": {"updates": Updates(minibatch_size=8)},
     "critic.lr": {"critic": CriticSpec(lr=0.1)},
-    "max_grad_norm": {"max_grad_norm": 1e-3},
+    "max_grad_norm": {"updates": Updates(max_grad_norm=1e-3)},
     "critic.warmup_rollouts": {"critic": CriticSpec(warmup_rollouts=1)},
     "lr_scheduler": {"lr_scheduler": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step))},
     "advantage": {"advantage": GroupRelative(), "critic": None},

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import seed_everything
 
 from lightrl.algorithms import CriticSpec, PPOLightningModule
+from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import WeightSync
 from lightrl.distributed import strategies
 from lightrl.objectives.advantages import (
@@ -106,7 +107,7 @@ def test_every_combination_takes_a_step(every: int, tmp_path_factory: pytest.Tem
     path = quickstart_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1, **sizes)
     seed_everything(0, verbose=False)
     module = Walk(
-        path, whiten_advantages=False, ppo_epochs=1, minibatch_size=None,
+        path, whiten_advantages=False, ppo_epochs=1, updates=Updates(minibatch_size=None),
         optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
     )  # fmt: skip
     module.every = every

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms.batches import cut_minibatches
+from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.data.sft import SFTSource
 from lightrl.records import Experience, SupervisedBatch
 from tests.algorithms.toys import fit, grpo, ppo, sgd, weights
@@ -19,7 +20,7 @@ ANSWERS = SFTSource(rows=[{"prompt": f"{a:02d}+01=", "completion": str(a + 1)} f
 def test_ptx_gradient_is_that_of_the_supervised_loss(model_path: str) -> None:
     """With rewards that are all equal GRPO has no gradient, so that one SGD step is the supervised one."""
     equal: list[Any] = [lambda completions, **_: [1.0] * len(completions)]
-    module = grpo(model_path, ptx_coef=0.5, max_grad_norm=None)
+    module = grpo(model_path, extra_losses=ExtraLosses(ptx_coef=0.5), updates=Updates(max_grad_norm=None))
     keep = fit(module, rewards=equal, ptx=ANSWERS, ptx_batch_size=8)
     rows = keep.rollouts[0].supervised
     assert rows is not None and len(rows) == 8
@@ -35,7 +36,12 @@ def test_ptx_gradient_is_that_of_the_supervised_loss(model_path: str) -> None:
 def test_ptx_micro_batches_do_not_change_the_update(model_path: str) -> None:
     results = []
     for tokens in (100_000, 40):
-        module = ppo(model_path, ptx_coef=1.0, optimizer=sgd, micro_batch_tokens=tokens, minibatch_size=16)
+        module = ppo(
+            model_path,
+            extra_losses=ExtraLosses(ptx_coef=1.0),
+            optimizer=sgd,
+            updates=Updates(micro_batch_tokens=tokens, minibatch_size=16),
+        )
         fit(module, ptx=ANSWERS, ptx_batch_size=8)
         results.append(weights(module))
     torch.testing.assert_close(results[0], results[1], atol=2e-6, rtol=1e-5)
@@ -59,6 +65,6 @@ def test_supervised_rows_are_dealt_out_over_minibatches() -> None:
 
 def test_ptx_needs_rows_and_a_coefficient(model_path: str) -> None:
     with pytest.raises(ValueError, match=r"ptx=None \(data\) with ptx_coef=1.0 \(module\)"):
-        fit(grpo(model_path, ptx_coef=1.0))
+        fit(grpo(model_path, extra_losses=ExtraLosses(ptx_coef=1.0)))
     with pytest.raises(ValueError, match=r"with ptx_coef=0.0 \(module\)"):
         fit(grpo(model_path), ptx=ANSWERS)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.algorithms.settings import Shaping
 from lightrl.callbacks import RewardNormalization
 from lightrl.data.prompts import PromptSource
 from lightrl.models.reward import RewardModelSpec
@@ -34,7 +35,7 @@ def test_the_overlong_penalty_reaches_the_rewards_with_token_counts(model_path: 
 
 def test_shaping_of_the_sum_is_refused_where_the_sum_is_not_read(model_path: str) -> None:
     with pytest.raises(ValueError, match="reward_clip=1.0 with advantage=GDPO"):
-        grpo(model_path, advantage=GDPO(), reward_clip=1.0)
+        grpo(model_path, advantage=GDPO(), shaping=Shaping(reward_clip=1.0))
     for estimator, name in ((GDPO(), "GDPO"), (MaxRL(), "MaxRL")):
         with pytest.raises(ValueError, match=f"callback RewardNormalization with advantage={name}"):
             fit(grpo(model_path, advantage=estimator), callbacks=[RewardNormalization()])

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightrl.algorithms import GRPOLightningModule, SFTLightningModule
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.algorithms.schedule import LRSchedule
+from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.callbacks import RolloutCheckpoint, WeightSync
 from lightrl.data import SFTDataModule, SFTSource
 from lightrl.distributed.fingerprint import fingerprint
@@ -148,7 +149,9 @@ class Penalty(GRPOLightningModule):
 def test_an_own_loss_does_not_grow_with_the_number_of_micro_batches(path: str) -> None:
     ends = []
     for tokens in (100_000, 30):
-        module = Penalty(path, optimizer=sgd, kl=None, micro_batch_tokens=tokens, aggregation=SequenceMean())
+        module = Penalty(
+            path, optimizer=sgd, kl=None, updates=Updates(micro_batch_tokens=tokens), aggregation=SequenceMean()
+        )
         fit(module)
         ends.append(weights(module))
     torch.testing.assert_close(ends[0], ends[1], atol=1e-6, rtol=1e-5)
@@ -166,7 +169,7 @@ class SequenceRatio(PPOClip):
 
 
 def test_the_entropy_filter_takes_gradients_whatever_the_loss(path: str) -> None:
-    module = grpo(path, loss=SequenceRatio(), top_entropy_fraction=0.25)
+    module = grpo(path, loss=SequenceRatio(), shaping=Shaping(top_entropy_fraction=0.25))
     keep, seen = fit(module), []
     rows = keep.experiences[0]
     assert rows.in_policy_loss is not None
@@ -188,7 +191,9 @@ class EntropyWatcher(Callback):
 def test_metrics_are_those_of_all_rows_if_anybody_may_read_them(path: str) -> None:
     watcher = EntropyWatcher()
     fit(grpo(path), callbacks=[watcher], rewards=[FirstSums()])
-    everything = fit(grpo(path, entropy_coef=1e-12), rewards=[FirstSums()])  # its gradient needs every row
+    everything = fit(
+        grpo(path, extra_losses=ExtraLosses(entropy_coef=1e-12)), rewards=[FirstSums()]
+    )  # its gradient needs every row
     assert watcher.entropies == pytest.approx([everything.metrics[0]["policy/entropy"]], rel=1e-5)
 
 
@@ -424,7 +429,9 @@ def test_a_step_logs_what_it_measured_or_nothing(path: str, tmp_path: Path) -> N
         return [float(i % 2) if sum(calls) <= 32 else None for i in range(len(completions))]
 
     trainer = quiet_trainer(callbacks=[WeightSync()], logger=CSVLogger(str(tmp_path)), log_every_n_steps=1)
-    trainer.fit(grpo(path, max_skipped_updates=5), sums_data(rollouts_per_epoch=2, rewards=[scores_the_first]))
+    trainer.fit(
+        grpo(path, updates=Updates(max_skipped_updates=5)), sums_data(rollouts_per_epoch=2, rewards=[scores_the_first])
+    )
     with next(tmp_path.rglob("metrics.csv")).open() as file:
         entropies = [row["policy/entropy"] for row in csv.DictReader(file) if row["optim/skipped_updates"]]
     assert len(entropies) == 2 and float(entropies[0]) > 0 and entropies[1] == ""
@@ -517,7 +524,15 @@ def test_extras_follow_their_rows(path: str) -> None:
             seen.append(rows.row_extras["text"] == [str(int(g)) for g in rows.group_ids])
             return super().compute_loss(rows)
 
-    fit(Extra(path, optimizer=sgd, kl=None, micro_batch_tokens=60, minibatch_size=16), rewards=[digits_reward])
+    fit(
+        Extra(
+            path,
+            optimizer=sgd,
+            kl=None,
+            updates=Updates(micro_batch_tokens=60, minibatch_size=16),
+        ),
+        rewards=[digits_reward],
+    )
     assert len(seen) > 6 and all(seen)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightrl.algorithms import PPOLightningModule
 from lightrl.algorithms.ppo import CriticSpec
 from lightrl.algorithms.schedule import make_optimizer
+from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.callbacks import WeightSync
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives.kl import KLInReward
@@ -93,7 +94,9 @@ def test_the_aux_loss_reaches_the_router(tmp_path: Path) -> None:
     equal: list[Any] = [lambda completions, **_: [1.0] * len(completions)]
     results = []
     for coefficient in (0.0, 0.5):
-        module = grpo(str(tmp_path), aux_loss_coef=coefficient, max_grad_norm=None)
+        module = grpo(
+            str(tmp_path), extra_losses=ExtraLosses(aux_loss_coef=coefficient), updates=Updates(max_grad_norm=None)
+        )
         keep = fit(module, rewards=equal, prompts_per_rollout=2)
         results.append((dict(module.actor.lm.named_parameters()), keep.metrics[0]))
     (plain, _), (balanced, metrics) = results

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightrl.algorithms import PPOLightningModule
+from lightrl.algorithms.settings import ExtraLosses, Shaping
 from lightrl.callbacks import AdaptiveEntropy, AdaptiveKL
 from lightrl.objectives.advantages import GroupRelative
 from lightrl.objectives.kl import KLInLoss
@@ -18,7 +19,7 @@ from tests.algorithms.toys import fit, grpo, ppo, weights
 
 def test_truncated_responses_are_left_out_of_loss_and_normaliser(model_path: str) -> None:
     sampling = SamplingParams(max_new_tokens=6)
-    keep = fit(ppo(model_path, mask_truncated=True, ppo_epochs=1), sampling=sampling)
+    keep = fit(ppo(model_path, shaping=Shaping(mask_truncated=True), ppo_epochs=1), sampling=sampling)
     all_rows = fit(ppo(model_path, ppo_epochs=1), sampling=sampling)
     rollouts, masked, whole = keep.rollouts[0], keep.experiences[0], all_rows.experiences[0]
     cut = rollouts.truncated
@@ -31,14 +32,14 @@ def test_truncated_responses_are_left_out_of_loss_and_normaliser(model_path: str
 
 def test_truncated_rows_stay_in_the_baseline_of_their_group(model_path: str) -> None:
     sampling = SamplingParams(max_new_tokens=6)
-    masked = fit(grpo(model_path, mask_truncated=True), sampling=sampling)
+    masked = fit(grpo(model_path, shaping=Shaping(mask_truncated=True)), sampling=sampling)
     whole = fit(grpo(model_path), sampling=sampling).experiences[0]
     e, kept = masked.experiences[0], ~masked.rollouts[0].truncated
     torch.testing.assert_close(e.advantages[kept], whole.advantages[kept])
 
 
 def test_the_top_entropy_filter_keeps_the_uncertain_tokens(model_path: str) -> None:
-    keep = fit(grpo(model_path, top_entropy_fraction=0.25))
+    keep = fit(grpo(model_path, shaping=Shaping(top_entropy_fraction=0.25)))
     e = keep.experiences[0]
     assert e.entropy is not None
     tokens = e.entropy[e.response_mask]
@@ -53,7 +54,7 @@ def test_the_top_entropy_filter_keeps_the_uncertain_tokens(model_path: str) -> N
 def test_a_fraction_of_one_is_off_and_others_are_checked(model_path: str) -> None:
     assert fit(grpo(model_path)).experiences[0].entropy is None
     with pytest.raises(ValueError, match="top_entropy_fraction=0"):
-        grpo(model_path, top_entropy_fraction=0.0)
+        grpo(model_path, shaping=Shaping(top_entropy_fraction=0.0))
 
 
 # ---- completions without a reward ------------------------------------------------------------------------------------
@@ -69,7 +70,9 @@ def nothing(completions: list[str], **_: Any) -> list[float | None]:
 
 
 def test_completions_without_a_reward_are_in_no_loss_normaliser_or_baseline(model_path: str) -> None:
-    module = grpo(model_path, advantage=GroupRelative("none"), kl=KLInLoss(coef=0.1), entropy_coef=0.01)
+    module = grpo(
+        model_path, advantage=GroupRelative("none"), kl=KLInLoss(coef=0.1), extra_losses=ExtraLosses(entropy_coef=0.01)
+    )
     keep = fit(module, rewards=[half])
     e, rollouts = keep.experiences[0], keep.rollouts[0]
     scored = rollouts.rewards.isfinite()
@@ -100,7 +103,7 @@ def test_groups_of_which_the_scored_have_one_reward_teach_nothing(model_path: st
 @pytest.mark.parametrize("masked", ["no reward", "truncated"])
 def test_a_rollout_of_which_nothing_is_trained_changes_nothing(masked: str, model_path: str) -> None:
     callbacks = [AdaptiveKL(target=0.01, horizon=100), AdaptiveEntropy(target=10.0, start=0.3)]
-    module = grpo(model_path, kl=KLInLoss(coef=0.1), mask_truncated=True)
+    module = grpo(model_path, kl=KLInLoss(coef=0.1), shaping=Shaping(mask_truncated=True))
     sampling = SamplingParams(max_new_tokens=3, ignore_eos=masked == "truncated")
     rewards: list[Any] = [nothing] if masked == "no reward" else [half]
     before = weights(fitted(model_path))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightrl.algorithms import CriticSpec, PPOLightningModule
 from lightrl.algorithms.batches import cut_minibatches, shape_rewards
+from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.distributed.metrics import MetricSums
 from lightrl.objectives.advantages import RLOO
 from lightrl.objectives.aggregation import SequenceMean, TokenMean
@@ -121,9 +122,9 @@ def compared(folder: Any, combinations: list[tuple[Any, Any, Any]]) -> Iterator[
         path,
         CriticSpec(shared=True),
         kl=KLInLoss("k3"),
-        entropy_coef=0.01,
+        extra_losses=ExtraLosses(entropy_coef=0.01),
         whiten_advantages=False,
-        micro_batch_tokens=60,
+        updates=Updates(micro_batch_tokens=60),
     )
     module.combinations = combinations
     quiet_trainer().fit(module, sums_data(rollouts_per_epoch=1, prompts_per_rollout=1))

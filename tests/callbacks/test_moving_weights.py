@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
+from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.callbacks import EMA, AdaptiveEntropy, HFExport, ReferenceSync, WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTSource
@@ -154,7 +155,13 @@ def test_a_resumed_run_with_every_moving_part_goes_on_exactly(lora: bool, model_
     def parts() -> tuple[PPOLightningModule, list[Any]]:
         spec = ModelSpec(model_path, lora=LoraSpec(r=2)) if lora else model_path
         reference = model_path if lora else None
-        module = PPOLightningModule(spec, reference=reference, optimizer=adam, ptx_coef=0.1, minibatch_size=4)
+        module = PPOLightningModule(
+            spec,
+            reference=reference,
+            optimizer=adam,
+            extra_losses=ExtraLosses(ptx_coef=0.1),
+            updates=Updates(minibatch_size=4),
+        )
         return module, [EMA(decay=0.9), ReferenceSync(every_n_rollouts=1, alpha=0.3), AdaptiveEntropy(target=10.0)]
 
     whole, callbacks = parts()

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule
+from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import ReferenceSync, RolloutCheckpoint, WeightSync
 from lightrl.distributed import strategies as adapters
 from lightrl.distributed.fsdp2 import FSDP2Strategy
@@ -143,7 +144,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def make_module(kind: str, path: str, **model: Any) -> Any:
     """PPO with a critic, two updates per rollout in unequal micro-batches; or GRPO with an adapter."""
-    common: dict[str, Any] = {"optimizer": adam, "micro_batch_tokens": 60, "lr_scheduler": decay}
+    common: dict[str, Any] = {"optimizer": adam, "updates": Updates(micro_batch_tokens=60), "lr_scheduler": decay}
     if kind in ("ppo", "broken"):
         module = PPOLightningModule if kind == "ppo" else BrokenOnce
         return module(ModelSpec(path, **model), CriticSpec(lr=5e-3), **common)

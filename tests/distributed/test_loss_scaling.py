@@ -19,6 +19,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
+from lightrl.algorithms.settings import Updates
 from lightrl.distributed.strategies import loss_scaler
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.kl import KLInLoss
@@ -105,9 +106,9 @@ def test_two_ranks_skip_together_and_halve_the_scale(tmp_path: Path) -> None:
 def test_the_bound_on_the_norm_holds_for_the_true_gradient(tmp_path: Path) -> None:
     """With a scale of 4,096 a gradient clipped to 0.01 reaches the optimizer with that norm, and is logged whole."""
     path = tiny(tmp_path)
-    plain = train(path, rollouts=1, settings={"max_grad_norm": None})
+    plain = train(path, rollouts=1, settings={"updates": Updates(max_grad_norm=None)})
     for bound in (None, 0.01):
-        scaled = train(path, rollouts=1, plugins=[half()], settings={"max_grad_norm": bound})
+        scaled = train(path, rollouts=1, plugins=[half()], settings={"updates": Updates(max_grad_norm=bound)})
         assert scaled.metrics[0]["optim/loss_scale"] == SCALE
         assert scaled.metrics[0]["optim/grad_norm"] == pytest.approx(plain.metrics[0]["optim/grad_norm"], rel=0.02)
         assert scaled.norms[0] == pytest.approx(bound or plain.norms[0], rel=0.02)
@@ -116,7 +117,7 @@ def test_the_bound_on_the_norm_holds_for_the_true_gradient(tmp_path: Path) -> No
 def test_the_scale_is_searched_kept_and_taken_up_again(tmp_path: Path) -> None:
     """A scale at which float16 overflows is halved until it does not, without stopping the run; checkpoints hold it."""
     path = tiny(tmp_path / "model")
-    options: dict[str, Any] = {"settings": {"max_skipped_updates": 1}, "plugins": [half(2.0**28)]}
+    options: dict[str, Any] = {"settings": {"updates": Updates(max_skipped_updates=1)}, "plugins": [half(2.0**28)]}
     watch = train(path, rollouts=14, max_epochs=1, **options)
     skipped = [m["optim/skipped_updates"] for m in watch.metrics]
     count = int(sum(skipped))
@@ -146,7 +147,7 @@ def test_a_loss_that_is_not_finite_counts_against_the_run(tmp_path: Path) -> Non
 
     path = tiny(tmp_path)
     with pytest.raises(RuntimeError, match="2 updates in a row had a non-finite loss"):
-        train(path, Broken, rollouts=4, plugins=[half()], settings={"max_skipped_updates": 2})
+        train(path, Broken, rollouts=4, plugins=[half()], settings={"updates": Updates(max_skipped_updates=2)})
 
 
 def test_the_curve_is_that_of_float32(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from lightning.pytorch import seed_everything
 from transformers import AutoModelForImageTextToText
 
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule
+from lightrl.algorithms.settings import Shaping, Updates
 from lightrl.data.prompts import PromptSource
 from lightrl.models.spec import ModelSpec
 from tests.distributed.job import full_weights, make_strategy
@@ -51,10 +52,10 @@ def reward(prompts: list[str], completions: list[str], tied: list[bool], **colum
 def run(kind: str, path: str, devices: int, strategy: str = "auto") -> dict[str, torch.Tensor]:
     """Three rollouts of four prompts: GRPO as recipes have it, or PPO with a critic and masked truncated rows."""
     seed_everything(0, verbose=False)
-    options: dict[str, Any] = {"optimizer": sgd, "micro_batch_tokens": 60}
+    options: dict[str, Any] = {"optimizer": sgd, "updates": Updates(micro_batch_tokens=60)}
     module: PPOLightningModule
     if kind == "critic":
-        module = PPOLightningModule(ModelSpec(path), CriticSpec(), mask_truncated=True, **options)
+        module = PPOLightningModule(ModelSpec(path), CriticSpec(), shaping=Shaping(mask_truncated=True), **options)
     else:
         module = GRPOLightningModule(ModelSpec(path), **options)
     trainer = quiet_trainer(devices=devices, strategy=make_strategy(strategy))

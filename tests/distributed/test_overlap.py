@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import seed_everything
 
 from lightrl.algorithms import GRPOLightningModule
+from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import WeightSync
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.kl import KLInLoss
@@ -42,7 +43,7 @@ class Uneven(ThreadEngine):
 def run(way: str, path: str, devices: int) -> Record:
     seed_everything(0, verbose=False)
     module = GRPOLightningModule(
-        ModelSpec(path, layout="packed"), kl=KLInLoss("k2"), optimizer=sgd, micro_batch_tokens=40
+        ModelSpec(path, layout="packed"), kl=KLInLoss("k2"), optimizer=sgd, updates=Updates(micro_batch_tokens=40)
     )
     record = Record()
     trainer = quiet_trainer(

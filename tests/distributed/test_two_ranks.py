@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.callbacks import EMA, ReferenceSync, WeightSync
 from lightrl.data.sft import SFTSource
 from lightrl.distributed.fsdp2 import FSDP2Strategy
@@ -69,11 +70,17 @@ def run(kind: str, path: str, devices: int, strategy: str = "auto") -> Record:
     seed_everything(0, verbose=False)
     rows = [{"prompt": f"{a:02d}+01=", "completion": str(a + 1) * (1 + a % 3)} for a in range(16)]
     ptx = {"ptx": SFTSource(rows=rows), "ptx_batch_size": 8 // devices}
-    common: dict[str, Any] = {"optimizer": sgd, "micro_batch_tokens": 40, "ptx_coef": 0.1}
+    common: dict[str, Any] = {
+        "optimizer": sgd,
+        "updates": Updates(micro_batch_tokens=40),
+        "extra_losses": ExtraLosses(ptx_coef=0.1),
+    }
     spec = ModelSpec(path, layout="packed")
     module: PPOLightningModule
     if kind == "ppo":
-        module = PPOLightningModule(spec, ppo_epochs=2, top_entropy_fraction=0.5, mask_truncated=True, **common)
+        module = PPOLightningModule(
+            spec, ppo_epochs=2, shaping=Shaping(top_entropy_fraction=0.5, mask_truncated=True), **common
+        )
         data = {"rewards": [digits_reward], **ptx}
     else:
         module = GRPOLightningModule(spec, advantage=GroupRelative("batch"), kl=KLInLoss("k2"), **common)

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from lightrl.algorithms import DistillLightningModule, GRPOLightningModule
+from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import RolloutWriter, WeightSync
 from lightrl.callbacks.rollout_writer import load_rollouts
 from lightrl.engines.base import EngineContext
@@ -246,7 +247,7 @@ def test_a_run_learns_from_the_experts_that_sampled(near: str, tmp_path: Path) -
     assert not torch.equal(*moved)
     recomputing = ModelSpec(near, gradient_checkpointing=True)
     for other, data in (
-        (grpo(near, micro_batch_tokens=64), {}),
+        (grpo(near, updates=Updates(micro_batch_tokens=64)), {}),
         (grpo(recomputing), {"engine": ThreadEngine()}),  # type: ignore[arg-type]
     ):
         fit(other, **data)

@@ -14,6 +14,7 @@ from lightrl import callbacks as c
 from lightrl import objectives as o
 from lightrl.algorithms import CriticSpec
 from lightrl.algorithms.schedule import LRSchedule
+from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTSource
 from lightrl.engines.base import Engine
@@ -350,18 +351,26 @@ def module_of(s: Settings, model: str) -> Any:
         arguments["reference"] = model
     if s["schedule"] == "cosine":
         arguments["lr_scheduler"] = LRSchedule("cosine", warmup=0.0, floor=0.5)
-    arguments |= {"two epochs": {"ppo_epochs": 2}, "micro-batches": {"micro_batch_tokens": 24}}.get(s["updates"], {})
-    if s["updates"] == "mini-batches":
-        arguments["minibatch_size"] = GROUPS[s["group"]] * int(s["ranks"])
-    arguments |= {"truncated": {"mask_truncated": True}, "top entropy": {"top_entropy_fraction": 0.5}}.get(
-        s["masks"], {}
-    )
-    clips = {"advantage": {"advantage_clip": 0.5}, "reward": {"reward_clip": 0.5}, "no norm": {"max_grad_norm": None}}
-    arguments |= clips.get(s["clips"], {})
+    updates, shaping, extra = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    if s["updates"] == "two epochs":
+        arguments["ppo_epochs"] = 2
+    elif s["updates"] == "micro-batches":
+        updates["micro_batch_tokens"] = 24
+    elif s["updates"] == "mini-batches":
+        updates["minibatch_size"] = GROUPS[s["group"]] * int(s["ranks"])
+    if s["masks"] == "truncated":
+        shaping["mask_truncated"] = True
+    elif s["masks"] == "top entropy":
+        shaping["top_entropy_fraction"] = 0.5
+    if s["clips"] in ("advantage", "reward"):
+        shaping[f"{s['clips']}_clip"] = 0.5
+    elif s["clips"] == "no norm":
+        updates["max_grad_norm"] = None
     if s["entropy"] == "yes":
-        arguments["entropy_coef"] = 0.01
+        extra["entropy_coef"] = 0.01
     if s["ptx"] == "yes":
-        arguments["ptx_coef"] = 0.1
+        extra["ptx_coef"] = 0.1
+    arguments |= {"updates": Updates(**updates), "shaping": Shaping(**shaping), "extra_losses": ExtraLosses(**extra)}
     return getattr(a, f"{s['algorithm']}LightningModule")(spec, **arguments)
 
 

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightrl.algorithms import CriticSpec, DistillLightningModule, GRPOLightningModule, PPOLightningModule
+from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.callbacks import EMA, AdaptiveKL, RewardNormalization, RolloutWriter, TrajectoryLogprobCheck
 from lightrl.callbacks.rollout_writer import load_rollouts
 from lightrl.data.curriculum import PromptCurriculum
@@ -290,11 +291,14 @@ CELLS: dict[str, list[Cell]] = {
         *(layout(name) for name in ("packed", "shared_prefix")),
         Cell(
             "`actor.layout: shared_prefix`, cut by `micro_batch_tokens`",
-            lambda where: {"build": lambda path: grpo(path, {"layout": "shared_prefix"}, micro_batch_tokens=128)},
+            lambda where: {
+                "build": lambda path: grpo(path, {"layout": "shared_prefix"}, updates=Updates(micro_batch_tokens=128))
+            },
             "the update of the padded layout", same_weights({"build": lambda path: grpo(path, {"layout": "padded"})}),
         ),
         Cell(
-            "`micro_batch_tokens`", lambda where: {"build": lambda path: grpo(path, micro_batch_tokens=256)},
+            "`micro_batch_tokens`",
+            lambda where: {"build": lambda path: grpo(path, updates=Updates(micro_batch_tokens=256))},
             "the update of one micro-batch", same_weights({}),
         ),
     ],
@@ -324,7 +328,7 @@ CELLS: dict[str, list[Cell]] = {
         ),
         Cell(
             "turn-level estimators with `reward_clip`",
-            lambda where: {"build": lambda path: grpo(path, advantage=TurnReturns(), reward_clip=1.0)},
+            lambda where: {"build": lambda path: grpo(path, advantage=TurnReturns(), shaping=Shaping(reward_clip=1.0))},
             refused="gives turns credit for their own rewards",
         ),
         Cell(
@@ -347,12 +351,12 @@ CELLS: dict[str, list[Cell]] = {
         ),
         Cell(
             "`ppo_epochs`, `minibatch_size`",
-            lambda where: {"build": lambda path: grpo(path, ppo_epochs=2, minibatch_size=4)},
+            lambda where: {"build": lambda path: grpo(path, ppo_epochs=2, updates=Updates(minibatch_size=4))},
             "four updates of a rollout", lambda run, where: run.module.policy_version == 4,
         ),
         Cell(
             "`ptx`", lambda where: {
-                "build": lambda path: grpo(path, ptx_coef=0.5),
+                "build": lambda path: grpo(path, extra_losses=ExtraLosses(ptx_coef=0.5)),
                 "ptx": SFTSource(rows=[{"prompt": "say a", "completion": "a"}]), "ptx_batch_size": 1,
             },
             "a supervised loss", lambda run, where: run.keep.metrics[0]["loss/ptx"] > 0,

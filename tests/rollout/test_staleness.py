@@ -15,6 +15,7 @@ from lightning.pytorch import seed_everything
 
 from lightrl.algorithms import GRPOLightningModule, RLOOLightningModule
 from lightrl.algorithms.hooks import RLCallback
+from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import EMA, RolloutCheckpoint, WeightSync
 from lightrl.data.prompts import PromptSource
 from lightrl.engines import VLLMEngine
@@ -245,7 +246,7 @@ def test_the_correction_is_on_unless_switched_off(side_model: str) -> None:
     corrected, watch = run(side_model, staleness=1, **few)
     assert isinstance(corrected.loss, OffPolicyCorrection) and isinstance(corrected.loss.loss, PPOClip)
     assert watch.metrics[0]["off_policy/kl"] < 1e-6 < 1e-4 < watch.metrics[1]["off_policy/kl"]
-    plain = GRPOLightningModule(side_model, kl=None, optimizer=sgd, off_policy_correction=False)
+    plain = GRPOLightningModule(side_model, kl=None, optimizer=sgd, updates=Updates(off_policy_correction=False))
     plain, watch = run(side_model, module=plain, staleness=1, **few)
     assert isinstance(plain.loss, PPOClip) and "off_policy/kl" not in watch.metrics[1]
     assert any(not torch.equal(a, b) for a, b in zip(corrected.parameters(), plain.parameters(), strict=True))

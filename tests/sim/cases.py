@@ -29,6 +29,7 @@ from lightrl.algorithms import (
     RewardLightningModule,
     SFTLightningModule,
 )
+from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.data.preferences import PreferenceDataModule, PreferenceSource
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
@@ -104,7 +105,7 @@ def case(name: str) -> Callable[[Callable[[Path], None]], Callable[[Path], None]
 
 
 def ppo(actor: Any = None, **arguments: Any) -> PPOLightningModule:
-    return PPOLightningModule(actor or model_path(), optimizer=adam, minibatch_size=8, **arguments)
+    return PPOLightningModule(actor or model_path(), optimizer=adam, updates=Updates(minibatch_size=8), **arguments)
 
 
 def grpo(actor: Any = None, **arguments: Any) -> GRPOLightningModule:
@@ -121,7 +122,7 @@ for _name in NAMED:
                 getattr(algorithms, name)(
                     model_path(),
                     optimizer=adam,
-                    minibatch_size=8,
+                    updates=Updates(minibatch_size=8),
                     **({"teachers": {"one": model_path()}} if name == "DistillLightningModule" else {}),
                 )
             )
@@ -145,7 +146,7 @@ def made(kind: type) -> Any:
 
 
 def with_loss(folder: Path, kind: type) -> None:
-    fit(grpo(loss=made(kind), minibatch_size=8))
+    fit(grpo(loss=made(kind), updates=Updates(minibatch_size=8)))
 
 
 def with_estimator(folder: Path, kind: type) -> None:
@@ -167,7 +168,7 @@ for _kind in concrete(objectives.Aggregation):
 for _layout in ("padded", "packed", "shared_prefix"):
     CASES[f"layout {_layout}"] = lambda folder, layout=_layout: (
         fit(  # type: ignore[misc]
-            ppo(ModelSpec(model_path(), layout=layout), micro_batch_tokens=64)
+            ppo(ModelSpec(model_path(), layout=layout), updates=Updates(micro_batch_tokens=64))
         )
         and None
     )
@@ -215,12 +216,9 @@ def _(folder: Path) -> None:
 def _(folder: Path) -> None:
     fit(
         ppo(
-            entropy_coef=0.01,
-            advantage_clip=1.0,
-            reward_clip=1.0,
-            mask_truncated=True,
-            top_entropy_fraction=0.5,
-            max_grad_norm=0.1,
+            extra_losses=ExtraLosses(entropy_coef=0.01),
+            shaping=Shaping(advantage_clip=1.0, reward_clip=1.0, mask_truncated=True, top_entropy_fraction=0.5),
+            updates=Updates(max_grad_norm=0.1),
         )
     )
 
@@ -339,7 +337,7 @@ def _(folder: Path) -> None:
 def _(folder: Path) -> None:
     ends = []
     for device in (on_sim(), {}):
-        module = ppo(max_grad_norm=0.5)
+        module = ppo(updates=Updates(max_grad_norm=0.5))
         seed_everything(0, verbose=False)
         quiet_trainer(**device).fit(module, sums_data(prompts_per_rollout=4, rollouts_per_epoch=1))
         ends.append([p.detach().cpu() for p in module.actor.parameters()])
@@ -369,7 +367,7 @@ def _(folder: Path) -> None:
 
 def budget(folder: Path, tokens: int, algorithm: str) -> None:
     make = ppo if algorithm == "ppo" else grpo
-    fit(make(ModelSpec(model_path(), layout="packed"), micro_batch_tokens=tokens))
+    fit(make(ModelSpec(model_path(), layout="packed"), updates=Updates(micro_batch_tokens=tokens)))
 
 
 for _algorithm in ("ppo", "grpo"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightrl.algorithms import GRPOLightningModule
+from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import RolloutWriter
 from lightrl.callbacks.rollout_writer import load_rollouts
 from lightrl.data.prompts import PromptSource
@@ -123,7 +124,11 @@ def test_a_run_learns_from_what_environments_show(folder_of: Any, tmp_path: Any)
     folder = folder_of("qwen2_vl")
     rows = [{"prompt": f"say {word}", "image": None} for word in ("a", "b")]
     module = GRPOLightningModule(
-        ModelSpec(folder.path), kl=None, optimizer=sgd, advantage=GroupRelative(scale="none"), micro_batch_tokens=256
+        ModelSpec(folder.path),
+        kl=None,
+        optimizer=sgd,
+        advantage=GroupRelative(scale="none"),
+        updates=Updates(micro_batch_tokens=256),
     )
     seen: list[int] = []
 
