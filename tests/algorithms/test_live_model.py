@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.algorithms import DistillLightningModule, GRPOLightningModule, PPOLightningModule, SFTLightningModule
 from lightrl.algorithms.settings import Updates
+from lightrl.cli.export import export
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import GSPO
