@@ -30,7 +30,7 @@ from lightrl.data import PromptSource
 from lightrl.distributed import FSDP2Strategy
 from lightrl.engines import TransformersEngine
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.kl import KLInLoss
+from lightrl.objectives import KLInLoss
 from lightrl.rollout import RolloutDataModule
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,7 +9,7 @@ import torch
 from jsonargparse import lazy_instance
 
 from lightrl.compat.jsonargparse import realized
-from lightrl.ops.padding import pad_rows
+from lightrl.ops.masking import pad_rows
 from lightrl.records import Prompts, Rollouts, SamplingParams
 
 

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightrl.algorithms import CriticSpec, PPOLightningModule, RLOOLightningModule
 from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import AdaptiveKL, RewardNormalization, RolloutCheckpoint, ThroughputMonitor, WeightSync
-from lightrl.objectives.kl import KLInReward
+from lightrl.objectives import KLInReward
 from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
 
 ROOT = Path(__file__).parent.parent

@@ -17,13 +17,13 @@ from lightrl.data.processing import encode_prompt
 from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.data.templates import load_tokenizer
 from lightrl.distributed import strategies
-from lightrl.distributed.metrics import MetricSums
+from lightrl.distributed.reduction import MetricSums
 from lightrl.engines.server.teacher import ServerTeacher
 from lightrl.models.loading import require_model
 from lightrl.models.policy import Lesson, PolicyModel
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.advantages import AdvantageEstimator, Reinforce
 from lightrl.objectives.divergences import Divergence
+from lightrl.objectives.estimators import AdvantageEstimator, Reinforce
 from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.trajectories import TrajectoryLayout
 from lightrl.ops.advantages import returns_to_go

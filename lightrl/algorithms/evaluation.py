@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.distributed.metrics import MetricSums
+from lightrl.distributed.reduction import MetricSums
 from lightrl.objectives.trajectories import first_rows, trajectory_lengths
 from lightrl.ops.advantages import group_stats
 from lightrl.ops.losses import explained_variance

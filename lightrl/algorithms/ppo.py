@@ -48,20 +48,19 @@ from lightrl.algorithms.schedule import (
 from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Shaping, Updates
 from lightrl.algorithms.shaping import RewardCopy, copy_rewards, credits_that_miss
 from lightrl.compat.lightning import forget_step_metrics, run_seed
-from lightrl.distributed import random_states, strategies
-from lightrl.distributed.fingerprint import fingerprint
-from lightrl.distributed.metrics import MetricSums
-from lightrl.distributed.reduction import Reduction
+from lightrl.distributed import states, strategies
+from lightrl.distributed.reduction import MetricSums, Reduction
+from lightrl.distributed.states import fingerprint
 from lightrl.models.loading import require_model, return_router_logits
 from lightrl.models.lora import adapter_config, keep_reference, named_adapter_weights, named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModel, RewardModelSpec, require_reward_model
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.advantages import GAE, AdvantageEstimator, AdvantageInput
 from lightrl.objectives.aggregation import Aggregation, TokenMean
+from lightrl.objectives.estimators import GAE, AdvantageEstimator, AdvantageInput
 from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
-from lightrl.objectives.losses import LossInput, PolicyLoss, PPOClip
 from lightrl.objectives.off_policy import AutomaticCorrection
+from lightrl.objectives.ppo_clip import LossInput, PolicyLoss, PPOClip
 from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, last_rows
 from lightrl.ops.entropy import top_entropy_mask
 from lightrl.ops.losses import clipped_value_loss
@@ -520,7 +519,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
         count = self._count_minibatches(experience)
         for epoch in range(self.ppo_epochs):
             yield from cut_minibatches(
-                experience, count, seed=random_states.derived_seed(self.seed, int(self.trainer.global_step), epoch)
+                experience, count, seed=states.derived_seed(self.seed, int(self.trainer.global_step), epoch)
             )
 
     def micro_batches(self, minibatch: Experience) -> Iterator[MicroBatch]:
@@ -1040,7 +1039,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
             "outside_changes": int(self.outside_changes),
             "num_skipped_updates": int(self.num_skipped_updates),
             "skipped_in_a_row": int(self.skipped_in_a_row),
-            "rng": random_states.collect(),
+            "rng": states.collect_random_states(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -1061,7 +1060,7 @@ class PPOLightningModule(RolloutLearner, SavesPretrained):
     def on_train_start(self) -> None:
         """Puts the random generators back as late as possible, so that set-up does not advance them."""
         if self._restored_rng is not None:
-            random_states.restore(self._restored_rng)
+            states.restore_random_states(self._restored_rng)
             self._restored_rng = None
 
 

@@ -24,7 +24,7 @@ from lightrl.distributed import strategies
 from lightrl.models.loading import require_model
 from lightrl.models.reward import RewardModel
 from lightrl.models.spec import ModelSpec
-from lightrl.ops.preference import bradley_terry_loss
+from lightrl.ops.losses import bradley_terry_loss
 
 
 class RewardLightningModule(SavesPretrained):

@@ -6,10 +6,11 @@ from typing import Any
 
 from lightrl.algorithms.ppo import PPOLightningModule
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.advantages import RLOO, AdvantageEstimator, GroupRelative, ReinforcePlusPlus
 from lightrl.objectives.aggregation import Aggregation, ConstantLength, SequenceMean, SequenceSum, TokenMean
+from lightrl.objectives.estimators import RLOO, AdvantageEstimator, GroupRelative, ReinforcePlusPlus
 from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
-from lightrl.objectives.losses import CPG, GSPO, PolicyLoss, PPOClip
+from lightrl.objectives.policy_losses import CPG, GSPO
+from lightrl.objectives.ppo_clip import PolicyLoss, PPOClip
 
 
 class CriticFreeLightningModule(PPOLightningModule):

@@ -41,10 +41,10 @@ from lightrl.compat.lightning import YamlCLI, begin_table
 from lightrl.data import PromptSource
 from lightrl.distributed.strategies import refuse_crowd
 from lightrl.engines import Engine
-from lightrl.objectives.advantages import AdvantageEstimator
 from lightrl.objectives.aggregation import Aggregation
+from lightrl.objectives.estimators import AdvantageEstimator
 from lightrl.objectives.kl import KLPenalty
-from lightrl.objectives.losses import PolicyLoss
+from lightrl.objectives.ppo_clip import PolicyLoss
 
 for name in lightrl.engines.__all__:  # engines are imported when they are asked for
     getattr(lightrl.engines, name)

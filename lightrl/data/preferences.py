@@ -21,7 +21,7 @@ from lightrl.data.sft import SFTDataModule, SFTLoader, SFTSource, check_position
 from lightrl.data.templates import ChatTemplate, as_messages, load_tokenizer
 from lightrl.models.loading import positions_of, require_vocabulary
 from lightrl.models.turns import text_ids
-from lightrl.ops.padding import pad_rows
+from lightrl.ops.masking import pad_rows
 
 MAX_MARGIN = 1e6
 """Scores are a few units apart."""

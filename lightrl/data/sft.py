@@ -30,7 +30,7 @@ from lightrl.data.templates import (
 )
 from lightrl.models.loading import positions_of, require_vocabulary
 from lightrl.models.turns import end_of_turn, ended_turn
-from lightrl.ops.padding import pad_rows
+from lightrl.ops.masking import pad_rows
 
 Row = tuple[list[int], list[int]] | tuple[list[int], list[int], list[bool]]
 """Prompt tokens and completion tokens; which of the latter are trained if they are not all."""

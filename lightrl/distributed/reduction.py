@@ -1,13 +1,75 @@
-"""What the sums, maxima and metrics of a rollout run over: all ranks."""
+"""Exact means over micro-batches, mini-batches, and ranks: sums and counts are kept and divided once, at the end."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lightrl.distributed import strategies
-from lightrl.distributed.metrics import MetricSums
+from lightrl.distributed.strategies import gather_objects
+
+
+class MetricSums:
+    """Collects metrics as sums and counts, so that their mean does not depend on how a batch was cut.
+
+    Names that end in `_max` or `_min` are reduced by maximum or minimum, all others by mean.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, metrics: Mapping[str, Tensor | float], mask: Tensor | None = None) -> None:
+        """Adds one micro-batch.
+
+        Args:
+            metrics: name -> (B, T) values, averaged over `mask`; or any other shape, averaged over all elements.
+            mask: (B, T) bool.
+        """
+        for name, value in metrics.items():
+            values = torch.as_tensor(value, dtype=torch.float32).detach().double()
+            chosen = mask if mask is not None and values.shape == mask.shape else torch.ones_like(values).bool()
+            # No indexing by the mask: its size is known on the device only, and asking for it would wait for the GPU.
+            if name.endswith(("_max", "_min")):
+                values = -values if name.endswith("_min") else values  # kept as the maximum of what is negated
+                low = values.new_full((1,), -float("inf"))
+                top = torch.cat([torch.where(chosen, values, low).reshape(-1), low]).max()
+                self._maxima[name] = torch.maximum(self._maxima.get(name, top), top)
+            else:
+                total = torch.where(chosen, values, 0.0).sum()
+                self._sums[name] = self._sums.get(name, torch.zeros_like(total)) + total
+                self._counts[name] = self._counts.get(name, torch.zeros_like(total)) + chosen.sum()
+
+    def reduce(
+        self, all_sum: Callable[[Tensor], Tensor], all_max: Callable[[Tensor], Tensor], device: torch.device
+    ) -> dict[str, float]:
+        """Means and maxima over all ranks. Collective.
+
+        Ranks may have added different names (a reward function that only some rows need): they agree on the union
+        first, and a rank without a name adds nothing to it.
+        """
+        known = gather_objects((sorted(self._sums), sorted(self._maxima)))
+        out: dict[str, float] = {}
+        zero, low = torch.zeros((), dtype=torch.float64), torch.full((), -float("inf"), dtype=torch.float64)
+        names = sorted({name for sums, _ in known for name in sums})
+        if names:
+            pairs = [(self._sums.get(n, zero), self._counts.get(n, zero)) for n in names]
+            stacked = torch.stack([torch.stack([total.to(device), count.to(device)]) for total, count in pairs])
+            for name, (total, count) in zip(names, all_sum(stacked).tolist(), strict=True):
+                if count:
+                    out[name] = total / count
+        names = sorted({name for _, maxima in known for name in maxima})
+        if names:
+            stacked = torch.stack([self._maxima.get(n, low).to(device) for n in names])
+            tops = zip(names, all_max(stacked).tolist(), strict=True)
+            signs = {name: -1.0 if name.endswith("_min") else 1.0 for name in names}
+            out.update({name: signs[name] * top for name, top in tops if top > -float("inf")})
+        return out
 
 
 class Reduction:

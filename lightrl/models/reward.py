@@ -19,7 +19,7 @@ from lightrl.models.packing.micro_batches import micro_batches
 from lightrl.models.policy import read_values, transformer_blocks
 from lightrl.models.spec import Layout, ModelSpec, read_chat_template
 from lightrl.models.turns import text_ids
-from lightrl.ops.padding import pad_rows
+from lightrl.ops.masking import pad_rows
 
 
 @dataclass

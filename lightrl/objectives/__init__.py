@@ -1,33 +1,42 @@
-"""What an algorithm is put together from: advantage estimators, policy losses, aggregations, KL penalties,
-divergences from a teacher."""
+"""Parts of an algorithm: advantage estimators, policy losses, aggregations, KL penalties, and divergences."""
 
-from lightrl.objectives.advantages import (
-    GAE,
-    GDPO,
-    OPO,
-    RLOO,
-    AdvantageEstimator,
-    AdvantageInput,
-    GroupRelative,
-    MaxRL,
-    PassAtK,
-    Reinforce,
-    ReinforcePlusPlus,
-    ReinforcePlusPlusBaseline,
-    SequenceEstimator,
-)
-from lightrl.objectives.aggregation import Aggregation, ConstantLength, SequenceMean, SequenceSum, TokenMean
-from lightrl.objectives.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
-from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
-from lightrl.objectives.losses import CISPO, CPG, DPPO, DRO, GMPO, GSPO, SAPO, PolicyLoss, PPOClip, RLOOSequence
-from lightrl.objectives.off_policy import (
-    VESPO,
-    GeometricRejection,
-    OffPolicyCorrection,
-    OffPolicySequenceMask,
-    RolloutRatio,
-)
-from lightrl.objectives.turn_advantages import GiGPO, TurnGAE, TurnReturns
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightrl.compat.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lightrl.objectives.aggregation import Aggregation, ConstantLength, SequenceMean, SequenceSum, TokenMean
+    from lightrl.objectives.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
+    from lightrl.objectives.estimators import (
+        GAE,
+        GDPO,
+        OPO,
+        RLOO,
+        AdvantageEstimator,
+        AdvantageInput,
+        GroupRelative,
+        MaxRL,
+        PassAtK,
+        Reinforce,
+        ReinforcePlusPlus,
+        ReinforcePlusPlusBaseline,
+        SequenceEstimator,
+    )
+    from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
+    from lightrl.objectives.off_policy import (
+        VESPO,
+        AutomaticCorrection,
+        GeometricRejection,
+        OffPolicyCorrection,
+        OffPolicySequenceMask,
+        RolloutRatio,
+    )
+    from lightrl.objectives.policy_losses import CISPO, CPG, DPPO, DRO, GMPO, GSPO, SAPO, RLOOSequence, SequenceClip
+    from lightrl.objectives.ppo_clip import LossInput, PolicyLoss, PPOClip
+    from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, last_rows, trajectory_lengths
+    from lightrl.objectives.turn_estimators import GiGPO, TurnGAE, TurnReturns, Turns
 
 __all__ = [
     "CISPO",
@@ -45,6 +54,7 @@ __all__ = [
     "AdvantageEstimator",
     "AdvantageInput",
     "Aggregation",
+    "AutomaticCorrection",
     "ConstantLength",
     "Divergence",
     "ForwardKL",
@@ -55,6 +65,7 @@ __all__ = [
     "KLInLoss",
     "KLInReward",
     "KLPenalty",
+    "LossInput",
     "MaxRL",
     "OffPolicyCorrection",
     "OffPolicySequenceMask",
@@ -67,10 +78,29 @@ __all__ = [
     "ReinforcePlusPlusBaseline",
     "ReverseKL",
     "RolloutRatio",
+    "SequenceClip",
     "SequenceEstimator",
     "SequenceMean",
     "SequenceSum",
     "TokenMean",
+    "TrajectoryLayout",
     "TurnGAE",
     "TurnReturns",
+    "Turns",
+    "first_rows",
+    "last_rows",
+    "trajectory_lengths",
 ]
+
+_MODULES = (
+    "ppo_clip",
+    "kl",
+    "aggregation",
+    "trajectories",
+    "estimators",
+    "off_policy",
+    "policy_losses",
+    "turn_estimators",
+    "divergences",
+)
+__getattr__ = lazy_names(__name__, _MODULES, __all__)

@@ -23,14 +23,14 @@ from abc import ABC
 from torch import Tensor
 
 from lightrl.compat.arguments import at_least, one_of
-from lightrl.ops.kl import KLEstimator, kl_estimate, ratio_corrected_kl
+from lightrl.ops.losses import KLEstimator, kl_estimate, ratio_corrected_kl
 
 
 class KLPenalty(ABC):
     """Base of the placements.
 
     Attributes:
-        estimator: "k1", "k2" or "k3" (see `lightrl.ops.kl`).
+        estimator: "k1", "k2" or "k3" (see `lightrl.ops.losses`).
         coef: weight of the penalty; callbacks move it through the module's `set_kl_coef`.
     """
 

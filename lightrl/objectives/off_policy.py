@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightrl.compat.arguments import above, at_least, fraction, one_of
-from lightrl.objectives.losses import EngineUse, LossInput, Metrics, PolicyLoss, ratio_metrics, sequence_mean
-from lightrl.ops.kl import MAX_LOG_RATIO
+from lightrl.objectives.ppo_clip import EngineUse, LossInput, Metrics, PolicyLoss, ratio_metrics, sequence_mean
+from lightrl.ops.losses import MAX_LOG_RATIO
 
 
 class WeightedLoss(PolicyLoss):

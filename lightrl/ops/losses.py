@@ -1,16 +1,93 @@
-"""Losses per token, (B, T), not yet aggregated: clipped policy loss, clipped value loss, explained variance.
+"""Losses per token or pair, not yet aggregated: KL estimates, clipped policy and value losses, preferences.
 
-A loss is minimised; a term to maximise comes with a minus sign.
+A loss is minimized; a term to maximize comes with a minus sign.
+
+KL estimators, with `d = log pi(a) - log pi_ref(a)` and `a ~ pi`:
+
+    k1 = d                   unbiased, may be negative, high variance
+    k2 = d**2 / 2            biased, gradient right on-policy
+    k3 = exp(-d) - 1 + d     unbiased, never negative
+
+As a *number* all three estimate `KL(pi || pi_ref)`. As a *loss*, with the gradient taken through `log pi` alone, they
+differ (a ~ pi):
+
+    grad k1:  E[grad log pi] = 0                      no gradient at all: only noise
+    grad k2:  E[d * grad log pi]                      gradient of the reverse KL(pi || pi_ref)
+    grad k3:  E[(1 - pi_ref / pi) * grad log pi]      gradient of the forward KL(pi_ref || pi)
+
+Source: http://joschu.net/blog/kl-approx.html for the estimators; https://arxiv.org/abs/2506.09477 and
+    https://arxiv.org/abs/2510.01555 for the gradients; https://arxiv.org/abs/2512.02556 (DeepSeek-V3.2) for the ratio.
+How we differ: nothing is clamped (verl clamps d to +-20 and k3 to +-10, which also cuts the gradient).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightrl.ops.masking import AllSum, identity, masked_moments
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this before `exp`, since an infinite ratio turns a gradient of 0 into NaN."""
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k3") -> Tensor:
+    """One token's estimate of `KL(pi || pi_ref)`.
+
+    Args:
+        logprobs: (B, T) of the policy, in nats.
+        ref_logprobs: (B, T) of the reference.
+        estimator: "k1", "k2" or "k3".
+
+    Returns:
+        (B, T), differentiable in `logprobs`.
+
+    Raises:
+        ValueError: unknown estimator.
+    """
+    d = logprobs - ref_logprobs
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return 0.5 * d.square()
+    if estimator == "k3":
+        return torch.expm1(-d) + d
+    raise ValueError(f"estimator={estimator!r}: must be 'k1', 'k2' or 'k3'.")
+
+
+def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """`pi(a) / pi_old(a)` per token, log-ratio clamped to +-20. (B, T), differentiable in `logprobs`."""
+    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def ratio_corrected_kl(
+    logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k3"
+) -> Tensor:
+    """A loss per token whose gradient is that of the reverse KL, on-policy and off-policy, for a token's given prefix.
+
+        k1, k3:  ratio * k          E_old[ratio * k] = E_pi[k] = KL(pi || ref), so the gradient is right as well
+        k2:      stop(ratio) * k2   E_old[ratio * d * grad log pi]; the ratio's own gradient would add a wrong term
+
+    Args:
+        logprobs: (B, T) of the policy.
+        old_logprobs: (B, T) of the policy that sampled the tokens.
+        ref_logprobs: (B, T) of the reference.
+        estimator: "k1", "k2" or "k3".
+
+    Returns:
+        (B, T), differentiable in `logprobs`.
+
+    Source: https://arxiv.org/abs/2512.02556, section "Unbiased KL estimate" (k3); TRL's `use_bias_correction_kl`.
+    """
+    ratio = importance_ratio(logprobs, old_logprobs)
+    if estimator == "k2":
+        ratio = ratio.detach()
+    return ratio * kl_estimate(logprobs, ref_logprobs, estimator)
 
 
 class ClippedLoss(NamedTuple):
@@ -99,3 +176,32 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: A
     total = masked_moments(returns, mask, all_sum=all_sum)[2]
     explained = 1 - residual / total.clamp(min=torch.finfo(torch.float64).tiny)
     return torch.where(total > 0, explained, torch.zeros_like(explained)).to(values.dtype)
+
+
+def bradley_terry_loss(
+    chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, *, centering_coef: float = 0.0
+) -> Tensor:
+    """Negative log-likelihood of each preference, and a pull of the scores towards 0.
+
+        loss = -log sigmoid(r_c - r_r - m) + c (r_c + r_r)^2
+
+    Args:
+        chosen: (P,) scores r_c of the preferred completions.
+        rejected: (P,) scores r_r of the others.
+        margin: (P,) m, how much better the preferred one is, in units of score; None is 0.
+        centering_coef: c, at least 0. The likelihood knows differences only; this term settles the sum.
+
+    Returns:
+        (P,) losses, not averaged.
+
+    Source: the likelihood is that of Ouyang et al. 2022, https://arxiv.org/abs/2203.02155 (eq. 1), the margin that of
+    Llama 2, https://arxiv.org/abs/2307.09288 (eq. 2), the centering that of Eisenstein et al. 2023,
+    https://arxiv.org/abs/2312.09244. Pairs are not averaged per prompt: each counts once, wherever it comes from.
+    """
+    difference = chosen - rejected
+    if margin is not None:
+        difference = difference - margin
+    loss = -F.logsigmoid(difference)
+    if centering_coef:
+        loss = loss + centering_coef * (chosen + rejected) ** 2
+    return loss

@@ -1,12 +1,12 @@
-"""Sums, means, variances and whitening over a mask, on one process or exactly over all ranks.
+"""Sums, means, variances, and whitening over a mask, on one process or exactly over all ranks; padding.
 
-Values off the mask are never read, so they may be NaN or infinite.
-Every function that takes `all_sum` calls it a fixed number of times, so ranks with unequal (or no) data stay in step.
+Values off the mask are never read, so they may be NaN or infinite. Every function that takes `all_sum` calls it a fixed
+number of times, so ranks with unequal (or no) data stay in step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -71,3 +71,19 @@ def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, all_sum: AllSum
     _, mean, var = masked_moments(x, mask, all_sum=all_sum)
     whitened = ((x.double() - mean) / (var.sqrt() + eps)).to(x.dtype)
     return torch.where(mask, whitened, torch.zeros_like(x))
+
+
+def pad_rows(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> Tensor:
+    """Right-pads rows of unequal length to a (B, T) tensor, T being that of the longest.
+
+    Args:
+        rows: B sequences of numbers.
+        value: what to fill with.
+        dtype: of the result.
+    """
+    length = max((len(row) for row in rows), default=0)
+    out = torch.full((len(rows), length), value, dtype=dtype)
+    for i, row in enumerate(rows):
+        if len(row):
+            out[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
+    return out

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightrl.distributed.fingerprint import fingerprint
+from lightrl.distributed.states import fingerprint
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
 from lightrl.records import Rollouts, Routes

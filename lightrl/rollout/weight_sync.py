@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightrl.compat.arguments import above, at_least
 from lightrl.compat.transformers import as_saved
-from lightrl.distributed.fingerprint import fingerprint
+from lightrl.distributed.states import fingerprint
 from lightrl.engines.base import TOLERANCE, Engine, StaleWeightsError
 from lightrl.models.media_tokens import placeholder_ids
 from lightrl.models.multimodal import harmless_id

@@ -22,8 +22,7 @@ from lightrl.algorithms.settings import Updates
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.advantages import GroupRelative, Reinforce
-from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
+from lightrl.objectives import GroupRelative, KLInLoss, KLInReward, KLPenalty, Reinforce
 from lightrl.records import SamplingParams
 from lightrl.rollout.datamodule import RolloutDataModule
 from tests.toys import bandit_model, quiet_trainer

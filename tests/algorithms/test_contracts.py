@@ -24,9 +24,7 @@ from lightrl.algorithms import (
 from lightrl.algorithms.hooks import rl_callbacks
 from lightrl.algorithms.resuming import FORMAT, description, require_own
 from lightrl.callbacks import WeightSync
-from lightrl.objectives.advantages import PassAtK
-from lightrl.objectives.losses import PolicyLoss, PPOClip
-from lightrl.objectives.off_policy import RolloutRatio
+from lightrl.objectives import PassAtK, PolicyLoss, PPOClip, RolloutRatio
 from lightrl.records import SamplingParams
 from lightrl.rollout.learner import RolloutLearner
 from tests.toys import quickstart_model, quiet_trainer, sums_data

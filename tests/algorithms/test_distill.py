@@ -23,8 +23,7 @@ from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.advantages import RLOO, Reinforce
-from lightrl.objectives.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
+from lightrl.objectives import RLOO, Divergence, ForwardKL, JensenShannon, Reinforce, ReverseKL
 from lightrl.records import Experience, Rollouts, SamplingParams
 from lightrl.rollout.datamodule import RolloutDataModule
 from tests.algorithms.test_bandit import REWARDS, policy, reward, tv

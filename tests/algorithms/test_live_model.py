@@ -15,8 +15,7 @@ from lightrl.algorithms.settings import Updates
 from lightrl.cli.export import export
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.objectives import GSPO
-from lightrl.objectives.kl import KLPenalty
+from lightrl.objectives import GSPO, KLPenalty
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32}

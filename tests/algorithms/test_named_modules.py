@@ -18,10 +18,22 @@ from lightrl import algorithms as modules
 from lightrl.algorithms import PPOLightningModule
 from lightrl.algorithms.settings import Updates
 from lightrl.cli import main
-from lightrl.objectives.advantages import GAE, RLOO, GroupRelative, ReinforcePlusPlus, ReinforcePlusPlusBaseline
-from lightrl.objectives.aggregation import ConstantLength, SequenceMean, SequenceSum, TokenMean
-from lightrl.objectives.kl import KLInLoss, KLInReward
-from lightrl.objectives.losses import CPG, GSPO, PPOClip
+from lightrl.objectives import (
+    CPG,
+    GAE,
+    GSPO,
+    RLOO,
+    ConstantLength,
+    GroupRelative,
+    KLInLoss,
+    KLInReward,
+    PPOClip,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    SequenceMean,
+    SequenceSum,
+    TokenMean,
+)
 from tests.toys import quiet_trainer, sums_data
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "algorithms"

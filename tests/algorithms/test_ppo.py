@@ -17,10 +17,7 @@ from lightrl.algorithms.batches import policy_forward as run
 from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.callbacks import LinearKL, WeightSync
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.advantages import GroupRelative
-from lightrl.objectives.kl import KLInLoss, KLInReward
-from lightrl.objectives.losses import PPOClip
-from lightrl.objectives.off_policy import RolloutRatio
+from lightrl.objectives import GroupRelative, KLInLoss, KLInReward, PPOClip, RolloutRatio
 from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts
 from tests.algorithms.toys import adam, fit, ppo, sgd, weights
 from tests.toys import Keep, ThreadEngine, digits_reward, quickstart_model, quiet_trainer, sums_data

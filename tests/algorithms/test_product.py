@@ -15,24 +15,44 @@ from lightrl.algorithms import CriticSpec, PPOLightningModule
 from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import WeightSync
 from lightrl.distributed import strategies
-from lightrl.objectives.advantages import (
+from lightrl.objectives import (
+    CISPO,
+    CPG,
+    DPPO,
+    DRO,
     GAE,
     GDPO,
+    GMPO,
+    GSPO,
     OPO,
     RLOO,
+    SAPO,
+    VESPO,
     AdvantageEstimator,
+    Aggregation,
+    ConstantLength,
+    GeometricRejection,
+    GiGPO,
     GroupRelative,
+    KLInLoss,
+    KLInReward,
+    KLPenalty,
     MaxRL,
+    OffPolicyCorrection,
+    OffPolicySequenceMask,
     PassAtK,
+    PolicyLoss,
+    PPOClip,
     Reinforce,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
+    RLOOSequence,
+    SequenceMean,
+    SequenceSum,
+    TokenMean,
+    TurnGAE,
+    TurnReturns,
 )
-from lightrl.objectives.aggregation import Aggregation, ConstantLength, SequenceMean, SequenceSum, TokenMean
-from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
-from lightrl.objectives.losses import CISPO, CPG, DPPO, DRO, GMPO, GSPO, SAPO, PolicyLoss, PPOClip, RLOOSequence
-from lightrl.objectives.off_policy import VESPO, GeometricRejection, OffPolicyCorrection, OffPolicySequenceMask
-from lightrl.objectives.turn_advantages import GiGPO, TurnGAE, TurnReturns
 from lightrl.records import Rollouts
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 

@@ -19,7 +19,7 @@ from lightrl.callbacks import HFExport, WeightSync
 from lightrl.data.preferences import PreferenceDataModule, PreferenceLoader, PreferencePair, PreferenceSource
 from lightrl.models.reward import RewardModel, RewardModelSpec
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.ops.preference import bradley_terry_loss
+from lightrl.ops.losses import bradley_terry_loss
 from tests.toys import quickstart_model, quiet_trainer, sgd, sums_data
 
 # People want the sum, and a full stop after it.

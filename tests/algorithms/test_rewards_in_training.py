@@ -16,7 +16,7 @@ from lightrl.algorithms.settings import Shaping
 from lightrl.callbacks import RewardNormalization
 from lightrl.data.prompts import PromptSource
 from lightrl.models.reward import RewardModelSpec
-from lightrl.objectives.advantages import GDPO, MaxRL
+from lightrl.objectives import GDPO, MaxRL
 from lightrl.rewards.rules import SoftOverlong
 from tests.algorithms.toys import fit, grpo
 from tests.toys import digits_reward, quiet_trainer, sums_data

@@ -20,14 +20,21 @@ from lightrl.algorithms.schedule import LRSchedule
 from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.callbacks import RolloutCheckpoint, WeightSync
 from lightrl.data import SFTDataModule, SFTSource
-from lightrl.distributed.fingerprint import fingerprint
+from lightrl.distributed.states import fingerprint
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.advantages import GDPO, AdvantageInput, GroupRelative, SequenceEstimator
-from lightrl.objectives.aggregation import SequenceMean, TokenMean
-from lightrl.objectives.kl import KLInLoss
-from lightrl.objectives.losses import LossInput, PPOClip
-from lightrl.objectives.off_policy import AutomaticCorrection
-from lightrl.objectives.turn_advantages import TurnReturns
+from lightrl.objectives import (
+    GDPO,
+    AdvantageInput,
+    AutomaticCorrection,
+    GroupRelative,
+    KLInLoss,
+    LossInput,
+    PPOClip,
+    SequenceEstimator,
+    SequenceMean,
+    TokenMean,
+    TurnReturns,
+)
 from lightrl.records import Experience, Rollouts
 from tests.algorithms.toys import SMALL, FirstSums, fit, grpo, weights
 from tests.toys import Keep, digits_reward, quickstart_model, quiet_trainer, sgd, sums_data

@@ -17,7 +17,7 @@ from lightrl.algorithms.schedule import make_optimizer
 from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.callbacks import WeightSync
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.objectives.kl import KLInReward
+from lightrl.objectives import KLInReward
 from tests.algorithms.toys import adam, fit, grpo, ppo, weights
 from tests.toys import Keep, quiet_trainer, sums_data
 

@@ -11,8 +11,7 @@ import torch
 from lightrl.algorithms import PPOLightningModule
 from lightrl.algorithms.settings import ExtraLosses, Shaping
 from lightrl.callbacks import AdaptiveEntropy, AdaptiveKL
-from lightrl.objectives.advantages import GroupRelative
-from lightrl.objectives.kl import KLInLoss
+from lightrl.objectives import GroupRelative, KLInLoss
 from lightrl.records import SamplingParams
 from tests.algorithms.toys import fit, grpo, ppo, weights
 

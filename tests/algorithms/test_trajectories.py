@@ -13,12 +13,8 @@ from torch import Tensor
 from lightrl.algorithms import CriticSpec, PPOLightningModule
 from lightrl.algorithms.batches import cut_minibatches, shape_rewards
 from lightrl.algorithms.settings import ExtraLosses, Updates
-from lightrl.distributed.metrics import MetricSums
-from lightrl.objectives.advantages import RLOO
-from lightrl.objectives.aggregation import SequenceMean, TokenMean
-from lightrl.objectives.kl import KLInLoss
-from lightrl.objectives.losses import PPOClip
-from lightrl.objectives.trajectories import TrajectoryLayout
+from lightrl.distributed.reduction import MetricSums
+from lightrl.objectives import RLOO, KLInLoss, PPOClip, SequenceMean, TokenMean, TrajectoryLayout
 from lightrl.records import Experience, Rollouts
 from tests.algorithms.test_product import AGGREGATIONS, ESTIMATORS, LOSSES
 from tests.toys import quickstart_model, quiet_trainer, sums_data

@@ -10,7 +10,7 @@ import torch
 
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import AdaptiveKL, LinearKL
-from lightrl.objectives.kl import KLInLoss
+from lightrl.objectives import KLInLoss
 
 
 class Module:

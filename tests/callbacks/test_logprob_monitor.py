@@ -13,8 +13,7 @@ from lightrl.algorithms import GRPOLightningModule, SFTLightningModule
 from lightrl.callbacks import LogprobMonitor, WeightSync
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.losses import PPOClip
-from lightrl.objectives.off_policy import RolloutRatio
+from lightrl.objectives import PPOClip, RolloutRatio
 from lightrl.records import CompletionGroup, Experience, Rollouts
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 

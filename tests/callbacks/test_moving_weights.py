@@ -17,7 +17,7 @@ from lightrl.callbacks import EMA, AdaptiveEntropy, HFExport, ReferenceSync, Wei
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTSource
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.objectives.kl import KLInLoss
+from lightrl.objectives import KLInLoss
 from tests.toys import quickstart_model, quiet_trainer, sgd, sums_data
 
 

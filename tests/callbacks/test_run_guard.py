@@ -35,8 +35,7 @@ from lightrl.checkpoints.rollout_checkpoint import Preempted
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.kl import KLInReward
-from lightrl.objectives.losses import CISPO
+from lightrl.objectives import CISPO, KLInReward
 from lightrl.records import SamplingParams
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 

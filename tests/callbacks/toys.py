@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightrl.ops.padding import pad_rows
+from lightrl.ops.masking import pad_rows
 from lightrl.records import Experience, Rollouts
 from lightrl.rollout.learner import RolloutLearner
 

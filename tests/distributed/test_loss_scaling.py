@@ -22,7 +22,7 @@ from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
 from lightrl.algorithms.settings import Updates
 from lightrl.distributed.strategies import loss_scaler
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.kl import KLInLoss
+from lightrl.objectives import KLInLoss
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lightrl.distributed.metrics import MetricSums
+from lightrl.distributed.reduction import MetricSums
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_other_shapes_are_averaged_over_all_elements_and_empty_ones_are_left_out
 SCRIPT = """
 import sys, torch
 import torch.distributed as dist
-from lightrl.distributed.metrics import MetricSums
+from lightrl.distributed.reduction import MetricSums
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
 def both(op):

@@ -18,7 +18,7 @@ from lightrl.algorithms import GRPOLightningModule
 from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import WeightSync
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.kl import KLInLoss
+from lightrl.objectives import KLInLoss
 from tests.distributed.test_two_ranks import Record, sgd, some_flat
 from tests.toys import ThreadEngine, quickstart_model, quiet_trainer, sums_data
 

@@ -22,8 +22,7 @@ from lightrl.callbacks import EMA, ReferenceSync, WeightSync
 from lightrl.data.sft import SFTSource
 from lightrl.distributed.fsdp2 import FSDP2Strategy
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.advantages import GroupRelative
-from lightrl.objectives.kl import KLInLoss
+from lightrl.objectives import GroupRelative, KLInLoss
 from tests.toys import OtherExperts, digits_reward, quickstart_model, quiet_trainer, some_flat, sums_data
 
 ROOT = Path(__file__).resolve().parent.parent.parent

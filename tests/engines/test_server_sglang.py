@@ -29,7 +29,7 @@ from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, EngineDiedError, ServerEngine, ServerTeacher, StaleWeightsError
 from lightrl.engines.base import GenerationCancelledError, RequestQueue
 from lightrl.engines.server.http import Server
-from lightrl.objectives.divergences import Divergence, ForwardKL
+from lightrl.objectives import Divergence, ForwardKL
 from lightrl.records import Prompts, SamplingParams
 from tests.algorithms.test_distill import Keep
 from tests.engines.conftest import ask, build_model, change, load, reference_logprobs

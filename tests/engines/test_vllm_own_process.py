@@ -18,7 +18,7 @@ from lightning.pytorch import Callback
 from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, EngineDiedError, EngineRestartedError, VLLMEngine
-from lightrl.objectives.advantages import GroupRelative
+from lightrl.objectives import GroupRelative
 from lightrl.records import Prompts, SamplingParams
 from tests.engines.conftest import SOON, ask, change, load
 from tests.engines.test_vllm_sync import canary_gap, sampled_gap

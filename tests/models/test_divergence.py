@@ -11,7 +11,7 @@ from torch import Tensor
 from lightrl.models.logprobs import LogitMap, TeacherStates, chunked_divergence, chunked_top
 from lightrl.models.policy import Lesson, PolicyModel
 from lightrl.models.spec import Layout
-from lightrl.objectives.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
+from lightrl.objectives import Divergence, ForwardKL, JensenShannon, ReverseKL
 from lightrl.records import Experience, Support, TopTokens
 from tests.models.conftest import Batch, build
 

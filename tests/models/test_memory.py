@@ -20,7 +20,7 @@ from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.reward import RewardModelSpec
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives.kl import KLInReward
+from lightrl.objectives import KLInReward
 from tests.toys import QUICKSTART_MODEL, Keep, quickstart_model, quiet_trainer, sums_data
 
 

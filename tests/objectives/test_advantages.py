@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.objectives.advantages import (
+from lightrl.objectives import (
     GAE,
     GDPO,
     OPO,

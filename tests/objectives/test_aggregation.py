@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrl.objectives.aggregation import Aggregation, ConstantLength, SequenceMean, SequenceSum, TokenMean
+from lightrl.objectives import Aggregation, ConstantLength, SequenceMean, SequenceSum, TokenMean
 
 # lengths 3, 1 and 0; token losses 1 2 3 | 8 | none
 LOSS = torch.tensor([[1.0, 2.0, 3.0], [8.0, 50.0, 50.0], [50.0, 50.0, 50.0]])

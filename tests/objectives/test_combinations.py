@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from lightrl.objectives.advantages import (
+from lightrl.objectives import (
     GAE,
     GDPO,
     RLOO,
     AdvantageEstimator,
     GroupRelative,
+    KLInLoss,
+    KLInReward,
     MaxRL,
     PassAtK,
     ReinforcePlusPlus,
 )
-from lightrl.objectives.kl import KLInLoss, KLInReward
 
 
 @pytest.mark.parametrize("advantage", [MaxRL(), PassAtK(2), GDPO()], ids=lambda a: type(a).__name__)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightrl.objectives.kl import KLInLoss, KLInReward
+from lightrl.objectives import KLInLoss, KLInReward
 
 P, OLD, REF = (torch.tensor([[x]]).log() for x in (0.5, 0.4, 0.25))
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.objectives.aggregation import SequenceMean, TokenMean
-from lightrl.objectives.losses import (
+from lightrl.objectives import (
     CISPO,
     CPG,
     DPPO,
@@ -19,19 +18,19 @@ from lightrl.objectives.losses import (
     GMPO,
     GSPO,
     SAPO,
-    LossInput,
-    PolicyLoss,
-    PPOClip,
-    RLOOSequence,
-    SequenceClip,
-)
-from lightrl.objectives.off_policy import (
     VESPO,
     AutomaticCorrection,
     GeometricRejection,
+    LossInput,
     OffPolicyCorrection,
     OffPolicySequenceMask,
+    PolicyLoss,
+    PPOClip,
+    RLOOSequence,
     RolloutRatio,
+    SequenceClip,
+    SequenceMean,
+    TokenMean,
 )
 
 ALL: list[PolicyLoss] = [

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from lightrl.objectives.advantages import AdvantageInput, GroupRelative
-from lightrl.objectives.aggregation import SequenceMean
-from lightrl.objectives.losses import GSPO, LossInput
-from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, last_rows, trajectory_lengths
+from lightrl.objectives import (
+    GSPO,
+    AdvantageInput,
+    GroupRelative,
+    LossInput,
+    SequenceMean,
+    TrajectoryLayout,
+    first_rows,
+    last_rows,
+    trajectory_lengths,
+)
 
 # trajectory 5: tokens 1 2 in its first row and 3 in its second; trajectory 2: token 4
 IDS = torch.tensor([5, 5, 2])

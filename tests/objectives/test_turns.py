@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.objectives import RLOO, AdvantageEstimator, GiGPO, TurnGAE, TurnReturns
-from lightrl.objectives.advantages import AdvantageInput
+from lightrl.objectives import RLOO, AdvantageEstimator, AdvantageInput, GiGPO, TurnGAE, TurnReturns
 
 TURNS, ACTIONS, AGAIN, GROUP = 3, 3, 2, 4
 LOGITS = torch.tensor([[0.3, -0.2, 0.5], [-0.4, 0.1, 0.2], [0.6, 0.0, -0.3]], dtype=torch.float64)

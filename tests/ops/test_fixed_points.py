@@ -17,20 +17,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.objectives.advantages import (
+from lightrl.objectives import (
+    CISPO,
+    CPG,
     GAE,
+    GMPO,
+    GSPO,
     OPO,
     RLOO,
+    SAPO,
+    VESPO,
     AdvantageEstimator,
     AdvantageInput,
     GroupRelative,
+    KLInLoss,
+    KLInReward,
+    KLPenalty,
+    LossInput,
+    PolicyLoss,
+    PPOClip,
     Reinforce,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
+    RLOOSequence,
 )
-from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
-from lightrl.objectives.losses import CISPO, CPG, GMPO, GSPO, SAPO, LossInput, PolicyLoss, PPOClip, RLOOSequence
-from lightrl.objectives.off_policy import VESPO
 
 G = 3
 BETA = 0.2

@@ -11,16 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrl.objectives.advantages import (
+from lightrl.objectives import (
     GDPO,
+    GSPO,
     RLOO,
     AdvantageInput,
+    ConstantLength,
     GroupRelative,
+    LossInput,
+    PPOClip,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
+    SequenceMean,
+    SequenceSum,
+    TokenMean,
 )
-from lightrl.objectives.aggregation import ConstantLength, SequenceMean, SequenceSum, TokenMean
-from lightrl.objectives.losses import GSPO, LossInput, PPOClip
 from lightrl.ops.entropy import top_entropy_mask
 from lightrl.ops.masking import AllSum, identity, masked_whiten
 

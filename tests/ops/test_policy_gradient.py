@@ -14,20 +14,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.objectives.advantages import (
+from lightrl.objectives import (
+    CISPO,
+    CPG,
+    DPPO,
+    DRO,
     GAE,
     OPO,
     RLOO,
+    SAPO,
+    VESPO,
     AdvantageEstimator,
     AdvantageInput,
     GroupRelative,
+    KLInReward,
+    LossInput,
     MaxRL,
+    PolicyLoss,
+    PPOClip,
     Reinforce,
+    RLOOSequence,
+    SequenceMean,
+    SequenceSum,
 )
-from lightrl.objectives.aggregation import SequenceMean, SequenceSum
-from lightrl.objectives.kl import KLInReward
-from lightrl.objectives.losses import CISPO, CPG, DPPO, DRO, SAPO, LossInput, PolicyLoss, PPOClip, RLOOSequence
-from lightrl.objectives.off_policy import VESPO
 
 K, G, BETA = 3, 4, 0.3
 SEQUENCES = torch.tensor(list(itertools.product(range(K), range(K))))

@@ -28,7 +28,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import WeightSync
 from lightrl.cli import users_error
-from lightrl.objectives.losses import GMPO, SequenceClip
+from lightrl.objectives import GMPO, SequenceClip
 from tests.pairs.features import CALLBACKS, FACTORS, Settings, data_of, module_of, refusals
 from tests.ports import held_port
 from tests.toys import quickstart_model, quiet_trainer

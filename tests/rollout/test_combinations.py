@@ -24,8 +24,7 @@ from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTSource
 from lightrl.engines import ServerEngine
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.objectives import GSPO, GiGPO, GroupRelative, KLInLoss, KLInReward, TurnGAE, TurnReturns
-from lightrl.objectives.divergences import ReverseKL
+from lightrl.objectives import GSPO, GiGPO, GroupRelative, KLInLoss, KLInReward, ReverseKL, TurnGAE, TurnReturns
 from lightrl.records import SamplingParams
 from lightrl.rollout.sources import InFlight
 from tests.rollout.tasks import Keep, Letters, chat_model, fit, gap, sgd, talk

@@ -21,7 +21,7 @@ from lightning.pytorch import Callback
 
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import RolloutCheckpoint
-from lightrl.objectives.advantages import GroupRelative
+from lightrl.objectives import GroupRelative
 from tests.distributed.job import make_strategy
 from tests.distributed.test_strategies import compile_deepspeed
 from tests.rollout.tasks import Letters, chat_model, fit, sgd, talk

@@ -19,7 +19,7 @@ from lightrl.callbacks.trajectory_check import LedgerMismatchError
 from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import EnvironmentEpisode
-from lightrl.objectives.advantages import GroupRelative
+from lightrl.objectives import GroupRelative
 from lightrl.records import SamplingParams
 from lightrl.rollout.collector import RolloutStalledError
 from tests.rollout.tasks import Letters, Numbered, chat_model, fit, make_data, sgd

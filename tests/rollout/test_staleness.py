@@ -21,9 +21,7 @@ from lightrl.data.prompts import PromptSource
 from lightrl.engines import VLLMEngine
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.policy import PolicyModel
-from lightrl.objectives.kl import KLInReward
-from lightrl.objectives.losses import PPOClip
-from lightrl.objectives.off_policy import OffPolicyCorrection, OffPolicySequenceMask
+from lightrl.objectives import KLInReward, OffPolicyCorrection, OffPolicySequenceMask, PPOClip
 from lightrl.records import Rollouts, SamplingParams
 from lightrl.rewards.base import RewardError
 from tests.algorithms import test_bandit as bandit

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightrl.compat.arguments import above, at_least, fraction, one_of
-from lightrl.objectives.advantages import AdvantageEstimator, AdvantageInput, unscored_at_values
+from lightrl.objectives.estimators import AdvantageEstimator, AdvantageInput, unscored_at_values
 from lightrl.ops.advantages import gae, group_stats, leave_one_out, returns_to_go
 
 

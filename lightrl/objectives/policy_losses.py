@@ -1,8 +1,6 @@
 """Policy losses: a loss per token from new and old log-probs and advantages.
 
-Every loss returns (B, T) token losses, 0 off the mask and differentiable in
-`logprobs`, and (B, T) metrics without gradient, which are averaged over the mask (names that end in `_max` by maximum).
-The caller weighs by the aggregation and sums. A is the advantage, `r = pi / pi_old`, sg stops the gradient:
+A is the advantage, `r = pi / pi_old`, sg stops the gradient:
 
 | class | loss of a token | ratio |
 |---|---|---|
@@ -23,203 +21,38 @@ objectives; `SequenceSum` with `GSPO` is LUSPO.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from typing import Any, Literal
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
 from lightrl.compat.arguments import above, at_least, fraction
-from lightrl.ops.kl import MAX_LOG_RATIO
-from lightrl.ops.losses import ClippedLoss, clipped_policy_loss
-
-Metrics = dict[str, Tensor]
-
-MAX_EXPONENT = 80.0
-"""Largest argument of `exp` in metrics; float32 overflows at 88."""
-
-
-class LossInput:
-    """What a policy loss is given: B trajectories of at most T tokens. All tensors are (B, T) float32 unless noted.
-
-    Every loss gets the whole record. It remembers which optional fields were read, so that nothing has to be declared.
-
-    Args:
-        logprobs: Log-probs of the policy being trained, with graph.
-        old_logprobs: Log-probs of the policy that starts the updates, without graph.
-        advantages: Without graph.
-        mask: (B, T) bool, tokens that are trained.
-        engine_logprobs: What the engine reported when it sampled; None if unknown.
-        ref_logprobs: Log-probs of the reference; None without one.
-        entropy: Entropy of the policy being trained, with graph; None if unknown.
-    """
-
-    def __init__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        engine_logprobs: Tensor | None = None,
-        ref_logprobs: Tensor | None = None,
-        entropy: Tensor | None = None,
-    ) -> None:
-        self.logprobs = logprobs
-        self.old_logprobs = old_logprobs
-        self.advantages = advantages
-        self.mask = mask
-        self.ref_logprobs = ref_logprobs
-        self.entropy = entropy
-        self._engine_logprobs = engine_logprobs
-        self.reads = set[str]()
-
-    @property
-    def engine_logprobs(self) -> Tensor | None:
-        """The engine's log-probs."""
-        self.reads.add("engine_logprobs")
-        return self._engine_logprobs
-
-    @property
-    def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`logprobs`, `old_logprobs`, `advantages`, `mask`."""
-        return self.logprobs, self.old_logprobs, self.advantages, self.mask
-
-    @property
-    def reads_engine(self) -> bool:
-        """Whether `engine_logprobs` of this record, or of one that `replace` made of it, has been read."""
-        return bool(self.reads)
-
-    def replace(self, **changes: Tensor | None) -> LossInput:
-        """The same record with other tensors. Reading from it counts as reading from this one."""
-        hidden = ("reads", "_engine_logprobs")
-        mine: dict[str, Any] = {name: value for name, value in vars(self).items() if name not in hidden}
-        changed = LossInput(**(mine | {"engine_logprobs": self._engine_logprobs} | changes))
-        changed.reads = self.reads
-        return changed
-
-    def unread(self) -> LossInput:
-        """The same record, of which nothing has been read."""
-        changed = self.replace()
-        changed.reads = set()
-        return changed
-
-
-EngineUse = Literal["unused", "compared", "ratio"]
-
-
-class PolicyLoss(ABC):
-    """A loss per token.
-
-    The properties below promise things that make training faster or that other parts rely on. Their defaults are safe
-    for any loss, and a subclass doesn't inherit a promise: it declares its own, or gets the default.
-
-    Attributes:
-        zero_advantage_is_zero_loss: A trajectory whose advantages are all 0 has no gradient, so it need not be run.
-        needs_whole_trajectories: Looks at all tokens of a trajectory together, so its rows stay in one micro-batch.
-        replaces_old_logprobs: Uses the engine's log-probs as the old ones, which are then not computed.
-        engine_use: "unused": doesn't read the engine's log-probs. "compared": reads them, but the importance ratio to
-            the engine's policy is no factor of the loss. "ratio": it is, so a correction would apply it twice. None:
-            undeclared; a loss that reads them is then taken for "ratio".
-    """
-
-    PROMISES = ("zero_advantage_is_zero_loss", "needs_whole_trajectories", "replaces_old_logprobs", "engine_use")
-
-    @property
-    def zero_advantage_is_zero_loss(self) -> bool:
-        return False
-
-    @property
-    def needs_whole_trajectories(self) -> bool:
-        return True
-
-    @property
-    def replaces_old_logprobs(self) -> bool:
-        return False
-
-    @property
-    def engine_use(self) -> EngineUse | None:
-        return None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Resets the promises that a subclass doesn't declare itself."""
-        super().__init_subclass__(**kwargs)
-        for name in PolicyLoss.PROMISES:
-            if name not in cls.__dict__:
-                setattr(cls, name, PolicyLoss.__dict__[name])
-
-    @abstractmethod
-    def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
-        """Computes token losses.
-
-        Args:
-            given: B trajectories.
-
-        Returns:
-            (B, T) token losses, 0 off the mask, and metrics, name -> (B, T) without graph, among them `kl/old`
-            (k3 estimate of KL(pi_old || pi) per token) and `policy/ratio_max`.
-        """
-
-
-class PPOClip(PolicyLoss):
-    """PPO's clipped surrogate: `-min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A)`, ratio per token.
-
-    Metrics `policy/clip_fraction_low` (A < 0, ratio below the lower bound), `policy/clip_fraction_high` (A > 0, ratio
-    above the upper bound) and, with a cap, `policy/clip_fraction_dual` are the fractions of tokens without gradient.
-
-    Args:
-        eps_low: in [0, 1].
-        eps_high: at least 0. DAPO: 0.2 and 0.28.
-        dual_clip: largest ratio that counts where A < 0, above 1; None is off. Usual: 3.
-        delta: INTELLECT-2's name for the same cap, above 1 + eps_high; None is off. Give one of the two.
-
-    Raises:
-        ValueError: an argument is out of range, or both `dual_clip` and `delta` are given.
-
-    Source: https://arxiv.org/abs/1707.06347 and those of `lightrl.ops.losses.clipped_policy_loss`.
-    """
-
-    zero_advantage_is_zero_loss = True
-    needs_whole_trajectories = False
-    engine_use = "unused"
-
-    def __init__(
-        self,
-        eps_low: float = 0.2,
-        eps_high: float = 0.2,
-        dual_clip: float | None = None,
-        delta: float | None = None,
-    ) -> None:
-        self.eps_low, self.eps_high = _bounds("PPOClip", eps_low, eps_high)
-        if dual_clip is not None and delta is not None:
-            raise ValueError(f"PPOClip(dual_clip={dual_clip}, delta={delta}): both are the same cap; give one.")
-        above("PPOClip.dual_clip", dual_clip, 1, or_none="for no cap")
-        above("PPOClip.delta", delta, 1 + eps_high, " = 1 + eps_high", or_none="for no cap")
-        self.cap = delta if dual_clip is None else dual_clip
-
-    def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
-        logprobs, old_logprobs, advantages, mask = given.tokens
-        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-        ratio = log_ratio.exp()
-        clipped = clipped_policy_loss(ratio, advantages, self.eps_low, self.eps_high, self.cap)
-        metrics = ratio_metrics(given, ratio) | _clip_metrics(clipped, mask)
-        if self.cap is not None:
-            metrics["policy/clip_fraction_dual"] = (clipped.cap & mask).float()
-        return _on(mask, clipped.loss), metrics
+from lightrl.objectives.ppo_clip import (
+    LossInput,
+    Metrics,
+    PolicyLoss,
+    clip_bounds,
+    clip_metrics,
+    on_mask,
+    ratio_metrics,
+    sequence_mean,
+    token_log_ratio,
+)
+from lightrl.ops.losses import MAX_LOG_RATIO, ClippedLoss, clipped_policy_loss
 
 
 class SequenceClip(PolicyLoss):
     """PPO's clip on the ratio per sequence of a subclass; clip fractions count tokens of clipped sequences."""
 
     def __init__(self, eps_low: float, eps_high: float) -> None:
-        self.eps_low, self.eps_high = _bounds(type(self).__name__, eps_low, eps_high)
+        self.eps_low, self.eps_high = clip_bounds(type(self).__name__, eps_low, eps_high)
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         logprobs, old_logprobs, advantages, mask = given.tokens
-        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
         ratio = self.sequence_log_ratio(log_ratio, mask).exp().expand_as(log_ratio)
         clipped = clipped_policy_loss(ratio, advantages, self.eps_low, self.eps_high)
-        return _on(mask, clipped.loss), ratio_metrics(given, ratio) | _clip_metrics(clipped, mask)
+        return on_mask(mask, clipped.loss), ratio_metrics(given, ratio) | clip_metrics(clipped, mask)
 
     @abstractmethod
     def sequence_log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -310,13 +143,13 @@ class GMPO(PolicyLoss):
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         logprobs, old_logprobs, advantages, mask = given.tokens
-        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
         upper, lower = log_ratio.clamp(max=self.eps_high), log_ratio.clamp(min=-self.eps_low)
         bounded = torch.where(advantages > 0, upper, torch.where(advantages < 0, lower, log_ratio))
         ratio = sequence_mean(bounded, mask).exp().expand_as(log_ratio)
         low, high = log_ratio < -self.eps_low, log_ratio > self.eps_high
         clips = ClippedLoss(log_ratio, low & (advantages < 0), high & (advantages > 0), low)
-        return _on(mask, -advantages * ratio), ratio_metrics(given, ratio) | _clip_metrics(clips, mask)
+        return on_mask(mask, -advantages * ratio), ratio_metrics(given, ratio) | clip_metrics(clips, mask)
 
 
 class CISPO(PolicyLoss):
@@ -348,11 +181,11 @@ class CISPO(PolicyLoss):
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         logprobs, old_logprobs, advantages, mask = given.tokens
-        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
         ratio = log_ratio.detach().exp()
         loss = -ratio.clamp(self.ratio_min, self.ratio_max) * advantages * logprobs
         low, high = ratio < self.ratio_min, ratio > self.ratio_max
-        return _on(mask, loss), ratio_metrics(given, ratio) | _clip_metrics(ClippedLoss(loss, low, high, low), mask)
+        return on_mask(mask, loss), ratio_metrics(given, ratio) | clip_metrics(ClippedLoss(loss, low, high, low), mask)
 
 
 class SAPO(PolicyLoss):
@@ -382,11 +215,11 @@ class SAPO(PolicyLoss):
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         logprobs, old_logprobs, advantages, mask = given.tokens
-        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
         ratio = log_ratio.exp()
         tau = torch.where(advantages > 0, self.tau_pos, self.tau_neg).to(ratio.dtype)
         loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
-        return _on(mask, loss), ratio_metrics(given, ratio)
+        return on_mask(mask, loss), ratio_metrics(given, ratio)
 
 
 class CPG(PolicyLoss):
@@ -426,7 +259,7 @@ class CPG(PolicyLoss):
         drift_clip: float = 2.0,
         weight_max: float | None = None,
     ) -> None:
-        self.eps_low, self.eps_high = _bounds("CPG", eps_low, eps_high)
+        self.eps_low, self.eps_high = clip_bounds("CPG", eps_low, eps_high)
         if eps_low == 1:
             raise ValueError("CPG(eps_low=1): must be below 1; the lower bound of the log-ratio is log(1 - eps_low).")
         self.drift_coef = at_least("CPG.drift_coef", drift_coef, 0)
@@ -440,7 +273,7 @@ class CPG(PolicyLoss):
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         logprobs, old_logprobs, advantages, mask = given.tokens
-        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
         lower, upper = math.log(1 - self.eps_low), math.log(1 + self.eps_high)
         if self.weight_max is not None:
             advantages = advantages * log_ratio.detach().exp().clamp(max=self.weight_max)
@@ -450,7 +283,7 @@ class CPG(PolicyLoss):
         )
         if self.drift_coef:
             loss = loss + self.drift_coef * self._drift(log_ratio)
-        return _on(mask, loss), ratio_metrics(given, log_ratio.exp()) | _clip_metrics(clips, mask)
+        return on_mask(mask, loss), ratio_metrics(given, log_ratio.exp()) | clip_metrics(clips, mask)
 
     def _drift(self, log_ratio: Tensor) -> Tensor:
         fixed = log_ratio.detach()
@@ -500,15 +333,15 @@ class DPPO(PolicyLoss):
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         logprobs, old_logprobs, advantages, mask = given.tokens
-        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-        moved = _on(mask, logprobs.detach().exp() - old_logprobs.exp())
+        log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
+        moved = on_mask(mask, logprobs.detach().exp() - old_logprobs.exp())
         low, high = (moved < -self.delta_low) & (advantages < 0), (moved > self.delta_high) & (advantages > 0)
         weight = log_ratio.detach().exp().clamp(max=self.ratio_max).masked_fill(low | high, 0.0)
         loss = -weight * advantages * logprobs
         if self.penalty_coef:
             loss = loss + self.penalty_coef * log_ratio.square()
         metrics = ratio_metrics(given, log_ratio.exp())
-        return _on(mask, loss), metrics | _clip_metrics(ClippedLoss(loss, low, high, low), mask)
+        return on_mask(mask, loss), metrics | clip_metrics(ClippedLoss(loss, low, high, low), mask)
 
 
 class DRO(PolicyLoss):
@@ -537,47 +370,6 @@ class DRO(PolicyLoss):
 
     def __call__(self, given: LossInput) -> tuple[Tensor, Metrics]:
         logprobs, old_logprobs, advantages, mask = given.tokens
-        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
         loss = -advantages * logprobs + self.beta / 2 * log_ratio.square()
-        return _on(mask, loss), ratio_metrics(given, log_ratio.exp())
-
-
-def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """log pi - log pi_old on the mask, 0 elsewhere; clamped, since an infinite ratio makes a clipped gradient NaN."""
-    return _on(mask, logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def _on(mask: Tensor, x: Tensor) -> Tensor:
-    return torch.where(mask, x, torch.zeros_like(x))
-
-
-def sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """(B, 1) mean over the masked tokens of each sequence; `x` is 0 off the mask or is made so."""
-    return _on(mask, x).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-
-
-@torch.no_grad()
-def ratio_metrics(given: LossInput, ratio: Tensor) -> Metrics:
-    """KL(pi_old || pi) by k3 from the token log-ratios, and the largest ratio of the kind the loss uses."""
-    log_ratio = _on(given.mask, given.logprobs - given.old_logprobs)
-    return {
-        "kl/old": torch.expm1(log_ratio.clamp(max=MAX_EXPONENT)) - log_ratio,
-        "policy/ratio_max": _on(given.mask, ratio.expand_as(given.mask)).detach(),
-    }
-
-
-@torch.no_grad()
-def _clip_metrics(clipped: ClippedLoss, mask: Tensor) -> Metrics:
-    return {
-        "policy/clip_fraction_low": (clipped.low & mask).float(),
-        "policy/clip_fraction_high": (clipped.high & mask).float(),
-        "policy/clip_fraction_region": ((clipped.low | clipped.high) & mask).float(),
-    }
-
-
-def _bounds(owner: str, eps_low: float, eps_high: float) -> tuple[float, float]:
-    fraction(f"{owner}.eps_low", eps_low, note="; the lower bound of the ratio is 1 - eps_low")
-    at_least(f"{owner}.eps_high", eps_high, 0, "; the upper bound of the ratio is 1 + eps_high")
-    if eps_low == eps_high == 0:
-        raise ValueError(f"{owner}.eps_low=0 with eps_high=0: every change is clipped, so nothing is learnt.")
-    return eps_low, eps_high
+        return on_mask(mask, loss), ratio_metrics(given, log_ratio.exp())
