@@ -22,6 +22,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 import lightrl.algorithms
 import lightrl.callbacks
 import lightrl.data
+import lightrl.distributed
 import lightrl.engines
 import lightrl.environments
 import lightrl.objectives
@@ -46,8 +47,9 @@ from lightrl.objectives.estimators import AdvantageEstimator
 from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.ppo_clip import PolicyLoss
 
-for name in lightrl.engines.__all__:  # engines are imported when they are asked for
-    getattr(lightrl.engines, name)
+for package in (lightrl.distributed, lightrl.engines, lightrl.objectives):  # which load their modules lazily
+    for name in package.__all__:
+        getattr(package, name)
 EVALUATIONS = ("validate", "test", "predict")
 set_parsing_settings(subclasses_enabled=[PromptSource, LRSchedule])  # dataclasses whose class YAML may name, and keeps
 keep_lists()
