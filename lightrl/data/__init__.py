@@ -4,6 +4,7 @@ from lightrl.data.arithmetic import ArithmeticRows
 from lightrl.data.curriculum import PromptCurriculum
 from lightrl.data.preferences import PreferenceDataModule, PreferenceSource
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource
+from lightrl.data.reasoning_gym import ReasoningGymRows, ReasoningGymTask
 from lightrl.data.rows import RowSource
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.data.templates import load_tokenizer
@@ -16,6 +17,8 @@ __all__ = [
     "PromptMixture",
     "PromptSet",
     "PromptSource",
+    "ReasoningGymRows",
+    "ReasoningGymTask",
     "RowSource",
     "SFTDataModule",
     "SFTSource",

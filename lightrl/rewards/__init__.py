@@ -12,6 +12,7 @@ from lightrl.rewards.combined import CombinedReward
 from lightrl.rewards.extract import extract_boxed, extract_gsm8k, extract_number
 from lightrl.rewards.judge import GenerativeJudge
 from lightrl.rewards.maths import MathVerify
+from lightrl.rewards.reasoning_gym import ReasoningGymReward
 from lightrl.rewards.remote import RemoteReward
 from lightrl.rewards.rules import (
     CosineLength,
@@ -32,6 +33,7 @@ __all__ = [
     "GenerativeJudge",
     "LengthReward",
     "MathVerify",
+    "ReasoningGymReward",
     "RegexFormat",
     "RemoteReward",
     "RepetitionPenalty",

@@ -1,0 +1,70 @@
+"""Rows and rewards of reasoning-gym's generators."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("reasoning_gym")
+
+from lightrl.data.curriculum import PromptCurriculum
+from lightrl.data.prompts import PromptSource
+from lightrl.data.reasoning_gym import ReasoningGymRows, ReasoningGymTask
+from lightrl.rewards.reasoning_gym import ReasoningGymReward
+
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+
+
+def test_no_question_is_in_both_splits() -> None:
+    train, held_out = (ReasoningGymRows({"chain_sum": SUMS}, size=150, seed=3, split=s)() for s in ("train", "eval"))
+    assert len(train) == len(held_out) == 150
+    assert not set(train["prompt"]) & set(held_out["prompt"])
+    assert ReasoningGymRows({"chain_sum": SUMS}, size=150, seed=3)().to_list() == train.to_list()
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "letter_counting", "number_sorting", "countdown", "maze"])
+def test_a_reference_is_scored_as_right_and_nonsense_is_not(task: str) -> None:
+    rows = ReasoningGymRows(task, size=4)()
+    reward = ReasoningGymReward("text")
+    good, bad = (reward(completions=texts, gym=rows["gym"]) for texts in (rows["answer"], ["qwertz"] * 4))
+    assert all(score < 1 for score in bad)
+    if task != "countdown":  # whose reference is one expression of many
+        assert good == [1.0] * 4
+
+
+def test_where_the_answer_is_found() -> None:
+    row = ReasoningGymRows({"chain_sum": SUMS}, size=1)()[0]
+    answer = row["answer"]
+    texts = {
+        "tags": f"<answer>1e9</answer> or <answer> {answer} </answer>.",
+        "boxed": rf"so \boxed{{{answer}}}",
+        "number": f"7 and then {answer}.",
+        "last_line": f"so\n{answer}\n\n",
+        "text": f" {answer}",
+    }
+    for extract, text in texts.items():
+        assert ReasoningGymReward(extract)(completions=[text, "no"], gym=[row["gym"]] * 2) == [1.0, 0.0]  # type: ignore[arg-type]
+
+
+def test_a_mixture_holds_its_weights_and_levels(tokenizer) -> None:
+    easy, hard = {"max_digits": 1, "min_digits": 1}, {"max_digits": 4, "min_digits": 4}
+    rows = ReasoningGymRows(
+        [
+            ReasoningGymTask("chain_sum", easy, weight=3.0, level="easy"),
+            ReasoningGymTask("chain_sum", hard, level="hard"),
+        ],
+        size=80,
+    )
+    found = rows()
+    assert found["level"].count("easy") == 60 and found["level"].count("hard") == 20
+    assert found["level"][:20].count("hard") > 1  # shuffled
+    assert {json.loads(gym)["settings"]["max_digits"] for gym in found["gym"]} == {1, 4}
+    curriculum = PromptCurriculum(PromptSource(rows=rows), class_column="level", classes=["easy", "hard"])
+    drawn = curriculum.load(tokenizer).batch(0, 20)
+    assert set(drawn.columns["level"]) == {"easy"}
+
+
+def test_an_unknown_generator_is_named() -> None:
+    with pytest.raises(ValueError, match="tasks='chain_summ'"):
+        ReasoningGymRows("chain_summ", size=2)()
