@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 
-from lightrl.algorithms.resuming import description
+from lightrl.algorithms.run_record import description
 from lightrl.callbacks import RolloutCheckpoint
 from lightrl.checkpoints.files import atomic_write
 from lightrl.cli.export import export

@@ -1,21 +1,27 @@
-"""LightningModules: PPO and its variants, supervised fine-tuning, reward models."""
+"""LightningModules: PPO and its variants, distillation, supervised fine-tuning, reward models. Loaded lazily."""
 
-from lightrl.algorithms.distill import DistillLightningModule
-from lightrl.algorithms.hooks import RLCallback
-from lightrl.algorithms.ppo import PPOLightningModule
-from lightrl.algorithms.reward import RewardLightningModule
-from lightrl.algorithms.schedule import LRSchedule
-from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Shaping, Updates
-from lightrl.algorithms.sft import SFTLightningModule
-from lightrl.algorithms.variants import (
-    CPGDLightningModule,
-    DAPOLightningModule,
-    DrGRPOLightningModule,
-    GRPOLightningModule,
-    GSPOLightningModule,
-    ReinforcePlusPlusLightningModule,
-    RLOOLightningModule,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightrl.compat.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lightrl.algorithms.distill import DistillLightningModule
+    from lightrl.algorithms.hooks import RLCallback
+    from lightrl.algorithms.ppo import PPOLightningModule
+    from lightrl.algorithms.schedule import LRSchedule
+    from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Shaping, Updates
+    from lightrl.algorithms.supervised import RewardLightningModule, SFTLightningModule
+    from lightrl.algorithms.variants import (
+        CPGDLightningModule,
+        DAPOLightningModule,
+        DrGRPOLightningModule,
+        GRPOLightningModule,
+        GSPOLightningModule,
+        ReinforcePlusPlusLightningModule,
+        RLOOLightningModule,
+    )
 
 __all__ = [
     "CPGDLightningModule",
@@ -36,3 +42,7 @@ __all__ = [
     "Shaping",
     "Updates",
 ]
+
+__getattr__ = lazy_names(
+    __name__, ("settings", "hooks", "schedule", "ppo", "variants", "supervised", "distill"), __all__
+)

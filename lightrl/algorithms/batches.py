@@ -1,37 +1,44 @@
-"""Tensor work between scored rollouts and losses: forwards in micro-batches, token rewards, cutting."""
+"""Passes of the models over rows in micro-batches, and how a rollout is cut into mini-batches and micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightrl.algorithms.experience import one_per_token
+from lightrl.distributed.reduction import Reduction
 from lightrl.models.multimodal import told_apart
 from lightrl.models.packing.micro_batches import micro_batches
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.spec import Layout
+from lightrl.objectives.aggregation import Aggregation
 from lightrl.objectives.trajectories import TrajectoryLayout, first_rows
-from lightrl.ops.masking import masked_whiten
-from lightrl.records import Experience, Rollouts, SupervisedBatch
+from lightrl.records import Experience, MicroBatch, Rollouts, SupervisedBatch
 
 AllReduce = Callable[[Tensor], Tensor]
 Rows = TypeVar("Rows", Experience, SupervisedBatch)
 
+WEIGHTS = "lightrl/weights"
+"""Name under which the weights of tokens travel with their rows into micro-batches."""
 
-# ---- forwards ----------------------------------------------------------------------------------------------------
+
+# ---- forward passes --------------------------------------------------------------------------------------------------
 
 
 def widest_layout(*models: PolicyModel | ValueModel | None) -> Layout:
-    """Of the layouts in which the models run, the one that computes most tokens."""
+    """The layout of these models that computes most tokens."""
     used = {model.layout for model in models if model is not None}
     return "padded" if "padded" in used else "packed" if "packed" in used else "auto"
 
 
 def policy_forward(model: PolicyModel, rows: Any, **wanted: Any) -> dict[str, Tensor]:
-    """Runs the policy on some rows: `logprobs` and what else of a `PolicyOutput` is `wanted`, each (b, t)."""
+    """Runs the policy on some rows: `logprobs` and the `wanted` fields of `PolicyOutput`, each (b, t)."""
     output = model(
         rows.token_ids,
         rows.attention_mask,
@@ -69,11 +76,11 @@ def batched_forward(
     """Runs `forward` over micro-batches and puts its (b, t) results back into (B, T) tensors.
 
     Args:
-        forward: gets some rows, cropped to their longest, gives named (b, t) tensors.
-        rows: all B rows.
-        budget: most tokens per micro-batch.
-        all_max: maximum over ranks; every rank calls `forward` equally often, as sharded models need.
-        layout: of the model that `forward` runs.
+        forward: Gets some rows, cropped to their longest, and returns named (b, t) tensors.
+        rows: All B rows.
+        budget: Maximum number of tokens per micro-batch.
+        all_max: Maximum over ranks. Every rank calls `forward` equally often, as sharded models need.
+        layout: Of the model that `forward` runs.
     """
     out: dict[str, Tensor] = {}
     for index in _micro_batch_rows(rows, budget, all_max, layout):
@@ -103,135 +110,122 @@ def _micro_batch_rows(
     return bins
 
 
-# ---- rewards and advantages --------------------------------------------------------------------------------------
+# ---- mini-batches ----------------------------------------------------------------------------------------------------
 
 
-def shape_rewards(rollouts: Rollouts, totals: Tensor, valid: Tensor, layout: TrajectoryLayout) -> Tensor:
-    """Per-token rewards: each turn's on its last token, the rest of the trajectory's on its last.
-
-    Args:
-        rollouts: B rows, with `turn_rewards`.
-        totals: (B,) rewards of their trajectories, turn rewards included.
-        valid: (B,) bool, rows that are scored.
-        layout: Of the rows.
-
-    Returns:
-        (B, T) float32, 0 off the mask and in rows that are not scored.
-    """
-    positions = torch.arange(layout.mask.shape[1], device=layout.mask.device)
-    last = torch.where(layout.mask, positions, -1).max(1).values
-    has_response, joined = last >= 0, layout.join(totals)
-    rewards = torch.zeros(layout.mask.shape, device=totals.device)
-    for of_turns in rollouts.turn_rewards.values():
-        rewards = rewards + layout.join(of_turns) * layout.mask
-    rewards[has_response, last[has_response]] += (joined - rewards.sum(1))[has_response]
-    return layout.split(rewards) * valid.unsqueeze(1)
-
-
-def turn_anchors(rollouts: Rollouts) -> Tensor | None:
-    """(B, T) int64 number of the state in which each sampled token's turn began, 0 elsewhere; None without states."""
-    if not rollouts.states:
-        return None
-    numbers: dict[str, int] = {}
-    count = max(len(states) for states in rollouts.states)
-    rows = [[numbers.setdefault(state, len(numbers)) for state in states] for states in rollouts.states]
-    table = torch.tensor([row + [0] * (count - len(row)) for row in rows], device=rollouts.token_ids.device)
-    mask = rollouts.response_mask
-    turns = torch.zeros_like(mask, dtype=torch.long) if rollouts.turn_ids is None else rollouts.turn_ids
-    return torch.where(mask, table.gather(1, torch.where(mask, turns, 0)), 0)
-
-
-def whiten_and_clip(
-    advantages: Tensor, mask: Tensor, *, whiten: bool, clip: float | None, all_sum: AllReduce
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The one stage at which advantages are scaled and bounded, over the tokens on the mask.
-
-    Returns:
-        Advantages (B, T), 0 off the mask; metrics with the fraction of clipped tokens.
-    """
-    if whiten:
-        advantages = masked_whiten(advantages, mask, all_sum=all_sum)
-    metrics = {"advantage/abs": advantages.abs()}
-    if clip is not None:
-        metrics["advantage/clip_fraction"] = (advantages.abs() > clip).float()
-        advantages = advantages.clamp(-clip, clip)
-    return advantages * mask, metrics
-
-
-def one_per_token(argument: str, part: object, found: object, like: Tensor) -> Tensor:
-    """What a user's part returned, if it is (B, T); another shape would broadcast and be counted wrongly.
+def count_minibatches(rows: Rollouts | Experience, size: int | None, ranks: int, all_sum: AllReduce) -> int:
+    """Optimizer steps per pass over a rollout with `size` trajectories in each. Collective if a size is given.
 
     Raises:
-        ValueError: it isn't; the message names the argument and the class.
+        ValueError: The size doesn't divide the rollout, or can't be shared by the ranks.
     """
-    if isinstance(found, Tensor) and found.shape == like.shape:
-        return found
-    shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-    raise ValueError(
-        f"{argument}={type(part).__name__}: returned {shape} for tokens of shape {tuple(like.shape)}. Return one value "
-        "per token."
-    )
-
-
-def checked_loss(loss: object, answer: Any, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a policy loss returned, if it is what `PolicyLoss` asks for; a scalar would be weighted as tokens are.
-
-    Raises:
-        ValueError: it isn't.
-    """
-    name = f"loss={type(loss).__name__}"
-    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
-        raise ValueError(f"{name}: it must return two things, (B, T) token losses and a dictionary of metrics.")
-    token_loss, metrics = one_per_token("loss", loss, answer[0], mask), answer[1]
-    for metric, value in metrics.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name}: its metric {metric!r} is a {type(value).__name__}: give a tensor, (B, T).")
-    return token_loss, metrics
-
-
-# ---- cutting -----------------------------------------------------------------------------------------------------
-
-
-def shuffled_groups(group_ids: Tensor, *, seed: int) -> Tensor:
-    """(B,) row order in which groups are shuffled but stay together; the same for the same seed."""
-    groups = group_ids.unique()
-    place = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).to(group_ids.device)
-    return place[torch.searchsorted(groups, group_ids)].argsort(stable=True)
+    if size is None:
+        return 1
+    if size % ranks:
+        raise ValueError(
+            f"minibatch_size={size} counts sequences over all ranks and cannot be shared by {ranks}. Use a multiple of "
+            f"{ranks}."
+        )
+    total = int(all_sum(torch.tensor(float(len(rows.trajectory_ids.unique())))))
+    if total % size:
+        raise ValueError(
+            f"minibatch_size={size} does not divide the rollout's {total} sequences (prompts x group size, over all "
+            f"ranks). Use a divisor of {total}, or null for one update per epoch."
+        )
+    return total // size
 
 
 def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Experience]:
     """Cuts a rollout into `count` mini-batches of equally many trajectories, groups in an order given by the seed.
 
-    Groups stay whole where the mini-batch of a rank holds a multiple of the group size; rows of a trajectory always do.
-    Supervised rows are dealt out in their own order, as evenly as they go.
+    Groups stay whole if a rank's mini-batch holds a multiple of the group size; rows of a trajectory always do.
+    Supervised rows are dealt out in their own order, as evenly as possible.
 
     Raises:
-        ValueError: there are fewer supervised rows than mini-batches.
+        ValueError: There are fewer supervised rows than mini-batches.
     """
     if count == 1:
         return [experience]
     ids = experience.trajectory_ids
     firsts = first_rows(ids)
-    order = firsts[shuffled_groups(experience.group_ids[firsts], seed=seed)]
-    if len(firsts) == len(ids):
-        shares = order.tensor_split(count)
-    else:
-        shares = tuple((ids[part][:, None] == ids).nonzero()[:, 1] for part in order.tensor_split(count))
+    groups = experience.group_ids[firsts]
+    unique = groups.unique()
+    place = torch.randperm(len(unique), generator=torch.Generator().manual_seed(seed)).to(ids.device)
+    shares = firsts[place[torch.searchsorted(unique, groups)].argsort(stable=True)].tensor_split(count)
+    if len(firsts) < len(ids):
+        shares = tuple((ids[part][:, None] == ids).nonzero()[:, 1] for part in shares)
     parts = [experience.select(rows) for rows in shares]
     extra = experience.supervised
     if extra is None:
         return parts
     if len(extra) < count:
         raise ValueError(
-            f"ptx_batch_size={len(extra)} on each rank is less than the {count} mini-batches of a rollout: take at "
+            f"ptx_batch_size={len(extra)} on each rank is less than the {count} mini-batches of a rollout. Use at "
             f"least {count}, or a larger minibatch_size."
         )
     dealt = torch.arange(len(extra)).tensor_split(count)
     return [replace(part, supervised=extra.select(rows)) for part, rows in zip(parts, dealt, strict=True)]
 
 
+# ---- micro-batches ---------------------------------------------------------------------------------------------------
+
+
+def weighted_micro_batches(
+    minibatch: Experience,
+    aggregation: Aggregation,
+    reduction: Reduction,
+    ranks: int,
+    *,
+    budget: int,
+    layout: Layout,
+    ptx_coef: float,
+    skip_zero: bool,
+    whole_trajectories: bool,
+) -> list[MicroBatch]:
+    """Cuts a mini-batch by tokens, and weights its tokens so that the micro-batches' losses add up to its own.
+
+    Args:
+        minibatch: Rows of one optimizer step.
+        aggregation: How token losses become one number.
+        reduction: Over ranks.
+        ranks: Number of processes; Lightning averages their gradients.
+        budget: Maximum number of tokens per micro-batch.
+        layout: Of the models that run them, see `widest_layout`.
+        ptx_coef: Weight of the supervised rows, which come first: DDP needs every trained model in the last backward.
+        skip_zero: Leave out trajectories whose advantages are all 0; they still count in the normalizers.
+        whole_trajectories: Keep the rows of a trajectory together, even above the budget.
+
+    Returns:
+        Equally many on every rank; none if no rank has a token to train.
+    """
+    mask, ptx = minibatch.response_mask, minibatch.supervised
+    trajectories = TrajectoryLayout(minibatch.trajectory_ids, mask)
+    joined = trajectories.mask
+    weights = one_per_token("aggregation", aggregation, aggregation.weights(joined), joined)
+    weights = trajectories.split(torch.where(joined, weights.float(), 0.0))
+    count = aggregation.count(joined)
+    if not isinstance(count, Tensor) or count.ndim:
+        raise ValueError(f"aggregation={type(aggregation).__name__}: `count` must return a scalar tensor.")
+    learned = mask.new_zeros(()) if ptx is None else ptx.response_mask.sum()
+    counts = reduction.sum(torch.stack([count.double(), mask.sum().double(), learned.double()]))
+    if not bool(counts[1:].any()):
+        return []
+    policy, tokens, supervised = (ranks / max(x, 1.0) for x in counts.tolist())
+    micros = list[MicroBatch]()
+    if ptx is not None:
+        parts = cut_micro_batches(ptx, budget, reduction.max, layout=layout)
+        micros += [MicroBatch(part, None, ptx_coef * supervised) for part in parts]
+    weighed = replace(minibatch, token_extras={**minibatch.token_extras, WEIGHTS: weights * policy})
+    options: Any = {"skip_zero": skip_zero, "whole_trajectories": whole_trajectories, "layout": layout}
+    for rows in cut_micro_batches(weighed, budget, reduction.max, **options):
+        extras = dict(rows.token_extras)
+        own = extras.pop(WEIGHTS)
+        micros.append(MicroBatch(replace(rows, token_extras=extras), own, tokens))
+    return micros
+
+
 def cut_micro_batches(
-    minibatch: Rows,
+    rows: Rows,
     budget: int,
     all_max: AllReduce,
     *,
@@ -239,34 +233,31 @@ def cut_micro_batches(
     whole_trajectories: bool = False,
     layout: Layout = "auto",
 ) -> list[Rows]:
-    """Cuts a mini-batch, or supervised rows, into micro-batches, equally many on every rank.
+    """Cuts rows into at least one micro-batch, equally many on every rank; see `weighted_micro_batches`.
 
-    Args:
-        minibatch: rows of one optimizer step, normalisers set: rows left out here still count in them.
-        budget: most tokens per micro-batch.
-        all_max: maximum over ranks.
-        skip_zero: (experience only) leave out trajectories whose advantages are all 0: their loss has no gradient.
-        whole_trajectories: (experience only) keep the rows of a trajectory together, even above the budget.
-        layout: of the models that run them, see `widest_layout`.
-
-    Returns:
-        at least one micro-batch; a rank without rows gets one row with an empty response mask.
+    A rank without rows gets one row with an empty response mask.
     """
     units = None
-    if isinstance(minibatch, Experience):
+    if isinstance(rows, Experience):
         if skip_zero:
-            rows = _rows_with_advantage(minibatch)
-            minibatch = minibatch.select(rows) if len(rows) else _without_response(minibatch)  # type: ignore[assignment]
-        trajectory_ids = minibatch.on_host("trajectory_ids")
-        if whole_trajectories and len(trajectory_ids.unique()) < len(minibatch):
+            kept = _rows_with_advantage(rows)
+            rows = rows.select(kept) if len(kept) else _without_response(rows)  # type: ignore[assignment]
+        trajectory_ids = rows.on_host("trajectory_ids")
+        if whole_trajectories and len(trajectory_ids.unique()) < len(rows):
             units = trajectory_ids
-    pieces = []
-    for index in _micro_batch_rows(minibatch, budget, all_max, layout, units):
-        if len(index):
-            pieces.append(minibatch.select(index).crop())
-        else:
-            pieces.append(_without_response(minibatch))
-    return pieces
+    found = _micro_batch_rows(rows, budget, all_max, layout, units)
+    return [rows.select(index).crop() if len(index) else _without_response(rows) for index in found]
+
+
+def checked_loss(loss: object, answer: Any, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a policy loss returned: (B, T) token losses and metrics; a scalar would be weighted as tokens are.
+
+    Raises:
+        ValueError: It returned something else.
+    """
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
+        raise ValueError(f"loss={type(loss).__name__}: must return (B, T) token losses and a dictionary of metrics.")
+    return one_per_token("loss", loss, answer[0], mask), answer[1]
 
 
 def _rows_with_advantage(minibatch: Experience) -> Tensor:
@@ -277,10 +268,27 @@ def _rows_with_advantage(minibatch: Experience) -> Tensor:
 
 
 def _without_response(rows: Rows) -> Rows:
-    """One row that takes part in forward, backward and collectives and adds nothing."""
+    """One row that takes part in forward, backward, and collectives and adds nothing."""
     row = rows.select(torch.zeros(1, dtype=torch.long)).crop()
     row.response_mask = torch.zeros_like(row.response_mask)
     if isinstance(row, Experience):
         row.advantages = torch.zeros_like(row.advantages)
         row.token_extras = {name: torch.zeros_like(x) for name, x in row.token_extras.items()}
     return row
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """Adds up seconds by metric name in `seconds`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measures(self, name: str) -> Iterator[None]:
+        """Within it time counts under that name."""
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin

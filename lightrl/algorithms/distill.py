@@ -33,55 +33,51 @@ from lightrl.rollout.datamodule import RolloutDataModule
 LOGPROBS, TOP_IDS, TOP_LOGPROBS = "teacher/logprobs", "teacher/top_ids", "teacher/top_logprobs"
 """Per token: the teacher's log-prob, and a served teacher's top-k tokens and their log-probs, (B, T, K)."""
 NUMBERS, PROMPTS = "teacher/number", "teacher/prompt"
-"""Per row: index of its teacher, and token ids that it reads before the first sampled token."""
+"""Per row: index of its teacher, and token IDs that it reads before the first sampled token."""
 
 
 class DistillLightningModule(CriticFreeLightningModule):
-    """Distils teachers into the policy on the policy's own samples, beside a reward or instead of one.
+    """Distills teachers into the policy on the policy's own samples, with or without rewards.
 
         A_t = [advantage of the rewards] + coef * D_t,    D_t = d_t + gamma * D_{t+1}
         d_t = log pi_teacher(y_t | y_<t) - log pi(y_t | y_<t),    the sampled reverse KL with the sign turned
 
     With gamma 0 each token answers for its own d_t: the gradient is that of the sum over sampled prefixes of
     KL(pi || pi_teacher) at the next token, prefixes held fixed. With gamma 1 it is the gradient of the KL of whole
-    responses. The minimiser of both is the teacher; with a reward r too (`advantage` a Reinforce, or RLOO or
+    responses. The minimizer of both is the teacher. With a reward r (`advantage` a Reinforce, or RLOO or
     GroupRelative(scale="none")) and gamma 1 it is `pi ~ pi_teacher * exp(r / coef)`.
 
-    With a `divergence` whole distributions are compared instead, and the teacher is a term of the loss: each token's
-    loss is raised by `coef * D(pi, pi_teacher)` at its prefix, prefixes held fixed. It is what gamma 0 estimates from
-    one sample for `ReverseKL`, without its noise, and the choice of other divergences; no (tokens, vocabulary) matrix
-    is kept, only a few hundred tokens' logits live at once. Teachers run in every pass over a rollout.
+    With a `divergence` whole distributions are compared instead: each token's loss is raised by
+    `coef * D(pi, pi_teacher)` at its prefix, prefixes held fixed. It is what gamma 0 estimates from one sample for
+    `ReverseKL`, without its noise. No (tokens, vocabulary) matrix is kept. Teachers run in every pass over a rollout.
 
-    Teachers are frozen; they score the very tokens that were sampled, at the sampling temperature and over the tokens
-    that top-p, top-k and min-p left. Metrics: `kl/teacher`, the mean of -d_t; with a divergence `loss/teacher`, its
-    mean.
+    Teachers are frozen. They score exactly the sampled tokens, at the sampling temperature and over the tokens that
+    top-p, top-k, and min-p left. Metrics: `kl/teacher`, the mean of -d_t; with a divergence `loss/teacher`, its mean.
 
     Args:
-        teachers: name -> model: a folder or hub name, a `ModelSpec`, or a `ServerTeacher`, which scores at temperature
-            1 over all words. Their tokenizers must give every token the policy's id.
-        teacher_column: column of the data set that names each row's teacher; needed where there are several.
-        advantage: estimator for the data module's rewards; None leaves rewards to the logs, and every trajectory that
-            did not fail is trained.
-        coef: weight of D_t, above 0.
-        gamma: discount of later tokens' d_t, in [0, 1]; 0 with a divergence.
-        divergence: `ReverseKL`, `ForwardKL` or `JensenShannon` over the whole vocabulary; None is the sampled one.
-        privileged_column: column with a prompt (a string or a conversation, rendered with the `chat_template`,
-            `system_prompt` and `template_kwargs` of the source of prompts) that the teacher reads in the row's place,
-            such as the question with its solution; with the policy's own model as teacher that is self-distillation
-            (OPSD). Needs a divergence over all words; None has teachers read what the policy read.
-        divergence_top_k: compare only the teacher's top-k tokens and "any other", at least 1; None compares the whole
-            vocabulary.
-        kl: further penalty against a reference; None for none.
-        kwargs: the other arguments of `PPOLightningModule`, but for `critic`.
+        teachers: Name -> model: a folder or hub name, a `ModelSpec`, or a `ServerTeacher`, which scores at temperature
+            1 over the whole vocabulary. Their tokenizers must map every token to the policy's ID.
+        teacher_column: Column of the data that names each row's teacher; required with several teachers.
+        advantage: Estimator for the data module's rewards. None only logs rewards, and every trajectory that didn't
+            fail is trained.
+        coef: Weight of D_t or the divergence, above 0.
+        gamma: Discount of later tokens' d_t, in [0, 1]; 0 with a divergence.
+        divergence: `ReverseKL`, `ForwardKL`, or `JensenShannon` over the whole vocabulary. None is the sampled one.
+        privileged_column: Column with a prompt (a string or a conversation, rendered with the settings of the source of
+            prompts) that the teacher reads in place of the row's, such as the question with its solution. With the
+            policy's own model as teacher this is self-distillation (OPSD). Needs a divergence over the vocabulary.
+        divergence_top_k: Compare only the teacher's top-k tokens and "any other". Defaults to the whole vocabulary.
+        kl: Further penalty against a reference.
+        kwargs: Other arguments of `PPOLightningModule` except `critic`.
 
     Raises:
-        ValueError: an argument is out of range or without effect; before models are loaded, a teacher with another
+        ValueError: An argument is out of range or without effect; before models are loaded, a teacher with another
             vocabulary, or a divergence under a strategy that shards models; on a rollout, a row that names no teacher,
             and privileged prompts for a trajectory of several rows.
 
     Source: https://arxiv.org/abs/2306.13649 (on-policy distillation), https://arxiv.org/abs/2306.08543 (reverse KL by
         policy gradient), https://thinkingmachines.ai/blog/on-policy-distillation (per-token advantage, gamma 0),
-        https://github.com/siyan-zhao/OPSD (privileged prompts; it clips each word's share, here nothing is).
+        https://github.com/siyan-zhao/OPSD (privileged prompts; without its clip of each word's share).
     """
 
     default_group_size = 1
@@ -102,80 +98,78 @@ class DistillLightningModule(CriticFreeLightningModule):
         kl: KLPenalty | None = None,
         **kwargs: Any,
     ) -> None:
-        if not teachers:
-            raise ValueError("teachers={}: DistillLightningModule needs at least one, name -> model.")
-        if len(teachers) > 1 and teacher_column is None:
-            raise ValueError(
-                f"teachers={sorted(teachers)} with teacher_column=None: name the column that says which teacher a row "
-                "belongs to."
-            )
-        if divergence is not None and gamma:
-            raise ValueError(
-                f"gamma={gamma} with divergence={type(divergence).__name__}: a divergence is each token's own. Take "
-                "gamma=0, or divergence=None (null in YAML), the sampled reverse KL."
-            )
-        if divergence_top_k is not None and (divergence is None or divergence_top_k < 1):
-            raise ValueError(
-                f"divergence_top_k={divergence_top_k} with divergence={divergence}: must be at least 1, and needs a "
-                "divergence (ReverseKL, ForwardKL, JensenShannon)."
-            )
         self.learns_rewards = advantage is not None
         super().__init__(actor, advantage=Reinforce() if advantage is None else advantage, kl=kl, **kwargs)
+        served = {name: teacher for name, teacher in teachers.items() if isinstance(teacher, ServerTeacher)}
         self.teacher_names = list(teachers)
-        self.teacher_specs: dict[str, ModelSpec] = {}
-        self.teacher_servers: dict[str, ServerTeacher] = {}
-        for name, teacher in teachers.items():
-            if isinstance(teacher, ServerTeacher):
-                self.teacher_servers[name] = teacher
-            else:
-                self.teacher_specs[name] = ModelSpec.given(teacher, argument=f"teachers[{name!r}]")
-        if self.teacher_servers and divergence is not None and divergence_top_k is None:
-            raise ValueError(
-                f"divergence={type(divergence).__name__} with teachers {sorted(self.teacher_servers)} on servers, "
-                "which name their likeliest words only: set divergence_top_k (vLLM: at most its --max-logprobs, 20)."
-            )
-        if privileged_column is not None and (self.teacher_servers or divergence is None or divergence_top_k):
-            raise ValueError(
-                f"privileged_column={privileged_column!r} needs a divergence over all words (divergence_top_k=None) "
-                "and teachers in this process (model folders)."
-            )
+        self.teacher_servers = served
+        self.teacher_specs = {
+            name: ModelSpec.given(teacher, argument=f"teachers[{name!r}]")
+            for name, teacher in teachers.items()
+            if name not in served
+        }
         self.teacher_column = teacher_column
         self.privileged_column = privileged_column
-        self._refuse_settings_without_effect(divergence)
         self.distill_coef = above("DistillLightningModule.coef", coef)
         self.distill_gamma = fraction("DistillLightningModule.gamma", gamma)
         self.divergence = divergence
         self.divergence_top_k = divergence_top_k
+        self._require_matching_teachers()
+        self._require_settings_with_effect()
 
-    def _refuse_settings_without_effect(self, divergence: Divergence | None) -> None:
-        """Raises a ValueError for settings of advantages or rewards where there are none."""
+    def _require_matching_teachers(self) -> None:
+        """Raises a ValueError for teachers that can't be told apart, or can't score what they are asked for."""
+        names, top_k, column = sorted(self.teacher_names), self.divergence_top_k, self.privileged_column
+        kind = type(self.divergence).__name__
+        if not names:
+            raise ValueError("teachers={}: there are none. Pass at least one, name -> model.")
+        if len(names) > 1 and self.teacher_column is None:
+            raise ValueError(f"teacher_column=None with teachers={names}. Name the column with each row's teacher.")
+        if self.divergence is not None and self.distill_gamma:
+            raise ValueError(
+                f"gamma={self.distill_gamma} with divergence={kind}, which is each token's own. Use gamma=0, or "
+                "divergence=None (null in YAML)."
+            )
+        if top_k is not None and (self.divergence is None or top_k < 1):
+            raise ValueError(f"divergence_top_k={top_k} with divergence={kind}: must be at least 1 with a divergence.")
+        if self.teacher_servers and self.divergence is not None and top_k is None:
+            raise ValueError(
+                f"divergence={kind} with teachers {sorted(self.teacher_servers)} on servers, which report their top "
+                "tokens only. Set divergence_top_k (vLLM: at most its --max-logprobs, 20)."
+            )
+        if column is not None and (self.teacher_servers or self.divergence is None or top_k):
+            raise ValueError(
+                f"privileged_column={column!r}: needs a divergence with divergence_top_k=None, and teachers in this "
+                "process. Drop one of them."
+            )
+
+    def _require_settings_with_effect(self) -> None:
+        """Raises a ValueError for settings of advantages or rewards without an estimator."""
         if self.learns_rewards:
             return
-        shaping = self.shaping
-        idle = {"reward_clip": shaping.reward_clip is not None}
-        if divergence is not None:
+        shaping, idle = self.shaping, {"reward_clip": self.shaping.reward_clip is not None}
+        if self.divergence is not None:
             idle["whiten_advantages"] = self.whiten_advantages
             idle["advantage_clip"] = shaping.advantage_clip is not None
             idle["top_entropy_fraction"] = shaping.top_entropy_fraction < 1
         for name, found in idle.items():
             if found:
-                given = getattr(shaping, name, True)
-                extra = "" if divergence is None else f" and divergence={type(divergence).__name__}"
+                extra = "" if self.divergence is None else f" and divergence={type(self.divergence).__name__}"
                 raise ValueError(
-                    f"{name}={given} with advantage=None{extra}: it has no effect. Leave it at its default, or pass an "
-                    "advantage estimator for rewards."
+                    f"{name}={getattr(shaping, name, True)} with advantage=None{extra}: it has no effect. Leave it at "
+                    "its default, or pass an advantage estimator for rewards."
                 )
 
     def setup(self, stage: str) -> None:
-        """See `PPOLightningModule.setup`; refuses teachers that read other tokens."""
+        """See `PPOLightningModule.setup`; rejects teachers with other tokens."""
         super().setup(stage)
         if self.privileged_column is not None:
             self._privileged_source()
         if self.divergence is not None and strategies.shards_parameters(self.trainer.strategy):
             raise ValueError(
                 f"divergence={type(self.divergence).__name__} with strategy={type(self.trainer.strategy).__name__}, "
-                "which shards models: comparing distributions needs the heads of student and teacher whole and at "
-                "once. Take ddp or ZeRO 1 or 2, or divergence=None (null in YAML), the sampled reverse KL."
+                "which shards models: it needs the heads of student and teacher whole. Use ddp or ZeRO 1 or 2, or "
+                "divergence=None (null in YAML)."
             )
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if self.teacher_servers and isinstance(data, RolloutDataModule):
@@ -183,18 +177,16 @@ class DistillLightningModule(CriticFreeLightningModule):
             cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
             if sampling.temperature != 1 or (cut and data.engine.records_support):
                 raise ValueError(
-                    f"teachers {sorted(self.teacher_servers)} on servers with {sampling}: servers score at temperature "
-                    "1 over all words. Take temperature 1 without top_p, top_k and min_p, or a teacher in this process "
-                    "(a model folder)."
+                    f"sampling={sampling} with teachers {sorted(self.teacher_servers)} on servers, which score at "
+                    "temperature 1 over the whole vocabulary. Use temperature 1 without top_p, top_k, and min_p, or a "
+                    "teacher in this process."
                 )
         for server in self.teacher_servers.values():
             server.check(self.actor_spec.path)
         own = AutoTokenizer.from_pretrained(self.actor_spec.path).get_vocab()
         for name, spec in self.teacher_specs.items():
             require_model(spec)
-            _refuse_other_vocabulary(name, spec.path, own)
-            if self.divergence is not None:
-                self._refuse_more_words(name, spec.path, own)
+            _require_vocabulary(name, spec.path, own, exact=self.divergence is not None)
 
     def build_models(self, in_shards: bool = False) -> None:
         super().build_models(in_shards)
@@ -206,7 +198,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         return [*super().models(), *self.teachers.values()]
 
     def evaluate_models(self, rollouts: Rollouts) -> ModelOutputs:
-        """As of `PPOLightningModule`; adds what the teachers say, or what they need to say it in the update."""
+        """As in `PPOLightningModule`; adds the teachers' log-probs, or what they need in the update."""
         outputs = super().evaluate_models(rollouts)
         teachers = self._rows_of_teachers(rollouts)
         if self.divergence is not None:
@@ -268,7 +260,7 @@ class DistillLightningModule(CriticFreeLightningModule):
             return {name: torch.arange(len(rollouts)) for name in self.teacher_names}
         if self.teacher_column not in rollouts.columns:
             raise ValueError(
-                f"teacher_column={self.teacher_column!r}: the data has the columns {sorted(rollouts.columns)}."
+                f"teacher_column={self.teacher_column!r}: not in the data (columns: {sorted(rollouts.columns)})."
             )
         named = [str(value) for value in rollouts.columns[self.teacher_column]]
         unknown = sorted(set(named) - set(self.teacher_names))
@@ -283,7 +275,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         }
 
     def compute_advantages(self, rollouts: Rollouts, outputs: ModelOutputs) -> Advantages:
-        """As of `PPOLightningModule`; adds what the teachers say about each token."""
+        """As in `PPOLightningModule`; adds the teachers' part."""
         found = super().compute_advantages(rollouts, outputs)
         if not self.learns_rewards:
             valid = ~torch.tensor(rollouts.failed, device=found.valid.device)
@@ -296,7 +288,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         return replace(found, advantages=found.advantages + self.distill_coef * gain * found.valid[:, None])
 
     def make_experience(self, rollouts: Rollouts) -> Experience:
-        """As of `PPOLightningModule`; measures the distance to the teachers."""
+        """As in `PPOLightningModule`; measures the distance to the teachers."""
         experience = super().make_experience(rollouts)
         if self.divergence is None:
             sums = MetricSums()
@@ -305,7 +297,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         return experience
 
     def forward_policy(self, rows: Experience, **wanted: Any) -> dict[str, Tensor]:
-        """As of `PPOLightningModule`; with a divergence, each token's distance to its teacher is computed too."""
+        """As in `PPOLightningModule`; with a divergence, each token's distance to its teacher is computed too."""
         if self.divergence is not None:
             wanted |= {"divergence": self.divergence, "lessons": self._lessons(rows)}
         return super().forward_policy(rows, **wanted)
@@ -396,7 +388,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         return Lesson(targets.to(device), TopTokens(ids, logprobs))
 
     def policy_loss(self, rows: Experience, out: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """As of `PPOLightningModule`; with a divergence, its term is added."""
+        """As in `PPOLightningModule`; with a divergence, its term is added."""
         loss, metrics = super().policy_loss(rows, out)
         if self.divergence is None:
             return loss, metrics
@@ -404,32 +396,18 @@ class DistillLightningModule(CriticFreeLightningModule):
 
     @property
     def needs_rewards(self) -> bool:
-        """No: teachers say what completions are worth."""
+        """False: teachers score the completions."""
         return False
 
-    def _zero_rows_are_free(self, rows: Experience) -> bool:
-        return self.divergence is None and super()._zero_rows_are_free(rows)
+    def skips_zero_advantages(self, rows: Experience) -> bool:
+        """As in `PPOLightningModule`; with a divergence every row has a gradient."""
+        return self.divergence is None and super().skips_zero_advantages(rows)
 
     def teardown(self, stage: str) -> None:
         """Closes the teachers' servers."""
         super().teardown(stage)
         for server in self.teacher_servers.values():
             server.close()
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """See `PPOLightningModule.state_dict`; without the teachers, which are loaded from where they came from."""
-        state = super().state_dict(*args, **kwargs)
-        return {name: value for name, value in state.items() if not name.startswith("teachers.")}
-
-    def _refuse_more_words(self, name: str, path: str, own: dict[str, int]) -> None:
-        """Raises a ValueError for a teacher with tokens that the policy lacks, to which it would give probability."""
-        more = sorted(set(AutoTokenizer.from_pretrained(path).get_vocab()) - set(own))
-        if more:
-            raise ValueError(
-                f"teachers[{name!r}]={path!r} has another vocabulary: {len(more)} tokens that the policy lacks, such "
-                f"as {more[0]!r}. divergence={type(self.divergence).__name__} compares all words: take a teacher with "
-                "the policy's tokenizer, or divergence=None (null in YAML), the sampled reverse KL."
-            )
 
 
 def _with_other_prompts(rows: Experience) -> tuple[SupervisedBatch, Tensor]:
@@ -460,20 +438,24 @@ def _gap(mask: Tensor, outputs: ModelOutputs | Experience) -> Tensor:
     return torch.where(mask, outputs.token_extras[LOGPROBS] - outputs.old_logprobs, 0.0)
 
 
-def _refuse_other_vocabulary(name: str, path: str, own: dict[str, int]) -> None:
-    """Raises a ValueError unless the teacher's tokenizer and model know every token of the policy by the same id."""
+def _require_vocabulary(name: str, path: str, own: dict[str, int], *, exact: bool) -> None:
+    """Raises a ValueError unless the teacher's tokenizer and model know every token of the policy by the same ID.
+
+    With `exact` it must have no other tokens, to which it would give probability.
+    """
     theirs = AutoTokenizer.from_pretrained(path).get_vocab()
     differing = sorted((i, token) for token, i in own.items() if theirs.get(token) != i)
+    size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    more = sorted(set(theirs) - set(own)) if exact else []
     if differing:
         i, token = differing[0]
-        raise ValueError(
-            f"teachers[{name!r}]={path!r} has another vocabulary: {len(differing)} of the policy's {len(own)} tokens "
-            f"have another id or none there, such as {token!r} ({i} here, {theirs.get(token)} there). It cannot score "
-            "sampled tokens; take a teacher of the policy's family."
-        )
-    size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
-    if size <= max(own.values()):
-        raise ValueError(
-            f"teachers[{name!r}]={path!r} has a head of {size} words, fewer than the {max(own.values()) + 1} ids of "
-            "the policy's tokenizer. Take a teacher of the policy's family."
-        )
+        wrong = f"{len(differing)} of the policy's {len(own)} tokens have another ID or none there, such as {token!r} "
+        wrong += f"({i} here, {theirs.get(token)} there)"
+    elif size <= max(own.values()):
+        wrong = f"its head has {size} tokens, fewer than the {max(own.values()) + 1} IDs of the policy's tokenizer"
+    elif more:
+        wrong = f"{len(more)} tokens that the policy lacks, such as {more[0]!r}, which a divergence compares as well"
+    else:
+        return
+    fix = "Use a teacher of the policy's family" + (", or divergence=None (null in YAML)." if more else ".")
+    raise ValueError(f"teachers[{name!r}]={path!r} has another vocabulary: {wrong}. {fix}")

@@ -9,12 +9,14 @@ from lightning.pytorch import Callback, Trainer
 from lightrl.records import Experience, Rollouts
 from lightrl.rollout.learner import RolloutLearner
 
+HOOKS = ("on_rollout_scored", "on_experience_made", "on_policy_updated")
+
 
 class RLCallback(Callback):
-    """A Lightning callback with three more hooks.
+    """A Lightning callback with three more hooks, called in the order below for each rollout.
 
-    Per rollout the hooks come in the order below. A callback that declares nothing gets everything. The two attributes
-    below let the module skip work that the callback is known not to need; a subclass doesn't inherit them.
+    A callback that declares nothing gets everything. The two attributes let the module skip work that the callback
+    doesn't need; a subclass doesn't inherit them.
 
     Attributes:
         reads_old_logprobs: Whether it may read `experience.old_logprobs`, or change how many updates follow. False lets
@@ -34,24 +36,22 @@ class RLCallback(Callback):
                 setattr(cls, name, True)
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Refuses a module that learns from no rollouts, whose training would never call the hooks.
-
-        A callback with a `setup` of its own calls this one first.
+        """Rejects a module that doesn't learn from rollouts and would never call the hooks; a `setup` calls it first.
 
         Raises:
-            ValueError: with the names of callback and module.
+            ValueError: The message names callback and module.
         """
         if not isinstance(pl_module, RolloutLearner):
             raise ValueError(
-                f"callback {type(self).__name__} with {type(pl_module).__name__}: that module learns from no rollouts, "
-                "of which the callback is told. Remove the callback."
+                f"callback {type(self).__name__} with {type(pl_module).__name__}: this module doesn't learn from "
+                "rollouts, so the callback would never be called. Remove the callback."
             )
 
     def on_rollout_scored(self, trainer: Trainer, pl_module: Any, rollouts: Rollouts) -> None:
         """Called when a rollout has its rewards, before advantages are computed."""
 
     def on_experience_made(self, trainer: Trainer, pl_module: Any, experience: Experience) -> None:
-        """Called when log-probs, values and advantages of a rollout are there, before the first update."""
+        """Called when a rollout has log-probs, values, and advantages, before the first update."""
 
     def on_policy_updated(self, trainer: Trainer, pl_module: Any, metrics: dict[str, float]) -> None:
         """Called after the last update of a rollout, with its metrics before they are logged."""
@@ -73,20 +73,17 @@ def _is_known(callback: Callback) -> bool:
     return type(callback).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightrl")
 
 
-HOOKS = ("on_rollout_scored", "on_experience_made", "on_policy_updated")
-
-
 def rl_callbacks(callbacks: list[Any]) -> list[RLCallback]:
-    """Those callbacks that take part in training.
+    """The callbacks that take part in training.
 
     Raises:
-        ValueError: a callback has one of LightRL's hooks, but not the base class, so that it would never be called.
+        ValueError: A callback has one of LightRL's hooks but not the base class, so it would never be called.
     """
     for callback in callbacks:
         hooks = [hook for hook in HOOKS if hasattr(callback, hook)]
         if hooks and not isinstance(callback, RLCallback):
             raise ValueError(
-                f"callback {type(callback).__name__} defines {', '.join(hooks)}: derive it from "
-                "lightrl.algorithms.hooks.RLCallback instead of Callback, and say there what it changes."
+                f"callback {type(callback).__name__} defines {', '.join(hooks)} but is not an RLCallback. Derive it "
+                "from lightrl.algorithms.RLCallback."
             )
     return [callback for callback in callbacks if isinstance(callback, RLCallback)]

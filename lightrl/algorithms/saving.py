@@ -1,11 +1,11 @@
-"""How the models of any of the modules are built, written as Hugging Face folders, and read back from checkpoints."""
+"""How the models of any module are built once, written as Hugging Face folders, and read back from checkpoints."""
 
 from __future__ import annotations
 
 import functools
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,13 +19,11 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightrl.algorithms import resuming
-from lightrl.algorithms.hyperparameters import hyperparameters
+from lightrl.algorithms import run_record
 from lightrl.checkpoints.files import atomic_folder
 from lightrl.checkpoints.plugin import first_nonfinite, require_finite
 from lightrl.checkpoints.reading import read_checkpoint, require_optimizer_states
 from lightrl.compat.lightning import begin_table
-from lightrl.data.templates import why_not_pushed
 from lightrl.distributed import strategies
 from lightrl.models.loading import save_hf_folder
 from lightrl.models.lora import named_hf_weights
@@ -37,7 +35,7 @@ Module = TypeVar("Module", bound="SavesPretrained")
 
 
 class SavesPretrained(LightningModule):
-    """A module that builds its models once, and whose trained model can be written as transformers writes one."""
+    """A module that builds its models once, and whose trained model can be written in transformers' format."""
 
     _is_built = False
     _is_sharded = False
@@ -47,7 +45,7 @@ class SavesPretrained(LightningModule):
     _settings: Mapping[str, Any] = MappingProxyType({})  # of this run, before a checkpoint is loaded
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keeps a subclass's `on_save_checkpoint` that does not call `super` from saving files that do not resume."""
+        """Keeps a subclass's `on_save_checkpoint` that doesn't call `super` from saving files that don't resume."""
         super().__init_subclass__(**kwargs)
         own = cls.__dict__.get("on_save_checkpoint")
         if own is None:
@@ -63,45 +61,52 @@ class SavesPretrained(LightningModule):
 
     @abstractmethod
     def build_models(self, in_shards: bool = False) -> None:
-        """Sets the models as attributes; those that can be are empty where ranks fill in their parts (`in_shards`)."""
+        """Sets the models as attributes, empty if they can be and ranks fill in their parts (`in_shards`)."""
 
     @abstractmethod
     def models(self) -> list[Any]:
         """The models, each with its `blocks()`."""
 
+    @property
+    @abstractmethod
+    def trained_model(self) -> tuple[Any, ModelSpec]:
+        """The model that is written, and how it was built."""
+
+    # ---- the life of a run -------------------------------------------------------------------------------------
+
     def configure_callbacks(self) -> list[Any]:
-        """Lightning's first call: keeps the `metrics.csv` of loggers that are about to begin until this run logs."""
+        """Records the run's settings, and keeps the `metrics.csv` of an earlier run until this one logs."""
         trainer: Any = self.trainer
         if trainer.state.fn == "fit":
             # Before callbacks change what they were given, and a checkpoint's seed replaces the given one.
-            self._settings = {"settings": self.run_settings(), "arguments": resuming.given_arguments(trainer)}
+            self._settings = {"settings": self.run_settings(), "arguments": run_record.given_arguments(trainer)}
             for logger in trainer.loggers if trainer.is_global_zero else ():
                 if isinstance(logger, CSVLogger):
                     begin_table(logger, trainer)
         return []
 
     def leave_hyperparameters(self) -> None:
-        """Has somebody else, such as the command line, tell the loggers what the run is."""
+        """Leaves it to the caller, such as the command line, to pass the run's settings to the loggers."""
         self._tells_hyperparameters = False
 
     def on_fit_start(self) -> None:
-        """Tells the loggers what the run is."""
+        """Passes the run's settings to the loggers."""
         trainer: Any = self.trainer
         if self._tells_hyperparameters and trainer.is_global_zero and trainer.loggers:
-            record = hyperparameters(trainer)
+            record = run_record.hyperparameters(trainer)
             for logger in trainer.loggers:
                 logger.log_hyperparams(record)
         self._compare()
 
     def run_settings(self) -> dict[str, Any]:
         """Settings that a run keeps when it is resumed: module, sizes, seed, and prompts."""
-        return resuming.run_settings(self, self.trainer.datamodule)  # type: ignore[attr-defined]
+        return run_record.run_settings(self, self.trainer.datamodule)  # type: ignore[attr-defined]
 
     def _compare(self) -> None:
         """Compares a resumed run with its checkpoint, once both that and the optimizers are there."""
         stored, self._resumed = self._resumed, None
         if stored is not None:
-            changed = resuming.compare(stored, {**self._settings, **resuming.optimizers_of(self.trainer)})
+            changed = run_record.compare(stored, {**self._settings, **run_record.optimizers_of(self.trainer)})
             if changed:
                 rank_zero_warn(
                     f"Resuming with settings that differ from the checkpoint: {changed}. Optimizer settings (learning "
@@ -125,18 +130,32 @@ class SavesPretrained(LightningModule):
                 model.spread(group)
         self._is_built = self._is_sharded = True
 
+    def _strategy(self) -> Any:
+        """The trainer's; that of one process for a module that `load_from_checkpoint` built without a trainer."""
+        try:
+            return self.trainer.strategy
+        except RuntimeError as error:
+            if not self._is_built:
+                raise RuntimeError(
+                    f"{type(self).__name__} has no model yet. Pass it to `trainer.fit`, or use "
+                    f"`{type(self).__name__}.load_from_checkpoint`."
+                ) from error
+            return SingleDeviceStrategy("cpu")
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
         cls: type[Module], checkpoint_path: str | Path, **arguments: Any
     ) -> Module:
         """A module with the weights of a checkpoint of any strategy and number of ranks, in the host's memory.
 
-        Use it as it is, or pass it to a Trainer, which starts a new run. A run is resumed with
+        Use it directly, or pass it to a Trainer, which starts a new run. To resume a run, use
         `trainer.fit(ckpt_path=...)`.
 
         Args:
-            checkpoint_path: the file or folder that a run saved.
-            arguments: those of the constructor, as in the run: a checkpoint holds what was trained, and frozen models
+            checkpoint_path: The file or folder that a run saved.
+            arguments: Those of the constructor, as in the run: a checkpoint holds what was trained, and frozen models
                 are loaded from where they came from.
 
         Raises:
@@ -149,10 +168,10 @@ class SavesPretrained(LightningModule):
     def load_weights(self, checkpoint_path: str | Path) -> None:
         """Builds the models without a trainer and gives them a checkpoint's weights; see `load_from_checkpoint`."""
         checkpoint = read_checkpoint(checkpoint_path)
-        resuming.require_own(checkpoint.get("lightrl", {}), type(self).__name__)
+        run_record.require_own(checkpoint.get("lightrl", {}), type(self).__name__)
         self.build_models()
         self._is_built = True
-        self._loaded_tokenizer = checkpoint.get("lightrl", {}).get("tokenizer")
+        self._loaded_tokenizer = checkpoint["lightrl"].get("tokenizer")
         self._require_weights(checkpoint["state_dict"])
         self.load_state_dict(checkpoint["state_dict"], strict=False)
 
@@ -162,7 +181,7 @@ class SavesPretrained(LightningModule):
         Raises:
             ValueError: Another class or optimizer wrote it, or it lacks weights that are trained here.
         """
-        resuming.require_own(checkpoint.get("lightrl", {}), type(self).__name__)
+        run_record.require_own(checkpoint.get("lightrl", {}), type(self).__name__)
         if "state_dict" in checkpoint:  # else the strategy loads sharded weights, and checks them
             self._require_weights(checkpoint["state_dict"])
         if self.trainer.training:
@@ -173,18 +192,13 @@ class SavesPretrained(LightningModule):
                 self._compare()
 
     def _require_weights(self, given: dict[str, Any]) -> None:
-        """A reference may move from now on that did not when the checkpoint was written, and is not asked for."""
+        """A reference that moves only from now on is not in the checkpoint, so it isn't required."""
         own = {name: x for name, x in self.state_dict().items() if not name.startswith("reference.")}
-        resuming.require_weights(own, given)
-
-    @property
-    @abstractmethod
-    def trained_model(self) -> tuple[Any, ModelSpec]:
-        """The model that is written, and what it was made from."""
+        run_record.require_weights(own, given)
 
     @property
     def _tokenizer_path(self) -> str | None:
-        """Whose tokens the model is trained on: `data.tokenizer`; None where it is the model's own."""
+        """The tokenizer that the model is trained with, `data.tokenizer`; None if it is the model's own."""
         try:
             trainer = self.trainer
         except RuntimeError:  # built by `load_from_checkpoint`
@@ -194,24 +208,8 @@ class SavesPretrained(LightningModule):
 
     def _description(self, models: dict[str, ModelSpec]) -> dict[str, Any]:
         """What `lightrl export` builds the models from, and what a resumed run is compared with."""
-        described = resuming.description(type(self).__name__, models, self._tokenizer_path)
-        return {**described, **self._settings, **resuming.optimizers_of(self.trainer)}
-
-    def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every parameter, LoRA merged; collective under sharding strategies."""
-        return named_hf_weights(self.trained_model[0], strategies.gather_parameter(self._strategy()))
-
-    def _strategy(self) -> Any:
-        """The trainer's; that of one process for a module that `load_from_checkpoint` built without a trainer."""
-        try:
-            return self.trainer.strategy
-        except RuntimeError as error:
-            if not self._is_built:
-                raise RuntimeError(
-                    f"{type(self).__name__} has no model yet: a Trainer builds it (`trainer.fit`), or "
-                    f"`{type(self).__name__}.load_from_checkpoint`."
-                ) from error
-            return SingleDeviceStrategy("cpu")
+        described = run_record.description(type(self).__name__, models, self._tokenizer_path)
+        return {**described, **self._settings, **run_record.optimizers_of(self.trainer)}
 
     @contextmanager
     def weights_of(self, checkpoint_path: str | Path, average: str | None = None) -> Iterator[None]:
@@ -220,7 +218,7 @@ class SavesPretrained(LightningModule):
         Args:
             checkpoint_path: File or folder.
             average: Name in the checkpoint of the state of an `EMA` callback, to use its average. Defaults to the
-                model's own weights. A checkpoint of before training has no average.
+                model's own weights. A checkpoint from before training has no average.
         """
         model, checkpoint = self.trained_model[0], read_checkpoint(checkpoint_path)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -240,19 +238,24 @@ class SavesPretrained(LightningModule):
                 for name, parameter in trained.items():
                     strategies.local_shard(parameter).copy_(before[name])
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Writes weights, configuration and tokenizer as a folder that transformers and vLLM load, LoRA merged.
+    # ---- Hugging Face folders ----------------------------------------------------------------------------------
 
-        The tokenizer is the one that the model is trained with: `data.tokenizer`, or else the model's own.
-        Collective: every rank calls it, tensors are gathered one by one, and rank 0 writes. The folder appears whole.
+    def named_policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every parameter, LoRA merged; collective under sharding strategies."""
+        return named_hf_weights(self.trained_model[0], strategies.gather_parameter(self._strategy()))
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes weights, configuration, and tokenizer as a folder that transformers and vLLM load, LoRA merged.
+
+        The tokenizer is the one that the model is trained with: `data.tokenizer`, or else the model's own. Collective:
+        every rank calls it, tensors are gathered one by one, and rank 0 writes. The folder appears whole.
 
         Args:
-            folder: where to; what is there is replaced.
+            folder: Where to write; existing files are replaced.
 
         Raises:
-            RuntimeError: the module has neither been given to a Trainer nor loaded from a checkpoint, so there is no
-                model.
-            ValueError: weights are not finite; what is there stays.
+            RuntimeError: The module has neither been given to a Trainer nor loaded from a checkpoint.
+            ValueError: Weights are not finite; existing files stay.
         """
         strategy = self._strategy()
         state, zero, bad = {}, strategy.is_global_zero, None
@@ -283,55 +286,45 @@ class SavesPretrained(LightningModule):
         commit_message: str = "Upload model",
         token: str | None = None,
     ) -> str | None:
-        """Uploads what `save_pretrained` writes to the Hugging Face hub. Collective, as that is.
+        """Uploads what `save_pretrained` writes to the Hugging Face hub. Collective.
 
-        The repository is made before anything is written, so that a hub that cannot be reached, or rejects it, costs
-        nothing. What is written lies in the system's folder for temporary files (TMPDIR) until it is uploaded.
+        The repository is created first, so that a hub that can't be reached costs nothing. The folder is temporary
+        (TMPDIR).
 
         Args:
-            repo_id: organisation/name, or a name below the token's account; made where it does not exist.
-            private: whether a new repository is; None is the account's default.
-            revision: branch to push to, made where it does not exist; the main one where None.
-            commit_message: of the upload.
-            token: of an account that may write there; that of the environment (HF_TOKEN) or of `hf auth login` where
-                None.
+            repo_id: organization/name, or a name in the token's account; created if it doesn't exist.
+            private: Whether a new repository is private. Defaults to the account's setting.
+            revision: Branch to push to, created if it doesn't exist. Defaults to the main one.
+            commit_message: Of the upload.
+            token: Defaults to HF_TOKEN, then that of `hf auth login`.
 
         Returns:
-            the address of the commit on rank 0, None on the others.
+            The address of the commit on rank 0, None on the others.
 
         Raises:
-            ValueError: The hub cannot be reached, or rejects it; on every rank.
-            RuntimeError: as `save_pretrained`.
+            ValueError: The hub can't be reached, or rejects it; on every rank.
         """
         from huggingface_hub import HfApi
 
-        strategy, hub = self._strategy(), HfApi(token=token)
-
-        def on_rank_zero(step: Callable[[], Any]) -> Any:
-            done, problem = None, None
+        strategy, hub, error = self._strategy(), HfApi(token=token), None
+        try:
             if strategy.is_global_zero:
-                try:
-                    done = step()
-                except Exception as error:
-                    problem = f"push_to_hub: repo_id={repo_id!r}: {why_not_pushed(error)}"
-            problem = strategy.broadcast(problem)
-            if problem is not None:
-                raise ValueError(problem)
-            return done
-
-        def make() -> str:
-            name: str = hub.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with the account's name
-            if revision is not None and not revision.startswith("refs/pr"):
-                hub.create_branch(name, branch=revision, exist_ok=True)
-            return name
-
-        name = on_rank_zero(make)
+                repo_id = hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
+                if revision is not None and not revision.startswith("refs/pr"):
+                    hub.create_branch(repo_id, branch=revision, exist_ok=True)
+        except Exception as raised:
+            error = f"repo_id={repo_id!r}: {raised}. Check the name, the token, and the network."
+        error = strategy.broadcast(error)
+        if error is not None:
+            raise ValueError(error)
         with TemporaryDirectory() as parent:
-            folder = Path(parent) / "model"
-            self.save_pretrained(folder)
-            commit = on_rank_zero(
-                lambda: hub.upload_folder(
-                    repo_id=name, folder_path=folder, revision=revision, commit_message=commit_message
-                )
+            self.save_pretrained(Path(parent) / "model")
+            if not strategy.is_global_zero:
+                return None
+            commit = hub.upload_folder(
+                repo_id=repo_id,
+                folder_path=Path(parent) / "model",
+                revision=revision,
+                commit_message=commit_message,
             )
-        return None if commit is None else str(commit.commit_url)
+        return str(commit.commit_url)

@@ -1,11 +1,13 @@
-"""Settings of the RL modules that belong together."""
+"""Settings of the RL modules that belong together, and combinations of parts that they reject."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from lightrl.compat.arguments import above, at_least, fraction
+from lightrl.compat.arguments import above, at_least, fraction, instance_of
 from lightrl.models.spec import ModelSpec
+from lightrl.objectives.kl import KLInLoss, KLInReward
 
 OFF = "(null in YAML) to turn it off"
 
@@ -121,3 +123,45 @@ class ExtraLosses:
     def __post_init__(self) -> None:
         at_least("ptx_coef", self.ptx_coef, 0)
         at_least("aux_loss_coef", self.aux_loss_coef, 0)
+
+
+# ---- what does not go together ---------------------------------------------------------------------------------------
+
+UNSUPPORTED_CALLBACKS = {
+    "BatchSizeFinder": "Use micro_batch_tokens; `lightrl plan` reports what fits.",
+    "LearningRateFinder": "Compare runs by eval/reward.",
+    "StochasticWeightAveraging": "Use lightrl.callbacks.EMA.",
+    "WeightAveraging": "Use lightrl.callbacks.EMA.",
+}
+"""Lightning's callbacks that expect automatic optimization -> what to use instead."""
+
+
+def require_matching_parts(module: Any) -> None:
+    """Raises a ValueError if parts of an RL module exclude each other. Called at the end of its constructor."""
+    advantage, kl, clip = module.advantage, module.kl, module.shaping.reward_clip
+    name = type(advantage).__name__
+    at_least("ppo_epochs", module.ppo_epochs, 1)
+    instance_of("kl", kl, KLInReward, KLInLoss, or_none="for no KL")  # the two places where it acts
+    if advantage.needs_critic and module.critic_spec is None:
+        raise ValueError(
+            f"advantage={name} needs a critic but critic=None. Pass a CriticSpec, or an estimator without a critic "
+            "(GroupRelative, RLOO, ...)."
+        )
+    if module.critic_spec is not None and not advantage.needs_critic:
+        raise ValueError(f"critic with advantage={name}: it would never be trained. Set critic=None (null in YAML).")
+    advantage.refuse_combination(kl, whiten=module.whiten_advantages)
+    if clip is not None:
+        advantage.refuse_shaped_rewards(f"reward_clip={clip}")
+    if kl is not None and module.actor_spec.random_init and module.reference_spec is None:
+        raise ValueError("actor.random_init=True with kl: there is no reference. Set kl=None, or pass a reference.")
+
+
+def require_supported_callbacks(callbacks: list[Any]) -> None:
+    """Raises a ValueError for a callback of Lightning that expects automatic optimization."""
+    for callback in callbacks:
+        for base in type(callback).__mro__:
+            if base.__name__ in UNSUPPORTED_CALLBACKS:
+                raise ValueError(
+                    f"callback {type(callback).__name__}: {base.__name__} needs automatic optimization. "
+                    f"{UNSUPPORTED_CALLBACKS[base.__name__]}"
+                )

@@ -17,10 +17,10 @@ class CriticFreeLightningModule(PPOLightningModule):
     """What the algorithms below share: no critic, no whitening, one pass over each rollout.
 
     Args:
-        kwargs: the other arguments of `PPOLightningModule`, but for `critic`.
+        kwargs: Other arguments of `PPOLightningModule` except `critic`.
 
     Raises:
-        ValueError: a critic is given.
+        ValueError: A critic is given.
     """
 
     default_group_size = 8
@@ -35,7 +35,7 @@ class CriticFreeLightningModule(PPOLightningModule):
         **kwargs: Any,
     ) -> None:
         if "critic" in kwargs:
-            raise ValueError(f"critic={kwargs['critic']!r} with {type(self).__name__}: it has none. Drop the argument.")
+            raise ValueError(f"critic={kwargs['critic']!r}: {type(self).__name__} has no critic. Drop the argument.")
         super().__init__(
             actor,
             advantage=advantage,
@@ -47,13 +47,13 @@ class CriticFreeLightningModule(PPOLightningModule):
 
 
 class GRPOLightningModule(CriticFreeLightningModule):
-    """Group relative policy optimisation (Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1).
+    """Group relative policy optimization (Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1).
 
     `PPOLightningModule` with the paper's settings: no critic, `A = (r - mean_group) / std_group`, k3 in the loss with
     coefficient 0.04, the mean over sequences of the mean over tokens, one update per rollout.
 
     Args:
-        kwargs: the other arguments of `PPOLightningModule`, but for `critic`.
+        kwargs: Other arguments of `PPOLightningModule` except `critic`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class DrGRPOLightningModule(GRPOLightningModule):
     (the paper's generation budget, 3000 tokens; take your `max_new_tokens`), no KL.
 
     Args:
-        kwargs: the other arguments of `GRPOLightningModule`.
+        kwargs: Other arguments of `GRPOLightningModule`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class DrGRPOLightningModule(GRPOLightningModule):
 
 
 class DAPOLightningModule(GRPOLightningModule):
-    """Decoupled clip and dynamic sampling policy optimisation (Yu et al. 2025, https://arxiv.org/abs/2503.14476).
+    """Decoupled clip and dynamic sampling policy optimization (Yu et al. 2025, https://arxiv.org/abs/2503.14476).
 
     `GRPOLightningModule` with the paper's settings: the ratio clipped to [0.8, 1.28], the mean over all tokens of the
     optimizer's batch, no KL (the paper makes 16 updates per rollout: set `minibatch_size`). Two of its parts belong to
@@ -100,7 +100,7 @@ class DAPOLightningModule(GRPOLightningModule):
     punishment (the reward `SoftOverlong`).
 
     Args:
-        kwargs: the other arguments of `GRPOLightningModule`.
+        kwargs: Other arguments of `GRPOLightningModule`.
     """
 
     def __init__(
@@ -116,14 +116,14 @@ class DAPOLightningModule(GRPOLightningModule):
 
 
 class GSPOLightningModule(GRPOLightningModule):
-    """Group sequence policy optimisation (Zheng et al. 2025, https://arxiv.org/abs/2507.18071, section 4.1 and 5.1).
+    """Group sequence policy optimization (Zheng et al. 2025, https://arxiv.org/abs/2507.18071, section 4.1 and 5.1).
 
-    `GRPOLightningModule` with the paper's settings: the length-normalised ratio of the sequence clipped to
+    `GRPOLightningModule` with the paper's settings: the length-normalized ratio of the sequence clipped to
     [1 - 3e-4, 1 + 4e-4], no KL. With one update per rollout the ratio is 1 and nothing is clipped: set `minibatch_size`
     (the paper makes 4).
 
     Args:
-        kwargs: the other arguments of `GRPOLightningModule`.
+        kwargs: Other arguments of `GRPOLightningModule`.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class CPGDLightningModule(GRPOLightningModule):
     is REINFORCE's; clip and drift act from the second on: set `minibatch_size` (its code makes 8) or `ppo_epochs`.
 
     Args:
-        kwargs: the other arguments of `GRPOLightningModule`.
+        kwargs: Other arguments of `GRPOLightningModule`.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class RLOOLightningModule(CriticFreeLightningModule):
     over the sequence, one on-policy update per rollout, where the clipped loss has the gradient of REINFORCE.
 
     Args:
-        kwargs: the other arguments of `PPOLightningModule`, but for `critic`.
+        kwargs: Other arguments of `PPOLightningModule` except `critic`.
     """
 
     def __init__(
@@ -182,13 +182,13 @@ class RLOOLightningModule(CriticFreeLightningModule):
 class ReinforcePlusPlusLightningModule(CriticFreeLightningModule):
     """REINFORCE++ (Hu et al. 2025, https://arxiv.org/abs/2501.03262, section 3).
 
-    `PPOLightningModule` with the paper's settings: no critic, `A_t` the return from token t on, normalised over all
+    `PPOLightningModule` with the paper's settings: no critic, `A_t` the return from token t on, normalized over all
     tokens of the rollout, k1 in the reward with coefficient 0.01, PPO's clip at 0.2, the mean over tokens, one pass
     over each rollout. One completion per prompt is enough. Its form for groups is `ReinforcePlusPlusBaseline` as the
     advantage with `KLInLoss("k2")` as the KL.
 
     Args:
-        kwargs: the other arguments of `PPOLightningModule`, but for `critic`.
+        kwargs: Other arguments of `PPOLightningModule` except `critic`.
     """
 
     default_group_size = 1

@@ -28,7 +28,7 @@ import lightrl.environments
 import lightrl.objectives
 import lightrl.rewards
 import lightrl.rollout
-from lightrl.algorithms.hyperparameters import versions
+from lightrl.algorithms.run_record import versions
 from lightrl.algorithms.saving import SavesPretrained
 from lightrl.algorithms.schedule import LRSchedule
 from lightrl.callbacks import ThroughputMonitor
@@ -47,7 +47,8 @@ from lightrl.objectives.estimators import AdvantageEstimator
 from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.ppo_clip import PolicyLoss
 
-for package in (lightrl.distributed, lightrl.engines, lightrl.objectives):  # which load their modules lazily
+# These packages load their modules lazily.
+for package in (lightrl.algorithms, lightrl.distributed, lightrl.engines, lightrl.objectives):
     for name in package.__all__:
         getattr(package, name)
 EVALUATIONS = ("validate", "test", "predict")

@@ -11,7 +11,7 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightrl import GRPOLightningModule, LoraSpec, ModelSpec
-from lightrl.algorithms.hyperparameters import described
+from lightrl.algorithms.run_record import described
 from lightrl.algorithms.schedule import LRSchedule
 from lightrl.algorithms.settings import Shaping
 from tests.toys import quickstart_model, quiet_trainer, sums_data
@@ -63,7 +63,7 @@ def test_loggers_are_told_what_a_run_from_python_is(model: str, tmp_path: Path) 
     assert told["model"]["class_path"].endswith("test_hyperparameters.OwnGRPO") and own["patience"] == 3
     assert own["actor"]["path"] == model and own["actor"]["lora"]["r"] == 4
     assert own["actor"]["kwargs"] == {"token": "***"} and "of-mine" not in str(told)
-    assert own["advantage"]["class_path"] == "lightrl.objectives.advantages.GroupRelative"  # the algorithm's own
+    assert own["advantage"]["class_path"] == "lightrl.objectives.estimators.GroupRelative"  # the algorithm's own
     assert own["kl"]["init_args"]["coef"] == 0.04 and own["critic"] is None and own["shaping"]["mask_truncated"] is True
     assert own["lr_scheduler"]["name"] == "cosine" and own["lr_scheduler"]["warmup"] == 0.1
     assert rows["rewards"]["init_args"]["weights"] == {"digits_reward": 0.5}
@@ -72,14 +72,6 @@ def test_loggers_are_told_what_a_run_from_python_is(model: str, tmp_path: Path) 
     assert told["optimizers"][0]["class_path"].endswith("AdamW") and told["optimizers"][0]["lr"] == 3e-4
     assert told["trainer"]["max_epochs"] == 1 and set(told["versions"]) >= {"lightrl", "torch"} and told["command"]
     assert yaml.safe_load((tmp_path / "run/hparams.yaml").read_text())["model"] == told["model"]
-
-
-def test_a_run_that_somebody_else_describes_is_not_described_again(model: str) -> None:
-    recorder, module = Recorder(), GRPOLightningModule(model, kl=None)
-    module.leave_hyperparameters()
-    data = sums_data(rollouts_per_epoch=1, prompts_per_rollout=2, group_size=2)
-    quiet_trainer(logger=recorder).fit(module, data)
-    assert recorder.told == []
 
 
 def test_live_models_and_functions_are_named() -> None:

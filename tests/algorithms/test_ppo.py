@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +12,13 @@ from torch import Tensor
 import lightrl.algorithms.ppo as ppo_module
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule, RLOOLightningModule
 from lightrl.algorithms.batches import policy_forward as run
-from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
+from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.callbacks import LinearKL, WeightSync
 from lightrl.models.spec import ModelSpec
-from lightrl.objectives import GroupRelative, KLInLoss, KLInReward, PPOClip, RolloutRatio
-from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts
+from lightrl.objectives import GroupRelative, KLInReward, PPOClip, RolloutRatio
+from lightrl.records import Experience
 from tests.algorithms.toys import adam, fit, ppo, sgd, weights
-from tests.toys import Keep, ThreadEngine, digits_reward, quickstart_model, quiet_trainer, sums_data
+from tests.toys import Keep, ThreadEngine, quickstart_model, quiet_trainer, sums_data
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +226,7 @@ def test_an_update_without_a_token_to_train_is_skipped_and_counted(model_path: s
         def on_train_batch_end(self, *_: Any) -> None:
             after.append(weights(module).clone())
 
-    with pytest.warns(UserWarning, match="none of its tokens is left to train"):
+    with pytest.warns(UserWarning, match="no trainable tokens"):
         data: dict[str, Any] = {"rewards": [scores_the_first_rollout], "engine": ThreadEngine()}
         keep = fit(module, rollouts=3, callbacks=[Watch()], **data)
     assert [m["optim/skipped_updates"] for m in keep.metrics] == [0.0, 1.0, 1.0]
@@ -274,28 +272,26 @@ def test_critics_learn_values(shared: bool, model_path: str) -> None:
     errors = [abs(m["value/mean"] - 1.0) for m in keep.metrics]  # gamma = lambda = 1: every state is worth 1
     assert errors[-1] < 0.5 * errors[0], errors
     names = [group["name"] for group in module.trainer.optimizers[0].param_groups]
-    assert names == ["actor", "critic"] and (module.critic is None) == critic.shared
+    assert names == ["policy", "critic"] and (module.critic is None) == critic.shared
 
 
 def test_a_critic_without_use_is_refused(model_path: str) -> None:
-    with pytest.raises(ValueError, match="advantage=GroupRelative uses no critic"):
+    with pytest.raises(ValueError, match="critic"):
         PPOLightningModule(model_path, whiten_advantages=False, advantage=GroupRelative())
-    with pytest.raises(ValueError, match=r"critic=CriticSpec\(.*with GRPOLightningModule: it has none"):
+    with pytest.raises(ValueError, match="critic="):
         GRPOLightningModule(model_path, critic=CriticSpec(warmup_rollouts=2))
+    with pytest.raises(ValueError, match="advantage=GAE"):
+        PPOLightningModule(model_path, critic=None)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"loss_coef": -1.0}, r"CriticSpec.loss_coef=-1.0: must be at least 0"),
-        ({"warmup_rollouts": -1}, r"CriticSpec.warmup_rollouts=-1: must be at least 0"),
-        ({"lr": 0.0}, r"CriticSpec.lr=0.0: must be above 0"),
-        ({"clip": 0.0}, r"CriticSpec.clip=0.0: must be above 0"),
-    ],
-)
-def test_a_critics_numbers_are_looked_at(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CriticSpec(**arguments)
+def test_runs_repeat_bit_for_bit(model_path: str) -> None:
+    ends = []
+    for _ in range(2):
+        seed_everything(0, verbose=False)  # the module takes its seed from it when it is built
+        module = ppo(model_path, ppo_epochs=2, updates=Updates(minibatch_size=16))
+        fit(module, rollouts=2)
+        ends.append([p.detach().clone() for p in module.parameters()])
+    assert all(torch.equal(first, second) for first, second in zip(*ends, strict=True))
 
 
 def test_the_runs_seed_changes_prompts_and_samples(model_path: str) -> None:
@@ -315,62 +311,6 @@ def test_epochs_cut_short_are_all_of_the_same_length(model_path: str) -> None:
     assert len(keep.metrics) == 6
 
 
-def test_an_estimator_that_needs_a_critic_is_refused_without(model_path: str) -> None:
-    with pytest.raises(ValueError, match="advantage=GAE needs a critic but critic=None"):
-        PPOLightningModule(model_path, critic=None)
-
-
-BASE: dict[str, Any] = {"ppo_epochs": 2, "updates": Updates(minibatch_size=16)}
-FLAGS: dict[str, dict[str, Any]] = {
-    "kl.coef": {"kl": KLInReward(coef=5.0)},
-    "kl": {"kl": KLInLoss("k3", coef=5.0)},
-    "entropy_coef": {"extra_losses": ExtraLosses(entropy_coef=0.5)},
-    "critic.loss_coef": {"critic": CriticSpec(loss_coef=5.0)},
-    "critic.clip": {"critic": CriticSpec(clip=1e-6)},
-    "whiten_advantages": {"whiten_advantages": False},
-    "advantage_clip": {"shaping": Shaping(advantage_clip=0.1)},
-    "reward_clip": {"shaping": Shaping(reward_clip=0.01)},
-    "ppo_epochs": {"ppo_epochs": 3},
-    "minibatch_size": {"updates": Updates(minibatch_size=8)},
-    "critic.lr": {"critic": CriticSpec(lr=0.1)},
-    "max_grad_norm": {"updates": Updates(max_grad_norm=1e-3)},
-    "critic.warmup_rollouts": {"critic": CriticSpec(warmup_rollouts=1)},
-    "lr_scheduler": {"lr_scheduler": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step))},
-    "advantage": {"advantage": GroupRelative(), "critic": None},
-    "temperature of the reference": {"reference": "other"},
-}
-
-
-@pytest.fixture(scope="module")
-def base_result(model_path: str) -> tuple[Tensor, Tensor]:
-    return _trained(model_path, {})
-
-
-def _trained(path: str, flags: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    seed_everything(0, verbose=False)  # the module takes its seed from it when it is built
-    module = ppo(path, **{**BASE, **flags})
-    fit(module, rollouts=2)
-    critic = [] if module.critic is None else [p.detach().flatten() for p in module.critic.parameters()]
-    return weights(module), torch.cat([torch.zeros(1), *critic])
-
-
-@pytest.mark.parametrize("flag", FLAGS)
-def test_every_flag_changes_the_training(
-    flag: str, model_path: str, base_result: tuple[Tensor, Tensor], tmp_path: Path
-) -> None:
-    flags = dict(FLAGS[flag])
-    if flags.get("reference") == "other":
-        other = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64}
-        flags["reference"] = quickstart_model(tmp_path, seed=7, **other)
-    actor, critic = _trained(model_path, flags)
-    assert not (torch.equal(actor, base_result[0]) and torch.equal(critic, base_result[1])), f"{flag} has no effect"
-
-
-def test_runs_repeat_bit_for_bit(model_path: str, base_result: tuple[Tensor, Tensor]) -> None:
-    actor, critic = _trained(model_path, {})
-    assert torch.equal(actor, base_result[0]) and torch.equal(critic, base_result[1])
-
-
 def test_linear_kl_is_hand_computed(model_path: str) -> None:
     seen: list[float] = []
 
@@ -380,15 +320,3 @@ def test_linear_kl_is_hand_computed(model_path: str) -> None:
 
     fit(ppo(model_path, ppo_epochs=1), rollouts=4, callbacks=[LinearKL(0.2, 0.0, num_rollouts=2), Watch()])
     assert seen == pytest.approx([0.2, 0.1, 0.0, 0.0])  # 0.2 + (0 - 0.2) * min(i / 2, 1)
-
-
-def test_a_subclass_overrides_one_hook(model_path: str) -> None:
-    class Bonus(GRPOLightningModule):
-        def compute_advantages(self, rollouts: Rollouts, outputs: ModelOutputs) -> Advantages:
-            found = super().compute_advantages(rollouts, outputs)
-            return replace(found, advantages=found.advantages * 2)
-
-    plain, double = GRPOLightningModule(model_path, kl=None, optimizer=sgd), Bonus(model_path, kl=None, optimizer=sgd)
-    first, second = fit(plain), fit(double)
-    torch.testing.assert_close(second.experiences[0].advantages, 2 * first.experiences[0].advantages)
-    assert digits_reward(prompts=[""], completions=["24"]) == [1.0]

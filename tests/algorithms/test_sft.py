@@ -38,7 +38,7 @@ def test_a_rank_without_tokens_weighs_nothing(
     batch: tuple[float, int], expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 2 ranks, with 4 tokens on both: their mean is the sum over all tokens divided by 4."""
-    monkeypatch.setattr("lightrl.algorithms.sft.strategies.all_sum", lambda strategy, x: torch.tensor(4))
+    monkeypatch.setattr("lightrl.algorithms.supervised.strategies.all_sum", lambda strategy, x: torch.tensor(4))
     module = Fixed("nowhere")
     module._trainer = SimpleNamespace(world_size=2, strategy=None)  # type: ignore[assignment]
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
@@ -98,7 +98,7 @@ def test_a_schedule_by_name_counts_the_runs_updates(tmp_path: Path) -> None:
 
     fit(max_epochs=2)
     assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025])
-    with pytest.raises(ValueError, match="needs to know where the run ends"):
+    with pytest.raises(ValueError, match="lr_scheduler"):
         fit(max_epochs=-1)
 
 

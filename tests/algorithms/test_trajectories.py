@@ -11,7 +11,8 @@ from lightning.pytorch import seed_everything
 from torch import Tensor
 
 from lightrl.algorithms import CriticSpec, PPOLightningModule
-from lightrl.algorithms.batches import cut_minibatches, shape_rewards
+from lightrl.algorithms.batches import cut_minibatches
+from lightrl.algorithms.experience import shape_rewards
 from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.distributed.reduction import MetricSums
 from lightrl.objectives import RLOO, KLInLoss, PPOClip, SequenceMean, TokenMean, TrajectoryLayout

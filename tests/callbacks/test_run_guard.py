@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightrl.algorithms import PPOLightningModule, SFTLightningModule
-from lightrl.algorithms.resuming import data_fingerprint
+from lightrl.algorithms.run_record import data_fingerprint
 from lightrl.callbacks import (
     EMA,
     AdaptiveKL,

@@ -1,0 +1,337 @@
+"""The life of an RL module around its step: models, optimizer, evaluation, checkpoints, and what others ask of it."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightrl.algorithms.batches import batched_forward, policy_forward
+from lightrl.algorithms.building import (
+    WeightsAtStart,
+    build_critic,
+    build_policy,
+    build_reference,
+    build_reward_models,
+    needed_weights,
+    parameter_groups,
+)
+from lightrl.algorithms.evaluation import eval_metrics, records
+from lightrl.algorithms.hooks import RLCallback, rl_callbacks
+from lightrl.algorithms.saving import SavesPretrained
+from lightrl.algorithms.schedule import make_optimizer, rollout_position, with_schedule
+from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Updates, require_supported_callbacks
+from lightrl.compat.lightning import run_seed
+from lightrl.distributed import states, strategies
+from lightrl.distributed.reduction import MetricSums, Reduction
+from lightrl.models.loading import require_model
+from lightrl.models.lora import adapter_config, named_adapter_weights, named_hf_weights
+from lightrl.models.policy import PolicyModel, ValueModel
+from lightrl.models.reward import RewardModelSpec, require_reward_model
+from lightrl.models.spec import ModelSpec
+from lightrl.objectives.estimators import AdvantageEstimator
+from lightrl.objectives.kl import KLPenalty
+from lightrl.records import Experience, Rollouts, Routes
+from lightrl.rollout.learner import RolloutLearner
+
+log = logging.getLogger(__name__)
+
+
+class RLLightningModule(RolloutLearner, SavesPretrained):
+    """A policy that learns from rollouts, with a critic, a reference, and reward models. A subclass has the step."""
+
+    actor: PolicyModel
+    critic: ValueModel | None
+    reference: PolicyModel | None
+    reward_models: nn.ModuleDict
+    critic_spec: CriticSpec | None
+    reference_spec: ModelSpec | None
+    reward_model_specs: list[RewardModelSpec]
+    advantage: AdvantageEstimator
+    kl: KLPenalty | None
+    updates: Updates
+    extra_losses: ExtraLosses
+    ppo_epochs: int
+    entropy_coef: float
+    success_reward: float
+    optimizer_factory: Callable[..., Any]
+    lr_scheduler_factory: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.strict_loading = False  # frozen models are not in checkpoints, see `state_dict`
+        self.seed = run_seed()
+        self.num_skipped_updates = 0
+        self.skipped_in_a_row = 0
+        self.updates_made = 0  # of the rollout at hand
+        self._start: WeightsAtStart | None = None
+        self._restored_rng: list[Any] | None = None
+        self._eval_sums = MetricSums()
+        self._routes_noted = False
+
+    @abstractmethod
+    def training_step(self, rollouts: Rollouts, batch_idx: int) -> Any:
+        """Learns from one rollout."""
+
+    @abstractmethod
+    def score(self, rollouts: Rollouts) -> None:
+        """Adds the rewards of `reward_models` to a rollout, in place."""
+
+    # ---- models and optimizer ----------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Rejects what can't work before any model is loaded."""
+        strategy = self.trainer.strategy
+        strategies.refuse_unsupported(strategy, str(self.trainer.precision))
+        if self.extra_losses.aux_loss_coef and strategies.context_group(strategy) is not None:
+            raise ValueError(
+                f"aux_loss_coef={self.extra_losses.aux_loss_coef} with context_parallel_size above 1: each rank sees "
+                "the routers of a part of the tokens only. Set one of the two to its default."
+            )
+        strategies.set_gradient_clipping(strategy, self.updates.max_grad_norm)
+        for model in (self.actor_spec, self.reference_spec):
+            if model is not None:
+                require_model(model)
+        for spec in self.reward_model_specs:
+            require_reward_model(spec)
+        require_supported_callbacks(self._callbacks())
+        rl_callbacks(self._callbacks())
+
+    def build_models(self, in_shards: bool = False) -> None:
+        """Sets actor, critic, reference, and reward models; empty ones if ranks fill in their parts (`in_shards`)."""
+        spec, aux_loss = self.actor_spec, self.extra_losses.aux_loss_coef > 0
+        self.actor = build_policy(spec, self.critic_spec, aux_loss, in_shards)
+        self.critic = build_critic(self.critic_spec, spec, in_shards)
+        reference = None if self.kl is None else build_reference(self.reference_spec, self.actor, spec, in_shards)
+        self.reference = reference
+        self.reward_models = build_reward_models(self.reward_model_specs)
+
+    def models(self) -> list[Any]:
+        """The models that the strategy shards."""
+        return [m for m in (self.actor, self.critic, self.reference, *self.reward_models.values()) if m is not None]
+
+    def configure_model(self) -> None:
+        """Builds and shards the models, and remembers what frozen weights began as."""
+        super().configure_model()
+        self._start = self._start or WeightsAtStart(self)
+
+    def configure_optimizers(self) -> Any:
+        """One optimizer with the named parameter groups `policy` and `critic` (DeepSpeed takes exactly one)."""
+        groups = parameter_groups(self.actor, self.critic, self.critic_spec)
+        optimizer = make_optimizer(self.optimizer_factory, groups, self.trainer.strategy)
+        return with_schedule(optimizer, self.lr_scheduler_factory, partial(rollout_position, self))
+
+    @property
+    def in_critic_warmup(self) -> bool:
+        """Whether the policy is still frozen."""
+        spec = self.critic_spec
+        return spec is not None and self.trainer.fit_loop.total_batch_idx < spec.warmup_rollouts
+
+    # ---- evaluation --------------------------------------------------------------------------------------------
+
+    def validation_step(self, rollouts: Rollouts, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Adds one batch of evaluation rollouts; rows that only keep an idle rank busy don't count."""
+        self.score(rollouts)
+        if not rollouts.filler:
+            self._eval_sums.add(eval_metrics(rollouts, self.success_reward))
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs `eval/*`, exact means over all rows or groups and ranks."""
+        sums, self._eval_sums = self._eval_sums, MetricSums()
+        self.log_dict(self._all_ranks.means(sums))
+
+    def test_step(self, rollouts: Rollouts, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """As `validation_step`, for `lightrl test`."""
+        self.validation_step(rollouts, batch_idx, dataloader_idx)
+
+    def on_test_epoch_end(self) -> None:
+        """As `on_validation_epoch_end`."""
+        self.on_validation_epoch_end()
+
+    def predict_step(self, rollouts: Rollouts, batch_idx: int) -> list[dict[str, Any]]:
+        """One record per completion: prompt, completion, rewards, and the row's columns."""
+        self.score(rollouts)
+        return records(rollouts, getattr(self.trainer.datamodule, "tokenizer", None))  # type: ignore[attr-defined]
+
+    def _count_skips(self, skip: bool, norm: Tensor | None, *, searching: bool) -> None:
+        """Counts a skipped update; one after which a smaller loss scale is tried doesn't count towards the limit."""
+        if not (skip and searching):
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skip else 0
+        self.num_skipped_updates += skip
+        if self.skipped_in_a_row >= self.updates.max_skipped_updates:
+            raise RuntimeError(
+                f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient norm (the last norm: "
+                f"{None if norm is None else norm.item()}). Lower the learning rate, check the scale of the rewards, "
+                "or raise max_skipped_updates. The weights are those of the last finite update."
+            )
+
+    def _coefficients(self) -> dict[str, float]:
+        """The coefficients in use, which callbacks may move."""
+        kl = {} if self.kl is None else {"kl/coef": float(self.kl.coef)}
+        return kl | ({"policy/entropy_coef": float(self.entropy_coef)} if self.entropy_coef else {})
+
+    # ---- what the data module and callbacks ask ----------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        """Number of changes of the policy's weights, optimizer steps and others; names them for engines."""
+        return int(self.trainer.global_step) + self.outside_changes
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether the advantage compares the attempts at one prompt."""
+        return self.advantage.needs_groups
+
+    def refuse_group_size(self, size: int) -> None:
+        """Rejects groups that are too small for the advantage."""
+        self.advantage.refuse_group_size(size)
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether it learns nothing from completions without a reward."""
+        return True
+
+    @property
+    def scores_rollouts(self) -> bool:
+        """Whether there are reward models."""
+        return bool(self.reward_model_specs)
+
+    def set_kl_coef(self, coef: float) -> None:
+        """Changes the coefficient of the KL penalty, from the next rollout on.
+
+        Raises:
+            ValueError: There is no KL penalty.
+        """
+        if self.kl is None:
+            raise ValueError("kl=None: there is no coefficient to set. Set kl (KLInReward or KLInLoss).")
+        self.kl.coef = coef
+
+    def set_entropy_coef(self, coef: float) -> None:
+        """Changes the weight of the entropy bonus, from the next rollout on."""
+        self.entropy_coef = coef
+
+    def named_policy_weights(self, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every actor parameter, LoRA merged, one at a time, or of trained ones.
+
+        Collective under FSDP2 and ZeRO-3: every rank iterates to the end. Tied parameters come once.
+        """
+        gather = strategies.gather_parameter(self._strategy())
+        return named_hf_weights(self.actor, gather, trained_only=trained_only)
+
+    def policy_adapter(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
+        """The actor's LoRA adapter in peft's format: (name, full tensor) one at a time, and its configuration."""
+        assert self.actor_spec.lora is not None, "only an actor with LoRA has an adapter"
+        gather = strategies.gather_parameter(self._strategy())
+        return named_adapter_weights(self.actor, gather), adapter_config(self.actor, self.actor_spec.lora)
+
+    @property
+    def trained_model(self) -> tuple[PolicyModel, ModelSpec]:
+        """The policy, which is written as a Hugging Face folder."""
+        return self.actor, self.actor_spec
+
+    @torch.no_grad()
+    def token_logprobs(self, token_ids: Tensor, routes: Sequence[Routes | None] = ()) -> Tensor:
+        """See `RolloutLearner.token_logprobs`."""
+        mask = torch.ones_like(token_ids, dtype=torch.bool)
+        response = mask.clone()
+        response[:, 0] = False
+        with self.trainer.precision_plugin.forward_context():
+            logprobs: Tensor = self.actor(token_ids, mask, response, routes=routes).logprobs
+        return logprobs
+
+    def batched(self, model: Any, forward: Callable[[Any], dict[str, Tensor]], rows: Any) -> dict[str, Tensor]:
+        """Runs `forward` over micro-batches of rows that `model` reads; (B, T) results, 0 off the response mask.
+
+        Every rank calls `forward` equally often, as sharded models need.
+        """
+        return batched_forward(forward, rows, self.updates.micro_batch_tokens, self.all_max, model.layout)
+
+    @torch.no_grad()
+    def evaluate_policy(self, rows: Experience) -> dict[str, Tensor]:
+        """`logprobs` and `entropy` of the current policy on B rows, each (B, T) float32, for callbacks. Collective."""
+        actor = self.actor
+        return self.batched(actor, lambda x: policy_forward(actor, x, entropy=True), rows)
+
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks."""
+        return self._all_ranks.sum(tensor)
+
+    def all_max(self, tensor: Tensor) -> Tensor:
+        """Maximum over ranks."""
+        return self._all_ranks.max(tensor)
+
+    @property
+    def _all_ranks(self) -> Reduction:
+        return Reduction(self.trainer.strategy, self.device)
+
+    @property
+    def _trained_models(self) -> list[PolicyModel | ValueModel]:
+        return [model for model in (self.actor, self.critic) if model is not None]
+
+    def _callbacks(self) -> list[Any]:
+        return list(self.trainer.callbacks)  # type: ignore[attr-defined]
+
+    @property
+    def _rl_callbacks(self) -> list[RLCallback]:
+        return rl_callbacks(self._callbacks())
+
+    def _call_callbacks(self, hook: str, payload: Any) -> None:
+        for callback in self._rl_callbacks:
+            getattr(callback, hook)(self.trainer, self, payload)
+
+    def _note_missing_routes(self, rollouts: Rollouts) -> None:
+        """Warns once that the experts which the engine chose are not replayed, and why."""
+        if not self._routes_noted and self.actor.has_experts and all(routes is None for routes in rollouts.routes):
+            log.warning(
+                "Routing replay is off: the policy is a mixture of experts, but the engine didn't report the experts "
+                "of its samples. TransformersEngine records them, VLLMEngine on GPUs with "
+                "engine_args.enable_return_routed_experts=true; servers don't."
+            )
+        self._routes_noted = True
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The weights that can't be loaded from where they came from; see `needed_weights`."""
+        return needed_weights(self, super().state_dict(*args, **kwargs), self._start)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds how the models are built, the counters, and the random generators' states. Collective."""
+        models = {"actor": self.actor_spec}
+        if self.critic_spec is not None and not self.critic_spec.shared:
+            models["critic"] = self.critic_spec.model or self.actor_spec
+        checkpoint["lightrl"] = {
+            **self._description(models),
+            "seed": self.seed,
+            "outside_changes": int(self.outside_changes),
+            "num_skipped_updates": int(self.num_skipped_updates),
+            "skipped_in_a_row": int(self.skipped_in_a_row),
+            "rng": states.collect_random_states(),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restores them, after a check that the checkpoint is one of this module's.
+
+        Raises:
+            ValueError: Another class or format wrote it, or it lacks parameters that are trained here.
+        """
+        super().on_load_checkpoint(checkpoint)
+        if self.trainer.training:
+            stored = checkpoint["lightrl"]
+            self.seed = stored["seed"]
+            self.outside_changes = stored["outside_changes"]
+            self.num_skipped_updates = stored["num_skipped_updates"]
+            self.skipped_in_a_row = stored["skipped_in_a_row"]
+            self._restored_rng = stored["rng"]
+
+    def on_train_start(self) -> None:
+        """Restores the random generators as late as possible, so that set-up does not advance them."""
+        if self._restored_rng is not None:
+            states.restore_random_states(self._restored_rng)
+            self._restored_rng = None

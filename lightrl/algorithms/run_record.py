@@ -1,0 +1,307 @@
+"""What loggers and checkpoints record of a run, and how a resumed run is compared with its checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightrl.checkpoints.redaction import redact, redact_arguments
+from lightrl.models.spec import ModelSpec
+
+FORMAT = 3
+"""Number of the layout of checkpoints; raised when older ones can no longer be read."""
+SUFFIXES = ("_spec", "_factory", "_path", "")
+"""Of the attributes that keep an argument; the one without suffix may hold what was built from it."""
+KEPT_AS = {"rewards": "scorer", "functions": "names", "reward_models": "reward_model_specs"}
+NOT_COMPARED = {
+    *("engine", "micro_batch_tokens", "stall_timeout", "max_concurrency", "eval_sampling"),  # don't change learning
+    *("rows", "functions", "optimizer"),  # compared by contents, names, and what was built
+}
+COMPARED_CALLBACKS = {"AdaptiveEntropy", "AdaptiveKL", "LinearKL", "ReferenceSync", "RewardNormalization"}
+MAX_ROWS = 20
+"""A longer list is recorded as its length."""
+EDGE = 1 << 16
+
+
+# ---- as plain data ---------------------------------------------------------------------------------------------------
+
+
+def hyperparameters(trainer: Any) -> dict[str, Any]:
+    """Module, data module, trainer, optimizers, versions, and command of a run as plain data without secrets."""
+    record = {
+        "model": described(trainer.lightning_module),
+        "data": described(trainer.datamodule),
+        "trainer": {
+            "max_epochs": trainer.max_epochs,
+            "max_steps": trainer.max_steps,
+            "precision": str(trainer.precision),
+            "strategy": type(trainer.strategy).__name__,
+            "processes": trainer.world_size,
+        },
+        "optimizers": [_optimizer(optimizer) for optimizer in trainer.optimizers],
+    }
+    return {**redact(record), "versions": versions(), "command": shlex.join(redact_arguments(sys.argv))}
+
+
+def versions() -> dict[str, str]:
+    """Of LightRL and the packages that its numbers depend on most."""
+    own = import_module("lightrl").__version__  # also of a folder that is not installed
+    return {"lightrl": own, **{name: version(name) for name in ("torch", "lightning", "transformers")}}
+
+
+def described(value: Any) -> Any:
+    """Plain data: numbers and strings as they are, an object by its class and the arguments of its constructor."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): described(inner) for key, inner in value.items()}
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=str)  # in the same order in each process
+    if isinstance(value, partial):  # as a configuration gives what is called later
+        name = getattr(value.func, "__qualname__", type(value.func).__name__)
+        return {"class_path": f"{value.func.__module__}.{name}", "init_args": described(value.keywords)}
+    if isinstance(value, list | tuple):
+        return f"{len(value)} entries" if len(value) > MAX_ROWS else [described(inner) for inner in value]
+    if isinstance(value, torch.dtype | torch.device | torch.Tensor | Path):
+        return str(value)
+    if inspect.isclass(value) or inspect.isroutine(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value):
+        return {field.name: described(getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr}
+    bases = {base.__module__.split(".")[0] for base in type(value).__mro__}
+    if isinstance(value, nn.Module) and "lightning" not in bases:  # a live model
+        return type(value).__name__
+    return {"class_path": f"{type(value).__module__}.{type(value).__name__}", "init_args": _arguments(value)}
+
+
+def _arguments(value: Any) -> dict[str, Any]:
+    """The constructor's arguments, including those passed to its parents, as far as the object keeps them."""
+    found: dict[str, Any] = {}
+    for cls in type(value).__mro__:
+        init = cls.__dict__.get("__init__")
+        if not inspect.isfunction(init):
+            continue
+        parameters = inspect.signature(init).parameters.values()
+        for name in (p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)):
+            kept = [KEPT_AS[name]] if name in KEPT_AS else [f"{name}{suffix}" for suffix in SUFFIXES] + [f"_{name}"]
+            place = next((each for each in kept if each in vars(value)), None)
+            if place is not None and name not in found:
+                found[name] = described(vars(value)[place])
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return found
+
+
+def _innermost(optimizer: Any) -> Any:
+    """The optimizer inside what Lightning and DeepSpeed wrap around it."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _optimizer(optimizer: Any) -> dict[str, Any]:
+    """Class and settings, with the rate of each named group."""
+    optimizer = _innermost(optimizer)
+    settings = {name: described(value) for name, value in getattr(optimizer, "defaults", {}).items()}
+    groups = {f"lr of {group['name']}": group["lr"] for group in optimizer.param_groups if "name" in group}
+    return {"class_path": f"{type(optimizer).__module__}.{type(optimizer).__name__}", **settings, **groups}
+
+
+def _plain(value: Any) -> Any:
+    """As it is read again from a checkpoint without code, and without secrets."""
+    return json.loads(json.dumps(redact(described(value)), default=str))
+
+
+# ---- in a checkpoint -------------------------------------------------------------------------------------------------
+
+
+def description(module_class: str, models: dict[str, ModelSpec], tokenizer: str | None) -> dict[str, Any]:
+    """The format, the class that writes the checkpoint, and how its models are built, without secrets.
+
+    Args:
+        module_class: Name of the class.
+        models: Role -> how the model is built.
+        tokenizer: Folder or model ID. None if it is the model's.
+    """
+    specs = {}
+    for role, spec in models.items():
+        plain = dataclasses.asdict(dataclasses.replace(spec))  # without a live model, which `replace` leaves out
+        specs[role] = {name: value for name, value in {**plain, "path": spec.name}.items() if name != "live"}
+    return {"format": FORMAT, "class": module_class, "models": redact(specs), "tokenizer": tokenizer}
+
+
+def require_own(stored: Mapping[str, Any], module_class: str) -> None:
+    """Rejects a checkpoint that the module can't continue from.
+
+    Args:
+        stored: The checkpoint's description, empty without one.
+        module_class: Name of the class that reads it.
+
+    Raises:
+        ValueError: Another class or another format of LightRL wrote it.
+    """
+    if stored.get("class") != module_class:
+        raise ValueError(
+            f"The checkpoint was written by {stored.get('class', 'something other than LightRL')}, not by "
+            f"{module_class}. Resume with the same class_path, or start over from its exported model folder."
+        )
+    if stored.get("format") != FORMAT:
+        raise ValueError(
+            f"The checkpoint has format {stored.get('format', 1)}, and this version of LightRL reads format {FORMAT}. "
+            "Resume with the release that wrote it, or export its model there and start over from the folder."
+        )
+
+
+def require_weights(own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    """Raises a ValueError if trained parameters (`own`, by name) are missing in a checkpoint or have another shape."""
+    fix = "Resume with the settings of the models (lora, freeze, critic.shared) that it was written with."
+    missing = sorted(own.keys() - stored.keys())
+    if missing:
+        raise ValueError(
+            f"The checkpoint lacks {len(missing)} trained parameters of this module, such as {missing[0]}. {fix}"
+        )
+    for name, tensor in own.items():
+        if tensor.numel() and stored[name].shape != tensor.shape:  # ZeRO-3 keeps its parts elsewhere
+            raise ValueError(
+                f"The checkpoint's {name} has shape {list(stored[name].shape)}, not {list(tensor.shape)}. {fix}"
+            )
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+def run_settings(module: Any, data: Any) -> dict[str, Any]:
+    """What must be the same for `--ckpt_path last` to take a run's checkpoint."""
+    own = {"module": type(module).__name__}
+    if not hasattr(data, "prompts_per_rollout"):
+        return own
+    numbers = {name: getattr(data, name) for name in ("group_size", "prompts_per_rollout", "seed")}
+    return {**own, **numbers, "actor": module.actor_spec.name, "prompts": data_fingerprint(data.prompts)}
+
+
+def optimizers_of(trainer: Any) -> dict[str, Any]:
+    """Classes and arguments of the run's optimizers, as plain data."""
+    optimizers = [_innermost(each) for each in trainer.optimizers]
+    return {
+        "optimizers": [type(each).__name__ for each in optimizers],
+        "optimizer_arguments": [_plain(getattr(each, "defaults", {})) for each in optimizers],
+    }
+
+
+def given_arguments(trainer: Any) -> dict[str, Any]:
+    """Arguments of the module, the data module, and callbacks, as far as they keep them, and a digest of the rows."""
+    data: Any = trainer.datamodule
+    train = getattr(data, "train", None)
+    digest = {"train.rows": _digest(_rows_described(train))} if isinstance(getattr(train, "rows", 0), list) else {}
+    names = ("precision", "accumulate_grad_batches", "gradient_clip_val")
+    callbacks = [c for c in trainer.callbacks if {cls.__name__ for cls in type(c).__mro__} & COMPARED_CALLBACKS]
+    parts = {
+        "callbacks": sorted(callbacks, key=_class_name),
+        **{name: getattr(trainer, name, None) for name in names},
+    }
+    return {**_plain({"model": trainer.lightning_module, "data": data, "trainer": parts}), **digest}
+
+
+def compare(stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs between a checkpoint's run and this one, as "name=value (the checkpoint's: value), ...".
+
+    Args:
+        stored: Description in the checkpoint.
+        now: `optimizers_of`, `run_settings` as `settings`, and `given_arguments` as `arguments`, of this run.
+
+    Raises:
+        ValueError: The checkpoint was written with another optimizer, whose state this one can't use.
+    """
+    for was, own in zip(stored.get("optimizers", ()), now["optimizers"], strict=False):
+        if was != own:
+            raise ValueError(
+                f"optimizer={own}: the checkpoint's is {was}, whose state {own} cannot use. Resume with {was}, or "
+                "start over from the checkpoint's weights (lightrl export)."
+            )
+    known = ("model.actor.path.", *(f"data.{name}." for name in now.get("settings", {})))  # compared as settings
+    before, after = dict[str, str](), dict[str, str]()
+    for run, found in ((stored, before), (now, after)):
+        found.update((name, str(value)) for name, value in run.get("settings", {}).items())
+        arguments = dict(_flat(run.get("arguments", {}), ""))
+        found.update((name, value) for name, value in arguments.items() if not f"{name}.".startswith(known))
+        for optimizer in run.get("optimizer_arguments", ()):
+            found.update(_flat(optimizer, "optimizer"))
+    changed: list[str] = []
+    for name, value in after.items():  # arguments that only one has are skipped: versions add some
+        inside = any(name.startswith(f"{parent}.") for parent in changed)
+        if before.get(name, value) != value and not inside:
+            changed.append(name)
+    return ", ".join(f"{name}={after[name]:.60} (the checkpoint's: {before[name]:.60})" for name in changed)
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """(Dotted name, value) of each argument in plain data, an object's class before its arguments."""
+    if isinstance(value, Mapping):
+        if "class_path" in value:
+            yield name, str(value["class_path"]).rpartition(".")[2]
+            value = value.get("init_args", {})
+        for key, inner in value.items():
+            if key not in NOT_COMPARED:
+                yield from _flat(inner, f"{name}.{key}".strip("."))
+    elif isinstance(value, list) and any(isinstance(inner, Mapping | list) for inner in value):
+        yield name, f"{len(value)} entries"
+        for number, inner in enumerate(value):
+            yield from _flat(inner, f"{name}.{number}")
+    else:
+        yield name, str(value)
+
+
+def data_fingerprint(source: Any) -> str:
+    """Twelve characters that change with the number of rows, the first or last row, or the source of prompts.
+
+    A local file counts by its size and its first and last 64 KiB, a folder by the names and sizes of its files, a hub
+    dataset by its name, and a list by its length and its first and last row.
+    """
+    return _digest(_described_source(source))
+
+
+def _digest(plain: Any) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=_class_name).encode()).hexdigest()[:12]
+
+
+def _described_source(source: Any) -> Any:
+    if hasattr(source, "sources"):  # a mixture
+        return [[_described_source(each) for each in source.sources], source.weights]
+    if hasattr(source, "source"):  # a curriculum
+        return _described_source(source.source)
+    return [_rows_described(source), source.name, source.split, source.limit, source.prompt_column]
+
+
+def _rows_described(source: Any) -> Any:
+    rows = source.rows
+    if isinstance(rows, list):
+        return [len(rows), rows[:1], rows[-1:]]
+    if rows is not None:
+        return rows.__qualname__ if inspect.isfunction(rows) else [_class_name(rows), vars(rows)]
+    path = Path(str(source.path))
+    if path.is_dir():
+        return sorted([str(file.relative_to(path)), file.stat().st_size] for file in path.rglob("*") if file.is_file())
+    if not path.is_file():
+        return str(path)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(EDGE)
+        file.seek(max(size - EDGE, 0))
+        return [size, hashlib.sha256(start + file.read(EDGE)).hexdigest()]
+
+
+def _class_name(value: Any) -> str:
+    return type(value).__qualname__
