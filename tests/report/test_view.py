@@ -224,12 +224,7 @@ def head_of(page: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("messages", [5]),
-        ("media", ["x"]),
-        ("rows", [{"token_ids": [1]}]),
-    ],
+    ("name", "value"), [("messages", [5]), ("media", ["x"]), ("rows", [{"token_ids": [1]}]), ("turns", [{}])]
 )
 def test_a_broken_record_costs_that_record(
     tmp_path: Path, name: str, value: Any, capsys: pytest.CaptureFixture[str]
@@ -237,18 +232,17 @@ def test_a_broken_record_costs_that_record(
     good = record(0, 0, random.Random(0))
     run = write(tmp_path / "run", [{**good, "trajectory": 1, name: value}, good])
     path = next(run.glob("rollouts/*/rank0.jsonl"))
-    path.write_text(path.read_text() + '{"half')
+    path.write_text(f"[]\n{path.read_text()}" + '{"half')
     head = head_of(view(run, atif=tmp_path / "atif"))
-    assert [t["trajectory"] for t in head["list"]] == [0] and len(head["missing"]) == 2
+    assert [t["trajectory"] for t in head["list"]] == [0]
     told = capsys.readouterr().err
-    assert all(line in told for line in head["missing"])
-    assert "one of the lines in" in told and "line 3: not JSON" in told
-    assert "line 1: not a trajectory of RolloutWriter: " in told
+    assert "Left out: 1 lines of" in told and "line 2 is not a trajectory of RolloutWriter" in told
     assert [path.name for path in (tmp_path / "atif").iterdir()] == ["rollout000010-rank0-group0-trajectory0.json"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["atif", "run"]
 
 
-def test_a_picture_that_is_a_program_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_that_is_a_program_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """PIL has Ghostscript run PostScript, whatever the file is called."""
     ran: list[Any] = []
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args: ran.append(args))
@@ -256,24 +250,20 @@ def test_a_picture_that_is_a_program_is_not_run(tmp_path: Path, monkeypatch: pyt
     start = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(a) print\n%%EOF\n"
     (run / "rollouts" / "rollout=000010" / "a.png").write_bytes(start)
     head = head_of(view(run))
-    assert head["pictures"] == [""] and "PostScript (EPS) is a program and is not run" in head["missing"][0]
+    assert head["pictures"] == [""] and "a.png cannot be read as a picture" in capsys.readouterr().err
     assert ran == []
 
 
-def test_a_folder_without_trajectories_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no saved trajectories.*RolloutWriter"):
+def test_without_a_readable_trajectory_of_the_run_there_is_no_page(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="run_dir="):
         view(tmp_path)
-    with pytest.raises(ValueError, match="max_trajectories=0"):
-        view(tmp_path, max_trajectories=0)
-    run = write(tmp_path, [record(0, 0, random.Random(0))])
+    run = write(tmp_path / "run", [record(0, 0, random.Random(0))])
     path = next(run.glob("rollouts/*/rank0.jsonl"))
-    path.write_text('{"half')
-    with pytest.raises(ValueError, match=r"one of the lines in .*rank0.jsonl; the first: line 1: not JSON"):
+    path.rename(tmp_path / "elsewhere.jsonl")
+    path.symlink_to(tmp_path / "elsewhere.jsonl")
+    with pytest.raises(ValueError, match="run_dir="):
         view(run)
+    path.unlink()
     path.write_text(json.dumps({"rows": [{"turns": [0], "token_ids": 3}]}) + "\n")
-    with pytest.raises(ValueError, match=r"rank0.jsonl, line 1: not a trajectory of RolloutWriter: TypeError"):
-        view(run)
-    path.rename(tmp_path.parent / "elsewhere.jsonl")
-    path.symlink_to(tmp_path.parent / "elsewhere.jsonl")
-    with pytest.raises(ValueError, match=r"rank0.jsonl is a link to .*elsewhere.jsonl, outside of run_dir"):
+    with pytest.raises(ValueError, match="run_dir="):
         view(run)

@@ -63,7 +63,6 @@ const legend = make("span", header); legend.id = "legend";
 const low = make("span", legend), bar = make("span", legend), high = make("span", legend);
 bar.id = "bar";
 const count = make("span", header); count.id = "count";
-if (head.missing.length) make("span", header, "Left out: " + head.missing.join(" "), "missing");
 const nav = make("nav", document.body), main = make("main", document.body), tip = make("div", document.body);
 tip.id = "tip";
 
