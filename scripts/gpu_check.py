@@ -330,9 +330,8 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
     import gpu
     from transformers import Qwen2Config
 
-    from lightrl.cli.plan.memory import Plan, total
+    from lightrl.cli.plan.memory import Plan, measure_model, total
     from lightrl.cli.plan.memory import memory as planned
-    from lightrl.cli.plan.model import measure_model
 
     size = "tiny" if args.tiny else "0.5B"
     rows, response, prompt = (4, 32, 16) if args.tiny else (16, 512, 512)

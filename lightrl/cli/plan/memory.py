@@ -1,50 +1,202 @@
 """Memory per GPU, part by part, under each strategy. Bytes; N GPUs.
 
-What is sharded follows from how LightRL runs an update: gradients of all its micro-batches add up on each GPU and are
-reduced once at its end, so they are whole there. Models of more than 3 billion parameters are reduced after every
-micro-batch under FSDP2 and ZeRO-2 and 3, whose ranks then hold shards, and the whole gradients of what is in reduction.
+Parameters are counted on the meta device, activations on fake tensors. What is sharded follows from how LightRL runs an
+update: gradients of all its micro-batches add up on each GPU and are reduced once at its end, so they are whole there.
+Models of more than 3 billion parameters are reduced after every micro-batch under FSDP2 and ZeRO-2 and 3, whose ranks
+then hold shards, and the whole gradients of what is in reduction.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
-from lightrl.cli.plan.model import ModelSize
-from lightrl.cli.plan.options import Precision
+import torch
+from torch import Tensor, nn
+
+from lightrl.compat.arguments import require_model_folder
+from lightrl.compat.torch import fake_tensors, storage_key
+from lightrl.compat.transformers import experts_of_any_dtype
+from lightrl.data.templates import why_not_there
 from lightrl.distributed.strategies import LARGE_MODEL
+from lightrl.kernels.cpu import enabled
+from lightrl.kernels.fusing import fuse
 from lightrl.models.logprobs import CACHE_ELEMENTS, CUDA_CHUNK_ELEMENTS, KEPT_ELEMENTS
+from lightrl.models.packing.attention import unsupported_reason
+from lightrl.models.policy import transformer_blocks
 
+STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 PARTS = (
     "weights", "gradients", "optimizer", "reference", "reward model", "gathered", "activations", "head",
     "optimizer step", "engine", "KV cache", "process",
 )  # fmt: skip
+USABLE = 0.9
+"""Fraction of a GPU's memory that a plan may fill; CUDA's context, NCCL's buffers, and fragmentation take the rest."""
 
 _PROCESS = 0.6e9  # Python, torch, transformers, and an engine's libraries, on a CPU
+_TOWERS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")
 _ZERO_BUCKET = 200_000_000  # gradients that DeepSpeed reduces at once (`reduce_bucket_size` of Lightning's strategy)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A case to be planned.
+class ModelSize:
+    """Numbers of a model.
 
     Attributes:
-        actor: the policy.
-        critic: whether a critic of its size is trained.
-        reference: whether a frozen reference model is held beside it.
-        reward: the reward model in the run's processes, or None.
+        parameters: All of them, tied ones once.
+        head: Parameters of an untied output head, which a critic lacks.
+        outside: Parameters outside the transformer blocks, which are gathered together when a model is sharded.
+        block: Parameters of the largest block.
+        vision: Parameters of the vision tower and its projector.
+        linear: (rows, columns) of each linear layer in the blocks.
+        layers: Number of blocks, without a vision tower's.
+        hidden: Width of the residual stream.
+        vocabulary: Rows of the output head.
+        kv_width: Numbers that a token leaves in the KV cache, all layers together.
+        saved_per_token: Bytes that a token keeps for the backward pass in one block, without checkpointing.
+        saved_weights: Bytes of weights in the compute dtype that one block keeps for the backward pass.
+        saved_outside: Bytes that a token keeps outside the blocks (embedding, last norm, positions).
+        packs: Whether the model runs in the packed and shared-prefix layouts; else rows are padded.
+    """
+
+    parameters: int
+    head: int
+    outside: int
+    block: int
+    vision: int
+    linear: tuple[tuple[int, int], ...]
+    layers: int
+    hidden: int
+    vocabulary: int
+    kv_width: int
+    saved_per_token: float
+    saved_weights: float
+    saved_outside: float
+    packs: bool = True
+
+    def lora(self, rank: int) -> int:
+        """Parameters of an adapter on all linear layers of the blocks."""
+        return sum(rank * (rows + columns) for rows, columns in self.linear)
+
+
+def measure_model(path: str, *, compute: torch.dtype, cpu: bool = False) -> ModelSize:
+    """Measures the model that a configuration describes, without memory for its weights.
+
+    Args:
+        path: Folder with a config.json, that file, or a hub name.
+        compute: Dtype of matrix products: float32, or bfloat16 under autocast or with bfloat16 weights.
+        cpu: Whether the model trains on a CPU, where LightRL's kernels keep fewer activations.
+
+    Raises:
+        ValueError: There is no such folder or hub name, or its configuration is not that of a policy.
+    """
+    path = path.removesuffix("config.json") or "."
+    require_model_folder(path)
+    try:
+        return _measure(path, compute, cpu)
+    except OSError as error:
+        raise ValueError(f"model={path!r}: {why_not_there(error)}") from error
+    except Exception as error:  # whatever transformers and torch raise for numbers that make no model
+        why = next(iter(str(error).strip().splitlines()), "")
+        raise ValueError(
+            f"model={path!r}: its config.json cannot be planned ({type(error).__name__}: {why})."
+        ) from error
+
+
+def _measure(path: str, compute: torch.dtype, cpu: bool) -> ModelSize:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    text: Any = config.get_text_config()
+    family: Any = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
+    with torch.device("meta"):
+        model: Any = family.from_config(config, dtype=torch.float32)
+    towers = [module for name, module in model.named_modules() if name.split(".")[-1] in _TOWERS]
+    blocks = transformer_blocks(model)
+    parameters = sum(p.numel() for p in model.parameters())
+    inside = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    saved_per_token, saved_weights, saved_outside = _saved(text, compute, cpu)
+    linear = [tuple(m.weight.shape) for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]
+    return ModelSize(
+        parameters=parameters,
+        head=0 if head is embedding else head.numel(),
+        outside=parameters - sum(inside),
+        block=max(inside),
+        vision=sum(p.numel() for tower in towers for p in tower.parameters()),
+        linear=tuple((rows, columns) for rows, columns in linear),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        vocabulary=head.shape[0],
+        kv_width=2 * text.num_hidden_layers * heads * width,
+        saved_per_token=saved_per_token,
+        saved_weights=saved_weights,
+        saved_outside=saved_outside,
+        packs=unsupported_reason(model, model.base_model) is None,
+    )
+
+
+def _saved(config: Any, compute: torch.dtype, cpu: bool) -> tuple[float, float, float]:
+    """Bytes saved by a block per token, by a block in any case, and outside of blocks per token.
+
+    From forward passes of 16 and 32 fake tokens through one and two blocks.
+    """
+    one, two = ({n: _saved_bytes(config, blocks, compute, n, cpu) for n in (16, 32)} for blocks in (1, 2))
+    block = {n: two[n] - one[n] for n in one}
+    per_token = (block[32] - block[16]) / 16
+    return per_token, max(0.0, 2.0 * block[16] - block[32]), (one[32] - one[16]) / 16 - per_token
+
+
+def _saved_bytes(config: Any, layers: int, compute: torch.dtype, tokens: int, cpu: bool) -> int:
+    from transformers import AutoModel
+
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = (list(text.layer_types) * layers)[:layers]  # a model may have one block
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if id(tensor.untyped_storage()) not in own and not isinstance(tensor, nn.Parameter):
+            saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with fake_tensors(), experts_of_any_dtype():
+        model: Any = AutoModel.from_config(small, dtype=torch.float32, attn_implementation="sdpa").train()
+        fuse(model, cpu=cpu and enabled(None))
+        own = {storage_key(p) for p in model.parameters()}
+        ids = torch.zeros(1, tokens, dtype=torch.int64)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=compute == torch.bfloat16, cache_enabled=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), autocast:
+            model(input_ids=ids, use_cache=False)
+    return sum(nbytes for storage, nbytes in saved.items() if storage not in own)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run to plan.
+
+    Attributes:
+        actor: The policy.
+        critic: Whether a critic of its size is trained.
+        reference: Whether there is a frozen reference model.
+        reward: The reward model in the run's processes, or None.
         gpus: N.
-        precision: of the Trainer.
-        lora: rank of the adapter; 0 trains the weights.
-        frozen_bytes: bytes per parameter of frozen models.
-        micro_batch_tokens: most tokens of a forward and backward.
-        checkpointing: whether blocks recompute their activations.
-        engine: whether each GPU has an engine of its own beside the trainer.
-        engine_bytes: what that engine takes of the GPU, all in all (`gpu_memory_utilization` of it); None takes its
-            weights and the cache of its sequences, the least that it can do with.
-        fused: whether AdamW is fused; the other one makes temporaries of the size of its parameters.
-        frozen_vision: whether the vision tower is frozen (`freeze: [visual]`): no gradients, no optimizer state.
-        sequences: completions that one engine generates at a time.
-        length: tokens of a prompt with its completion.
+        precision: The Trainer's.
+        lora: Rank of the adapter; 0 trains the weights.
+        frozen_bytes: Bytes per parameter of frozen models.
+        micro_batch_tokens: Maximum number of tokens per forward/backward pass.
+        checkpointing: Whether blocks recompute their activations.
+        engine: Whether each GPU also has an engine.
+        engine_bytes: Total memory of that engine. None counts its weights and the cache of its sequences.
+        fused: Whether AdamW is fused; otherwise it makes temporaries of the size of its parameters.
+        frozen_vision: Whether the vision tower is frozen: no gradients, no optimizer state.
+        sequences: Maximum number of completions that one engine generates at a time.
+        length: Tokens of a prompt with its completion.
         cpu: Whether the run trains on a CPU.
         engine_width: Bytes per number of an engine's weights and KV cache.
         caches: Whether the engine keeps its KV cache while the trainer works, as vLLM does.
@@ -55,7 +207,7 @@ class Plan:
     reference: bool = True
     reward: ModelSize | None = None
     gpus: int = 8
-    precision: Precision = "bf16-mixed"
+    precision: str = "bf16-mixed"
     lora: int = 0
     frozen_bytes: int = 2
     micro_batch_tokens: int = 16384
@@ -86,7 +238,7 @@ def _shards(plan: Plan, strategy: str) -> tuple[int, int]:
 
 
 def _gradients(plan: Plan, strategy: str) -> tuple[int, float]:
-    """Number of pieces that gradients are cut into, and how many are whole beside them while they are reduced."""
+    """Number of pieces that gradients are cut into, and how many are whole while they are reduced."""
     if plan.actor.parameters <= LARGE_MODEL or strategy in ("ddp", "zero1"):
         return 1, 0.0
     if plan.lora:
@@ -110,12 +262,7 @@ def trained_parameters(plan: Plan) -> int:
 
 
 def memory(plan: Plan, strategy: str) -> dict[str, float]:
-    """Bytes per GPU of each of `PARTS`.
-
-    Args:
-        plan: the case.
-        strategy: one of `STRATEGIES`.
-    """
+    """Bytes per GPU of each of `PARTS` under one of `STRATEGIES`."""
     weight, gradient, state = _bytes(plan, strategy)
     weight_shards, state_shards = _shards(plan, strategy)
     held, trained = held_parameters(plan), trained_parameters(plan)
@@ -129,7 +276,7 @@ def memory(plan: Plan, strategy: str) -> dict[str, float]:
     if plan.reward is not None:
         parts["reward model"] = plan.frozen_bytes * plan.reward.parameters / weight_shards
     if weight_shards > 1:
-        # The unit at work, the one that is fetched ahead, and what lies outside the blocks.
+        # The unit in use, the prefetched one, and what is outside the blocks.
         parts["gathered"] = weight * (2 * plan.actor.block + plan.actor.outside)
     parts["gathered"] += gradient * whole
     parts["activations"] = activations(plan)
@@ -154,7 +301,7 @@ def activations(plan: Plan) -> float:
     stream = 2 if plan.precision == "bf16-true" else 4  # under autocast the residual stream stays in float32
     block = size.saved_per_token * tokens + size.saved_weights
     models = 1 + plan.critic
-    if plan.checkpointing:  # each block's input, and one block that is computed again
+    if plan.checkpointing:  # each block's input, and one block that is recomputed
         blocks = models * stream * size.hidden * size.layers * tokens + block
     else:
         blocks = models * size.layers * block
@@ -162,7 +309,7 @@ def activations(plan: Plan) -> float:
 
 
 def head(plan: Plan) -> float:
-    """Bytes that log-probs and entropies take beside their gradient, at most (`lightrl.models.logprobs`).
+    """Maximum number of bytes for log-probs and entropies, without their gradient (`lightrl.models.logprobs`).
 
     A tile of logits, twice in float32, and its gradient in the dtype of the products; of the weight (V, D) a copy in
     that dtype under autocast, its gradient in that dtype, and the float32 sum of it, to which products are added.
@@ -193,11 +340,7 @@ def micro_batch(layout: str, budget: int, prompts: int, group: int, prompt: int,
 
 
 def total(parts: dict[str, float]) -> float:
-    """Bytes at the worst moment: a backward pass or an optimizer step, which never come together.
-
-    Args:
-        parts: what `memory` returns.
-    """
+    """Bytes at the peak of what `memory` returns: in a backward pass or an optimizer step."""
     backward = parts["activations"] + parts["head"] + parts["gathered"]
     return sum(parts.values()) - min(backward, parts["optimizer step"])
 
@@ -212,11 +355,7 @@ def host_memory(plan: Plan, strategy: str) -> float:
 
 
 def largest_micro_batch(plan: Plan, strategy: str, limit: float) -> int | None:
-    """The largest power of two of tokens, from a sequence's own to 131,072, with which the plan stays within `limit`.
-
-    Returns:
-        None where the shortest does not fit either.
-    """
+    """The largest power of two of tokens, up to 131,072, that fits in `limit`; None if one sequence does not fit."""
     tokens, largest = 1 << max(plan.length - 1, 1).bit_length(), None
     while tokens <= 1 << 17 and total(memory(replace(plan, micro_batch_tokens=tokens), strategy)) <= limit:
         largest, tokens = tokens, 2 * tokens
@@ -224,10 +363,49 @@ def largest_micro_batch(plan: Plan, strategy: str, limit: float) -> int | None:
 
 
 def smallest_fit(plan: Plan, strategy: str, limit: float) -> int | None:
-    """The smallest power of two of GPUs on which the plan stays within `limit` bytes each; None where no 1024 do."""
-    gpus = 1
-    while gpus <= 1024:
-        if total(memory(replace(plan, gpus=gpus), strategy)) <= limit:
-            return gpus
-        gpus *= 2
-    return None
+    """The smallest power of two of GPUs on which the plan fits in `limit` bytes each; None above 1024."""
+    sizes = (2**i for i in range(11))
+    return next((n for n in sizes if total(memory(replace(plan, gpus=n), strategy)) <= limit), None)
+
+
+def candidates(case: Plan) -> tuple[str, ...]:
+    """Strategies that may help: sharding needs several processes, and a CPU's memory is the host's."""
+    if case.gpus > 1:
+        return STRATEGIES
+    return ("ddp",) if case.cpu else ("ddp", "zero2_offload", "zero3_offload")
+
+
+def fitting(case: Plan, limit: float) -> list[str]:
+    """The candidates that fit in `limit` bytes per GPU."""
+    return [name for name in candidates(case) if total(memory(case, name)) <= limit]
+
+
+_WHY = {  # by preference
+    "ddp": "every GPU holds everything, which is the fastest (configs/strategies/ddp.yaml).",
+    "fsdp2": "weights and optimizer are sharded, with PyTorch alone (configs/strategies/fsdp2.yaml).",
+    "zero2": "the optimizer is sharded, weights are whole (configs/strategies/deepspeed_zero2.yaml).",
+    "zero1": "the optimizer is sharded, weights are whole (configs/strategies/deepspeed_zero1.yaml).",
+    "zero3": "weights and optimizer are sharded (configs/strategies/deepspeed_zero3.yaml).",
+    "zero2_offload": "the optimizer works in host memory (configs/strategies/deepspeed_zero2_offload.yaml).",
+    "zero3_offload": "idle weights are in host memory too (configs/strategies/deepspeed_zero3_offload.yaml).",
+}
+
+
+def advice(case: Plan, fits: list[str], limit: float) -> str:
+    """Which of the strategies that fit in `limit` bytes per GPU to use; what to change if there is none."""
+    for name, why in _WHY.items():
+        if name in fits:
+            tokens = largest_micro_batch(case, name, limit)
+            room = "" if tokens is None else f" Micro-batches may have {tokens} tokens (updates.micro_batch_tokens)."
+            return f"Use {name}: {why}{room}"
+    tokens = largest_micro_batch(case, "ddp" if case.cpu else "fsdp2", limit)
+    needed = None if case.cpu else smallest_fit(case, "fsdp2", limit)
+    ways = [
+        f"fsdp2 on {needed} GPUs" if needed is not None else "",
+        "--engine asleep, --engine elsewhere" if case.engine and not case.cpu else "",
+        "--lora 32" if not case.lora else "",
+        "--gradient_checkpointing true" if not case.checkpointing else "",
+        f"--micro_batch_tokens {tokens}{'' if case.cpu else ' with fsdp2'}" if tokens is not None else "",
+    ]
+    ways = [way for way in ways if way] or ["more memory", "a smaller model", "shorter rows (--length)"]
+    return f"Nothing fits. Try {', '.join(ways)}."
