@@ -158,14 +158,16 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: " + "[" * 2000, "cannot be read as YAML"),
-        ("num_generations: null", "num_generations=None: must be a number"),
-        ("per_device_train_batch_size: x", "per_device_train_batch_size='x': must be a number"),
-        ("model_name_or_path: m\ndataset_name: d\nreward_funcs: 3", "a value is not of the type that TRL takes"),
+        ("- a", "script="),
+        ("num_generations: null", "num_generations=None"),
+        ("per_device_train_batch_size: x", "per_device_train_batch_size='x'"),
+        ("reward_funcs: 3", "script="),
+        ("loss_type: x", "loss_type='x'"),
     ],
 )
-def test_a_script_that_cannot_be_meant_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "trl.yaml").write_text(text)
+def test_a_script_with_a_value_of_another_type_is_rejected(text: str, message: str, tmp_path: Path) -> None:
+    start = "" if text == "- a" else "model_name_or_path: m\ndataset_name: d\n"
+    (tmp_path / "trl.yaml").write_text(start + text)
     with pytest.raises(ValueError, match=message):
         from_trl(str(tmp_path / "trl.yaml"), str(tmp_path / "mine.yaml"))
     assert not (tmp_path / "mine.yaml").exists()
@@ -185,7 +187,7 @@ def test_secrets_of_a_script_are_neither_printed_nor_written(
     from_trl(str(tmp_path / "trl.yaml"), str(tmp_path / "new" / "mine.yaml"))  # whose folder is made
     written, said = (tmp_path / "new" / "mine.yaml").read_text(), "".join(capsys.readouterr())
     assert "hunter2" not in written + said
-    assert "model.init_args.actor.kwargs.token: a secret stands in the script and is not copied" in said
+    assert "model.init_args.actor.kwargs.token: a secret" in said
 
 
 def test_the_command_line_trains_with_what_was_written(
