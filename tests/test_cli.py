@@ -100,21 +100,12 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"lightrl {command}" in out
 
 
-def test_fit_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["fit", "--help"])
-    assert stop.value.code == 0
-    out = capsys.readouterr().out
-    assert "--model.help" in out and "--trainer.max_epochs" in out
-    assert "--optimizer" not in out  # modules take theirs as an argument; a flag without effect would mislead
-
-
 def test_help_of_a_class(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["fit", "--model.help", "GRPOLightningModule"])
     out = " ".join(capsys.readouterr().out.split())
     assert "--model.extra_losses.entropy_coef ENTROPY_COEF Of the entropy bonus" in out
-    assert "most tokens in one forward and backward" in out  # an argument of the parent class, taken by **kwargs
+    assert "--model.optimizer" in out  # an argument of the parent class, taken by **kwargs
 
 
 def configurable_classes() -> list[type]:
@@ -145,8 +136,7 @@ def test_every_argument_is_explained(cls: type) -> None:
 
 def test_the_walk_finds_the_classes_that_matter() -> None:
     names = {c.__name__ for c in configurable_classes()}
-    assert names >= {"PPOLightningModule", "GRPOLightningModule", "RLOOLightningModule", "SFTLightningModule"}
-    assert names >= {"RolloutDataModule", "VLLMEngine", "TransformersEngine", "WeightSync", "PredictionWriter", "GAE"}
+    assert names >= {"GRPOLightningModule", "RolloutDataModule", "VLLMEngine", "WeightSync", "GAE", "ExactAnswer"}
 
 
 # ---- running -----------------------------------------------------------------------------------------------------
@@ -348,244 +338,80 @@ def test_resume_takes_yaml_and_refuses_another_class(
 # ---- mistakes ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["rewards", "model", "file"])
-def test_a_script_whose_import_ends_the_program_is_named(
-    place: str, write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / f"ending_{place}.py"
-    script.write_text("import sys\nsys.exit('no data')\n")
-    if place == "model":
-        config = write(f"{script.stem}.Module")
-    else:
-        config = write(data={"rewards": [f"{script.stem}.reward" if place == "rewards" else f"{script}:reward"]})
-    message = refused(capsys, "--config", config)
-    assert f"{script}, which the configuration names, ends the program when it is imported: no data" in message
+def engine(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"data": {"engine": {"class_path": name, "init_args": arguments}}}
 
 
-def test_unknown_class_file_and_argument(write: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
-    config = write()
-    assert "NoSuchModule" in refused(capsys, "--config", config, "--model", "NoSuchModule")
-    assert "--config=nosuch.yaml does not exist (looked in" in refused(capsys, "--config", "nosuch.yaml")
-    assert "klcoef" in refused(capsys, "--config", config, "--model.init_args.klcoef", "1")
-
-
-SCHEDULERS = "torch.optim.lr_scheduler"
-MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "prompt column": (
-        {"data": {"prompts": {"rows": ARITHMETIC, "prompt_column": "question"}}},
-        "prompt_column='question'",
-    ),
-    "data file": ({"data": {"prompts": {"path": "./nosuch.jsonl"}}}, "path='./nosuch.jsonl'"),
-    "empty data set": ({"data": {"prompts": {"rows": []}}}, "has no rows"),
-    "group_size 1": ({"data": {"group_size": 1}}, "group_size=1 with GRPOLightningModule"),
-    "model folder": ({"model": {"actor": {"path": "./nosuch"}}}, "'./nosuch'"),
-    "impossible folder": ({"model": {"actor": {"path": "x" * 300}}}, "'xxxxx"),
-    "greedy training": ({"data": {"sampling": {"temperature": 0.0}}}, "sampling.temperature=0"),
-    "negative kl.coef": (
-        {"model": {"kl": {"class_path": "KLInLoss", "init_args": {"coef": -1.0}}}},
-        "coef=-1.0",
-    ),
-    "no model length": (
-        {"data": {"engine": {"class_path": "TransformersEngine", "init_args": {"max_model_len": -1}}}},
-        "TransformersEngine.max_model_len=-1",
-    ),
-    "engine's dtype": (
-        {"data": {"engine": {"class_path": "TransformersEngine", "init_args": {"dtype": "int8"}}}},
-        "TransformersEngine.dtype='int8'",
-    ),
-    **{
-        f"engine's device {device}": (
-            {"data": {"engine": {"class_path": "TransformersEngine", "init_args": {"device": device}}}},
-            f"TransformersEngine.device='{device}'",
-        )
-        for device in ("nope", "cuda:99", "meta")
-    },
-    **{
-        f"vLLM's {name}": (
-            {"data": {"engine": {"class_path": "VLLMEngine", "init_args": {name: value}}}},
-            f"VLLMEngine.{name}={value!r}",
-        )
-        for name, value in (
-            ("dtype", "int8"),
-            ("gpu_memory_utilization", 5.0),
-            ("tensor_parallel_size", 0),
-            ("max_model_len", 0),
-        )
-    },
-    "engine's kwargs": (
-        {"data": {"engine": {"class_path": "TransformersEngine", "init_args": {"model_kwargs": {"nope": 1}}}}},
-        "TransformersEngine.model_kwargs (nope) with model 'MODEL'",
-    ),
-    "folder below the model's": (
-        {"model": {"actor": {"path": "MODEL", "kwargs": {"subfolder": "nope"}}}},
-        "kwargs (subfolder) with model 'MODEL'",
-    ),
-    "minibatch_size": (
-        {"model": {"updates": {"minibatch_size": 3}}},
-        "minibatch_size=3 does not divide the rollout's 8 sequences",
-    ),
-    "a curriculum's argument": (
-        {
-            "data": {
-                "prompts": {
-                    "class_path": "lightrl.data.PromptCurriculum",
-                    "init_args": {"source": {"rows": ARITHMETIC}, "window": 2, "low": 0.1, "replay": -0.5},
-                }
-            }
-        },
-        "PromptCurriculum.replay=-0.5",
-    ),
-    "max_new_tokens": ({"data": {"sampling": {"max_new_tokens": 99}}}, "more than the 64 that the model holds"),
-    "scheduler": (
-        {"model": {"lr_scheduler": {"class_path": f"{SCHEDULERS}.LinearLR", "init_args": {"end_factor": 3}}}},
-        "lr_scheduler",
-    ),
-    "optimizer": (
-        {"model": {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"betas": [2.0, 0.9]}}}},
-        "optimizer",
-    ),
-    "closure": (
-        {"model": {"optimizer": {"class_path": "torch.optim.LBFGS"}}},
-        "optimizer=LBFGS",
-    ),
-    "plateau": (
-        {"model": {"lr_scheduler": {"class_path": f"{SCHEDULERS}.ReduceLROnPlateau"}}},
-        "lr_scheduler=ReduceLROnPlateau",
-    ),
-    "step size": (
-        {"model": {"lr_scheduler": {"class_path": f"{SCHEDULERS}.StepLR", "init_args": {"step_size": 0}}}},
-        "lr_scheduler",
-    ),
-    "frozen": ({"model": {"actor": {"path": "MODEL", "freeze": ["*"]}}}, "freeze=['*']"),
-    "adapter's layers": (
-        {"model": {"actor": {"path": "MODEL", "lora": {"target_modules": ["nope"]}}}},
-        "lora.target_modules=['nope']",
-    ),
-    "adapter's scale": ({"model": {"actor": {"path": "x", "lora": {"alpha": 0.0}}}}, "lora.alpha=0.0"),
-    "kwargs": (
-        {"model": {"actor": {"path": "MODEL", "kwargs": {"nonsense": 1}}}},
-        "kwargs (nonsense) with model 'MODEL'",
-    ),
-    "no tokenizer": ({"model": {"actor": {"path": "/"}}}, "model path '/' holds no tokenizer that can be read"),
-    "seed": ({"data": {"seed": -1}}, "seed=-1"),
-    "stop": ({"data": {"sampling": {"stop": [""]}}}, "SamplingParams.stop=['']"),
-    "weights": ({"data": {"reward_weights": [0.0]}}, "weights=[0.0]"),
-    "reward class": ({"data": {"rewards": ["ExactAnwser"]}}, "file.py:name. Did you mean 'ExactAnswer'?"),
-    "reward file": ({"data": {"rewards": ["nosuch.py:f"]}}, "reward function 'nosuch.py:f'"),
+EARLY: dict[str, dict[str, Any]] = {
+    "prompt_column='question'": {"data": {"prompts": {"rows": ARITHMETIC, "prompt_column": "question"}}},
+    "path='./nosuch.jsonl'": {"data": {"prompts": {"path": "./nosuch.jsonl"}}},
+    "group_size=1": {"data": {"group_size": 1}},
+    "'./nosuch'": {"model": {"actor": {"path": "./nosuch"}}},
+    "sampling.temperature=0": {"data": {"sampling": {"temperature": 0.0}}},
+    "coef=-1.0": {"model": {"kl": {"class_path": "KLInLoss", "init_args": {"coef": -1.0}}}},
+    "dtype='float99'": {"model": {"actor": {"path": "x", "dtype": "float99"}}},
+    "'ExactAnswer'": {"data": {"rewards": ["ExactAnwser"]}},
+    "'nosuch.py:f'": {"data": {"rewards": ["nosuch.py:f"]}},
+    "NO_SUCH_VARIABLE": {"model": {"actor": {"path": "${env:NO_SUCH_VARIABLE}"}}},
 }
-
-
-WHEN_LOADED = {"minibatch_size", "max_new_tokens", "frozen", "adapter's layers", "kwargs"}
-WHEN_LOADED |= {
-    "engine's kwargs",
-    "folder below the model's",
-    "scheduler",
-    "optimizer",
-    "closure",
-    "plateau",
-    "step size",
+"""Part of the message -> mistakes that are found before a model is loaded."""
+LATE: dict[str, dict[str, Any]] = {
+    "minibatch_size=3": {"model": {"updates": {"minibatch_size": 3}}},
+    "the 64 that the model holds": {"data": {"sampling": {"max_new_tokens": 99}}},
+    "freeze=['*']": {"model": {"actor": {"path": "MODEL", "freeze": ["*"]}}},
+    "kwargs (nonsense)": {"model": {"actor": {"path": "MODEL", "kwargs": {"nonsense": 1}}}},
+    "lora.target_modules=['nope']": {"model": {"actor": {"path": "MODEL", "lora": {"target_modules": ["nope"]}}}},
 }
-"""What is seen when the model is there, or the first rollout."""
+OF_THE_PARSER: dict[str, dict[str, Any]] = {
+    "group_size": {"data": {"group_size": "x"}},
+    "sampling.temperature": {"data": {"sampling": {"temperature": "hot"}}},
+    "Did you mean 'group_size'?": {"data": {"groupsize": 3}},
+    "Did you mean 'temperature'?": {"data": {"sampling": {"temprature": 1}}},
+    "Did you mean 'max_epochs'?": {"trainer": {"max_epoch": 1}},
+    "Did you mean 'run_dir'?": {"run_diir": "x"},
+    "Did you mean 'VLLMEngine'?": {"data": {"engine": "VLMEngine"}},
+    "abstract": {"data": {"engine": "lightrl.engines.base.Engine"}},
+}
+OF_LIGHTNING: dict[str, dict[str, Any]] = {
+    "strategy='foo'": {"trainer": {"strategy": "foo"}},
+    "devices=99999": {"trainer": {"devices": 99999}},
+    "save_top_k=-5": {"trainer": {"callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"save_top_k": -5}}]}},
+    "default_root_dir='/proc/x/run'": {"trainer": {"default_root_dir": "/proc/x/run"}},
+}
+MISTAKES = {**EARLY, **LATE, **OF_THE_PARSER, **OF_LIGHTNING}
 
 
 @pytest.mark.parametrize("mistake", list(MISTAKES))
-def test_a_mistake_gets_a_message(
+def test_a_mistake_is_one_line(
     mistake: str,
     model: str,
     write: Callable[..., str],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    changes, expected = MISTAKES[mistake]
     loaded: list[Any] = []
-    if mistake not in WHEN_LOADED:
+    if mistake not in LATE:
         monkeypatch.setattr("lightrl.models.policy.load_causal_lm", lambda *args, **kwargs: loaded.append(args))
-    if (changes.get("model", {}).get("actor") or {}).get("path") == "MODEL":
-        changes = {"model": {"actor": changes["model"]["actor"] | {"path": model}}}
-    assert expected.replace("MODEL", model) in refused(capsys, "--config", write(**changes))
-    assert loaded == []  # found before any model was loaded
+    changes = json.loads(json.dumps(MISTAKES[mistake]).replace("MODEL", model))
+    message = refused(capsys, "--config", write(**changes))
+    assert mistake in message and message.count("\n") == 1 and len(message) < 500
+    assert loaded == []
 
 
-PARSER: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "type": ({"data": {"group_size": "x"}}, ("group_size", "'int'", "x")),
-    "type in a record": ({"data": {"sampling": {"temperature": "hot"}}}, ("sampling.temperature", "hot")),
-    "null": ({"data": {"prompts_per_rollout": None}}, ("prompts_per_rollout=None",)),
-    "null of a part": (
-        {"model": {"advantage": {"class_path": "GAE", "init_args": {"gamma": None}}}},
-        ("GAE.gamma=None",),
-    ),
-    "rows from nowhere": ({"data": {"prompts": {}}}, ("PromptSource", "path", "rows")),
-    "unknown argument": ({"data": {"groupsize": 3}}, ("groupsize", "Did you mean 'group_size'?")),
-    "unknown in a record": ({"data": {"sampling": {"temprature": 1}}}, ("Did you mean 'temperature'?",)),
-    "unknown of the trainer": ({"trainer": {"max_epoch": 1}}, ("Did you mean 'max_epochs'?",)),
-    "unknown of the command": ({"run_diir": "x"}, ("Did you mean 'run_dir'?",)),
-    "unknown class": ({"data": {"engine": "VLMEngine"}}, ("Did you mean 'VLLMEngine'?",)),
-    "abstract class": ({"data": {"engine": "lightrl.engines.base.Engine"}}, ("engine", "abstract")),
-    "accelerator": ({"trainer": {"accelerator": "gpuu"}}, ("accelerator='gpuu'",)),
-    "dtype": ({"model": {"actor": {"path": "x", "dtype": "float99"}}}, ("dtype='float99'",)),
-    "critic's rate": ({"model": {"critic": {"lr": 0.0}}}, ("CriticSpec.lr=0.0",)),
-    "variable": ({"model": {"actor": {"path": "${env:NO_SUCH_VARIABLE}"}}}, ("NO_SUCH_VARIABLE",)),
-    "folder's variable": ({"run_dir": "${env:NO_SUCH_FOLDER}"}, ("NO_SUCH_FOLDER",)),
-}
-
-
-STOPPING = [{"class_path": "EarlyStopping", "init_args": {"monitor": "eval/x"}}]
-OF_THE_TRAINER: dict[str, tuple[dict[str, Any], str]] = {
-    "strategy": ({"strategy": "foo"}, "Lightning: You selected an invalid strategy name: `strategy='foo'`"),
-    "devices": ({"devices": 0}, "Lightning: `Trainer(devices=0)` value is not a valid input"),
-    "processes": (
-        {"devices": 99999},
-        "trainer.devices=99999 on the CPU: that many processes would share",
-    ),
-    "max_time": ({"max_time": "abc"}, "Lightning: `Timer(duration='abc')` is not a valid duration"),
-    "limit": ({"limit_train_batches": 2.5}, "Lightning: You have passed invalid value 2.5 for limit_train_batches"),
-    "callback": (
-        {"callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"save_top_k": -5}}]},
-        "Lightning: Invalid value for save_top_k=-5",
-    ),
-    "monitor": ({"callbacks": STOPPING, "check_val_every_n_epoch": 1}, "metric `eval/x` which is not available"),
-    "folder": (
-        {"default_root_dir": "/dev/null/x"},
-        "default_root_dir='/dev/null/x': this folder cannot be made (Not a",
-    ),
-    "no folder for files": (
-        {"default_root_dir": "/proc/x/run"},
-        "default_root_dir='/proc/x/run': this folder cannot be made (",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", list(OF_THE_TRAINER))
-def test_a_mistake_in_the_trainers_settings_is_told_in_one_line(
-    mistake: str, write: Callable[..., str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--trainer.max_epochz=3", "Did you mean 'max_epochs'?"),
+        ("--data.init_args.sampling.max_new_tokenz=4", "Did you mean 'max_new_tokens'?"),
+        ("--model=NoSuchModule", "NoSuchModule"),
+        ("--config=nosuch.yaml", "--config=nosuch.yaml"),
+        ("--model.init_args.actor.path=nobody/nothing", "model path 'nobody/nothing'"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_named(
+    argument: str, message: str, write: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes, expected = OF_THE_TRAINER[mistake]
-    message = refused(capsys, "--config", write(trainer=changes))
-    assert expected in message and message.count("\n") == 1
-
-
-def test_a_misspelt_option_and_a_hub_that_is_not_there_are_told(
-    write: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = write()
-    assert "Did you mean 'max_epochs'?" in refused(capsys, "--config", config, "--trainer.max_epochz=3")
-    message = refused(capsys, "--config", config, "--data.init_args.sampling.max_new_tokenz=4")
-    assert "Did you mean 'max_new_tokens'?" in message
-    message = refused(capsys, "--config", config, "--model.init_args.actor.path=nobody/nothing")
-    assert "model path 'nobody/nothing': it is no folder here" in message and "hub is switched off" in message
-
-
-@pytest.mark.parametrize("mistake", list(PARSER))
-def test_what_the_parser_rejects_is_told_in_one_line(
-    mistake: str, write: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    changes, expected = PARSER[mistake]
-    module = "PPOLightningModule" if "critic" in str(changes) else "GRPOLightningModule"
-    message = refused(capsys, "--config", write(module, **changes)).removesuffix(
-        "`lightrl COMMAND --help` explains the arguments.\n"
-    )
-    assert not [word for word in expected if word not in message]
-    assert message.count("\n") == 1 and len(message) < 400, message
+    assert message in refused(capsys, "--config", write(), argument)
 
 
 def test_a_folder_that_may_not_be_written_to_is_named(
@@ -595,7 +421,7 @@ def test_a_folder_that_may_not_be_written_to_is_named(
     assert "'/sys/kernel/lightrl" in message and message.count("\n") == 1
 
 
-@pytest.mark.parametrize("kind", ["cut", "text", "missing", "folder", "flipped"])
+@pytest.mark.parametrize("kind", ["cut", "missing", "flipped"])
 def test_a_checkpoint_that_cannot_be_read_is_one_message(
     kind: str, write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -608,11 +434,6 @@ def test_a_checkpoint_that_cannot_be_read_is_one_message(
         if kind == "flipped":
             content[len(content) // 2] ^= 1
         path.write_bytes(content if kind == "flipped" else content[: len(content) // 2])
-    elif kind == "folder":
-        path.mkdir(parents=True)
-    elif kind == "text":
-        folder.mkdir()
-        path.write_text("no checkpoint")
     message = refused(capsys, "--config", config, "--ckpt_path", str(path))
     assert "last.ckpt" in message and message.count("\n") == 1
 
@@ -714,41 +535,28 @@ class Recording(DummyLogger):
     assert not [path for path in written if b"Secret" in path.read_bytes()]
 
 
-SAID = {  # what the parser refuses beside a secret, and quotes
-    "engine": {
-        "data": {"engine": {"class_path": "ServerEngine", "init_args": {"urls": ["http://h"], "api_key": ["%"]}}}
-    },
-    "actor": {"model": {"actor": [{"token": "%"}]}},
-    "variable": {"model": {"actor": ["${env:HUNTER}"], "clip": "${env:HUNTER}"}},
-}
-
-
-@pytest.mark.parametrize("case", SAID)
+@pytest.mark.parametrize(
+    "secret",
+    [
+        engine("ServerEngine", urls=["http://h"], api_key=["hunter2-Zq"]),
+        {"model": {"actor": ["${env:HUNTER}"], "updates": "${env:HUNTER}"}},
+    ],
+    ids=["plain", "variable"],
+)
 def test_a_secret_that_the_parser_quotes_is_not_shown(
-    case: str, write: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    secret: dict[str, Any],
+    write: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("lightrl.checkpoints.redaction._secrets", set())
     monkeypatch.setenv("HUNTER", "hunter2-Zq")
-    config = write(**json.loads(json.dumps(SAID[case]).replace("%", "hunter2-Zq")))
+    config = write(**secret)
     assert "hunter2" not in refused(capsys, "--config", config)
     with pytest.raises(SystemExit):
         main(["doctor", "--config", config])
     said = "".join(capsys.readouterr())
     assert "problem" in said and "hunter2" not in said
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--ckpt_path=nosuch://bucket/last.ckpt", "ckpt_path=nosuch://bucket/last.ckpt: cannot be read"),
-        ("--ckpt_path=memory://last.ckpt", "cannot be read: there is nothing. Copy it to a local disk"),
-        ("--model.init_args.actor.path=~nosuchuser/x", "actor.path='~nosuchuser/x': there is no home of that user"),
-    ],
-)
-def test_a_path_that_cannot_be_is_refused(
-    argument: str, message: str, write: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert message in refused(capsys, "--config", write(), argument)
 
 
 def test_an_interrupt_before_training_is_one_line(
@@ -861,24 +669,17 @@ def test_what_is_gone_is_told_in_one_line(
     assert stop.value.code == 1 and len(told) == 1 and str(error) in told[0]
 
 
-class Failing(Callback):
-    """Stands for the user's own code."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        raise ValueError("mine")
-
-
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (RuntimeError("can't start new thread"), "error: can't start new thread. Free what ran out (processes"),
-        (OSError(errno.EFBIG, "File too large"), "error: [Errno 27] File too large. Free what ran out (disk"),
+        (RuntimeError("can't start new thread"), "error: can't start new thread"),
+        (OSError(errno.EFBIG, "File too large"), "error: [Errno 27] File too large"),
     ],
 )
 def test_what_the_system_has_no_more_of_is_told_in_one_line(
     error: Exception, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def exhausted(*_: Any) -> None:
+    def exhausted(*_: Any, **__: Any) -> None:
         raise error
 
     monkeypatch.setattr("lightrl.cli._main", exhausted)
@@ -886,7 +687,13 @@ def test_what_the_system_has_no_more_of_is_told_in_one_line(
         main(["predict"])
     said = capsys.readouterr().err
     assert stop.value.code == 2 and said.startswith(message) and said.count("\n") == 1
-    assert "then run the command again (a fit with --ckpt_path last" in said
+
+
+class Failing(Callback):
+    """The user's own code."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        raise ValueError("mine")
 
 
 def test_the_users_own_code_keeps_its_traceback(write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

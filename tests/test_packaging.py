@@ -157,30 +157,12 @@ def test_the_wheel_names_its_own_configurations(wheel: Path, tmp_path: Path) -> 
     assert "lightrl:recipes/grpo_gsm8k_qwen2.5_0.5b" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--version"], ""),
-        (["--help"], ""),
-        (["fitt"], "did you mean `lightrl fit`?"),
-        (["fit"], "lightrl fit needs --config FILE.yaml"),
-        (["fit", "--config", "nowhere.yaml"], "--config=nowhere.yaml does not exist"),
-        (["report", "nowhere"], "run_dir='nowhere': there is no such folder."),
-        (["view", "nowhere"], "run_dir='nowhere': there is no such folder."),
-    ],
-)
-def test_small_commands_and_refusals_load_neither_torch_nor_lightning(
-    arguments: list[str], said: str, root: Path
-) -> None:
-    """What keeps them under a second or so: a test of time would depend on the machine."""
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["recipes"]])
+def test_small_commands_load_neither_torch_nor_jsonargparse(arguments: list[str], root: Path) -> None:
+    """A test of their time would depend on the machine."""
     code = (
-        "import sys\nfrom lightrl.cli import main\n"
-        "try:\n    main(sys.argv[1:])\nexcept SystemExit as stop:\n    assert stop.code == 2\n"
-        "own = set() if sys.argv[1] in ('report', 'view') else {'jsonargparse'}\n"
-        "assert not {'torch', 'lightning', 'transformers', *own} & set(sys.modules)"
+        "import sys\nfrom lightrl.cli import main\nmain(sys.argv[1:])\n"
+        "assert not {'torch', 'lightning', 'transformers'} & set(sys.modules)\n"
+        "assert sys.argv[1] == 'recipes' or 'jsonargparse' not in sys.modules"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=root, capture_output=True, text=True, timeout=550
-    )
-    assert done.returncode == 0, done.stderr
-    assert said in done.stderr
+    subprocess.run([sys.executable, "-c", code, *arguments], cwd=root, capture_output=True, timeout=550, check=True)

@@ -1,7 +1,11 @@
-"""Old names in a configuration file are told their new names."""
+"""Old names in a configuration are told their new names, all at once."""
+
+from pathlib import Path
 
 import pytest
+import yaml
 
+from lightrl.cli.config_files import expand_configs
 from lightrl.cli.renamed import CLASSES, KEYS, VALUES, require_new_names
 
 
@@ -27,8 +31,27 @@ def test_a_renamed_class_is_named(old: str, new: str) -> None:
     require_new_names({"trainer": {"callbacks": [{"class_path": f"my_package.{old}"}]}})
 
 
-def test_renamed_values_are_named_all_at_once() -> None:
-    config = {"data": {key: old for key, old in VALUES}}
+def test_every_old_name_of_a_configuration_and_of_the_command_line_is_named_at_once(tmp_path: Path) -> None:
+    half = len(KEYS) // 2
+    config: dict[str, dict[str, object]] = {"data": {}, "model": {}}
+    for old in list(KEYS)[:half]:
+        first, _, rest = old.partition(".")
+        config.setdefault(first, {}).setdefault("init_args", {}).update(_nested(rest, 1))  # type: ignore[attr-defined]
+    config["data"] |= {key: old for key, old in VALUES}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "trainer": {"callbacks": [*CLASSES]}}))
+    given = [f"--{old.replace('.', '.init_args.', 1)}=1" for old in list(KEYS)[half:]]
     with pytest.raises(ValueError) as error:
-        require_new_names(config)
-    assert all(f"{key}: {old}: renamed to {new}" in str(error.value) for (key, old), new in VALUES.items())
+        expand_configs(["fit", f"--config={tmp_path / 'run.yaml'}", *given])
+    message = str(error.value)
+    renamed = [*KEYS.items(), *CLASSES.items(), *((f"data.{key}: {old}", new) for (key, old), new in VALUES.items())]
+    assert [old for old, new in renamed if f"{old}: renamed to {new}" not in message] == []
+
+
+def test_new_names_and_the_values_of_others_are_left_alone() -> None:
+    config = {"trainer": {"callbacks": [{"class_path": new} for new in CLASSES.values()]}, "data": {"split": "none"}}
+    for new in KEYS.values():
+        first, _, rest = new.partition(".")
+        if rest.isidentifier():
+            config.setdefault(first, {})[rest] = 1
+    require_new_names(config)

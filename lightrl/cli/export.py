@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from lightrl.checkpoints.files import atomic_folder, atomic_write
 from lightrl.checkpoints.redaction import REDACTED
 from lightrl.compat.arguments import require_model_folder
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lightrl.models.spec import ModelSpec
-
-State = Mapping[str, "Tensor"]
+# No types of torch here: the parser would import them for `lightrl export --help`.
+State = Mapping[str, Any]
 
 
 def export(
@@ -55,6 +50,7 @@ def export(
         require_model_folder(model)
     import torch
 
+    from lightrl.checkpoints.files import atomic_folder, atomic_write
     from lightrl.checkpoints.plugin import first_nonfinite, require_finite, without_secrets
     from lightrl.checkpoints.reading import read_checkpoint
 
@@ -103,7 +99,7 @@ def _export_model(checkpoint: Mapping[str, Any], folder: Path, what: str, path: 
         )
 
 
-def _spec(stored: Mapping[str, Any], role: str, path: str | None) -> ModelSpec:
+def _spec(stored: Mapping[str, Any], role: str, path: str | None) -> Any:
     """What the model is built from: what the checkpoint records, with another path if one is given."""
     from dataclasses import replace
 
@@ -124,14 +120,14 @@ def _spec(stored: Mapping[str, Any], role: str, path: str | None) -> ModelSpec:
     return replace(spec, lora=None if lora is None else LoraSpec(**{**lora, "quantize_4bit": False, "adapter": None}))
 
 
-def _policy(spec: ModelSpec, state: State, shared: bool) -> Any:
+def _policy(spec: Any, state: State, shared: bool) -> Any:
     from lightrl.models.loading import load_causal_lm
     from lightrl.models.policy import PolicyModel
 
     return _filled(PolicyModel(load_causal_lm(spec, trainable=True), value_head=shared), state, "actor.", spec)
 
 
-def _filled(model: Any, state: State, prefix: str, spec: ModelSpec) -> Any:
+def _filled(model: Any, state: State, prefix: str, spec: Any) -> Any:
     """The model with the checkpoint's tensors of that prefix; a ValueError if they are not those that it trains."""
     own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     needed = {name for name, p in model.named_parameters() if p.requires_grad or spec.random_init}
@@ -147,13 +143,13 @@ def _filled(model: Any, state: State, prefix: str, spec: ModelSpec) -> Any:
     return model
 
 
-def _weights(model: Any) -> dict[str, Tensor]:
+def _weights(model: Any) -> dict[str, Any]:
     from lightrl.models.lora import named_hf_weights
 
     return {name: tensor.detach().clone() for name, tensor in named_hf_weights(model)}
 
 
-def _export_adapter(spec: ModelSpec, state: State, shared: bool, folder: Path) -> None:
+def _export_adapter(spec: Any, state: State, shared: bool, folder: Path) -> None:
     from safetensors.torch import save_file
 
     from lightrl.models.lora import adapter_config, named_adapter_weights
@@ -167,7 +163,7 @@ def _export_adapter(spec: ModelSpec, state: State, shared: bool, folder: Path) -
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _export_critic(spec: ModelSpec, state: State, folder: Path, tokenizer_path: str, shared: bool) -> None:
+def _export_critic(spec: Any, state: State, folder: Path, tokenizer_path: str, shared: bool) -> None:
     from types import SimpleNamespace
 
     from transformers import AutoModelForTokenClassification, AutoTokenizer

@@ -1,4 +1,4 @@
-"""Lightning's command line for LightRL's modules: what it adds to `LightningCLI`, and which classes YAML may name."""
+"""What LightRL adds to `LightningCLI`, and which classes YAML may name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from lightrl.checkpoints.last import take_whole_ones
 from lightrl.checkpoints.lock import LOCK
 from lightrl.checkpoints.redaction import plain_secrets, redact, redact_arguments, remember_secret, resolve_environment
 from lightrl.checkpoints.rollout_checkpoint import RolloutCheckpoint, preempt, preemptions
-from lightrl.compat.jsonargparse import keep_lists, start_from_own_defaults
+from lightrl.compat.jsonargparse import keep_lists, prefer_own_names, start_from_own_defaults
 from lightrl.compat.lightning import YamlCLI, begin_table
 from lightrl.data import PromptSource
 from lightrl.distributed.strategies import refuse_crowd
@@ -47,27 +47,31 @@ from lightrl.objectives.estimators import AdvantageEstimator
 from lightrl.objectives.kl import KLPenalty
 from lightrl.objectives.ppo_clip import PolicyLoss
 
-# These packages load their modules lazily.
-for package in (lightrl.algorithms, lightrl.distributed, lightrl.engines, lightrl.objectives):
+ROOMS = (
+    *(lightrl.algorithms, lightrl.callbacks, lightrl.data, lightrl.distributed, lightrl.engines, lightrl.environments),
+    *(lightrl.objectives, lightrl.rewards, lightrl.rollout),
+)
+for package in ROOMS:  # some load their modules lazily
     for name in package.__all__:
         getattr(package, name)
 EVALUATIONS = ("validate", "test", "predict")
 set_parsing_settings(subclasses_enabled=[PromptSource, LRSchedule])  # dataclasses whose class YAML may name, and keeps
 keep_lists()
+prefer_own_names()
 start_from_own_defaults(Engine, AdvantageEstimator, Aggregation, KLPenalty, PolicyLoss)
 
 
 class LightRLCLI(YamlCLI):
     """`LightningCLI` in subclass mode, without a checkpoint's hyperparameters overriding YAML on resume.
 
-    What stands in the configuration as `${env:NAME}` is taken from the environment when classes are built, and
-    written to the run's folder as it stands. Other secrets are written as `***`.
+    `${env:NAME}` in the configuration is replaced by the environment variable when classes are built, and written to
+    the run's folder as it is. Other secrets are written as `***`.
     """
 
     config: Any
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Defaults that manual optimisation and generated batches need."""
+        """Adds LightRL's arguments, and defaults for manual optimization and generated batches."""
         parser.set_defaults(
             {
                 "trainer.num_sanity_val_steps": 0,
@@ -79,38 +83,43 @@ class LightRLCLI(YamlCLI):
             "--run_dir",
             type=str | None,
             default=None,
-            help="folder of all that the run writes: trainer.default_root_dir; logs there for `lightrl report` "
-            "beside any loggers given, and for TensorBoard where none is. What validate, test and predict write goes "
-            "to folders of these names below it.",
+            help="Folder for all that the run writes: trainer.default_root_dir, and logs for `lightrl report` in "
+            "addition to any loggers given (for TensorBoard if none is). validate, test, and predict write to folders "
+            "of these names in it.",
         )
         parser.add_argument(
             "--without",
             type=list[Literal["ThroughputMonitor"]],
             default=[],
-            help="callbacks to leave out of those that every run gets unasked.",
+            help="Callbacks to leave out of those that every run gets.",
         )
         parser.add_argument(
             "--base",
             type=str | list[str] | None,
             default=None,
-            help="in a configuration file: files that it builds on, relative to itself; they are read before it.",
+            help="In a configuration file: files that it builds on, relative to itself. They are read before it.",
         )
 
     def before_instantiate_classes(self) -> None:
-        """Looks whether the run can have its folder; the saved configuration is whole and builds on no other."""
+        """Rejects a folder that can't be made; the saved configuration is whole and builds on no other."""
         config = self._of_command(self.config)
         config.base = None
         name = "trainer.default_root_dir" if config.run_dir is None else "run_dir"
         if config.run_dir is not None:
             config.trainer.default_root_dir = config.run_dir
         _require_folder(config.trainer.default_root_dir, name)
-        _require_remote(config.get("ckpt_path"))
+
+    def instantiate_classes(self) -> None:
+        """Builds everything with secrets, and keeps them out of what is written."""
+        given = self.config
+        self.config = self._written = redacted(given)
+        self.record_hyperparameters()
+        self.config = from_environment(given)
+        self._put_into_run_dir()
+        super().instantiate_classes()
 
     def _put_into_run_dir(self) -> None:
-        """Has loggers write to `run_dir`, wherever the process goes later.
-
-        These loggers are not written to `config.yaml`, which may be used again for another folder or command.
-        """
+        """Has loggers write to `run_dir`; they are not in `config.yaml`, which may be used for another folder."""
         config = self._of_command(self.config)
         folder = config.run_dir
         if folder is None:
@@ -118,13 +127,12 @@ class LightRLCLI(YamlCLI):
         if "://" not in folder:
             folder = os.path.abspath(folder)
         config.trainer.default_root_dir = folder
-        if self.subcommand in EVALUATIONS:  # below the run, whose table, samples and configuration stay as they are
+        if self.subcommand in EVALUATIONS:
             folder = os.path.join(folder, self.subcommand)
             warnings.filterwarnings("ignore", message="The dirpath has changed from")
         table, tensorboard = (
             Namespace(
                 class_path=f"lightning.pytorch.loggers.{logger}",
-                # Not as the version, of which Lightning's progress bar shows the end.
                 init_args=Namespace(save_dir=os.path.join(folder, below), name="", version=""),
             )
             for logger, below in (("CSVLogger", ""), ("TensorBoardLogger", "tensorboard"))
@@ -137,24 +145,14 @@ class LightRLCLI(YamlCLI):
             has_csv = any(logger.class_path.endswith("CSVLogger") for logger in several)
             config.trainer.logger = several if has_csv else [table, *several]
 
-    def instantiate_classes(self) -> None:
-        """Builds everything with secrets, and keeps them out of what is written."""
-        given = self.config
-        self.config = self._written = redacted(given)
-        self.record_hyperparameters()  # what checkpoints and loggers call hyperparameters
-        self.config = from_environment(given)
-        self._put_into_run_dir()
-        super().instantiate_classes()
-
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """The trainer, guarded."""
+        """Builds the trainer, with the callbacks that every run gets."""
         self.config = self._written  # which the trainer's callback writes to the run's folder
         trainer = super().instantiate_trainer(**kwargs)
         refuse_crowd(trainer.strategy)  # before ranks are started
         self.guard = RunGuard()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        config = self._of_command(self.config)
-        wanted = "ThroughputMonitor" not in config.without and not trainer.barebones
+        wanted = "ThroughputMonitor" not in self._of_command(self.config).without and not trainer.barebones
         if wanted and not any(isinstance(callback, ThroughputMonitor) for callback in callbacks):
             callbacks.insert(0, ThroughputMonitor())
         callbacks.insert(0, self.guard)
@@ -165,99 +163,66 @@ class LightRLCLI(YamlCLI):
         return trainer
 
     def before_fit(self) -> None:
-        """Holds the run's folder before a logger begins a file in it; tells the loggers what the run is."""
-        self._end_by_signals()
+        """Locks the run's folder before a logger opens a file in it; tells the loggers what the run is."""
+        self.before_validate()
         if not self.trainer.is_global_zero or getattr(self.trainer, "fast_dev_run", False):
             return
-        self._begin_loggers()
-        self._hold_folders()
         for logger in self.trainer.loggers:
             if isinstance(logger, CSVLogger):
                 begin_table(logger, self.trainer)
         if isinstance(self.model, SavesPretrained):
             self.model.leave_hyperparameters()
+        given = plain(self._of_command(self._written))
+        del given["config"]  # files, merged by now
+        command = shlex.join(["lightrl", *redact_arguments(sys.argv[1:])])
         for logger in self.trainer.loggers:
-            logger.log_hyperparams(self._record())
+            logger.log_hyperparams({**given, "versions": versions(), "command": command})
 
     def before_validate(self) -> None:
-        """Begins the loggers that record the command, and holds their folders."""
-        self._end_by_signals()
-        self._begin_loggers()
-        if self.trainer.is_global_zero and not getattr(self.trainer, "fast_dev_run", False):
-            self._hold_folders()
-
-    before_test = before_predict = before_validate
-
-    def _end_by_signals(self) -> None:
-        """Has SIGTERM and its like end the command, at once until `RolloutCheckpoint` takes them for training."""
+        """Has SIGTERM and the like end the command; locks the loggers' folders."""
         if threading.current_thread() is threading.main_thread():
             for signum in preemptions(self.trainer):
-                signal.signal(signum, preempt)
-
-    def _hold_folders(self) -> None:
-        """Before a logger begins a file in one, for which Lightning deletes another's."""
-        for logger in self.trainer.loggers:
+                signal.signal(signum, preempt)  # until `RolloutCheckpoint` handles them in training
+        if not self.trainer.is_global_zero:
+            return
+        self._begin_loggers()
+        for logger in () if getattr(self.trainer, "fast_dev_run", False) else self.trainer.loggers:
             folder = getattr(logger, "log_dir", None)
             if isinstance(folder, str) and "://" not in folder:
                 used = os.path.isdir(folder) and any(name != LOCK for name in os.listdir(folder))
                 self.guard.hold(folder)
-                if not used:  # but for the lock, of which Lightning would warn
+                if not used:  # Lightning would warn of the lock
                     warnings.filterwarnings("ignore", message=f"Experiment logs directory {re.escape(folder)} exists")
 
-    def _begin_loggers(self) -> None:
-        """Begins those that record the command, as Weights & Biases and Comet do, while it shows no secrets.
+    before_test = before_predict = before_validate
 
-        It is put back at once: Lightning starts further ranks by it.
-        """
+    def _begin_loggers(self) -> None:
+        """Starts loggers that record the command, such as Weights & Biases, while `sys.argv` shows no secrets."""
         given = sys.argv
         sys.argv = redact_arguments(given)
         try:
-            for logger in self.trainer.loggers if self.trainer.is_global_zero else ():
-                if sys.argv != given and not isinstance(logger, CSVLogger | TensorBoardLogger):
+            for logger in self.trainer.loggers if sys.argv != given else ():
+                if not isinstance(logger, CSVLogger | TensorBoardLogger):
                     _ = logger.experiment  # type: ignore[attr-defined]
         finally:
-            sys.argv = given
+            sys.argv = given  # with which Lightning starts further ranks
 
     def _of_command(self, config: Any) -> Any:
         """The part of a configuration that the command reads; all of it with `run=False`."""
         return config if self.subcommand is None else config[self.subcommand]
 
-    def _record(self) -> dict[str, Any]:
-        """What loggers call hyperparameters: the whole configuration, versions, the command."""
-        written = self._of_command(self._written)
-        command = shlex.join(["lightrl", *redact_arguments(sys.argv[1:])])
-        given = {name: value for name, value in plain(written).items() if name != "config"}  # files, merged by now
-        return {**given, "versions": versions(), "command": command}
-
-
-def _require_remote(path: str | os.PathLike[str] | None) -> None:
-    """Raises a ValueError where a checkpoint at scheme://... cannot be read; local ones are looked at when loaded."""
-    if path is None or "://" not in str(path):
-        return
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-
-    try:
-        files, place = url_to_fs(str(path))
-        there, why = files.exists(place), "there is nothing"
-    except Exception as error:  # whatever its service's package raises, and ImportError where that is missing
-        there, why = False, f"{type(error).__name__}: {error}"
-    if not there:
-        raise ValueError(f"ckpt_path={path}: cannot be read: {why}. Copy it to a local disk and give its path.")
-
 
 def _require_folder(path: str | os.PathLike[str] | None, name: str) -> None:
-    """Raises a ValueError where a run could not make its folder; scheme://... is left to its service."""
+    """Raises a ValueError if a run could not make its folder; scheme://... is left to its service."""
     if path is None or "://" in str(path):
         return
     place = os.path.abspath(path)
     while not os.path.exists(place):
         place = os.path.dirname(place)
     try:
-        os.rmdir(mkdtemp(prefix=".lightrl-", dir=place))  # permissions do not tell of /proc and its like
+        os.rmdir(mkdtemp(prefix=".lightrl-", dir=place))  # permissions do not tell for /proc and the like
     except OSError as error:
-        raise ValueError(
-            f"{name}={str(path)!r}: this folder cannot be made ({error.strerror}): give another."
-        ) from error
+        raise ValueError(f"{name}={str(path)!r}: cannot be made ({error.strerror}). Name another folder.") from error
 
 
 def redacted(config: Any) -> Any:
@@ -268,7 +233,7 @@ def redacted(config: Any) -> Any:
         places.append(place)
     if places:
         print(
-            f"warning: {', '.join(places)}: a secret in the configuration, saved as ***. Give it as ${{env:NAME}}.",
+            f"warning: {', '.join(places)}: a secret in the configuration, saved as ***. Use ${{env:NAME}} instead.",
             file=sys.stderr,
         )
     return _mapped(config, lambda value, name, path: redact(value, name))
@@ -281,10 +246,9 @@ def from_environment(config: Any) -> Any:
 
 def plain(config: Any) -> Any:
     """A parsed configuration as dictionaries and lists."""
-    if isinstance(config, Namespace):
-        config = vars(config)
-    if isinstance(config, dict):
-        return {key: plain(value) for key, value in config.items()}
+    if isinstance(config, Namespace | dict):
+        entries = vars(config) if isinstance(config, Namespace) else config
+        return {key: plain(value) for key, value in entries.items()}
     return [plain(value) for value in config] if isinstance(config, list | tuple) else config
 
 

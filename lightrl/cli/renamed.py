@@ -43,20 +43,21 @@ VALUES = {
 
 
 def require_new_names(config: Any) -> None:
-    """Checks the content of a configuration file for old names.
+    """Rejects old names in the content of configuration files, or in `{dotted key: value}` of the command line.
 
     Raises:
         ValueError: Lists every renamed key, class, and value with its new name.
     """
     found = [f"{old}: renamed to {new}" for old, new in _renamed(config, "")]
     if found:
-        raise ValueError("; ".join(found) + ". Rename them.")
+        raise ValueError("; ".join(dict.fromkeys(found)) + ". Rename them.")
 
 
 def _renamed(value: Any, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         for key, inner in value.items():
-            place = path if key == "init_args" else f"{path}.{key}".lstrip(".")
+            parts = [part.removesuffix("+") for part in f"{path}.{key}".split(".")]
+            place = ".".join(part for part in parts if part not in ("", "init_args"))
             if place in KEYS:
                 yield place, KEYS[place]
             else:
@@ -65,8 +66,8 @@ def _renamed(value: Any, path: str) -> Iterator[tuple[str, str]]:
         for inner in value:
             yield from _renamed(inner, path)
     elif isinstance(value, str):
-        package, _, name = value.rpartition(".")
-        if path.endswith("class_path") and name in CLASSES and package.split(".")[0] in ("", "lightrl"):
+        package, _, name = value.strip("[]").rpartition(".")
+        if name in CLASSES and package.split(".")[0] in ("", "lightrl"):
             yield value, CLASSES[name]
         elif new := VALUES.get((path.rpartition(".")[2], value)):
             yield f"{path}: {value}", new

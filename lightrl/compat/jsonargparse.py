@@ -88,3 +88,22 @@ def keep_lists() -> None:
 
     serialize.wrapped = original  # type: ignore[attr-defined]
     _typehints.serialize_as_import_path = serialize
+
+
+def prefer_own_names() -> None:
+    """A short name of classes of both LightRL and a dependency is LightRL's, such as `ThroughputMonitor`.
+
+    jsonargparse rejects it, and has no public list of names. Its walk over subclasses is wrapped, once for all parsers.
+    """
+    from jsonargparse import _typehints
+
+    original: Any = _typehints.get_all_subclass_paths
+    original = getattr(original, "wrapped", original)
+
+    def paths(*args: Any, **kwargs: Any) -> list[str]:
+        found: list[str] = original(*args, **kwargs)
+        own = {path.rpartition(".")[2] for path in found if path.startswith("lightrl.")}
+        return [path for path in found if path.startswith("lightrl.") or path.rpartition(".")[2] not in own]
+
+    paths.wrapped = original  # type: ignore[attr-defined]
+    _typehints.get_all_subclass_paths = paths

@@ -27,7 +27,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import WeightSync
-from lightrl.cli import users_error
+from lightrl.cli.errors import one_line
 from lightrl.objectives import GMPO, SequenceClip
 from tests.pairs.features import CALLBACKS, FACTORS, Settings, data_of, module_of, refusals
 from tests.ports import held_port
@@ -35,6 +35,12 @@ from tests.toys import quickstart_model, quiet_trainer
 
 Pair = tuple[str, str, str, str]
 """A factor, its setting, another factor, its setting."""
+
+
+def told(error: BaseException) -> str | None:
+    """What the command line shows of an invalid input."""
+    message = one_line(error) if isinstance(error, Exception) else None
+    return message[0] if message is not None and message[1] == 2 else None
 
 
 def pairs_of(s: Settings) -> set[Pair]:
@@ -190,7 +196,7 @@ def run(s: Settings) -> str:
     except BrokenError:
         raise
     except Exception as error:
-        message = str(error) if isinstance(error, RankRefusedError) else users_error(error)
+        message = str(error) if isinstance(error, RankRefusedError) else told(error)
         if message is None:
             raise
         if any(re.search(refusal.message, message) for refusal in expected):
@@ -215,7 +221,7 @@ def _run_on_two_ranks(s: Settings, folder: Path) -> str:
             try:
                 said: Any = _run(s, folder)
             except BaseException as error:  # for the other process to raise
-                said = (users_error(error) if isinstance(error, Exception) else None), traceback.format_exc()[-3000:]
+                said = told(error), traceback.format_exc()[-3000:]
             (folder / f"rank{rank}.json").write_text(json.dumps(said))
             os._exit(0)
         ranks[rank] = pid
