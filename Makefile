@@ -5,7 +5,7 @@
 #   make pairs        four covering arrays of all features, runs of two rollouts; page docs/feature_pairs.md
 #   make faults       inject CASES faults into real runs and write the table into docs/reliability.md (about an hour);
 #                     it goes on where it was interrupted (outputs/faults.jsonl)
-#   make long-haul    2,000 rollouts, with vLLM and with staleness: memory, descriptors, threads and files must stay; table as above
+#   make long-haul    2,000 rollouts, with vLLM and sampled ahead: memory, descriptors, threads and files must stay; table as above
 #   make audit        ask a database of known weaknesses about the minimum versions of pyproject.toml; needs a network
 # Settings: VENV (the virtual environment, default .venv), PYTHON (the interpreter it is made with), WORKERS (of pytest).
 

@@ -46,8 +46,7 @@ from lightrl.data import ArithmeticRows, PromptSource
 from lightrl.engines import TransformersEngine, VLLMEngine
 from lightrl.engines.base import RequestQueue
 from lightrl.records import CompletionGroup, GenerationRequest, SamplingParams
-from lightrl.rollout import RolloutDataModule
-from lightrl.rollout.sources import InFlight
+from lightrl.rollout import Ahead, Evaluation, InFlight, OnPolicy, RolloutDataModule
 
 TINY = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
 MODEL = {"initializer_range": 0.1, "max_position_embeddings": 512}
@@ -57,9 +56,9 @@ LENGTHS = {
     "tails": SamplingParams(max_new_tokens=256),
 }
 MODES: dict[str, dict[str, Any]] = {
-    "serial": {},
-    "staleness 1": {"staleness": 1},
-    "in flight": {"staleness": 1, "in_flight": InFlight()},
+    "serial": {"schedule": OnPolicy()},
+    "staleness 1": {"schedule": Ahead()},
+    "in flight": {"schedule": InFlight()},
 }
 PROMPTS, GROUP = {"varied": 16, "equal": 16, "tails": 4}, 8
 QUANTILES = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262, 12: 2.201, 16: 2.131}
@@ -194,12 +193,12 @@ def learn(path: str, seed: int, mode: dict[str, Any]) -> Curve:
     data = RolloutDataModule(
         PromptSource(rows=ArithmeticRows(split="train")),
         rewards=[digits],
-        engine=WaitingEngine() if "in_flight" in mode else ThreadEngine(),
+        engine=WaitingEngine() if isinstance(mode["schedule"], InFlight) else ThreadEngine(),
         sampling=SamplingParams(max_new_tokens=96),
         group_size=GROUP,
         prompts_per_rollout=4,
         rollouts_per_epoch=5,
-        eval_prompts=PromptSource(rows=ArithmeticRows(split="eval", size=64)),
+        evaluation=Evaluation(PromptSource(rows=ArithmeticRows(split="eval", size=64))),
         **mode,
     )
     curve = Curve()

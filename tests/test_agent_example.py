@@ -89,7 +89,7 @@ def step(config: str, folder: Path, name: str, actor: Path, *extra: str) -> dict
 
 
 FEW = [
-    *("--trainer.max_epochs=1", "--trainer.limit_val_batches=1", "--data.init_args.eval_batch_size=4"),
+    *("--trainer.max_epochs=1", "--trainer.limit_val_batches=1", "--data.init_args.evaluation.batch_size=4"),
     *("--data.init_args.engine=TransformersEngine", "--data.init_args.rollouts_per_epoch=1"),
     *("--data.init_args.prompts_per_rollout=2", "--data.init_args.group_size=2"),
     "--model.init_args.extra_losses.entropy_coef=0.01",  # rows without an advantage are run, too

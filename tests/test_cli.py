@@ -187,7 +187,7 @@ def test_a_resumed_run_goes_on_in_its_table_and_an_evaluation_leaves_the_run_as_
     samples = {"class_path": "CompletionLogger", "init_args": {"every_n_rollouts": 1, "terminal": False}}
     callbacks = [{"class_path": name} for name in ("EvaluateFirst", "RolloutCheckpoint")]
     trainer = {"logger": True, "callbacks": [*callbacks, samples], "enable_checkpointing": True}
-    config = write(trainer=trainer, data={"eval_prompts": {"rows": ARITHMETIC, "limit": 4}}, run_dir="run")
+    config = write(trainer=trainer, data={"evaluation": {"prompts": {"rows": ARITHMETIC, "limit": 4}}}, run_dir="run")
     monkeypatch.setattr("lightrl.cli.quiet", lambda: None)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*log files in this directory will be deleted")
@@ -253,10 +253,10 @@ class Endless(PromptSource):
 
 def test_a_prompt_source_of_ones_own_is_named_in_yaml(write: Callable[..., str]) -> None:
     own = {"class_path": f"{__name__}.Endless", "init_args": {"rows": ARITHMETIC, "spice": 3}}
-    data = {"prompts": own, "eval_prompts": {"sources": [own, {"rows": ARITHMETIC}]}}
+    data = {"prompts": own, "evaluation": {"prompts": {"sources": [own, {"rows": ARITHMETIC}]}}}
     built = run(["--config", write(data=data), "--data.init_args.prompts.limit=5"], run=False).datamodule
     assert isinstance(built.prompts, Endless) and (built.prompts.spice, built.prompts.limit) == (3, 5)
-    assert [type(source) for source in built.eval_prompts[""].sources] == [Endless, PromptSource]
+    assert [type(source) for source in built.evaluation.prompts.sources] == [Endless, PromptSource]
 
 
 def twice(config: str, folder: Path) -> list[Any]:
@@ -294,7 +294,8 @@ def test_predict_writes_completions_with_rewards(suffix: str, write: Callable[..
     writer = {"class_path": "PredictionWriter", "init_args": {"path": str(target)}}
     prompts = {"rows": {**ARITHMETIC, "init_args": {"split": "eval"}}, "limit": 3}
     config = write(
-        trainer={"callbacks": ["WeightSync", writer]}, data={"predict_prompts": prompts, "eval_group_size": 2}
+        trainer={"callbacks": ["WeightSync", writer]},
+        data={"evaluation": {"predict_prompts": prompts, "group_size": 2}},
     )
     main(["predict", "--config", config])
     if suffix == "jsonl":

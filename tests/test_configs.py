@@ -66,12 +66,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data": {
             "init_args": {
                 "prompts": source,
-                "eval_prompts": source,
                 "engine": {"class_path": "TransformersEngine"},
                 "sampling": {"max_new_tokens": 4},
-                "eval_sampling": {"max_new_tokens": 4},
+                "evaluation": {"prompts": source, "sampling": {"max_new_tokens": 4}, "batch_size": 4},
                 "prompts_per_rollout": 4,
-                "eval_batch_size": 4,
             }
         },
     }

@@ -29,7 +29,7 @@ def test_the_pipeline_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.Mo
     step("teacher", *few)
     step("student", f"--model.init_args.actor.path={start}", *few)
     teachers = {"sums": {"path": str(tmp_path / "teacher" / "model")}}
-    small = ["prompts_per_rollout=8", "rollouts_per_epoch=2", "eval_batch_size=16"]
+    small = ["prompts_per_rollout=8", "rollouts_per_epoch=2", "evaluation.batch_size=16"]
     cli = step(
         "distill", f"--model.init_args.actor.path={tmp_path / 'student' / 'model'}",
         f"--model.init_args.teachers={teachers}", *(f"--data.init_args.{setting}" for setting in small),

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import RolloutCheckpoint
-from lightrl.data.prompts import PromptSource
+from lightrl.rollout import Evaluation
 from tests.test_resume import ROOT, Reward, assert_same, rows, run
 from tests.toys import quickstart_model, quiet_trainer
 
@@ -52,7 +52,7 @@ class During(RLCallback):
             self.do()
 
 
-EVALUATION = {"eval_prompts": PromptSource(rows=[{"prompt": f"{a}+{a}="} for a in range(8)]), "eval_batch_size": 4}
+EVALUATION = {"evaluation": Evaluation([{"prompt": f"{a}+{a}="} for a in range(8)], batch_size=4)}
 
 
 @pytest.fixture(scope="module")

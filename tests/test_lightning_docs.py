@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightrl.algorithms import GRPOLightningModule, LRSchedule
 from lightrl.data.prompts import PromptSource
-from lightrl.rollout import RolloutDataModule
+from lightrl.rollout import Evaluation, RolloutDataModule
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 PAGE = (Path(__file__).parent.parent / "docs" / "lightning.md").read_text()
@@ -110,7 +110,7 @@ def test_what_works_works_in_one_run_without_a_callback_for_weights(model: str, 
         default_root_dir=tmp_path,
     )
     schedule = LRSchedule("linear")
-    own_data = data(eval_prompts={"small": ROW_NAMES[:2], "large": ROW_NAMES}, eval_batch_size=8)
+    own_data = data(evaluation=Evaluation({"small": ROW_NAMES[:2], "large": ROW_NAMES}, batch_size=8))
     own[0].monitor = own[1].monitor = "eval/small/reward"
     trainer.fit(module(model, lr_scheduler=schedule), own_data)
     assert seen == [1, 2] and trainer.checkpoint_callback.best_model_path
@@ -136,7 +136,12 @@ def test_a_null_number_of_rollouts_is_one_pass_in_the_order_of_the_rows(model: s
         seen.extend(prompts)
         return [float(len(text)) for text in completions]
 
-    own = data(rollouts_per_epoch=None, shuffle=False, rewards=[note], prompts_per_rollout=3)
+    own = data(
+        prompts=PromptSource(rows=ROW_NAMES, shuffle=False),
+        rollouts_per_epoch=None,
+        rewards=[note],
+        prompts_per_rollout=3,
+    )
     trainer = quiet_trainer(callbacks=[])
     trainer.fit(module(model), own)
     assert trainer.global_step == 2

@@ -120,7 +120,7 @@ def test_the_newest_checkpoints_are_kept_as_the_script_limits_them() -> None:
 def test_strings_are_left_alone_as_in_trl() -> None:
     config, notes = convert_trl({"model_name_or_path": "m", "dataset_name": "d", "eval_strategy": "steps"})
     data = config["data"]["init_args"]
-    assert data["prompts"]["chat_template"] is data["eval_prompts"]["chat_template"] is False
+    assert data["prompts"]["chat_template"] is data["evaluation"]["prompts"]["chat_template"] is False
     assert any(note.startswith("prompts.chat_template: false") for note in notes)
 
 
@@ -223,10 +223,10 @@ def rows_of_the_tables(root: Path) -> list[tuple[str, str]]:
 def test_our_side_of_every_row_exists(root: Path) -> None:
     from lightning.pytorch import Trainer
 
-    from lightrl import algorithms, callbacks, data, engines, environments, objectives, rewards
+    from lightrl import algorithms, callbacks, data, engines, environments, objectives, rewards, rollout
     from lightrl.algorithms.schedule import LRSchedule
 
-    rooms = (lightrl, algorithms, callbacks, engines, objectives, rewards, data, environments)
+    rooms = (lightrl, algorithms, callbacks, engines, objectives, rewards, data, environments, rollout)
     rows = rows_of_the_tables(root)
     assert len(rows) > 90
     known: dict[str, Any] = {"Trainer": Trainer, "LRSchedule": LRSchedule}

@@ -106,7 +106,7 @@ def test_the_example_briefly(root: Path, tmp_path: Path, monkeypatch: pytest.Mon
         "--data.init_args.rollouts_per_epoch=2",
         "--data.init_args.prompts_per_rollout=8",
         "--data.init_args.prompts.rows.init_args.size=32",
-        "--data.init_args.eval_prompts.rows.init_args.size=16",
+        "--data.init_args.evaluation.prompts.rows.init_args.size=16",
         "--trainer.check_val_every_n_epoch=1",
     )
     metrics = cli.trainer.callback_metrics

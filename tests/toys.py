@@ -22,7 +22,7 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.records import Experience, Rollouts, Routes, SamplingParams
 from lightrl.rollout.datamodule import RolloutDataModule
-from lightrl.rollout.sync import EngineSync
+from lightrl.rollout.learner import EngineSync
 
 QUICKSTART_MODEL = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
 

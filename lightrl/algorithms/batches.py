@@ -160,7 +160,7 @@ def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Ex
         return parts
     if len(extra) < count:
         raise ValueError(
-            f"ptx_batch_size={len(extra)} on each rank is less than the {count} mini-batches of a rollout. Use at "
+            f"ptx.batch_size={len(extra)} on each rank is less than the {count} mini-batches of a rollout. Use at "
             f"least {count}, or a larger minibatch_size."
         )
     dealt = torch.arange(len(extra)).tensor_split(count)

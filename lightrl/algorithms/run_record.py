@@ -27,7 +27,7 @@ SUFFIXES = ("_spec", "_factory", "_path", "")
 """Of the attributes that keep an argument; the one without suffix may hold what was built from it."""
 KEPT_AS = {"rewards": "scorer", "functions": "names", "reward_models": "reward_model_specs"}
 NOT_COMPARED = {
-    *("engine", "micro_batch_tokens", "stall_timeout", "max_concurrency", "eval_sampling"),  # don't change learning
+    *("engine", "micro_batch_tokens", "stall_timeout", "max_concurrency", "evaluation"),  # don't change learning
     *("rows", "functions", "optimizer"),  # compared by contents, names, and what was built
 }
 COMPARED_CALLBACKS = {"AdaptiveEntropy", "AdaptiveKL", "LinearKL", "ReferenceSync", "RewardNormalization"}

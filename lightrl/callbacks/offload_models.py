@@ -58,11 +58,10 @@ class OffloadModels(RLCallback):
                 f"callback OffloadModels with strategy={name}: it shards the models itself. Remove the callback; "
                 "FSDP2Strategy has `cpu_offload`, DeepSpeed's configuration `offload_parameters`."
             )
-        if isinstance(data, RolloutDataModule) and data.staleness:
-            beside = f"staleness={data.staleness}"
+        if isinstance(data, RolloutDataModule) and data.schedule.max_staleness:
             raise ValueError(
-                f"callback OffloadModels with {beside}: the engine samples while the module learns, so the models are "
-                "needed all the time. Remove one of the two."
+                f"callback OffloadModels with schedule={type(data.schedule).__name__}: the engine samples while the "
+                "module learns, so the models are needed all the time. Remove one of the two."
             )
         critic = getattr(pl_module, "critic_spec", None)
         own_critic = critic is not None and not critic.shared

@@ -9,7 +9,7 @@ from lightrl.compat.arguments import above, at_least
 from lightrl.engines.base import Engine
 from lightrl.environments.canary import check_trajectories
 from lightrl.records import SamplingParams, Trajectory
-from lightrl.rollout.sync import TrajectoryCheck
+from lightrl.rollout.learner import TrajectoryCheck
 
 
 class LedgerMismatchError(RuntimeError):

@@ -468,7 +468,11 @@ class RolloutCheckpoint(SavingCheckpoint):
         else:
             wrong = not any(_of_user(part, "on_train_epoch_end") for part in parts)
         if wrong:
-            why = "" if self._evaluations_come else " and this run has no evaluation (eval_prompts, validation rows)"
+            why = (
+                ""
+                if self._evaluations_come
+                else " and this run has no evaluation (evaluation.prompts, validation rows)"
+            )
             raise ValueError(
                 f"RolloutCheckpoint.monitor={name!r}: nothing logs this metric{why}. "
                 "Monitor a metric that is logged, or leave monitor out to keep the newest checkpoints."

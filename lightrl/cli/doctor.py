@@ -274,7 +274,7 @@ def _rewards(built: Any, prompts: Any, tokenizer: Any) -> Iterator[Finding]:
             said = "; ".join(f"{name} {total:g}" for name, total in zip(tried, scores.total, strict=True))
             yield "ok", f"rewards of row {rows.indices[i]}: {said}"
     except concurrent.futures.TimeoutError:  # Python 3.10 has another TimeoutError
-        yield "problem", f"the reward functions took more than {bound:g} s: see data.reward_timeout"
+        yield "problem", f"the reward functions took more than {bound:g} s: see data.rewards.timeout"
         return
     finally:
         data.scorer.close()

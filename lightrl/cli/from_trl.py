@@ -33,8 +33,7 @@ DIRECT = {
     "dataset_name": ("data.prompts.path", None),
     "dataset_train_split": ("data.prompts.split", "train"),
     "dataset_streaming": ("data.prompts.streaming", False),
-    "shuffle_dataset": ("data.shuffle", True),
-    "reward_weights": ("data.reward_weights", None),
+    "shuffle_dataset": ("data.prompts.shuffle", True),
     "num_generations": ("data.group_size", 8),
     "max_completion_length": ("data.sampling.max_new_tokens", 512),
     "temperature": ("data.sampling.temperature", 1.0),
@@ -404,11 +403,11 @@ def _evaluation(left: Options, data: Options, notes: list[str]) -> None:
     batch, group = left.pop("per_device_eval_batch_size", 8), left.pop("num_generations_eval", None)
     if strategy != "no" or asked:
         group = group or data["group_size"]
-        data["eval_prompts"] = {**data["prompts"], "split": split}
-        data |= {"eval_group_size": group, "eval_batch_size": max(batch // group, 1)}
+        prompts = {**data["prompts"], "split": split}
+        data["evaluation"] = {"prompts": prompts, "group_size": group, "batch_size": max(batch // group, 1)}
 
 
-def _rewards(left: Options, notes: list[str]) -> list[Any]:
+def _rewards(left: Options, notes: list[str]) -> list[Any] | Options:
     names = _several(left.pop("reward_funcs", None))
     if left.pop("reward_model_name_or_path", None):
         notes.append("reward_model_name_or_path: goes under model.init_args.reward_models: [{name: ..., path: ...}].")
@@ -420,7 +419,8 @@ def _rewards(left: Options, notes: list[str]) -> list[Any]:
             f"reward_funcs: {', '.join(own)}: completions are strings here, where TRL passes lists of messages for "
             "conversations; `log_extra`, `log_metric`, and the dataset's columns have the same names."
         )
-    return [REWARDS.get(name, name) for name in names]
+    functions, weights = [REWARDS.get(name, name) for name in names], left.pop("reward_weights", None)
+    return functions if weights is None else {"functions": functions, "weights": weights}
 
 
 def _engine(left: Options, model: Options, notes: list[str]) -> Options:

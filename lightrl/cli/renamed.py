@@ -6,8 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 KEYS = {
+    "data.eval_answer": "data.evaluation.answer",
+    "data.eval_batch_size": "data.evaluation.batch_size",
+    "data.eval_group_size": "data.evaluation.group_size",
+    "data.eval_prompts": "data.evaluation.prompts",
+    "data.eval_sampling": "data.evaluation.sampling",
+    "data.in_flight": "data.schedule (class_path: InFlight)",
+    "data.label_column": "data.rewards.label_column",
     "data.max_refills": "data.dynamic_sampling_rounds",
-    "data.recipes": "data.rewards_by_label",
     "model.minibatch_size": "model.updates.minibatch_size",
     "model.micro_batch_tokens": "model.updates.micro_batch_tokens",
     "model.max_grad_norm": "model.updates.max_grad_norm",
@@ -20,6 +26,17 @@ KEYS = {
     "model.entropy_coef": "model.extra_losses.entropy_coef",
     "model.ptx_coef": "model.extra_losses.ptx_coef",
     "model.aux_loss_coef": "model.extra_losses.aux_loss_coef",
+    "data.on_reward_error": "data.rewards.on_reward_error",
+    "data.predict_prompts": "data.evaluation.predict_prompts",
+    "data.ptx_batch_size": "data.ptx.batch_size",
+    "data.recipes": "data.rewards.rewards_by_label",
+    "data.reward_concurrency": "data.rewards.max_concurrency",
+    "data.reward_names": "data.rewards.names",
+    "data.reward_timeout": "data.rewards.timeout",
+    "data.reward_weights": "data.rewards.weights",
+    "data.rewards_by_label": "data.rewards.rewards_by_label",
+    "data.shuffle": "data.prompts.shuffle",
+    "data.staleness": "data.schedule (class_path: Ahead, init_args: {max_staleness: ...})",
 }
 """Old dotted key, without `init_args` -> new key."""
 

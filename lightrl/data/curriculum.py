@@ -90,9 +90,9 @@ class PromptCurriculum:
             ValueError: `shuffle=False`, a stream, or a row of no class.
         """
         reading = Reading(tokenizer, **options)
-        if not reading.shuffle:
+        if not (reading.shuffle and self.source.shuffle):
             raise ValueError(
-                "shuffle=False with PromptCurriculum: its order is drawn. Leave it on, or take the source."
+                "shuffle=False with PromptCurriculum: it draws the order. Remove shuffle or the curriculum."
             )
         data = self.source.read()
         if isinstance(data, IterableDataset):

@@ -72,11 +72,13 @@ class PromptSource(ConversationSource):
             rows once at the start. "truncate_left" keeps the last `max_prompt_tokens` tokens, which cuts a template's
             opening, too; never through an image or what follows it, which `on_media_error` treats. Rows are counted in
             `PromptSet.counts`. Rows with media are decoded once more for their length.
+        shuffle: New order of the training prompts in every pass. False keeps the order of the rows.
     """
 
     prompt_column: str = "prompt"
     max_prompt_tokens: int | None = None
     overlong: Literal["drop", "truncate_left", "error"] = "drop"
+    shuffle: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,7 +101,7 @@ class PromptSource(ConversationSource):
         Args:
             tokenizer: renders and tokenises the prompts.
             seed: of the order, 0 or more.
-            shuffle: a new order in every pass; otherwise the order of the data set.
+            shuffle: a new order in every pass, if the source shuffles; otherwise the order of the data set.
             processor: of the model's media, from `load_processor`; None for a model of text.
             check_column: column that `check_row` needs.
             check_row: a further check of every row: raises a `ValueError` about one that cannot be used.
@@ -418,7 +420,7 @@ class _MapRows(OpenSource):
         super().__init__(spec, list(columns), reading)
         self.data = data
         self.seed = reading.seed
-        self.shuffle = reading.shuffle
+        self.shuffle = reading.shuffle and spec.shuffle
         self.sizes: list[tuple[int, int]] = []  # (bytes, number) of the rows with the most text, a heap
         self.looked = 0
         self.kept = spec.good_rows(data, self.read_columns, self._measured)
@@ -510,7 +512,8 @@ class _StreamRows(OpenSource):
         if first is None:
             raise ValueError(f"{spec.label} has no rows (split={spec.split!r}); there is nothing to train on.")
         super().__init__(spec, list(first), reading)
-        self.data = data.shuffle(seed=reading.seed, buffer_size=SHUFFLE_BUFFER) if reading.shuffle else data
+        shuffle = reading.shuffle and spec.shuffle
+        self.data = data.shuffle(seed=reading.seed, buffer_size=SHUFFLE_BUFFER) if shuffle else data
         self.next_j = 0
         self.stream = self._endless()
         self.peeked: deque[tuple[int, dict[str, Any]]] = deque()

@@ -119,7 +119,7 @@ class Episode(ABC):
             task: the prompt and the attempts.
             ask: has the engine complete a request; any number may be asked for at once. A request must fit into
                 `task.max_model_len`, and its seed should come from `Task.turn_seed`: two with one seed and
-                prompt get the same completions, and with `in_flight` what has been sampled is kept under both.
+                prompt get the same completions, and with `InFlight` what has been sampled is kept under both.
 
         Returns:
             a trajectory per attempt, in their order. It may be cancelled at any `await` and must then free what it

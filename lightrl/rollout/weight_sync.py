@@ -15,8 +15,7 @@ from lightrl.engines.base import TOLERANCE, Engine, StaleWeightsError
 from lightrl.models.media_tokens import placeholder_ids
 from lightrl.models.multimodal import harmless_id
 from lightrl.records import Completion, GenerationRequest, SamplingParams
-from lightrl.rollout.learner import RolloutLearner
-from lightrl.rollout.sync import EngineSync
+from lightrl.rollout.learner import EngineSync, RolloutLearner
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 

@@ -18,7 +18,6 @@ from lightrl.algorithms.hooks import rl_callbacks
 from lightrl.algorithms.run_record import FORMAT, description, require_own
 from lightrl.callbacks import WeightSync
 from lightrl.objectives import PassAtK, PolicyLoss
-from lightrl.records import SamplingParams
 from lightrl.rollout.learner import RolloutLearner
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
@@ -48,12 +47,6 @@ def test_groups_without_k_samples_and_stops_beyond_the_vocabulary_are_refused_at
     module = GRPOLightningModule(path, advantage=PassAtK(k=3))
     with pytest.raises(ValueError, match=r"^PassAtK.k=3 with group_size=2: no k samples are in a group.*Set data"):
         quiet_trainer(max_epochs=1).fit(module, sums_data(group_size=2))
-    for name in ("sampling", "eval_sampling"):
-        data = sums_data(group_size=2, **{name: SamplingParams(stop_token_ids=[1, 10**9])})
-        with pytest.raises(
-            ValueError, match=rf"^{name}.stop_token_ids=\[1, 1000000000\]: the tokenizer's last token is"
-        ):
-            quiet_trainer(max_epochs=1).fit(GRPOLightningModule(path), data)
 
 
 def test_checkpoints_of_other_classes_and_formats_are_refused() -> None:

@@ -25,6 +25,7 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import RLOO, Divergence, ForwardKL, JensenShannon, Reinforce, ReverseKL
 from lightrl.records import Experience, Rollouts, SamplingParams
+from lightrl.rollout import Evaluation
 from lightrl.rollout.datamodule import RolloutDataModule
 from tests.algorithms.test_bandit import REWARDS, policy, reward, tv
 from tests.toys import bandit_model, quickstart_model, quiet_trainer, sums_data
@@ -283,7 +284,7 @@ def test_stored_completions_of_a_teacher_are_supervised_rows(tmp_path: Path) -> 
     """What `lightrl predict` writes is read by the supervised data module, token for token, and learnt from."""
     teacher, student = quickstart_model(tmp_path / "teacher", seed=1), quickstart_model(tmp_path / "student")
     rows, file = [{"prompt": f"{i}+{i}="} for i in range(8)], tmp_path / "predictions.jsonl"
-    data = sums_data(predict_prompts=PromptSource(rows=rows), eval_sampling=SamplingParams(max_new_tokens=4))
+    data = sums_data(evaluation=Evaluation(predict_prompts=rows, sampling=SamplingParams(max_new_tokens=4)))
     trainer = quiet_trainer(callbacks=[WeightSync(), PredictionWriter(str(file))])
     trainer.predict(DistillLightningModule(teacher, {"unused": teacher}), data, return_predictions=False)
     stored = [json.loads(line) for line in file.read_text().splitlines()]

@@ -48,7 +48,7 @@ def test_the_prompt_cursor_counts_what_was_drawn(model_path: str) -> None:
 
 
 def test_refills_that_cannot_work_are_refused(model_path: str) -> None:
-    with pytest.raises(ValueError, match="dynamic_sampling_rounds=2 .* group_size of at least 2"):
+    with pytest.raises(ValueError, match="group_size=1"):
         fit(PPOLightningModule(model_path, kl=None), group_size=1, dynamic_sampling_rounds=2)
-    with pytest.raises(ValueError, match="dynamic_sampling_rounds=2 .* reward functions"):
+    with pytest.raises(ValueError, match="dynamic_sampling_rounds=2"):
         sums_data(dynamic_sampling_rounds=2, rewards=[])

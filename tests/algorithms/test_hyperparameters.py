@@ -14,7 +14,8 @@ from lightrl import GRPOLightningModule, LoraSpec, ModelSpec
 from lightrl.algorithms.run_record import described
 from lightrl.algorithms.schedule import LRSchedule
 from lightrl.algorithms.settings import Shaping
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from lightrl.rewards.scorer import RewardScorer
+from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
 
 
 class Recorder(Logger):
@@ -56,7 +57,8 @@ def test_loggers_are_told_what_a_run_from_python_is(model: str, tmp_path: Path) 
         lr_scheduler=LRSchedule("cosine", warmup=0.1),
         shaping=Shaping(mask_truncated=True),
     )
-    data = sums_data(rollouts_per_epoch=1, prompts_per_rollout=2, group_size=2, reward_weights=[0.5])
+    half = RewardScorer([digits_reward], weights=[0.5])
+    data = sums_data(rollouts_per_epoch=1, prompts_per_rollout=2, group_size=2, rewards=half)
     quiet_trainer(logger=[recorder, table], log_every_n_steps=1).fit(module, data)
     (told,) = recorder.told
     own, rows = told["model"]["init_args"], told["data"]["init_args"]

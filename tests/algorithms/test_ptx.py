@@ -10,18 +10,18 @@ from torch import Tensor
 
 from lightrl.algorithms.batches import cut_minibatches
 from lightrl.algorithms.settings import ExtraLosses, Updates
-from lightrl.data.sft import SFTSource
 from lightrl.records import Experience, SupervisedBatch
+from lightrl.rollout.ptx import PTXSource
 from tests.algorithms.toys import fit, grpo, ppo, sgd, weights
 
-ANSWERS = SFTSource(rows=[{"prompt": f"{a:02d}+01=", "completion": str(a + 1)} for a in range(20)])
+ANSWERS = PTXSource(rows=[{"prompt": f"{a:02d}+01=", "completion": str(a + 1)} for a in range(20)], batch_size=8)
 
 
 def test_ptx_gradient_is_that_of_the_supervised_loss(model_path: str) -> None:
     """With rewards that are all equal GRPO has no gradient, so that one SGD step is the supervised one."""
     equal: list[Any] = [lambda completions, **_: [1.0] * len(completions)]
     module = grpo(model_path, extra_losses=ExtraLosses(ptx_coef=0.5), updates=Updates(max_grad_norm=None))
-    keep = fit(module, rewards=equal, ptx=ANSWERS, ptx_batch_size=8)
+    keep = fit(module, rewards=equal, ptx=ANSWERS)
     rows = keep.rollouts[0].supervised
     assert rows is not None and len(rows) == 8
     start = grpo(model_path)
@@ -42,7 +42,7 @@ def test_ptx_micro_batches_do_not_change_the_update(model_path: str) -> None:
             optimizer=sgd,
             updates=Updates(micro_batch_tokens=tokens, minibatch_size=16),
         )
-        fit(module, ptx=ANSWERS, ptx_batch_size=8)
+        fit(module, ptx=ANSWERS)
         results.append(weights(module))
     torch.testing.assert_close(results[0], results[1], atol=2e-6, rtol=1e-5)
 
@@ -59,7 +59,7 @@ def test_supervised_rows_are_dealt_out_over_minibatches() -> None:
     )  # fmt: skip
     parts = cut_minibatches(experience, 2, seed=0)
     assert [p.supervised.token_ids.tolist() for p in parts if p.supervised] == [[[0, 1], [2, 3]], [[4, 5]]]
-    with pytest.raises(ValueError, match="ptx_batch_size=3 .* less than the 4 mini-batches"):
+    with pytest.raises(ValueError, match="ptx.batch_size=3 .* less than the 4 mini-batches"):
         cut_minibatches(experience, 4, seed=0)
 
 

@@ -18,6 +18,8 @@ from lightrl.data.prompts import PromptSource
 from lightrl.models.reward import RewardModelSpec
 from lightrl.objectives import GDPO, MaxRL
 from lightrl.rewards.rules import SoftOverlong
+from lightrl.rewards.scorer import RewardScorer
+from lightrl.rollout import Evaluation
 from tests.algorithms.toys import fit, grpo
 from tests.toys import digits_reward, quiet_trainer, sums_data
 
@@ -98,7 +100,7 @@ def test_a_reward_model_scores_the_rows_of_its_labels(model_path: str) -> None:
 
 
 def test_reward_names_are_those_of_the_metrics(model_path: str) -> None:
-    metrics = fit(grpo(model_path), rewards=[digits_reward], reward_names=["even"]).metrics[0]
+    metrics = fit(grpo(model_path), rewards=RewardScorer([digits_reward], names=["even"])).metrics[0]
     assert "reward/even" in metrics and "reward/digits_reward" not in metrics
 
 
@@ -120,7 +122,7 @@ def test_reward_concurrency_bounds_the_calls_of_a_function(limit: int, model_pat
             active -= 1
         return [0.0] * len(completions)
 
-    fit(grpo(model_path), rewards=[slow], reward_concurrency=limit)  # 8 groups
+    fit(grpo(model_path), rewards=RewardScorer([slow], max_concurrency=limit))  # 8 groups
     assert seen == limit
 
 
@@ -130,7 +132,7 @@ def test_success_reward_decides_what_pass_at_k_counts(model_path: str) -> None:
         module = grpo(model_path, success_reward=success)
         half: list[Any] = [lambda completions, **_: [0.5] * len(completions)]
         trainer = quiet_trainer()
-        trainer.validate(module, sums_data(rewards=half, eval_prompts=prompts, eval_group_size=2), verbose=False)
+        trainer.validate(module, sums_data(rewards=half, evaluation=Evaluation(prompts, group_size=2)), verbose=False)
         assert float(trainer.callback_metrics["eval/pass@2"]) == expected
 
 

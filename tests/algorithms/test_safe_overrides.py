@@ -36,6 +36,7 @@ from lightrl.objectives import (
     TurnReturns,
 )
 from lightrl.records import Experience, Rollouts
+from lightrl.rollout import Evaluation
 from tests.algorithms.toys import SMALL, FirstSums, fit, grpo, weights
 from tests.toys import Keep, digits_reward, quickstart_model, quiet_trainer, sgd, sums_data
 
@@ -332,7 +333,7 @@ def test_the_engine_gets_weights_whoever_changed_them(hook: str, how: str, path:
     seed_everything(0, verbose=False)
     keep = Keep()
     trainer = quiet_trainer(max_epochs=2, callbacks=[WeightSync(), keep, Moves(hook, how)])
-    trainer.fit(module, sums_data(rollouts_per_epoch=2, eval_prompts=[{"prompt": "12+34="}]))
+    trainer.fit(module, sums_data(rollouts_per_epoch=2, evaluation=Evaluation([{"prompt": "12+34="}])))
     gaps = [metrics["kl/engine_gap_max"] for metrics in keep.metrics]
     assert len(gaps) == 4 and max(gaps) < 1e-4
 

@@ -18,6 +18,7 @@ from lightrl.callbacks import EMA, HFExport, RolloutCheckpoint, WeightSync
 from lightrl.cli.export import export
 from lightrl.data.prompts import PromptSource
 from lightrl.models.spec import LoraSpec, ModelSpec
+from lightrl.rollout import Evaluation
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 
@@ -116,7 +117,7 @@ def test_the_best_checkpoint_is_exported(average: bool, model: str, tmp_path: Pa
     callbacks = [WeightSync(), *([EMA(0.5)] if average else []), HFExport(str(tmp_path / "best"), best=True)]
     trainer = quiet_trainer(callbacks=[*callbacks, scores, saving], max_epochs=3, enable_checkpointing=True)
     rows = PromptSource(rows=[{"prompt": "01+02="}])
-    trainer.fit(module, sums_data(rollouts_per_epoch=1, eval_prompts=rows))
+    trainer.fit(module, sums_data(rollouts_per_epoch=1, evaluation=Evaluation(rows)))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "best", dtype=torch.float32).state_dict()
     assert all(torch.equal(value, exported[name]) for name, value in scores.weights[1].items())
     assert any(not torch.equal(value, exported[name]) for name, value in module.actor.lm.state_dict().items())

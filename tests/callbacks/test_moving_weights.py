@@ -15,9 +15,10 @@ from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
 from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.callbacks import EMA, AdaptiveEntropy, HFExport, ReferenceSync, WeightSync
 from lightrl.data.prompts import PromptSource
-from lightrl.data.sft import SFTSource
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import KLInLoss
+from lightrl.rollout import Evaluation
+from lightrl.rollout.ptx import PTXSource
 from tests.toys import quickstart_model, quiet_trainer, sgd, sums_data
 
 
@@ -73,7 +74,7 @@ def test_ema_is_the_running_average_and_evaluation_samples_from_it(model_path: s
     ema, trace = EMA(decay=0.75), Trace()
     export = HFExport(dirpath=str(tmp_path / "ema"), ema=True)
     module = GRPOLightningModule(model_path, kl=None, optimizer=sgd)
-    fit(module, [ema, export, trace], rollouts=2, eval_prompts=PromptSource(rows=[{"prompt": "01+02="}]))
+    fit(module, [ema, export, trace], rollouts=2, evaluation=Evaluation([{"prompt": "01+02="}]))
     w0, w1, w2 = trace.actor
     average = 0.75 * (0.75 * w0 + 0.25 * w1) + 0.25 * w2
     (evaluated,), (engine,) = trace.evaluated, trace.engine
@@ -89,7 +90,7 @@ def test_ema_can_leave_evaluation_to_the_policy(model_path: str) -> None:
     trace = Trace()
     module = GRPOLightningModule(model_path, kl=None, optimizer=sgd)
     prompts = PromptSource(rows=[{"prompt": "01+02="}])
-    fit(module, [EMA(decay=0.5, evaluate=False), trace], rollouts=2, eval_prompts=prompts)
+    fit(module, [EMA(decay=0.5, evaluate=False), trace], rollouts=2, evaluation=Evaluation(prompts))
     assert torch.equal(trace.evaluated[0], trace.actor[-1])
 
 
@@ -101,7 +102,7 @@ def test_the_policy_comes_back_after_an_error_in_evaluation(model_path: str) -> 
     trace = Trace()
     module = GRPOLightningModule(model_path, kl=None, optimizer=sgd)
     with pytest.raises(KeyError):
-        fit(module, [EMA(0.5), trace, Breaks()], eval_prompts=PromptSource(rows=[{"prompt": "01+02="}]))
+        fit(module, [EMA(0.5), trace, Breaks()], evaluation=Evaluation([{"prompt": "01+02="}]))
     assert torch.equal(flat(module.actor), trace.actor[-1])
 
 
@@ -150,7 +151,7 @@ def test_a_resumed_run_with_every_moving_part_goes_on_exactly(lora: bool, model_
     if lora:
         pytest.importorskip("peft")
     rows = [{"prompt": f"{a:02d}+01=", "completion": str(a + 1)} for a in range(10)]
-    data = {"ptx": SFTSource(rows=rows), "ptx_batch_size": 4, "rewards": [SomeFlat()], "dynamic_sampling_rounds": 3}
+    data = {"ptx": PTXSource(rows=rows, batch_size=4), "rewards": [SomeFlat()], "dynamic_sampling_rounds": 3}
 
     def parts() -> tuple[PPOLightningModule, list[Any]]:
         spec = ModelSpec(model_path, lora=LoraSpec(r=2)) if lora else model_path

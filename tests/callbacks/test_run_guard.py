@@ -37,7 +37,8 @@ from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import CISPO, KLInReward
 from lightrl.records import SamplingParams
-from tests.toys import quickstart_model, quiet_trainer, sums_data
+from lightrl.rewards.scorer import RewardScorer
+from tests.toys import digits_reward, quickstart_model, quiet_trainer, sums_data
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -111,7 +112,8 @@ def test_another_loss_penalty_reward_sampling_or_rate_is_warned_of(model: str, l
     sampling = SamplingParams(max_new_tokens=6, temperature=0.5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(tmp_path, model, saving(tmp_path), resume=last, module=others, sampling=sampling, reward_weights=[2.0])
+        data = {"sampling": sampling, "rewards": RewardScorer([digits_reward], weights=[2.0])}
+        fit(tmp_path, model, saving(tmp_path), resume=last, module=others, **data)
     told = told_of(caught)
     for words in (
         "model.loss=CISPO (the checkpoint's: PPOClip)",

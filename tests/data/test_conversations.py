@@ -17,6 +17,7 @@ from lightrl.data.sft import SFTDataModule, SFTLoader, SFTRows, SFTSource
 from lightrl.data.templates import as_messages, load_tokenizer, render_prompt
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.records import SamplingParams
+from lightrl.rollout import Evaluation
 from lightrl.rollout.datamodule import RolloutDataModule
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.toys import digits_reward
@@ -400,8 +401,9 @@ def data_module(**arguments: Any) -> RolloutDataModule:
 def test_evaluation_and_prediction_get_the_settings_of_prompts() -> None:
     prompts = PromptSource(rows=[{"prompt": "?"}], template_kwargs={"enable_thinking": False})
     others: dict[str, Any] = {"a": PromptSource(rows=[{"prompt": "?"}]), "b": [{"prompt": "?"}]}
-    data = data_module(prompts=prompts, eval_prompts=others, predict_prompts=[{"prompt": "?"}])
-    for source in (*data.eval_prompts.values(), data.predict_prompts):
+    data = data_module(prompts=prompts, evaluation=Evaluation(others, predict_prompts=[{"prompt": "?"}]))
+    assert len(data.eval_sources) == 3
+    for source in data.eval_sources.values():
         assert source.template_kwargs == {"enable_thinking": False}  # type: ignore[union-attr]
     assert others["a"].template_kwargs == {}
     sft = SFTSource(rows=[{"prompt": "?", "completion": "!"}], system_prompt="short")

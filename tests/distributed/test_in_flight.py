@@ -15,6 +15,7 @@ import torch
 
 from lightrl.callbacks import RolloutCheckpoint
 from lightrl.records import Rollouts
+from lightrl.rollout import InFlight
 from tests.rollout.test_in_flight import Scripted, in_flight, versions, worst
 from tests.toys import ThreadEngine, quickstart_model
 
@@ -35,7 +36,7 @@ def seen(rollouts: list[Rollouts]) -> dict[Any, Any]:
 
 
 def learn(path: str, *callbacks: Any, **data: Any) -> dict[str, Any]:
-    module, watch = in_flight(path, *callbacks, staleness=2, **data)
+    module, watch = in_flight(path, *callbacks, schedule=InFlight(2), **data)
     weights = {name: value.clone() for name, value in module.actor.state_dict().items()}
     gaps = []
     for rollouts in watch.rollouts:

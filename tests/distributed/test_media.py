@@ -60,7 +60,7 @@ def run(kind: str, path: str, devices: int, strategy: str = "auto") -> dict[str,
         module = GRPOLightningModule(ModelSpec(path), **options)
     trainer = quiet_trainer(devices=devices, strategy=make_strategy(strategy))
     data = sums_data(
-        prompts=PromptSource(rows=ROWS), rewards=[reward], shuffle=False, rollouts_per_epoch=3, prompts_per_rollout=4
+        prompts=PromptSource(rows=ROWS, shuffle=False), rewards=[reward], rollouts_per_epoch=3, prompts_per_rollout=4
     )
     trainer.fit(module, data)
     assert trainer.global_step >= 2

@@ -19,12 +19,13 @@ from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import WeightSync
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import KLInLoss
+from lightrl.rollout import Ahead
 from tests.distributed.test_two_ranks import Record, sgd, some_flat
 from tests.toys import ThreadEngine, quickstart_model, quiet_trainer, sums_data
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WAYS: dict[str, dict[str, Any]] = {
-    "staleness": {"staleness": 1, "rewards": [some_flat], "dynamic_sampling_rounds": 8},
+    "staleness": {"schedule": Ahead(), "rewards": [some_flat], "dynamic_sampling_rounds": 8},
 }
 
 

@@ -19,10 +19,10 @@ from lightrl.algorithms import GRPOLightningModule, PPOLightningModule
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.callbacks import EMA, ReferenceSync, WeightSync
-from lightrl.data.sft import SFTSource
 from lightrl.distributed.fsdp2 import FSDP2Strategy
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import GroupRelative, KLInLoss
+from lightrl.rollout.ptx import PTXSource
 from tests.toys import OtherExperts, digits_reward, quickstart_model, quiet_trainer, some_flat, sums_data
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -68,7 +68,7 @@ def run(kind: str, path: str, devices: int, strategy: str = "auto") -> Record:
     """Two rollouts, with ranks of unequal work: responses differ in length and micro-batches hold two rows."""
     seed_everything(0, verbose=False)
     rows = [{"prompt": f"{a:02d}+01=", "completion": str(a + 1) * (1 + a % 3)} for a in range(16)]
-    ptx = {"ptx": SFTSource(rows=rows), "ptx_batch_size": 8 // devices}
+    ptx = {"ptx": PTXSource(rows=rows, batch_size=8 // devices)}
     common: dict[str, Any] = {
         "optimizer": sgd,
         "updates": Updates(micro_batch_tokens=40),

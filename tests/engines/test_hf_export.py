@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from lightrl.algorithms import PPOLightningModule
 from lightrl.callbacks import HFExport, WeightSync
-from lightrl.data.prompts import PromptSource
 from lightrl.models.spec import LoraSpec, ModelSpec
+from lightrl.rollout import Evaluation
 from tests.engines.conftest import load
 from tests.engines.test_vllm_sync import canary_gap
 from tests.toys import quiet_trainer, sums_data
@@ -31,7 +31,7 @@ def test_vllm_computes_the_same_from_the_exported_folder(
     module = PPOLightningModule(
         ModelSpec(str(tied_folder), lora=lora), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2)
     )
-    evaluation = {"eval_prompts": PromptSource(rows=[{"prompt": "1+1="}]), "rollouts_per_epoch": 2}
+    evaluation = {"evaluation": Evaluation([{"prompt": "1+1="}]), "rollouts_per_epoch": 2}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=True")  # as the engine's start

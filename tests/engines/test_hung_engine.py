@@ -127,6 +127,7 @@ from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.engines import VLLMEngine
 from lightrl.records import SamplingParams
+from lightrl import rollout
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 engine = VLLMEngine(in_process=False, engine_args={"max_num_seqs": 8})
@@ -140,7 +141,7 @@ def stops(prompts, completions, **columns):
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
     data = sums_data(engine=engine, rewards=[stops], sampling=SamplingParams(max_new_tokens=100, ignore_eos=True),
-                     group_size=8, prompts_per_rollout=16, staleness=int(sys.argv[2]))
+                     group_size=8, prompts_per_rollout=16, schedule=getattr(rollout, sys.argv[2])())
     model = quickstart_model(Path(sys.argv[1]), max_position_embeddings=128)
     try:
         quiet_trainer(callbacks=[WeightSync()]).fit(GRPOLightningModule(model), data)
@@ -149,12 +150,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_ctrl_c_ends_a_run_whose_engine_hangs(tmp_path: Path, staleness: int) -> None:
+@pytest.mark.parametrize("schedule", ["OnPolicy", pytest.param("Ahead", marks=pytest.mark.long)])
+def test_ctrl_c_ends_a_run_whose_engine_hangs(tmp_path: Path, schedule: str) -> None:
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(tmp_path), str(staleness)]
+    command = [sys.executable, str(script), str(tmp_path), schedule]
     with open(tmp_path / "errors", "w") as errors:
         trainer = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert trainer.stdout is not None

@@ -31,6 +31,7 @@ from lightrl.engines.base import GenerationCancelledError, RequestQueue
 from lightrl.engines.server.http import Server
 from lightrl.objectives import Divergence, ForwardKL
 from lightrl.records import Prompts, SamplingParams
+from lightrl.rollout import Ahead, OnPolicy, Schedule
 from tests.algorithms.test_distill import Keep
 from tests.engines.conftest import ask, build_model, change, load, reference_logprobs
 from tests.engines.sglang_server import SGLangServer, serve
@@ -330,18 +331,18 @@ def test_weights_that_do_not_fit_are_refused(start: Start, tied_folder: Path, tm
         sample(engine)
 
 
-@pytest.mark.parametrize("overlap", [{}, {"staleness": 1}], ids=str)
-def test_a_run_learns_from_servers(overlap: dict[str, Any], start: Start, tied_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", [OnPolicy(), Ahead()], ids=lambda schedule: type(schedule).__name__)
+def test_a_run_learns_from_servers(schedule: Schedule, start: Start, tied_folder: Path, tmp_path: Path) -> None:
     """Strictly on-policy, one rollout ahead, and while groups come in."""
     engine, servers = start()
     engine.close()  # a run starts it itself
     canary = WeightSync()
     module = GRPOLightningModule(str(tied_folder), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
-    quiet_trainer(callbacks=[canary]).fit(module, sums_data(engine=engine, **overlap))
+    quiet_trainer(callbacks=[canary]).fit(module, sums_data(engine=engine, schedule=schedule))
     assert module.policy_version == 4 and not engine.started
     assert canary.last_gap is not None and canary.last_gap < 5e-5
     for server in servers:  # the second rollout ahead is of the first policy
-        assert server.calls["/update_weights_from_disk"] == 4 - overlap.get("staleness", 0)
+        assert server.calls["/update_weights_from_disk"] == 4 - schedule.max_staleness
     groups = [r for server in servers for r in server.requests if isinstance(r["input_ids"][0], list)]
     assert len(groups) == 4 * 8 and list((tmp_path / "weights").iterdir()) == []
 

@@ -15,6 +15,7 @@ from lightrl.engines import EngineContext, VLLMEngine
 from lightrl.engines.vllm import setup
 from lightrl.models.spec import ModelSpec
 from lightrl.records import SamplingParams
+from lightrl.rollout import Evaluation
 from tests.toys import QUICKSTART_MODEL, quickstart_model, quiet_trainer, sums_data
 
 TOKEN = 2 * 24 * 2 * 64 * 4
@@ -83,18 +84,21 @@ def test_a_run_sizes_its_engine_by_all_of_its_prompts(tmp_path: Path) -> None:
     short = PromptSource(rows=[{"prompt": "1+2=", "answer": "3"}], max_prompt_tokens=8)
     data = sums_data(
         prompts=short,
-        eval_prompts=[{"prompt": "1" * 40, "answer": "3"}],  # longer, and without a limit
-        eval_sampling=SamplingParams(max_new_tokens=9),
+        evaluation=Evaluation(
+            [{"prompt": "1" * 40, "answer": "3"}],  # longer, and without a limit
+            SamplingParams(max_new_tokens=9),
+            group_size=4,
+            batch_size=5,
+        ),
         group_size=2,
         prompts_per_rollout=3,
-        eval_batch_size=5,
-        eval_group_size=4,
     )
     module = GRPOLightningModule(ModelSpec(quickstart_model(tmp_path)))
     trainer = quiet_trainer()
     trainer.strategy.connect(module)
+    module.trainer = trainer
     data.trainer = trainer
     data.setup("fit")
-    context = data._engine_context()
+    context = data.host.context()
     assert context.max_prompt_tokens is not None and 40 <= context.max_prompt_tokens <= 42
     assert (context.max_new_tokens, context.max_sequences) == (9, 20)

@@ -2,7 +2,7 @@
 
     python -m tests.faults.long_haul --rollouts 2000 --results outputs/long_haul.jsonl --table docs/reliability.md
 
-Three runs in a process each: vLLM in the trainer's process, and one rollout ahead (`staleness: 1`) vLLM in processes of
+Three runs in a process each: vLLM in the trainer's process, and one rollout ahead (`Ahead(1)`) vLLM in processes of
 its own and transformers in a thread of the trainer's. What is counted is that of the trainer and all its descendants.
 """
 
@@ -28,6 +28,7 @@ from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import RolloutCheckpoint, WeightSync
 from lightrl.engines import Engine, VLLMEngine
 from lightrl.records import SamplingParams
+from lightrl.rollout import Ahead, OnPolicy
 from tests.faults.containment import contained, libc_call
 from tests.toys import ThreadEngine, quickstart_model, quiet_trainer, sums_data
 
@@ -37,8 +38,8 @@ COUNTED = ("memory", "descriptors", "threads", "temporary files")
 SAMPLES = 100
 TITLES = {
     "inside": "vLLM in the trainer's process",
-    "thread": "`TransformersEngine` in a thread, `staleness: 1`",
-    "beside": "vLLM in processes of its own, `staleness: 1`",
+    "thread": "`TransformersEngine` in a thread, `Ahead(1)`",
+    "beside": "vLLM in processes of its own, `Ahead(1)`",
 }
 GROWTH = 0.01
 """Share by which memory may grow from the second quarter of a run to its last."""
@@ -99,7 +100,7 @@ def haul(kind: str, rollouts: int, *, shared_memory: bool) -> dict[str, Any]:
             group_size=2,
             prompts_per_rollout=2,
             rollouts_per_epoch=rollouts,
-            staleness=int(kind != "inside"),
+            schedule=OnPolicy() if kind == "inside" else Ahead(),
         )
         count = Count(rollouts, [temporary, *([Path("/dev/shm")] if shared_memory else [])])
         saving = RolloutCheckpoint(max(rollouts // 20, 1), str(Path(folder) / "checkpoints"))

@@ -21,6 +21,7 @@ from lightrl.models.policy import PolicyModel
 from lightrl.models.reward import RewardModelSpec
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives import KLInReward
+from lightrl.rollout import Ahead
 from tests.toys import QUICKSTART_MODEL, Keep, quickstart_model, quiet_trainer, sums_data
 
 
@@ -153,7 +154,7 @@ def test_models_that_cannot_leave_the_device_are_refused(path: str) -> None:
     for strategy, data, text in (
         (ModelParallelStrategy(), None, "OffloadModels with strategy=ModelParallelStrategy: it shards"),
         (DDPStrategy(), None, r"so the critic cannot move. Give models=\['reference', 'reward_models', 'teachers'\]"),
-        (alone, sums_data(engine=engine, staleness=1), "OffloadModels with staleness=1"),
+        (alone, sums_data(engine=engine, schedule=Ahead()), "OffloadModels with schedule=Ahead"),
     ):
         trainer: Any = SimpleNamespace(strategy=strategy, datamodule=data)
         with pytest.raises(ValueError, match=text):

@@ -16,14 +16,15 @@ from lightrl.algorithms import CriticSpec
 from lightrl.algorithms.schedule import LRSchedule
 from lightrl.algorithms.settings import ExtraLosses, Shaping, Updates
 from lightrl.data.prompts import PromptSource
-from lightrl.data.sft import SFTSource
 from lightrl.engines.base import Engine
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.environments import EnvironmentEpisode
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.records import SamplingParams
-from lightrl.rollout import RolloutDataModule
+from lightrl.rewards.scorer import RewardScorer
+from lightrl.rollout import Ahead, OnPolicy, RolloutDataModule
+from lightrl.rollout.ptx import PTXSource
 from tests.rollout.tasks import Letters
 from tests.toys import ThreadEngine
 from tests.vision.conftest import picture
@@ -219,7 +220,7 @@ REFUSALS = [
     ),
     Refusal(
         "OffloadModels with staleness",
-        "OffloadModels with staleness=1",
+        "OffloadModels with schedule=Ahead",
         lambda s: s.get("callback") == "OffloadModels" and s.get("overlap") == "staleness",
     ),
     Refusal(
@@ -308,8 +309,8 @@ REWARDS: dict[str, Callable[[], dict[str, Any]]] = {
     "dense": lambda: {"rewards": [dense]},
     "some None": lambda: {"rewards": [some_none]},
     "all equal": lambda: {"rewards": [all_equal]},
-    "two weighted": lambda: {"rewards": [dense, second], "reward_weights": [1.0, 0.5]},
-    "failing": lambda: {"rewards": [Failing(), dense], "on_reward_error": "none"},
+    "two weighted": lambda: {"rewards": RewardScorer([dense, second], weights=[1.0, 0.5])},
+    "failing": lambda: {"rewards": RewardScorer([Failing(), dense], on_reward_error="skip")},
 }
 SAMPLING = {
     "plain": {},
@@ -397,8 +398,8 @@ def data_of(s: Settings) -> RolloutDataModule:
         rows = [{"prompt": "what is it?", "image": picture(8, 8, n)} for n in range(4)]
     if s["ptx"] == "yes":
         text, answer = {"text": ("1+1=", "2"), "image": ("what", "a"), "environment": ("say", "a")}[s["rows"]]
-        arguments["ptx"] = SFTSource(rows=[{"prompt": text, "completion": answer}] * 2 * int(s["ranks"]))
-        arguments["ptx_batch_size"] = 2
+        ptx_rows = [{"prompt": text, "completion": answer}] * 2 * int(s["ranks"])
+        arguments["ptx"] = PTXSource(rows=ptx_rows, batch_size=2)
     return RolloutDataModule(
         PromptSource(rows=rows),
         engine=engine_of(s),
@@ -407,7 +408,7 @@ def data_of(s: Settings) -> RolloutDataModule:
         prompts_per_rollout=2 * int(s["ranks"]),
         rollouts_per_epoch=2,
         dynamic_sampling_rounds=int(s["refills"] == "yes"),
-        staleness=int(s["overlap"] == "staleness"),
+        schedule=Ahead() if s["overlap"] == "staleness" else OnPolicy(),
         seed=0,
         **REWARDS[s["rewards"]](),
         **arguments,

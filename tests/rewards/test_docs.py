@@ -12,15 +12,6 @@ from jsonargparse import ArgumentParser
 from lightrl.rewards import RewardScorer
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
-# RolloutDataModule's names for what it hands to the scorer
-NAMES = {
-    "rewards": "functions",
-    "reward_weights": "weights",
-    "rewards_by_label": "rewards_by_label",
-    "label_column": "label_column",
-    "reward_timeout": "timeout",
-    "on_reward_error": "on_reward_error",
-}
 BLOCKS = re.findall(r"```yaml\n(.*?)```", TEXT, re.S)
 
 
@@ -28,12 +19,13 @@ BLOCKS = re.findall(r"```yaml\n(.*?)```", TEXT, re.S)
 def test_yaml(block):
     if "MathVerify" in block:
         pytest.importorskip("math_verify")
-    arguments = yaml.safe_load(block)["data"]["init_args"]
+    rewards = yaml.safe_load(block)["data"]["init_args"]["rewards"]
+    rewards = {"functions": rewards} if isinstance(rewards, list) else rewards
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(RewardScorer, "scorer")
-    config = parser.parse_object({"scorer": {NAMES[name]: value for name, value in arguments.items()}})
+    config = parser.parse_object({"scorer": rewards})
     scorer = parser.instantiate(config).scorer
-    assert len(scorer.names) == len(arguments["rewards"])
+    assert len(scorer.names) == len(rewards["functions"])
 
 
 def test_python(capsys):

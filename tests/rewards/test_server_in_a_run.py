@@ -18,6 +18,7 @@ pytest.importorskip("uvicorn")
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import RolloutCheckpoint, WeightSync
 from lightrl.rewards import RemoteReward, RewardError
+from lightrl.rewards.scorer import RewardScorer
 from tests.rewards.conftest import Server
 from tests.toys import Keep, digits_reward, quickstart_model, quiet_trainer, sums_data
 
@@ -45,7 +46,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def train(path: str, watch: Watch, reward: Any, *callbacks: Any, **fit: Any) -> None:
     module = GRPOLightningModule(path, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), kl=None)
-    data = sums_data(rewards=[reward, digits_reward], reward_names=["remote", "digits"], rollouts_per_epoch=3)
+    data = sums_data(rewards=RewardScorer([reward, digits_reward], names=["remote", "digits"]), rollouts_per_epoch=3)
     saves = any(isinstance(callback, RolloutCheckpoint) for callback in callbacks)
     trainer = quiet_trainer(callbacks=[WeightSync(), watch, *callbacks], enable_checkpointing=saves)
     trainer.fit(module, data, **fit)

@@ -12,6 +12,8 @@ from lightrl.data import prompts
 from lightrl.data.prompts import PromptMixture, PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.rewards import CombinedReward, ExactAnswer
+from lightrl.rewards.scorer import RewardScorer
+from lightrl.rollout import Evaluation
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 WITH = [{"prompt": "1+1=", "answer": "2", "label": "m"}] * 4
@@ -41,11 +43,19 @@ def fit(model_path: str, **settings: Any) -> None:
         raise
 
 
+def placed(where: str, rows: Any) -> dict[str, Any]:
+    """Rows as training or as evaluation prompts."""
+    return {"prompts": rows} if where == "prompts" else {"prompts": WITH, "evaluation": Evaluation(rows)}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        {"prompts": WITH, "eval_prompts": WITHOUT},
-        {"prompts": WITH, "eval_prompts": {"easy": PromptSource(rows=WITH), "hard": PromptSource(rows=WITHOUT)}},
+        {"prompts": WITH, "evaluation": Evaluation(WITHOUT)},
+        {
+            "prompts": WITH,
+            "evaluation": Evaluation({"easy": PromptSource(rows=WITH), "hard": PromptSource(rows=WITHOUT)}),
+        },
         {"prompts": PromptMixture([PromptSource(rows=WITH), PromptSource(rows=WITHOUT)])},
     ],
 )
@@ -59,52 +69,51 @@ def test_a_source_without_a_column_that_its_rewards_need_is_refused(settings: An
 def test_a_function_needs_its_columns_where_its_labels_are(model_path: str) -> None:
     mixed = PromptMixture([PromptSource(rows=WITH), PromptSource(rows=WITHOUT)])
     rewards_by_label = {"m": [("needs", 1.0)], "n": [("free", 1.0)]}
-    fit(model_path, prompts=mixed, rewards=[needs, free], rewards_by_label=rewards_by_label, eval_prompts=WITHOUT)
+    rewards = RewardScorer([needs, free], rewards_by_label=rewards_by_label)
+    fit(model_path, prompts=mixed, rewards=rewards, evaluation=Evaluation(WITHOUT))
     with pytest.raises(ValueError, match=r"'needs': takes answer.*of list \(prompts\)"):
-        fit(
-            model_path,
-            prompts=mixed,
-            rewards=[needs, free],
-            rewards_by_label={**rewards_by_label, "n": [("needs", 1.0)], "o": [("free", 1.0)]},
-        )
+        wrong = {**rewards_by_label, "n": [("needs", 1.0)], "o": [("free", 1.0)]}
+        fit(model_path, prompts=mixed, rewards=RewardScorer([needs, free], rewards_by_label=wrong))
 
 
 @pytest.mark.parametrize("reward", [ExactAnswer(), CombinedReward([ExactAnswer(), free])])
 def test_the_column_of_a_rule_is_looked_for_before_training(reward: Any, model_path: str) -> None:
-    with pytest.raises(ValueError, match=r"column='answer' is not in list \(eval_prompts\); there are: label, prompt"):
-        fit(model_path, prompts=WITH, eval_prompts=WITHOUT, rewards=[reward])
+    with pytest.raises(
+        ValueError, match=r"column='answer' is not in list \(evaluation.prompts\); there are: label, prompt"
+    ):
+        fit(model_path, prompts=WITH, evaluation=Evaluation(WITHOUT), rewards=[reward])
     fit(model_path, prompts=PromptMixture([PromptSource(rows=WITH), PromptSource(rows=WITHOUT)]), rewards=[reward])
 
 
 @pytest.mark.parametrize("label", ["zzz", None, ["m"]])
-@pytest.mark.parametrize("where", ["prompts", "eval_prompts"])
+@pytest.mark.parametrize("where", ["prompts", "evaluation"])
 def test_a_label_without_a_recipe_is_named_by_its_row(label: Any, where: str, model_path: str) -> None:
     rows = [*WITH, {"prompt": "1+1=", "label": label}]
     if label == ["m"]:
         rows = [{**row, "label": [row["label"]] if row["label"] != label else label} for row in rows]
-    settings: dict[str, Any] = {"prompts": WITH, "eval_prompts": WITH, where: PromptSource(rows=rows)}
+    settings = placed(where, PromptSource(rows=rows))
     message = r"list, row 0 has label \['m'\]" if label == ["m"] else rf"list, row 4 has label {label!r}"
     with pytest.raises(ValueError, match=message):
-        fit(model_path, rewards=[free], rewards_by_label={"m": [("free", 1.0)]}, **settings)
+        fit(model_path, rewards=RewardScorer([free], rewards_by_label={"m": [("free", 1.0)]}), **settings)
     if label != ["m"]:
-        settings[where] = PromptSource(rows=rows, on_bad_row="drop")
-        fit(model_path, rewards=[free], rewards_by_label={"m": [("free", 1.0)]}, **settings)
+        settings = placed(where, PromptSource(rows=rows, on_bad_row="drop"))
+        fit(model_path, rewards=RewardScorer([free], rewards_by_label={"m": [("free", 1.0)]}), **settings)
 
 
-@pytest.mark.parametrize("where", ["prompts", "eval_prompts"])
+@pytest.mark.parametrize("where", ["prompts", "evaluation"])
 def test_prompts_that_do_not_fit_the_model_are_found_before_it_loads(where: str, model_path: str) -> None:
     longest = TransformersEngine().known_model_len(model_path)
     assert longest is not None
     rows = [{"prompt": "1" * length} for length in (longest - 30, longest - 6, longest - 5)]
     message = rf"list, row 2, column 'prompt': the prompt has {longest - 5} tokens, with max_new_tokens=6 .*max_prompt"
     with pytest.raises(ValueError, match=message):
-        fit(model_path, **{where: rows})
+        fit(model_path, rewards=[free], **placed(where, rows))
     short = TransformersEngine(max_model_len=20)
     with pytest.raises(ValueError, match="row 1, .*has 15 tokens.*more than the 20 that the model holds"):
         fit(model_path, engine=short, prompts=[{"prompt": "1" * 14}, {"prompt": "1" * 15}])
     fit(model_path, engine=TransformersEngine(max_model_len=20), prompts=[{"prompt": "1" * 14}] * 4)
     source = PromptSource(rows=rows, on_bad_row="drop")
-    fit(model_path, **{where: source})
+    fit(model_path, rewards=[free], **placed(where, source))
 
 
 def test_prompts_without_tokens_are_found_before_the_model_loads(model_path: str) -> None:

@@ -21,12 +21,11 @@ from lightrl.callbacks import EMA, AdaptiveKL, RewardNormalization, RolloutWrite
 from lightrl.callbacks.rollout_writer import load_rollouts
 from lightrl.data.curriculum import PromptCurriculum
 from lightrl.data.prompts import PromptSource
-from lightrl.data.sft import SFTSource
 from lightrl.engines import ServerEngine
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.objectives import GSPO, GiGPO, GroupRelative, KLInLoss, KLInReward, ReverseKL, TurnGAE, TurnReturns
 from lightrl.records import SamplingParams
-from lightrl.rollout.sources import InFlight
+from lightrl.rollout import Ahead, Evaluation, InFlight, PTXSource
 from tests.rollout.tasks import Keep, Letters, chat_model, fit, gap, sgd, talk
 from tests.toys import ThreadEngine
 
@@ -229,32 +228,26 @@ CELLS: dict[str, list[Cell]] = {
     ],
     "Generation and learning at once": [
         Cell(
-            "`staleness`",
-            lambda where: {"engine": ThreadEngine(), "staleness": 1, "rollouts_per_epoch": 3},
+            "`schedule: Ahead`",
+            lambda where: {"engine": ThreadEngine(), "schedule": Ahead(), "rollouts_per_epoch": 3},
             "rollouts after the first lack one update",
             lambda run, where: [m["rollout/staleness"] for m in run.keep.metrics] == [0, 1, 1], prove=False,
         ),
         Cell(
-            "`in_flight`",
-            lambda where: {
-                "engine": ThreadEngine(), "staleness": 1, "in_flight": InFlight(), "rollouts_per_epoch": 3,
-            },
+            "`schedule: InFlight`",
+            lambda where: {"engine": ThreadEngine(), "schedule": InFlight(), "rollouts_per_epoch": 3},
             "the first tokens of rollouts after the first lack one update",
             lambda run, where: [m["rollout/staleness"] for m in run.keep.metrics] == [0, 1, 1], prove=False,
         ),
         Cell(
-            "`in_flight` with `dynamic_sampling_rounds`",
-            lambda where: {
-                "engine": ThreadEngine(),
-                "staleness": 1,
-                "in_flight": InFlight(),
-                "dynamic_sampling_rounds": 1,
-            },
-            refused="prompts are begun ahead, before it is known how many the refills take",
+            "`schedule: InFlight` with `dynamic_sampling_rounds`",
+            lambda where: {"engine": ThreadEngine(), "schedule": InFlight(), "dynamic_sampling_rounds": 1},
+            refused="schedule=InFlight with dynamic_sampling_rounds=1",
         ),
         Cell(
-            "`staleness` with an engine that computes in the trainer's thread", lambda where: {"staleness": 1},
-            refused="in the trainer's process: it cannot sample while the trainer computes",
+            "`schedule: Ahead` with an engine that computes in the trainer's thread",
+            lambda where: {"schedule": Ahead()},
+            refused="in the trainer's process: it can't sample while the trainer computes",
         ),
         Cell(
             "dynamic sampling (`dynamic_sampling_rounds`)",
@@ -356,7 +349,7 @@ CELLS: dict[str, list[Cell]] = {
         Cell(
             "`ptx`", lambda where: {
                 "build": lambda path: grpo(path, extra_losses=ExtraLosses(ptx_coef=0.5)),
-                "ptx": SFTSource(rows=[{"prompt": "say a", "completion": "a"}]), "ptx_batch_size": 1,
+                "ptx": PTXSource(rows=[{"prompt": "say a", "completion": "a"}], batch_size=1),
             },
             "a supervised loss", lambda run, where: run.keep.metrics[0]["loss/ptx"] > 0,
         ),
@@ -415,9 +408,8 @@ CELLS: dict[str, list[Cell]] = {
             "rewards are scaled", lambda run, where: bool(run.keep.rollouts[0].rewards.isfinite().all()),
         ),
         Cell(
-            "`eval_prompts`, `eval_group_size`", lambda where: {
-                "eval_prompts": PromptSource(rows=[{"prompt": "say a", "word": "a"}]), "eval_group_size": 2,
-                "eval_sampling": SamplingParams(max_new_tokens=4),
+            "`evaluation`", lambda where: {
+                "evaluation": Evaluation([{"prompt": "say a", "word": "a"}], SamplingParams(max_new_tokens=4), 2),
             },
             "evaluation plays turns, too",
             lambda run, where: run.keep.evaluated[0].turn_ids is not None and len(run.keep.evaluated) == 1,
@@ -519,8 +511,8 @@ def page() -> str:
         "Written by `python -m tests.rollout.test_combinations` from the table that",
         "`tests/rollout/test_combinations.py` tests with a tiny model, one rollout per cell. In every run the policy",
         "must move, and each trained token is compared with the engine's log-probs at 1e-5 (`TrajectoryLogprobCheck`);",
-        "not with `staleness` or another sampling temperature. *Environment* is an `EnvironmentEpisode`, *program*",
-        "an `AgentProgram` ([environments](environments.md)). A refusal names the argument and the way out.",
+        "not with `Ahead`, `InFlight`, or another sampling temperature. *Environment* is an `EnvironmentEpisode`,",
+        "*program* an `AgentProgram` ([environments](environments.md)). A refusal names the argument and the way out.",
     ]
     for title, cells in CELLS.items():
         lines += ["", f"## {title}", "", "| feature | environment | program | what is seen |", "|---|---|---|---|"]

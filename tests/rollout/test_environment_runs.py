@@ -22,6 +22,7 @@ from lightning.pytorch import Callback
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import RolloutCheckpoint
 from lightrl.objectives import GroupRelative
+from lightrl.rollout import Ahead
 from tests.distributed.job import make_strategy
 from tests.distributed.test_strategies import compile_deepspeed
 from tests.rollout.tasks import Letters, chat_model, fit, sgd, talk
@@ -89,7 +90,7 @@ def test_forks_of_a_template_that_rewrites_are_proven_by_vllm_too(tmp_path: Path
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_staleness_samples_environments_beside_the_update(vllm: Any, path: str) -> None:
-    _, keep = fit(path, engine=vllm, staleness=1, rollouts_per_epoch=3, compare=False)
+    _, keep = fit(path, engine=vllm, schedule=Ahead(), rollouts_per_epoch=3, compare=False)
     assert [m["rollout/staleness"] for m in keep.metrics] == [0, 1, 1]
     assert all(m["rollout/turns"] > 1 for m in keep.metrics)
 
@@ -186,7 +187,7 @@ STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 WAYS: dict[str, dict[str, Any]] = {
     "environment": {"environment": Letters},
     "program": {"program": talk},
-    "staleness": {"staleness": 1},
+    "staleness": {"schedule": Ahead()},
 }
 SHARDED = {"fsdp2": ("environment", "program", "staleness"), "zero2": ("environment", "program")}
 SHARDED["zero3"] = SHARDED["zero2"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Mapping
@@ -11,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks.trajectory_check import LedgerMismatchError
@@ -21,6 +18,8 @@ from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import EnvironmentEpisode
 from lightrl.objectives import GroupRelative
 from lightrl.records import SamplingParams
+from lightrl.rewards.scorer import RewardScorer
+from lightrl.rollout import Ahead, Evaluation
 from lightrl.rollout.collector import RolloutStalledError
 from tests.rollout.tasks import Letters, Numbered, chat_model, fit, make_data, sgd
 from tests.toys import ThreadEngine
@@ -46,36 +45,6 @@ def test_a_run_plays_turns_scores_them_and_trains_what_was_sampled(path: str) ->
     assert 1 < metrics["rollout/turns"] <= 3 and metrics["rollout/retried"] == 0
     # The trainer's own log-probs of the assembled rows, before the update, are those of sampling.
     assert len(keep.gaps) == 2 and max(keep.gaps) < 1e-5
-
-
-@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
-def test_the_progress_bar_shows_turns_and_environments_that_wait(
-    kind: Any, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first turn of all 16 attempts is sampled, then all environments work until the bar has said so."""
-    monkeypatch.setattr("lightrl.rollout.collector.BAR_SECONDS", 0.01)
-    bar, told, said = kind(leave=True), list[str](), threading.Event()
-
-    def description() -> str:
-        shown = bar.train_progress_bar
-        return str(shown.desc if kind is TQDMProgressBar else shown.description)
-
-    class Waits(Letters):
-        async def step(self, reply: Any) -> Any:
-            while not said.is_set():
-                told.append(description())
-                if "16 turns; now 0 turns wait for the engine, 16 environments work" in told[-1]:
-                    said.set()
-                await asyncio.sleep(0.01)
-            return await super().step(reply)
-
-    class After(Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
-            told.append(description())
-
-    fit(path, [bar, After()], environment=Waits, rollouts_per_epoch=1, trainer={"enable_progress_bar": True})
-    assert said.is_set() and told[0].startswith("Epoch 0")
-    assert "|" not in told[-1] and told[-1].startswith("Epoch 0"), "taken back when the rollout is there"
 
 
 def test_reset_draws_one_task_for_a_group_one_seed_and_one_row(path: str) -> None:
@@ -151,8 +120,7 @@ def test_what_raises_when_it_is_closed_keeps_nothing_else_from_its_end(path: str
 
     data = {
         "engine": closes("engine", TransformersEngine)(),
-        "rewards": [closes("first", object)(), closes("second", object)()],
-        "reward_names": ["first", "second"],
+        "rewards": RewardScorer([closes("first", object)(), closes("second", object)()], names=["first", "second"]),
         "made": closes("episode", EnvironmentEpisode)(Letters),
     }
     with pytest.raises(OSError, match="engine is not closed") as raised:
@@ -238,17 +206,17 @@ def test_evaluation_and_prediction_play_environments_too(path: str) -> None:
     from tests.toys import quiet_trainer
 
     rows = PromptSource(rows=[{"prompt": f"say {i}", "word": "x"} for i in range(3)])
-    module, keep = fit(path, rollouts_per_epoch=1, eval_prompts=rows, eval_sampling=SamplingParams(max_new_tokens=5))
+    module, keep = fit(path, rollouts_per_epoch=1, evaluation=Evaluation(rows, SamplingParams(max_new_tokens=5)))
     assert len(keep.evaluated[0].messages) >= 3 and set(keep.evaluated[0].stop_reasons) <= {"stop", "turns"}
     from lightrl.callbacks import WeightSync
 
     trainer = quiet_trainer(callbacks=[WeightSync()])
-    predicted = trainer.predict(module, make_data(predict_prompts=rows))
+    predicted = trainer.predict(module, make_data(evaluation=Evaluation(predict_prompts=rows)))
     records = [record for batch in predicted or [] for record in batch]
     assert len(records) == 3 and all(record["reward"] is not None for record in records)
 
 
-@pytest.mark.parametrize("way", [{}, {"staleness": 1}])
+@pytest.mark.parametrize("way", [{}, {"schedule": Ahead()}])
 def test_the_canary_stops_the_run_before_a_token_that_was_not_sampled_is_trained(
     way: dict[str, Any], path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from lightrl.engines.base import RequestQueue
 from lightrl.environments.episodes import Episode, Task, one_turn
 from lightrl.models.spec import LoraSpec, ModelSpec
 from lightrl.records import CompletionGroup, Rollouts, SamplingParams, Trajectory
-from lightrl.rollout.sources import InFlight
+from lightrl.rollout import Evaluation, InFlight
 from tests.models.test_routing import saved
 from tests.rollout.test_staleness import Watch, run, sgd
 from tests.toys import KeptEngine, ThreadEngine, quickstart_model, sums_data
@@ -31,6 +31,7 @@ FIRST = 4
 """Tokens after which a completion waits for the next weights, where the engine is `Scripted`."""
 
 VARIED = SamplingParams(max_new_tokens=24)
+ORDERED = PromptSource(rows=[{"prompt": f"{a:02d}+{b:02d}="} for a in range(8) for b in range(8)], shuffle=False)
 
 
 class Scripted(ThreadEngine):
@@ -78,7 +79,7 @@ class Count(RLCallback):
 
 
 def in_flight(path: str, *callbacks: Any, **data: Any) -> tuple[Any, Watch]:
-    common = {"sampling": VARIED, "shuffle": False, "rollouts_per_epoch": 5, "staleness": 1, "in_flight": InFlight()}
+    common = {"sampling": VARIED, "prompts": ORDERED, "rollouts_per_epoch": 5, "schedule": InFlight()}
     return run(path, Count(), *callbacks, **{"engine": Scripted(), **common, **data})
 
 
@@ -106,7 +107,7 @@ def same(one: list[Rollouts], other: list[Rollouts]) -> bool:
 
 @pytest.mark.parametrize("bound", [1, 2])
 def test_each_token_is_of_the_version_that_it_names(bound: int, side_model: str) -> None:
-    module, watch = in_flight(side_model, staleness=bound)
+    module, watch = in_flight(side_model, schedule=InFlight(bound))
     for number, (rollouts, metrics) in enumerate(zip(watch.rollouts, watch.metrics, strict=True)):
         sampled = versions(rollouts)
         begun = max(number - bound, 0)
@@ -126,7 +127,7 @@ def test_each_token_is_of_the_version_that_it_names(bound: int, side_model: str)
 
 
 def test_a_kept_cache_is_that_of_the_old_weights(side_model: str) -> None:
-    module, watch = in_flight(side_model, in_flight=InFlight("keep"))
+    module, watch = in_flight(side_model, schedule=InFlight(cache="keep"))
     for number, rollouts in enumerate(watch.rollouts[1:], 1):
         for row in versions(rollouts):
             row = row[row >= 0]
@@ -151,25 +152,25 @@ def test_an_engine_that_leaves_off_before_the_learner_goes_on_has_lost_nothing(
 
 def test_prompts_and_their_groups_are_those_of_a_run_without_it(side_model: str) -> None:
     """Nothing is dropped or put last: a rollout has its own prompts, with their long completions and their short."""
-    (_, ahead), (_, serial) = in_flight(side_model), run(side_model, shuffle=False, rollouts_per_epoch=5)
+    (_, ahead), (_, serial) = in_flight(side_model), run(side_model, prompts=ORDERED, rollouts_per_epoch=5)
     assert [r.prompts for r in ahead.rollouts] == [r.prompts for r in serial.rollouts]
     assert all(len(r.completions) == 32 for r in ahead.rollouts)
 
 
 def test_a_resumed_run_is_the_one_that_went_on(side_model: str, tmp_path: Path) -> None:
     checkpoint = RolloutCheckpoint(every_n_rollouts=2, dirpath=str(tmp_path), save_top_k=-1)
-    first, whole = in_flight(side_model, checkpoint, staleness=2)
+    first, whole = in_flight(side_model, checkpoint, schedule=InFlight(2))
     (saved,) = [path for path in tmp_path.glob("*.ckpt") if torch.load(path, weights_only=True)["global_step"] == 2]
-    flights = torch.load(saved, weights_only=True)["RolloutDataModule"]["in_flight"]
+    flights = torch.load(saved, weights_only=True)["RolloutDataModule"]["schedule"]
     assert [flight["behind"] for flight in flights] == [2, 1]
-    resumed, rest = in_flight(side_model, staleness=2, engine=Scripted(learnt=2), ckpt_path=str(saved))
+    resumed, rest = in_flight(side_model, schedule=InFlight(2), engine=Scripted(learnt=2), ckpt_path=str(saved))
     assert same(whole.rollouts[2:], rest.rollouts)
     assert [m["rollout/staleness"] for m in rest.metrics] == [m["rollout/staleness"] for m in whole.metrics[2:]]
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), resumed.parameters(), strict=True))
 
 
 def test_an_evaluation_in_between_is_of_the_newest_policy_and_waits_for_nothing(side_model: str) -> None:
-    evaluation = {"eval_prompts": PromptSource(rows=[{"prompt": "1+1="}]), "eval_sampling": SamplingParams(6)}
+    evaluation = {"evaluation": Evaluation([{"prompt": "1+1="}], SamplingParams(6))}
     module, watch = in_flight(side_model, rollouts_per_epoch=2, max_epochs=2, **evaluation)
     assert [version for version, _ in watch.evaluated] == [2, 4]
     for version, rows in watch.evaluated:
@@ -252,7 +253,7 @@ def with_vllm(folder: Path, lora: LoraSpec | None) -> tuple[KeptEngine, Any]:
 def test_vllm_changes_weights_within_completions(cache: Any, lora: LoraSpec | None, tmp_path: Path) -> None:
     engine, learn = with_vllm(tmp_path, lora)
     try:
-        module, watch = learn(in_flight=InFlight(cache))
+        module, watch = learn(schedule=InFlight(cache=cache))
         assert engine.takes_adapter == (lora is not None)
     finally:
         engine.end()
@@ -281,7 +282,7 @@ def test_a_run_with_vllm_and_an_adapter_is_resumed(tmp_path: Path) -> None:
     finally:
         engine.end()
     assert whole.metrics[2]["rollout/switched"] > 0.5
-    (flight,) = torch.load(middle, weights_only=True)["RolloutDataModule"]["in_flight"]
+    (flight,) = torch.load(middle, weights_only=True)["RolloutDataModule"]["schedule"]
     begun = [part["token_ids"] for parts in flight["sampled"].values() for part in parts if part["token_ids"]]
     assert begun and all(set(part["policy_versions"]) == {1} for parts in flight["sampled"].values() for part in parts)
     for rows in (whole.rollouts[2], rest.rollouts[0]):
@@ -294,16 +295,15 @@ def test_a_run_with_vllm_and_an_adapter_is_resumed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"staleness": 0}, "in_flight with staleness=0: nothing is sampled"),
-        ({"dynamic_sampling_rounds": 2}, "in_flight with dynamic_sampling_rounds=2"),
-        ({"engine": ServerEngine(["http://127.0.0.1:1"], shared_folder="/tmp")}, "in_flight with engine=ServerEngine"),
+        ({"dynamic_sampling_rounds": 2}, "dynamic_sampling_rounds=2"),
+        ({"engine": ServerEngine(["http://127.0.0.1:1"], shared_folder="/tmp")}, "engine=ServerEngine"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        sums_data(**{"engine": ThreadEngine(), "staleness": 1, "in_flight": InFlight(), **arguments})
+        sums_data(**{"engine": ThreadEngine(), "schedule": InFlight(), **arguments})
 
 
 def test_a_check_of_old_weights_is_refused(side_model: str) -> None:
-    with pytest.raises(ValueError, match="in_flight with callback TrajectoryLogprobCheck"):
+    with pytest.raises(ValueError, match="callback TrajectoryLogprobCheck"):
         in_flight(side_model, TrajectoryLogprobCheck())

@@ -12,6 +12,7 @@ from lightrl.data.prompts import PromptSource
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.records import SamplingParams
 from lightrl.rewards import CombinedReward, CosineLength, ExactAnswer, MathVerify
+from lightrl.rollout import Evaluation
 from tests.toys import quickstart_model, quiet_trainer, sums_data
 
 THREE_RIGHT = [
@@ -37,17 +38,15 @@ class Says(TransformersEngine):
             yield group
 
 
-def majority(tmp_path: Path, texts: list[str], reward: Any, **data: Any) -> float:
+def majority(tmp_path: Path, texts: list[str], reward: Any, answer: Any = None) -> float:
     path = quickstart_model(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     rows = PromptSource(rows=[{"prompt": "1+1=", "answer": "2"}])
     made = sums_data(
         prompts=rows,
-        eval_prompts=rows,
-        eval_group_size=len(texts),
+        evaluation=Evaluation(rows, group_size=len(texts), answer=answer),
         engine=Says(texts),
         rewards=[reward],
         sampling=SamplingParams(max_new_tokens=2),
-        **data,
     )
     (found,) = quiet_trainer().validate(GRPOLightningModule(path), made, verbose=False)
     return float(found[f"eval/maj@{len(texts)}"])
@@ -79,7 +78,7 @@ def test_the_majority_of_a_plain_function_is_that_of_marked_answers_or_of_what_t
 ) -> None:
     assert majority(tmp_path, ["so \\boxed{2}", "\\boxed{2}", "\\boxed{3}"], right) == 1.0
     words = ["it is 2", "I say 2", "no, it is 3", "it is 3!"]
-    assert majority(tmp_path, words, right, eval_answer=last_word) == 1.0
+    assert majority(tmp_path, words, right, last_word) == 1.0
     assert majority(tmp_path, ["3", "3 ", "2", "so 2"], right) == 0.0, "whole texts where nothing extracts"
 
 

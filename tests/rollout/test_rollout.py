@@ -18,9 +18,10 @@ from lightrl.engines.base import StaleWeightsError
 from lightrl.environments.episodes import one_turn, request_seed
 from lightrl.records import Completion, CompletionGroup, Prompts, SamplingParams, Scores
 from lightrl.rewards.base import RewardError
+from lightrl.rollout import Evaluation
 from lightrl.rollout.collation import ScoredGroup, collate
-from lightrl.rollout.dynamic_sampling import refill
 from lightrl.rollout.loaders import RolloutLoader
+from lightrl.rollout.sampler import refill
 from tests.toys import Idle, Keep, quickstart_model, quiet_trainer, sums_data
 
 
@@ -127,7 +128,7 @@ def test_more_tokens_than_the_model_holds_are_refused(model_path: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"group_size": 1}, "group_size=1 with GRPOLightningModule"),
+        ({"group_size": 1}, "group_size=1"),
         ({"sampling": SamplingParams(temperature=0.0)}, "sampling.temperature=0"),
         ({"prompts_per_rollout": 0}, "prompts_per_rollout=0"),
     ],
@@ -156,7 +157,7 @@ def test_rows_without_reward_learn_nothing(model_path: str, tmp_path: Path) -> N
 def test_evaluation_is_not_heated_unless_it_says_so() -> None:
     hot = SamplingParams(max_new_tokens=4, fire_temperature=5.0)
     assert sums_data(sampling=hot).eval_sampling == SamplingParams(max_new_tokens=4)
-    assert sums_data(sampling=hot, eval_sampling=hot).eval_sampling == hot
+    assert sums_data(sampling=hot, evaluation=Evaluation(sampling=hot)).eval_sampling == hot
 
 
 @pytest.mark.parametrize(("taken", "position"), [(2, 0), (3, 0), (math.inf, 2)])

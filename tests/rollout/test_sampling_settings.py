@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from lightrl.engines import ServerEngine, VLLMEngine
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments.episodes import Episode, Task, one_turn
 from lightrl.records import Prompts, Rollouts, SamplingParams, Trajectory, TrajectoryRow
+from lightrl.rollout import Ahead, Evaluation, InFlight, OnPolicy, Schedule
 from lightrl.rollout.collation import ScoredGroup, collate
-from lightrl.rollout.sources import InFlight, InFlightSource
 from tests.rollout.conftest import ScriptedEngine
 from tests.toys import Keep, ThreadEngine, quickstart_model, quiet_trainer, sgd, sums_data
 
@@ -141,20 +142,19 @@ def test_evaluation_samples_as_it_likes_and_counts_all_tokens(model: str) -> Non
 
     seen = Evaluated()
     prompts = PromptSource(rows=[{"prompt": "11+22="}])
-    scores = run(model, seen, eval_prompts=prompts, eval_sampling=own, rollouts_per_epoch=1)
+    scores = run(model, seen, evaluation=Evaluation(prompts, own), rollouts_per_epoch=1)
     assert seen.batches and max(scores.gaps) < 1e-4
     assert all(int(batch.response_mask.sum()) == 6 * len(batch) for batch in seen.batches)
-    with pytest.raises(ValueError, match=r"eval_sampling\.extra"):
-        run(model, eval_prompts=prompts, eval_sampling=replace(PLAIN, extra={"n": 2}), engine=VLLMEngine())
+    with pytest.raises(ValueError, match=r"evaluation\.sampling\.extra"):
+        run(model, evaluation=Evaluation(prompts, replace(PLAIN, extra={"n": 2})), engine=VLLMEngine())
 
 
-@pytest.mark.parametrize("ahead", [{}, {"staleness": 1}, {"staleness": 2}, {"staleness": 1, "in_flight": InFlight()}])
-def test_a_rollout_has_the_temperature_it_was_sampled_with(model: str, ahead: dict[str, Any]) -> None:
-    engine = ThreadEngine() if ahead else TransformersEngine()
+@pytest.mark.parametrize("schedule", [OnPolicy(), Ahead(), Ahead(2), InFlight()])
+def test_a_rollout_has_the_temperature_it_was_sampled_with(model: str, schedule: Schedule) -> None:
     seed_everything(0, verbose=False)
     scores = Scores()
     module = GRPOLightningModule(model, kl=None, optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
-    data = sums_data(sampling=PLAIN, rollouts_per_epoch=5, engine=engine, **ahead)
+    data = sums_data(sampling=PLAIN, rollouts_per_epoch=5, engine=ThreadEngine(), schedule=schedule)
     quiet_trainer(callbacks=[WeightSync(), scores, Changes()]).fit(module, data)
     assert [r.temperature for r in scores.rollouts] != [1.0] * 5
     for rollouts in scores.rollouts:  # the weights never change
@@ -168,14 +168,21 @@ def test_a_rollout_has_the_temperature_it_was_sampled_with(model: str, ahead: di
 def test_a_resumed_rollout_keeps_the_settings_it_began_with() -> None:
     cold, asked = replace(PLAIN, temperature=0.5), list[Any]()
 
-    def begin(first: int, begun: Any, sampling: Any) -> Any:
-        asked.append(sampling)
-        raise StopIteration
+    class Sampler:
+        prompts_per_rollout, host = 1, SimpleNamespace(checks=list)
 
-    source = InFlightSource(1, InFlight(), begin, lambda: 0.0, lambda: 0, prompts=1)
-    source.load_state_dict([{"behind": 0, "sampled": {}, "sampling": {**vars(cold)}}])
+        def ready(self, first: int) -> float:
+            return 0.0
+
+        def begin(self, first: int, *, sampling: Any, begun: Any) -> Any:
+            asked.append(sampling)
+            raise StopIteration
+
+    schedule = InFlight()
+    schedule.attach(Sampler())  # type: ignore[arg-type]
+    schedule.load_state_dict([{"behind": 0, "sampled": {}, "sampling": {**vars(cold)}}])
     with pytest.raises(StopIteration):
-        source.next(0, 1)
+        schedule.next(0, 1)
     assert asked == [cold]
 
 

@@ -17,6 +17,7 @@ from lightrl.algorithms import GRPOLightningModule, RLOOLightningModule
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.algorithms.settings import Updates
 from lightrl.callbacks import EMA, RolloutCheckpoint, WeightSync
+from lightrl.data.curriculum import PromptCurriculum
 from lightrl.data.prompts import PromptSource
 from lightrl.engines import VLLMEngine
 from lightrl.engines.transformers.engine import TransformersEngine
@@ -24,6 +25,7 @@ from lightrl.models.policy import PolicyModel
 from lightrl.objectives import KLInReward
 from lightrl.records import Rollouts, SamplingParams
 from lightrl.rewards.base import RewardError
+from lightrl.rollout import Ahead, Evaluation, InFlight, OnPolicy, Schedule
 from tests.algorithms import test_bandit as bandit
 from tests.toys import ThreadEngine, digits_reward, quiet_trainer, sums_data
 from tests.waiting import until
@@ -91,7 +93,7 @@ def _no_thread_stays() -> Iterator[None]:
 
 @pytest.mark.parametrize(("bound", "expected"), [(1, [0, 1, 1, 1, 1]), (2, [0, 1, 2, 1, 2])])
 def test_rollouts_are_of_the_policy_they_say(bound: int, expected: list[int], side_model: str) -> None:
-    module, watch = run(side_model, staleness=bound, rollouts_per_epoch=5)
+    module, watch = run(side_model, schedule=Ahead(bound), rollouts_per_epoch=5)
     assert staleness(watch) == [m["rollout/staleness_updates"] for m in watch.metrics] == expected
     for number, (rollouts, behind) in enumerate(zip(watch.rollouts, expected, strict=True)):
         assert rollouts.policy_version == number - behind
@@ -101,7 +103,7 @@ def test_rollouts_are_of_the_policy_they_say(bound: int, expected: list[int], si
 
 
 def test_runs_repeat_and_staleness_matters(side_model: str) -> None:
-    ends = [list(run(side_model, staleness=s)[0].actor.parameters()) for s in (1, 1, 0)]
+    ends = [list(run(side_model, schedule=s)[0].actor.parameters()) for s in (Ahead(), Ahead(), OnPolicy())]
     assert all(torch.equal(a, b) for a, b in zip(ends[0], ends[1], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(ends[0], ends[2], strict=True))
 
@@ -122,7 +124,7 @@ def test_the_next_rollout_is_sampled_during_the_update(side_engine: Any, side_mo
             return super().compute_loss(minibatch)
 
     slow = Slow(side_model, kl=None, optimizer=sgd)
-    module, watch = run(side_model, module=slow, engine=side_engine, staleness=1, rewards=[reward])
+    module, watch = run(side_model, module=slow, engine=side_engine, schedule=Ahead(), rewards=[reward])
     assert staleness(watch) == [0, 1, 1, 1]
     for number in (1, 3):
         assert watch.gap(module, number - 1, watch.rollouts[number]) < 1e-4
@@ -138,7 +140,11 @@ def test_a_killed_engine_is_started_again_with_the_policy_of_then(side_engine: A
                     os.kill(pid, signal.SIGKILL)
 
     module, watch = run(
-        side_model, Kill(), engine=side_engine, staleness=1, sampling=SamplingParams(max_new_tokens=40, ignore_eos=True)
+        side_model,
+        Kill(),
+        engine=side_engine,
+        schedule=Ahead(),
+        sampling=SamplingParams(max_new_tokens=40, ignore_eos=True),
     )
     # Rollout 2 was under way: it is sampled again, and the policy has learnt from rollout 1 by then.
     assert staleness(watch) == [0, 1, 0, 1]
@@ -156,15 +162,23 @@ def test_a_cancelled_generation_ends_and_leaves_the_engine_idle(side_engine: Any
 
     long = SamplingParams(max_new_tokens=50, ignore_eos=True)
     with pytest.raises(ZeroDivisionError):
-        run(side_model, Fails(), engine=side_engine, staleness=2, sampling=long, group_size=64, prompts_per_rollout=16)
+        run(
+            side_model,
+            Fails(),
+            engine=side_engine,
+            schedule=Ahead(2),
+            sampling=long,
+            group_size=64,
+            prompts_per_rollout=16,
+        )
     # The run has not waited for a step that takes longer than its bound.
     assert until(lambda: not side_engine._running().busy)
-    assert staleness(run(side_model, engine=side_engine, staleness=1)[1]) == [0, 1, 1, 1]
+    assert staleness(run(side_model, engine=side_engine, schedule=Ahead())[1]) == [0, 1, 1, 1]
 
 
 def test_evaluation_in_between_is_of_the_newest_policy(side_model: str) -> None:
-    evaluation = {"eval_prompts": PromptSource(rows=[{"prompt": f"{a}+{a}="} for a in range(6)]), "eval_batch_size": 4}
-    module, watch = run(side_model, staleness=2, rollouts_per_epoch=2, max_epochs=2, **evaluation)
+    evaluation = {"evaluation": Evaluation([{"prompt": f"{a}+{a}="} for a in range(6)], batch_size=4)}
+    module, watch = run(side_model, schedule=Ahead(2), rollouts_per_epoch=2, max_epochs=2, **evaluation)
     assert staleness(watch) == [0, 1, 2, 1]
     assert [version for version, _ in watch.evaluated] == [2, 2, 4, 4]
     for version, rows in watch.evaluated:
@@ -173,8 +187,8 @@ def test_evaluation_in_between_is_of_the_newest_policy(side_model: str) -> None:
 
 
 def test_an_average_that_evaluates_does_not_reach_the_training_samples(side_model: str) -> None:
-    evaluation = {"eval_prompts": PromptSource(rows=[{"prompt": "1+1="}])}
-    module, watch = run(side_model, EMA(0.9), staleness=1, rollouts_per_epoch=2, max_epochs=2, **evaluation)
+    evaluation = {"evaluation": Evaluation([{"prompt": "1+1="}])}
+    module, watch = run(side_model, EMA(0.9), schedule=Ahead(), rollouts_per_epoch=2, max_epochs=2, **evaluation)
     assert staleness(watch) == [0, 1, 1, 1]
     for number, behind in enumerate((0, 1, 1, 1)):
         assert watch.gap(module, number - behind, watch.rollouts[number]) < 1e-4
@@ -182,10 +196,10 @@ def test_an_average_that_evaluates_does_not_reach_the_training_samples(side_mode
 
 def test_a_resumed_run_samples_anew_what_was_under_way(side_model: str, tmp_path: Path) -> None:
     checkpoint = RolloutCheckpoint(every_n_rollouts=2, dirpath=str(tmp_path), save_top_k=-1)
-    _, whole = run(side_model, checkpoint, staleness=1)
+    _, whole = run(side_model, checkpoint, schedule=Ahead())
     (saved,) = [path for path in tmp_path.glob("*.ckpt") if torch.load(path, weights_only=True)["global_step"] == 2]
     assert torch.load(saved, weights_only=True)["RolloutDataModule"]["prompt_cursor"] == 16
-    module, rest = run(side_model, staleness=1, ckpt_path=str(saved))
+    module, rest = run(side_model, schedule=Ahead(), ckpt_path=str(saved))
     assert [r.prompts for r in rest.rollouts] == [r.prompts for r in whole.rollouts[2:]]
     assert staleness(rest) == [0, 1] and rest.gap(module, 2, rest.rollouts[0]) < 1e-4
 
@@ -197,7 +211,7 @@ def test_nothing_is_sampled_that_nobody_learns_from(side_model: str) -> None:
         calls.append(len(prompts))
         return digits_reward(prompts, completions)
 
-    run(side_model, staleness=3, rewards=[reward])
+    run(side_model, schedule=Ahead(3), rewards=[reward])
     assert len(calls) == 4 * 8
 
 
@@ -206,7 +220,7 @@ def some_flat(prompts: list[str], completions: list[str], **_: Any) -> list[floa
 
 
 def test_refills_go_on_in_the_background(side_model: str) -> None:
-    _, ahead = run(side_model, staleness=1, dynamic_sampling_rounds=8, rewards=[some_flat])
+    _, ahead = run(side_model, schedule=Ahead(), dynamic_sampling_rounds=8, rewards=[some_flat])
     _, serial = run(side_model, dynamic_sampling_rounds=8, rewards=[some_flat])
     assert all(m["rollout/flat_groups"] == 0 for m in ahead.metrics)
     assert any(m["rollout/dropped_groups"] > 0 for m in ahead.metrics)
@@ -223,28 +237,29 @@ def test_an_error_in_the_background_stops_the_run(side_model: str) -> None:
         return [float(i) for i in range(len(completions))]
 
     with pytest.raises(RewardError, match="breaks"):
-        run(side_model, staleness=1, rewards=[breaks])
+        run(side_model, schedule=Ahead(), rewards=[breaks])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"staleness": -1}, "staleness=-1: must be at least 0"),
-        ({"staleness": 1, "engine": TransformersEngine()}, r"engine=TransformersEngine in the trainer's process.*VLLM"),
-        ({"staleness": 1, "engine": VLLMEngine(in_process=False, sleep_level=1)}, "sleep_level=0"),
+        ({"engine": TransformersEngine()}, "engine=TransformersEngine"),
+        ({"engine": VLLMEngine(in_process=False, sleep_level=1)}, "sleep_level"),
+        ({"prompts": PromptCurriculum(PromptSource(rows=[{"prompt": "1"}]))}, "PromptCurriculum"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("schedule", [Ahead(), InFlight()])
+def test_what_cannot_work_is_refused_at_once(arguments: dict[str, Any], message: str, schedule: Schedule) -> None:
     with pytest.raises(ValueError, match=message):
-        sums_data(**{"engine": ThreadEngine(), **arguments})
+        sums_data(**{"engine": ThreadEngine(), "schedule": schedule, **arguments})
 
 
 def test_the_correction_is_on_unless_switched_off(side_model: str) -> None:
     few: dict[str, Any] = {"rollouts_per_epoch": 2}
-    corrected, watch = run(side_model, staleness=1, **few)
+    corrected, watch = run(side_model, schedule=Ahead(), **few)
     assert "off_policy/kl" not in watch.metrics[0] and watch.metrics[1]["off_policy/kl"] > 1e-4
     plain = GRPOLightningModule(side_model, kl=None, optimizer=sgd, updates=Updates(off_policy_correction=False))
-    plain, watch = run(side_model, module=plain, staleness=1, **few)
+    plain, watch = run(side_model, module=plain, schedule=Ahead(), **few)
     assert "off_policy/kl" not in watch.metrics[1]
     assert any(not torch.equal(a, b) for a, b in zip(corrected.parameters(), plain.parameters(), strict=True))
     assert "off_policy/kl" not in run(side_model, **few)[1].metrics[1]
@@ -254,7 +269,7 @@ def test_a_stale_bandit_reaches_its_optimum(tmp_path: Path, monkeypatch: pytest.
     """Every rollout but the first is one update old; see tests/algorithms/test_bandit.py."""
     monkeypatch.setattr(bandit, "TransformersEngine", ThreadEngine)
     kept = bandit.RolloutDataModule
-    monkeypatch.setattr(bandit, "RolloutDataModule", lambda **kwargs: kept(**kwargs, staleness=1))
+    monkeypatch.setattr(bandit, "RolloutDataModule", lambda **kwargs: kept(**kwargs, schedule=Ahead()))
     modules: list[Any] = []
 
     def make(spec: Any) -> Any:

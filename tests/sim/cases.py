@@ -35,6 +35,7 @@ from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTDataModule, SFTSource
 from lightrl.models.reward import RewardModelSpec
 from lightrl.models.spec import LoraSpec, ModelSpec
+from lightrl.rollout import Evaluation
 from tests.sim.device import HOST_READS, on_sim
 from tests.toys import QUICKSTART_MODEL, quickstart_model, quiet_trainer, sums_data
 
@@ -247,7 +248,7 @@ def _(folder: Path) -> None:
         c.CompletionLogger(every_n_rollouts=1, terminal=False),
     ]
     more += [c.RolloutWriter(every_n_rollouts=1), c.OffloadOptimizer()]
-    data = {"eval_prompts": PromptSource(rows=[{"prompt": "01+02="}] * 2), "prompts_per_rollout": 4}
+    data = {"evaluation": Evaluation([{"prompt": "01+02="}] * 2), "prompts_per_rollout": 4}
     fit(
         ppo(kl=objectives.KLInReward("k1")), sums_data(rollouts_per_epoch=2, **data), more, default_root_dir=str(folder)
     )
@@ -287,7 +288,7 @@ def _(folder: Path) -> None:
             return half_right(completions)
 
         module = ppo(kl=objectives.KLInReward("k1"), reward_models=[RewardModelSpec("judge", judge)])
-        data = {"eval_prompts": PromptSource(rows=[{"prompt": "01+02="}] * 2), "prompts_per_rollout": 4}
+        data = {"evaluation": Evaluation([{"prompt": "01+02="}] * 2), "prompts_per_rollout": 4}
         own = [Places(), callbacks.EvaluateFirst(), callbacks.ReferenceSync(every_n_rollouts=2), *more]
         seed_everything(0, verbose=False)
         quiet_trainer(**on_sim(), callbacks=own).fit(module, sums_data(rollouts_per_epoch=3, rewards=[sampled], **data))

@@ -1,0 +1,171 @@
+"""The engine's life in a run: start, weights, sleep, and end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightrl.distributed.fsdp2 import FSDP2Strategy
+from lightrl.engines.base import Engine, StaleWeightsError
+from lightrl.models.multimodal import adapts_media
+from lightrl.records import EngineContext, GenerationRequest, Prompts, SamplingParams
+from lightrl.rollout.collation import ScoredGroup
+from lightrl.rollout.learner import EngineSync, RolloutLearner, TrajectoryCheck
+from lightrl.rollout.weight_sync import WeightSync
+
+log = logging.getLogger(__name__)
+
+PRECISION_TO_DTYPE = {"bf16": "bfloat16", "16": "float16", "32": "float32", "64": "float32", "transformer": "bfloat16"}
+
+
+class EngineHost:
+    """Starts an engine, keeps its weights the policy's, shows callbacks what it samples, and closes it.
+
+    Args:
+        engine: The engine, not started.
+
+    Attributes:
+        module: The module that owns the policy, from `attach` on.
+    """
+
+    module: RolloutLearner
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._needs: dict[str, Any] = {}
+        self._default_sync = WeightSync()
+
+    def attach(self, module: RolloutLearner, **needs: Any) -> None:
+        """Takes the run's module, and checks the engine's settings.
+
+        Args:
+            module: Owner of the policy.
+            needs: Fields of `EngineContext` that the module and its trainer don't know.
+        """
+        self.module, self._needs = module, needs
+        if not self.engine.started:
+            self.engine.check(self.context())
+
+    def context(self) -> EngineContext:
+        """What the run tells the engine."""
+        trainer: Any = self.module.trainer
+        spec, actor = self.module.actor_spec, getattr(self.module, "actor", None)
+        computed = trainer.strategy.param_dtype if isinstance(trainer.strategy, FSDP2Strategy) else None
+        # Engines put an adapter on the weights of the model's directory, and on the language model alone.
+        merged = spec.lora is None or spec.lora.quantize_4bit or (actor is not None and adapts_media(actor.lm))
+        return EngineContext(
+            model_path=spec.path,
+            dtype=computed or PRECISION_TO_DTYPE[str(trainer.precision).split("-")[0]],
+            rank=int(trainer.global_rank),
+            local_rank=int(trainer.local_rank),
+            world_size=int(trainer.world_size),
+            device=str(trainer.strategy.root_device),
+            random_init=bool(spec.random_init),
+            long_rope=spec.long_rope,
+            lora_rank=0 if merged or spec.lora is None else spec.lora.r,
+            **self._needs,
+        )
+
+    def ready(self) -> float:
+        """Starts and wakes the engine, and pushes the policy's weights if they have changed. Collective.
+
+        Returns:
+            seconds that it took.
+
+        Raises:
+            StaleWeightsError: The callbacks did not push the policy's version.
+        """
+        begin, engine, module = time.perf_counter(), self.engine, self.module
+        if not engine.started:
+            rank_zero_info(f"Starting {type(engine).__name__} with {module.actor_spec.name} ...")
+            engine.start(self.context())
+            rank_zero_info(f"{type(engine).__name__} started in {time.perf_counter() - begin:.1f} s.")
+        engine.wake()
+        module.note_weight_changes()
+        for sync in self._syncs():
+            sync.ensure_synced(module, engine)
+        if engine.policy_version != module.policy_version:
+            raise StaleWeightsError(
+                f"The engine holds policy version {engine.policy_version} (-1: never synced), the trainer "
+                f"{module.policy_version}: {', '.join(type(sync).__name__ for sync in self._syncs())} did not push "
+                "the weights. Leave it out of trainer.callbacks for WeightSync, which does."
+            )
+        return time.perf_counter() - begin
+
+    def sleep(self) -> None:
+        """Leaves the device's memory to the trainer, if the engine is set up to sleep."""
+        if self.engine.sleeps:
+            self.engine.sleep()
+
+    def close(self, stuck: bool, timeout: float) -> None:
+        """Ends the engine.
+
+        Args:
+            stuck: Whether a thread is still in the engine.
+            timeout: Seconds to wait for an engine that is stuck, or whose processes may be.
+        """
+        if not (stuck or self.engine.concurrent):
+            self.engine.close()
+            return
+        failed: list[Exception] = []
+
+        def close() -> None:
+            try:
+                self.engine.close()
+            except Exception as error:
+                failed.append(error)
+
+        closing = threading.Thread(target=close, name="lightrl-closing", daemon=True)
+        closing.start()
+        closing.join(timeout)
+        if failed:
+            raise failed[0]
+        if closing.is_alive():
+            log.warning("%s did not close within %.1f s and is left behind.", type(self.engine).__name__, timeout)
+
+    # ---- callbacks ---------------------------------------------------------------------------------------------
+
+    def checks(self) -> list[TrajectoryCheck]:
+        """The trainer's callbacks that look at trajectories."""
+        return [callback for callback in self._callbacks() if isinstance(callback, TrajectoryCheck)]
+
+    def _syncs(self) -> list[EngineSync]:
+        return [callback for callback in self._callbacks() if isinstance(callback, EngineSync)] or [self._default_sync]
+
+    def _callbacks(self) -> list[Any]:
+        return self.module.trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+
+    def show(self, prompts: Prompts, sampling: SamplingParams, *, first_turn_only: bool) -> None:
+        """Shows what pushes weights the prompts that are about to be sampled.
+
+        Args:
+            prompts: This rank's prompts.
+            sampling: How they are sampled.
+            first_turn_only: Whether the engine is asked with exactly these tokens first. Episodes of several turns may
+                begin otherwise.
+        """
+        if not any(prompts.media):
+            for sync in self._syncs():
+                sync.show_prompts(prompts.token_ids)
+        elif first_turn_only:
+            self.show_media(prompts.request(next(i for i, media in enumerate(prompts.media) if media), sampling, 0, 1))
+
+    def show_media(self, request: GenerationRequest) -> None:
+        """Shows what pushes weights a request with media."""
+        for sync in self._syncs():
+            sync.show_media(request)
+
+    def check_trajectories(self, groups: Sequence[ScoredGroup], sampling: SamplingParams, tokenizer: Any) -> None:
+        """Shows a training rollout to callbacks that look at it while the engine holds what sampled it.
+
+        Engines are asked about tokens alone, so prompts with media are left out.
+        """
+        trajectories = [t for group in groups if not any(group.prompt.media) for t in group.trajectories]
+        for check in self.checks():
+            check.check_sampling(sampling)
+            check.check_trajectories(self.engine, trajectories, tokenizer)

@@ -1,0 +1,29 @@
+"""Supervised rows next to rollouts, for a second loss (`ptx_coef` of the module)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightrl.compat.arguments import whole_number
+from lightrl.data.sft import SFTLoader, SFTSource
+
+
+@dataclass
+class PTXSource(SFTSource):
+    """Supervised rows for a second loss. The arguments of `SFTSource`, and:
+
+    Args:
+        batch_size: Rows per rollout and rank, shared by the rollout's mini-batches.
+    """
+
+    batch_size: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole_number("ptx.batch_size", self.batch_size, 1)
+
+    def loader(self, tokenizer: Any, processor: Any, positions: Any, **order: Any) -> SFTLoader:
+        """Batches of the rows; `order` has `seed`, `rank`, and `world_size` (see `SFTLoader`)."""
+        rows = self.tokenized(tokenizer, processor, positions)
+        return SFTLoader(rows, self.batch_size, tokenizer.pad_token_id, **order)

@@ -1,0 +1,341 @@
+"""Schedules: when rollouts are sampled relative to the updates, and by which weights.
+
+Every schedule hands out rollouts of the same prompts in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from lightrl.compat.arguments import one_of, whole_number
+from lightrl.distributed.strategies import gather_objects
+from lightrl.engines.background import in_background
+from lightrl.engines.base import Engine, EngineRestartedError
+from lightrl.records import Completion, Routes, SamplingParams, Support
+from lightrl.rollout.collector import may_restart
+from lightrl.rollout.sampler import BegunRollout, RolloutSampler, SampledRollout
+
+log = logging.getLogger(__name__)
+
+
+class Schedule(ABC):
+    """Decides when the rollouts of a run are sampled.
+
+    A life: `check` when the data module is built, `attach` at the first rollout of each run, `load_state_dict` before
+    it in a resumed run, `next` for each rollout, `close` at the end.
+
+    Attributes:
+        max_staleness: Number of rollouts that the weights of a sampled token may be behind those that learn from it.
+        keeps_cache: Whether the engine keeps keys and values of older weights.
+    """
+
+    max_staleness: int = 0
+    keeps_cache: bool = False
+
+    def check(self, engine: Engine, *, adapts_prompts: bool, dynamic_sampling_rounds: int) -> None:  # noqa: B027
+        """Raises a ValueError if the schedule doesn't fit the other parts of the data module.
+
+        Args:
+            engine: The engine, not started.
+            adapts_prompts: Whether the next prompts depend on earlier rewards.
+            dynamic_sampling_rounds: The data module's.
+        """
+
+    def attach(self, sampler: RolloutSampler) -> None:
+        """Takes what samples the rollouts of the next run. Collective."""
+        self.sampler = sampler
+
+    @abstractmethod
+    def next(self, cursor: int, left: int) -> SampledRollout:
+        """The next rollout. Collective.
+
+        Args:
+            cursor: Number of its first prompt.
+            left: Number of rollouts that are asked for after this one.
+        """
+
+    def drain(self) -> None:  # noqa: B027
+        """Waits until the engine is idle, so that others may use it until `next`. What was sampled stays."""
+
+    def state_dict(self) -> Any:
+        """State for a checkpoint: plain data, the same on every rank; None for nothing. Collective."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:  # noqa: B027
+        """Restores the state."""
+
+    def close(self, timeout: float) -> None:  # noqa: B027
+        """Forgets what is under way, which has been given up by now, and waits so many seconds for threads."""
+
+
+class OnPolicy(Schedule):
+    """Samples each rollout when it is asked for, by the weights that learn from it."""
+
+    def next(self, cursor: int, left: int) -> SampledRollout:
+        sync = self.sampler.ready(cursor)
+        rollout = self.sampler.finish(self.sampler.begin(cursor, recover=True))
+        rollout.metrics["time/sync"] = sync
+        return rollout
+
+
+class _BesideTraining(Schedule):
+    """A schedule that samples while the policy learns."""
+
+    def __init__(self, max_staleness: int) -> None:
+        self.max_staleness = whole_number(f"{type(self).__name__}.max_staleness", max_staleness, 1)
+        self._handed_out = 0
+
+    def check(self, engine: Engine, *, adapts_prompts: bool, dynamic_sampling_rounds: int) -> None:
+        schedule, name = f"schedule={type(self).__name__}", type(engine).__name__
+        if not engine.concurrent:
+            raise ValueError(
+                f"{schedule} with engine={name} in the trainer's process: it can't sample while the trainer "
+                "computes. Use VLLMEngine(in_process=False), or schedule=OnPolicy."
+            )
+        if engine.sleeps:
+            raise ValueError(
+                f"{schedule} with an engine={name} that sleeps between rollouts: here it samples all the time. Set "
+                "its sleep_level=0."
+            )
+        if adapts_prompts:
+            raise ValueError(
+                f"{schedule} with PromptCurriculum: the next prompts depend on rewards that are not known while they "
+                "are sampled. Use schedule=OnPolicy, or another source of prompts."
+            )
+
+    def attach(self, sampler: RolloutSampler) -> None:
+        super().attach(sampler)
+        self._handed_out = 0
+
+
+@dataclass
+class _Flight:
+    """A rollout sampled ahead: its result, version of its weights, and rollouts that these had learned from."""
+
+    future: Future[SampledRollout]
+    version: int
+    number: int
+
+
+class Ahead(_BesideTraining):
+    """Samples up to `max_staleness` rollouts ahead, in rounds of that many, each with one version of the weights.
+
+    When the last rollout of a round is handed out the engine is idle: the main thread pushes the weights, and the next
+    round is sampled while the policy learns from the rollout in hand. Which version samples which rollout doesn't
+    depend on timing: runs repeat. Needs an engine in separate processes.
+
+    Args:
+        max_staleness: Number of rollouts in a round, at least 1. They are 1, 2, ... rollouts behind the policy that
+            learns from them; the first of a run is not. 1 hides the shorter of generation and update behind the other.
+    """
+
+    def __init__(self, max_staleness: int = 1) -> None:
+        super().__init__(max_staleness)
+        self._flights: deque[_Flight] = deque()
+        self._thread: threading.Thread | None = None
+        self._side_group: Any = None
+
+    def attach(self, sampler: RolloutSampler) -> None:
+        super().attach(sampler)
+        # The thread's collectives must not meet the trainer's.
+        if sampler.world_size > 1 and sampler.dynamic_sampling_rounds:
+            self._side_group = torch.distributed.new_group(backend="gloo")
+
+    def next(self, cursor: int, left: int) -> SampledRollout:
+        """See `Schedule.next`. Adds `rollout/staleness` and waiting times to the metrics."""
+        sync = self._round(cursor, 1) if not self._flights else 0.0
+        begin = time.perf_counter()
+        rollout, flight = self._take(cursor)
+        waited = time.perf_counter() - begin
+        behind, updates = self._handed_out - flight.number, self.sampler.policy_version - flight.version
+        self._handed_out += 1
+        rollout.version = flight.version
+        if not self._flights and left:
+            sync += self._round(rollout.cursor, min(self.max_staleness, left), self._handed_out - 1)
+        rollout.metrics |= {
+            "time/sync": sync,
+            "time/wait": waited,
+            "rollout/staleness": float(behind),
+            "rollout/staleness_updates": float(updates),
+        }
+        return rollout
+
+    def drain(self) -> None:
+        for flight in self._flights:
+            flight.future.exception()  # is raised when its rollout is asked for
+
+    def close(self, timeout: float) -> None:
+        self._flights.clear()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _round(self, cursor: int, count: int, number: int | None = None) -> float:
+        """Pushes the weights and starts `count` rollouts; seconds of the push."""
+        seconds = self.sampler.ready(cursor)
+        number = self._handed_out if number is None else number
+        flights = [_Flight(Future(), self.sampler.policy_version, number) for _ in range(count)]
+        self._flights.extend(flights)
+        sampling = self.sampler.sampling()
+        futures = [flight.future for flight in flights]
+        self._thread = in_background(partial(self._sample, cursor, sampling, futures), "lightrl-sampling")
+        return seconds
+
+    def _sample(self, cursor: int, sampling: SamplingParams, futures: list[Future[SampledRollout]]) -> None:
+        gather = partial(gather_objects, group=self._side_group)
+        for i, future in enumerate(futures):
+            try:
+                rollout = self.sampler.finish(self.sampler.begin(cursor, sampling=sampling), gather)
+            except BaseException as error:
+                for unmade in futures[i:]:
+                    unmade.set_exception(error)
+                return
+            cursor = rollout.cursor
+            future.set_result(rollout)
+
+    def _take(self, cursor: int) -> tuple[SampledRollout, _Flight]:
+        """The oldest flight. After an engine's restart, what was lost is sampled again, with the current policy."""
+        restarts = 0
+        while True:
+            try:
+                return self._flights[0].future.result(), self._flights.popleft()
+            except EngineRestartedError as error:
+                restarts = may_restart(error, restarts, self.sampler.world_size)
+                count = len(self._flights)
+                log.warning("%s Pushing the weights and sampling %d lost rollouts again.", error, count)
+                self._flights.clear()
+                self._round(cursor, count)
+
+
+class InFlight(_BesideTraining):
+    """Keeps `max_staleness` rollouts under way while the policy learns, and changes the weights within completions.
+
+    Before a rollout is handed out the engine stops wherever its completions are, the weights are pushed, and all
+    continues from the tokens that are there. Then the rollout that comes `max_staleness` later begins. So the first
+    token of a completion is at most that many rollouts old when it is learned from, and the last is of the current
+    policy. No prompt is dropped or waits longer than that. Where the weights change depends on timing; a checkpoint has
+    what was sampled so far, so that a resumed run continues as if it had not stopped.
+
+    Args:
+        max_staleness: Number of rollouts, at least 1.
+        cache: What becomes of the keys and values of earlier tokens. "recompute" recomputes them, so that each token's
+            log-prob is what its version gives it. "keep" continues with those of older weights at once: the log-prob is
+            then of a mixture that no forward pass of the trainer repeats.
+
+    Source: PipelineRL, https://arxiv.org/abs/2509.19128 (keeps the cache), and AReaL, https://arxiv.org/abs/2505.24298
+        (admits prompts as here). Both hand out what is done first, so that slow prompts come last or are dropped.
+    """
+
+    def __init__(self, max_staleness: int = 1, cache: Literal["recompute", "keep"] = "recompute") -> None:
+        super().__init__(max_staleness)
+        self.cache = one_of("InFlight.cache", cache, "recompute", "keep")
+        self.keeps_cache = cache == "keep"
+        self._flights: deque[tuple[BegunRollout, int]] = deque()  # and rollouts handed out when it began
+        self._saved: list[dict[str, Any]] = []  # of a run that is resumed, until they begin again
+
+    def check(self, engine: Engine, *, adapts_prompts: bool, dynamic_sampling_rounds: int) -> None:
+        super().check(engine, adapts_prompts=adapts_prompts, dynamic_sampling_rounds=dynamic_sampling_rounds)
+        engine.check_in_flight()
+        if dynamic_sampling_rounds:
+            raise ValueError(
+                f"schedule=InFlight with dynamic_sampling_rounds={dynamic_sampling_rounds}: prompts begin before "
+                "it is known how many the rounds take. Remove one of the two."
+            )
+
+    def attach(self, sampler: RolloutSampler) -> None:
+        super().attach(sampler)
+        if checks := sampler.host.checks():
+            raise ValueError(
+                f"schedule=InFlight with callback {type(checks[0]).__name__}: at the end of a trajectory the engine no "
+                "longer holds the weights that sampled it. Remove the callback; LogprobMonitor compares in the trainer."
+            )
+
+    def next(self, cursor: int, left: int) -> SampledRollout:
+        """See `Schedule.next`. Adds how old the tokens are and waiting times to the metrics."""
+        began = time.perf_counter()
+        if not self.keeps_cache:
+            self.drain()
+        count = self.sampler.prompts_per_rollout
+        new = [cursor + i * count for i in range(len(self._flights), min(self.max_staleness, left) + 1)]
+        self.sampler.ready(*new[:1])
+        for flight, _ in self._flights:
+            flight.collection.resume()
+        for first in new:
+            self._begin(first)
+        pushed = time.perf_counter()
+        rollout = self.sampler.finish(self._flights[0][0])
+        _, number = self._flights.popleft()
+        rollout.metrics |= {"time/sync": pushed - began, "time/wait": time.perf_counter() - pushed}
+        rollout.metrics |= self._ages(rollout) | {"rollout/staleness": float(self._handed_out - number)}
+        self._handed_out += 1
+        return rollout
+
+    def drain(self) -> None:
+        for flight, _ in self._flights:
+            flight.collection.suspend()
+
+    def close(self, timeout: float) -> None:
+        self._flights.clear()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What every rank has sampled of the rollouts under way. The engine stops until `next`."""
+        self.drain()
+        own = [
+            {
+                "behind": self._handed_out - number,
+                "sampling": asdict(flight.sampling),
+                "sampled": {key: [_saved(part) for part in parts] for key, parts in flight.collection.sampled.items()},
+            }
+            for flight, number in self._flights
+        ]
+        return [
+            of_ranks[0] | {"sampled": {key: done for one in of_ranks for key, done in one["sampled"].items()}}
+            for of_ranks in zip(*gather_objects(own or self._saved), strict=True)
+        ]
+
+    def load_state_dict(self, state: Any) -> None:
+        self._saved = list(state or [])
+
+    def _begin(self, first: int) -> None:
+        saved = self._saved.pop(0) if self._saved else {"behind": 0, "sampling": None, "sampled": {}}
+        begun = {key: [_loaded(part) for part in parts] for key, parts in saved["sampled"].items()}
+        # What was sampled before a resume has log-probs of the settings that it was sampled with.
+        sampling = SamplingParams(**saved["sampling"]) if saved["sampling"] else None
+        flight = self.sampler.begin(first, sampling=sampling, begun=begun)
+        self._flights.append((flight, self._handed_out - saved["behind"]))
+
+    def _ages(self, rollout: SampledRollout) -> dict[str, float]:
+        now = self.sampler.policy_version
+        rows = [row for group in rollout.groups for trajectory in group.trajectories for row in trajectory.rows]
+        versions = [[version for version in row.policy_versions if version >= 0] for row in rows]
+        ages = [now - version for row in versions for version in row]
+        return {
+            "rollout/staleness_updates": float(max(ages, default=0)),
+            "rollout/staleness_mean": sum(ages) / max(len(ages), 1),
+            "rollout/switched": sum(len(set(row)) > 1 for row in versions) / len(versions),
+        }
+
+
+def _saved(part: Completion) -> dict[str, Any]:
+    """A completion as a checkpoint holds it."""
+    support = None if part.support is None else [part.support.counts, part.support.ids]
+    routes = None if part.routes is None else part.routes.experts
+    return {f.name: getattr(part, f.name) for f in fields(Completion)} | {"support": support, "routes": routes}
+
+
+def _loaded(part: dict[str, Any]) -> Completion:
+    support, routes = part["support"], part["routes"]
+    records = {
+        "support": None if support is None else Support(*support),
+        "routes": None if routes is None else Routes(routes),
+    }
+    return Completion(**part | records)
