@@ -8,6 +8,7 @@ from lightrl.compat.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lightrl.algorithms.distill import DistillLightningModule
+    from lightrl.algorithms.experience import TrajectoryLayout
     from lightrl.algorithms.hooks import RLCallback
     from lightrl.algorithms.ppo import PPOLightningModule
     from lightrl.algorithms.schedule import LRSchedule
@@ -40,9 +41,10 @@ __all__ = [
     "RewardLightningModule",
     "SFTLightningModule",
     "Shaping",
+    "TrajectoryLayout",
     "Updates",
 ]
 
 __getattr__ = lazy_names(
-    __name__, ("settings", "hooks", "schedule", "ppo", "variants", "supervised", "distill"), __all__
+    __name__, ("settings", "hooks", "schedule", "experience", "ppo", "variants", "supervised", "distill"), __all__
 )

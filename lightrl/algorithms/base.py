@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightrl.algorithms.batches import batched_forward, policy_forward
+from lightrl.algorithms.batches import batched_forward
 from lightrl.algorithms.building import (
     WeightsAtStart,
     build_critic,
@@ -28,7 +29,7 @@ from lightrl.algorithms.schedule import make_optimizer, rollout_position, with_s
 from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Updates, require_supported_callbacks
 from lightrl.compat.lightning import run_seed
 from lightrl.distributed import states, strategies
-from lightrl.distributed.reduction import MetricSums, Reduction
+from lightrl.distributed.reduction import MetricSums
 from lightrl.models.loading import require_model
 from lightrl.models.lora import adapter_config, named_adapter_weights, named_hf_weights
 from lightrl.models.policy import PolicyModel, ValueModel
@@ -36,7 +37,7 @@ from lightrl.models.reward import RewardModelSpec, require_reward_model
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.estimators import AdvantageEstimator
 from lightrl.objectives.kl import KLPenalty
-from lightrl.records import Experience, Rollouts, Routes
+from lightrl.records import Rollouts, Routes
 from lightrl.rollout.learner import RolloutLearner
 
 log = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
     def on_validation_epoch_end(self) -> None:
         """Logs `eval/*`, exact means over all rows or groups and ranks."""
         sums, self._eval_sums = self._eval_sums, MetricSums()
-        self.log_dict(self._all_ranks.means(sums))
+        self.log_dict(self.means(sums))
 
     def test_step(self, rollouts: Rollouts, batch_idx: int, dataloader_idx: int = 0) -> None:
         """As `validation_step`, for `lightrl test`."""
@@ -158,6 +159,27 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         """One record per completion: prompt, completion, rewards, and the row's columns."""
         self.score(rollouts)
         return records(rollouts, getattr(self.trainer.datamodule, "tokenizer", None))  # type: ignore[attr-defined]
+
+    def _skip_empty_update(self) -> dict[str, Tensor | float]:
+        """Skips an update that trains no token on any rank: momentum and weight decay would move the weights."""
+        rank_zero_warn(
+            "Skipped an update: no trainable tokens (all completions unscored or masked). optim/skipped_updates counts "
+            "such updates."
+        )
+        self._drop_gradients(used=False)
+        return {"optim/skipped_updates": 1.0, **self._learning_rates()}
+
+    def _drop_gradients(self, *, used: bool) -> None:
+        if not used:
+            strategies.discard_gradients(self.trainer.strategy)
+        self._optimizer.zero_grad()
+
+    def _learning_rates(self) -> dict[str, Tensor | float]:
+        return {f"optim/lr_{group.get('name', 'policy')}": float(group["lr"]) for group in self._optimizer.param_groups}
+
+    @property
+    def _optimizer(self) -> Any:
+        return self.optimizers()
 
     def _count_skips(self, skip: bool, norm: Tensor | None, *, searching: bool) -> None:
         """Counts a skipped update; one after which a smaller loss scale is tried doesn't count towards the limit."""
@@ -252,23 +274,17 @@ class RLLightningModule(RolloutLearner, SavesPretrained):
         """
         return batched_forward(forward, rows, self.updates.micro_batch_tokens, self.all_max, model.layout)
 
-    @torch.no_grad()
-    def evaluate_policy(self, rows: Experience) -> dict[str, Tensor]:
-        """`logprobs` and `entropy` of the current policy on B rows, each (B, T) float32, for callbacks. Collective."""
-        actor = self.actor
-        return self.batched(actor, lambda x: policy_forward(actor, x, entropy=True), rows)
-
     def all_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks."""
-        return self._all_ranks.sum(tensor)
+        return strategies.all_sum(self.trainer.strategy, tensor)
 
     def all_max(self, tensor: Tensor) -> Tensor:
         """Maximum over ranks."""
-        return self._all_ranks.max(tensor)
+        return strategies.all_max(self.trainer.strategy, tensor)
 
-    @property
-    def _all_ranks(self) -> Reduction:
-        return Reduction(self.trainer.strategy, self.device)
+    def means(self, sums: MetricSums) -> dict[str, float]:
+        """Means and maxima of what all ranks have collected. Collective."""
+        return sums.reduce(self.all_sum, self.all_max, self.device)
 
     @property
     def _trained_models(self) -> list[PolicyModel | ValueModel]:

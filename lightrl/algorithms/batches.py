@@ -11,14 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.experience import one_per_token
-from lightrl.distributed.reduction import Reduction
+from lightrl.algorithms.experience import first_rows, loss_weights
 from lightrl.models.multimodal import told_apart
 from lightrl.models.packing.micro_batches import micro_batches
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.spec import Layout
 from lightrl.objectives.aggregation import Aggregation
-from lightrl.objectives.trajectories import TrajectoryLayout, first_rows
 from lightrl.records import Experience, MicroBatch, Rollouts, SupervisedBatch
 
 AllReduce = Callable[[Tensor], Tensor]
@@ -35,35 +33,6 @@ def widest_layout(*models: PolicyModel | ValueModel | None) -> Layout:
     """The layout of these models that computes most tokens."""
     used = {model.layout for model in models if model is not None}
     return "padded" if "padded" in used else "packed" if "packed" in used else "auto"
-
-
-def policy_forward(model: PolicyModel, rows: Any, **wanted: Any) -> dict[str, Tensor]:
-    """Runs the policy on some rows: `logprobs` and the `wanted` fields of `PolicyOutput`, each (b, t)."""
-    output = model(
-        rows.token_ids,
-        rows.attention_mask,
-        rows.response_mask,
-        group_ids=rows.group_ids,
-        host=rows.host_rows(),
-        temperature=rows.temperature,
-        inputs=rows.inputs,
-        supports=rows.supports,
-        **{"routes": rows.routes, **wanted},
-    )
-    return {name: value for name, value in output._asdict().items() if value is not None}
-
-
-def value_forward(critic: ValueModel, rows: Any) -> Tensor:
-    """The critic's (b, t) values of some rows."""
-    values: Tensor = critic(
-        rows.token_ids,
-        rows.attention_mask,
-        rows.response_mask,
-        group_ids=rows.group_ids,
-        host=rows.host_rows(),
-        inputs=rows.inputs,
-    )
-    return values
 
 
 def batched_forward(
@@ -113,28 +82,6 @@ def _micro_batch_rows(
 # ---- mini-batches ----------------------------------------------------------------------------------------------------
 
 
-def count_minibatches(rows: Rollouts | Experience, size: int | None, ranks: int, all_sum: AllReduce) -> int:
-    """Optimizer steps per pass over a rollout with `size` trajectories in each. Collective if a size is given.
-
-    Raises:
-        ValueError: The size doesn't divide the rollout, or can't be shared by the ranks.
-    """
-    if size is None:
-        return 1
-    if size % ranks:
-        raise ValueError(
-            f"minibatch_size={size} counts sequences over all ranks and cannot be shared by {ranks}. Use a multiple of "
-            f"{ranks}."
-        )
-    total = int(all_sum(torch.tensor(float(len(rows.trajectory_ids.unique())))))
-    if total % size:
-        raise ValueError(
-            f"minibatch_size={size} does not divide the rollout's {total} sequences (prompts x group size, over all "
-            f"ranks). Use a divisor of {total}, or null for one update per epoch."
-        )
-    return total // size
-
-
 def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Experience]:
     """Cuts a rollout into `count` mini-batches of equally many trajectories, groups in an order given by the seed.
 
@@ -173,9 +120,10 @@ def cut_minibatches(experience: Experience, count: int, *, seed: int) -> list[Ex
 def weighted_micro_batches(
     minibatch: Experience,
     aggregation: Aggregation,
-    reduction: Reduction,
     ranks: int,
     *,
+    all_sum: AllReduce,
+    all_max: AllReduce,
     budget: int,
     layout: Layout,
     ptx_coef: float,
@@ -187,8 +135,9 @@ def weighted_micro_batches(
     Args:
         minibatch: Rows of one optimizer step.
         aggregation: How token losses become one number.
-        reduction: Over ranks.
         ranks: Number of processes; Lightning averages their gradients.
+        all_sum: Sum over ranks.
+        all_max: Maximum over ranks.
         budget: Maximum number of tokens per micro-batch.
         layout: Of the models that run them, see `widest_layout`.
         ptx_coef: Weight of the supervised rows, which come first: DDP needs every trained model in the last backward.
@@ -199,25 +148,19 @@ def weighted_micro_batches(
         Equally many on every rank; none if no rank has a token to train.
     """
     mask, ptx = minibatch.response_mask, minibatch.supervised
-    trajectories = TrajectoryLayout(minibatch.trajectory_ids, mask)
-    joined = trajectories.mask
-    weights = one_per_token("aggregation", aggregation, aggregation.weights(joined), joined)
-    weights = trajectories.split(torch.where(joined, weights.float(), 0.0))
-    count = aggregation.count(joined)
-    if not isinstance(count, Tensor) or count.ndim:
-        raise ValueError(f"aggregation={type(aggregation).__name__}: `count` must return a scalar tensor.")
+    weights, count = loss_weights(aggregation, minibatch)
     learned = mask.new_zeros(()) if ptx is None else ptx.response_mask.sum()
-    counts = reduction.sum(torch.stack([count.double(), mask.sum().double(), learned.double()]))
+    counts = all_sum(torch.stack([count, mask.sum().double(), learned.double()]))
     if not bool(counts[1:].any()):
         return []
     policy, tokens, supervised = (ranks / max(x, 1.0) for x in counts.tolist())
     micros = list[MicroBatch]()
     if ptx is not None:
-        parts = cut_micro_batches(ptx, budget, reduction.max, layout=layout)
+        parts = cut_micro_batches(ptx, budget, all_max, layout=layout)
         micros += [MicroBatch(part, None, ptx_coef * supervised) for part in parts]
     weighed = replace(minibatch, token_extras={**minibatch.token_extras, WEIGHTS: weights * policy})
     options: Any = {"skip_zero": skip_zero, "whole_trajectories": whole_trajectories, "layout": layout}
-    for rows in cut_micro_batches(weighed, budget, reduction.max, **options):
+    for rows in cut_micro_batches(weighed, budget, all_max, **options):
         extras = dict(rows.token_extras)
         own = extras.pop(WEIGHTS)
         micros.append(MicroBatch(replace(rows, token_extras=extras), own, tokens))
@@ -247,17 +190,6 @@ def cut_micro_batches(
             units = trajectory_ids
     found = _micro_batch_rows(rows, budget, all_max, layout, units)
     return [rows.select(index).crop() if len(index) else _without_response(rows) for index in found]
-
-
-def checked_loss(loss: object, answer: Any, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a policy loss returned: (B, T) token losses and metrics; a scalar would be weighted as tokens are.
-
-    Raises:
-        ValueError: It returned something else.
-    """
-    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
-        raise ValueError(f"loss={type(loss).__name__}: must return (B, T) token losses and a dictionary of metrics.")
-    return one_per_token("loss", loss, answer[0], mask), answer[1]
 
 
 def _rows_with_advantage(minibatch: Experience) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
-from lightrl.algorithms.batches import policy_forward
+from lightrl.algorithms.experience import TrajectoryLayout
+from lightrl.algorithms.ppo import policy_forward
 from lightrl.algorithms.variants import CriticFreeLightningModule
 from lightrl.compat.arguments import above, fraction
 from lightrl.data.curriculum import PromptCurriculum
@@ -25,7 +26,6 @@ from lightrl.models.spec import ModelSpec
 from lightrl.objectives.divergences import Divergence
 from lightrl.objectives.estimators import AdvantageEstimator, Reinforce
 from lightrl.objectives.kl import KLPenalty
-from lightrl.objectives.trajectories import TrajectoryLayout
 from lightrl.ops.advantages import returns_to_go
 from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts, SupervisedBatch, TopTokens
 from lightrl.rollout.datamodule import RolloutDataModule
@@ -293,7 +293,7 @@ class DistillLightningModule(CriticFreeLightningModule):
         if self.divergence is None:
             sums = MetricSums()
             sums.add({"kl/teacher": -_gap(experience.response_mask, experience)}, experience.response_mask)
-            experience.metrics |= self._all_ranks.means(sums)
+            experience.metrics |= self.means(sums)
         return experience
 
     def forward_policy(self, rows: Experience, **wanted: Any) -> dict[str, Tensor]:

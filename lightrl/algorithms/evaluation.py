@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.objectives.trajectories import first_rows, trajectory_lengths
+from lightrl.algorithms.experience import first_rows, trajectory_lengths
 from lightrl.records import Rollouts
 from lightrl.rollout.collation import asked
 

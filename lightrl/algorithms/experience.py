@@ -1,22 +1,135 @@
-"""From a scored rollout to experience: changed rewards, token rewards, advantages, and metrics."""
+"""From scored rollouts to experience, and from experience to losses, both by trajectories.
+
+A trajectory whose history was rewritten on the way has several rows. Whatever counts, averages, or compares attempts
+(estimators, loss weights, ratios of whole responses) works on `TrajectoryLayout`, with one row per trajectory, so that
+into how many rows one was cut changes nothing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightrl.algorithms.settings import Shaping
-from lightrl.distributed.reduction import MetricSums, Reduction
+from lightrl.distributed.reduction import MetricSums
+from lightrl.objectives.aggregation import Aggregation
 from lightrl.objectives.estimators import AdvantageEstimator, AdvantageInput, Credit
 from lightrl.objectives.kl import KLInReward, KLPenalty
-from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, trajectory_lengths
+from lightrl.objectives.ppo_clip import LossInput, PolicyLoss
 from lightrl.ops.advantages import group_stats
 from lightrl.ops.entropy import top_entropy_mask
 from lightrl.ops.losses import explained_variance
 from lightrl.ops.masking import AllSum, masked_whiten
 from lightrl.records import Advantages, Experience, ModelOutputs, Rollouts
+
+# ---- trajectories ----------------------------------------------------------------------------------------------------
+
+
+def first_rows(trajectory_ids: Tensor) -> Tensor:
+    """Numbers of the rows with which the trajectories of (B,) `trajectory_ids` begin, ascending."""
+    return _firsts(trajectory_ids.unique(return_inverse=True)[1]).sort().values
+
+
+def last_rows(trajectory_ids: Tensor) -> Tensor:
+    """(B,) number of the last row of each row's trajectory."""
+    index = trajectory_ids.unique(return_inverse=True)[1]
+    rows = torch.arange(len(index), device=index.device)
+    return rows.clone().scatter_reduce_(0, index, rows, "amax", include_self=False)[index]
+
+
+def trajectory_lengths(mask: Tensor, trajectory_ids: Tensor) -> Tensor:
+    """(B,) number of tokens on the (B, T) mask in all rows of the row's trajectory."""
+    index = trajectory_ids.unique(return_inverse=True)[1]
+    lengths = mask.sum(1)
+    return torch.zeros_like(lengths).index_add_(0, index, lengths)[index]
+
+
+def _firsts(index: Tensor) -> Tensor:
+    """Per trajectory number, its first row."""
+    count = int(index.max()) + 1 if len(index) else 0
+    rows = torch.arange(len(index), device=index.device)
+    return torch.full((count,), len(index), device=index.device).scatter_reduce_(0, index, rows, "amin")
+
+
+class TrajectoryLayout:
+    """Moves tensors between B rows and the n trajectories that they belong to.
+
+    A trajectory's tokens on the mask, of all its rows one after another, make one row of (n, S) tensors. If every
+    trajectory is one row, nothing is moved: `join` and `split` return what they get.
+
+    Args:
+        trajectory_ids: (B,) int64, equal for the rows of a trajectory.
+        mask: (B, T) bool, the tokens to move: each sampled token is in one row only.
+        on_host: `trajectory_ids` in host memory, if there is a copy; then rows that are not cut cost no read.
+
+    Attributes:
+        is_cut: whether any trajectory has several rows.
+        mask: (n, S) bool, True on tokens; the one given if nothing is cut.
+    """
+
+    def __init__(self, trajectory_ids: Tensor, mask: Tensor, on_host: Tensor | None = None) -> None:
+        self._row_mask = mask
+        self.mask = mask
+        self.is_cut = on_host is None or len(on_host.unique()) < len(on_host)
+        if not self.is_cut:
+            return
+        unique, self._index = trajectory_ids.unique(return_inverse=True)
+        self.is_cut = len(unique) < len(trajectory_ids)
+        if not self.is_cut:
+            return
+        rows, columns = mask.nonzero(as_tuple=True)
+        owners = self._index[rows]
+        order = owners.argsort(stable=True)
+        self._rows = rows[order]
+        self._columns = columns[order]
+        self._owners = owners[order]
+        counts = owners.bincount(minlength=len(unique))
+        begins = counts.cumsum(0) - counts
+        self._slots = torch.arange(len(order), device=mask.device) - begins[self._owners]
+        self._firsts = _firsts(self._index)
+        slots = torch.arange(max(int(counts.max()), 1), device=mask.device)
+        self.mask = slots < counts[:, None]
+
+    def join(self, x: Tensor) -> Tensor:
+        """(B, T) to (n, S), 0 off the mask; (B,), the same in all rows of a trajectory, to (n,). Differentiable."""
+        if not self.is_cut:
+            return x
+        if x.ndim == 1:
+            return x[self._firsts]
+        joined = x.new_zeros(self.mask.shape)
+        return joined.index_put((self._owners, self._slots), x[self._rows, self._columns])
+
+    def split(self, x: Tensor) -> Tensor:
+        """(n, S) back to (B, T), 0 off the mask; (n,) to (B,). Differentiable."""
+        if not self.is_cut:
+            return x
+        if x.ndim == 1:
+            return x[self._index]
+        split = x.new_zeros(self._row_mask.shape)
+        return split.index_put((self._rows, self._columns), x[self._owners, self._slots])
+
+
+# ---- rewards ---------------------------------------------------------------------------------------------------------
+
+
+def add_scores(
+    rollouts: Rollouts, name: str, weight: float, scores: Tensor, applies: Sequence[bool] | None = None
+) -> None:
+    """Adds the (B,) scores of a reward model to the rewards, in place; each trajectory's last row has its score.
+
+    A row that no function scored then has the models' rewards only; one whose trajectory failed keeps none. A model
+    doesn't score the rows to which it doesn't apply.
+    """
+    applies = applies or [True] * len(rollouts)
+    unscored = [failed or not own for failed, own in zip(rollouts.failed, applies, strict=True)]
+    scores = scores[last_rows(rollouts.trajectory_ids)]
+    scores = scores.masked_fill(torch.tensor(unscored, device=scores.device), float("nan"))
+    rollouts.reward_parts[name], rollouts.reward_weights[name] = scores, weight
+    total = rollouts.rewards.nan_to_num(0.0) + weight * scores
+    rollouts.rewards = torch.where(scores.isfinite(), total, rollouts.rewards)
 
 
 class RewardWatch:
@@ -107,18 +220,11 @@ def estimate_advantages(
         penalty = one_per_token("kl", kl, kl(outputs.old_logprobs, outputs.ref_logprobs), token_rewards)
         token_rewards = token_rewards - kl.coef * penalty * rollouts.response_mask
     anchors = turn_anchors(rollouts)
-    given = AdvantageInput(
-        layout.join(token_rewards),
-        layout.mask,
-        layout.join(rollouts.group_ids),
-        values=None if outputs.values is None else layout.join(outputs.values),
-        valid=layout.join(valid),
-        reward_parts={name: layout.join(part) for name, part in rollouts.reward_parts.items()},
-        part_weights=rollouts.reward_weights,
-        turn_ids=None if rollouts.turn_ids is None else layout.join(rollouts.turn_ids),
-        anchors=None if anchors is None else layout.join(anchors),
-        all_sum=all_sum,
-    )
+    optional = (outputs.values, rollouts.turn_ids, anchors)
+    values, turn_ids, anchors = (None if x is None else layout.join(x) for x in optional)
+    parts = {name: layout.join(part) for name, part in rollouts.reward_parts.items()}
+    joined = (layout.join(token_rewards), layout.mask, layout.join(rollouts.group_ids), values, layout.join(valid))
+    given = AdvantageInput(*joined, parts, rollouts.reward_weights, turn_ids, anchors, all_sum)
     advantages, returns = estimator(given)
     credit = estimator.credit or given.credit
     if reward_clip is not None:
@@ -164,21 +270,6 @@ def turn_anchors(rollouts: Rollouts) -> Tensor | None:
     return torch.where(mask, table.gather(1, torch.where(mask, turns, 0)), 0)
 
 
-def one_per_token(argument: str, part: object, found: object, like: Tensor) -> Tensor:
-    """What a user's part returned, if it is (B, T); another shape would broadcast and be counted wrongly.
-
-    Raises:
-        ValueError: It isn't; the message names the argument and the class.
-    """
-    if isinstance(found, Tensor) and found.shape == like.shape:
-        return found
-    shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-    raise ValueError(
-        f"{argument}={type(part).__name__}: returned {shape} for tokens of shape {tuple(like.shape)}. Return one value "
-        "per token."
-    )
-
-
 # ---- experience ------------------------------------------------------------------------------------------------------
 
 
@@ -188,10 +279,11 @@ def join_experience(
     found: Advantages,
     raw_rewards: Tensor,
     shaping: Shaping,
-    reduction: Reduction,
     *,
     whiten: bool,
     is_stale: bool,
+    all_sum: AllSum,
+    means: Callable[[MetricSums], dict[str, float]],
 ) -> Experience:
     """Joins a rollout with log-probs, values, and advantages. Collective.
 
@@ -203,33 +295,46 @@ def join_experience(
         found: Advantages before whitening and clipping.
         raw_rewards: (B,) rewards before callbacks changed them, NaN if no function scored the row.
         shaping: Clips and filters.
-        reduction: Over ranks.
         whiten: Scale advantages to mean 0, std 1 over all tokens that are trained.
         is_stale: Older weights than those that start the updates sampled the rows.
+        all_sum: Sums a tensor over ranks.
+        means: Reduces metrics over ranks.
     """
-    sums, clip = MetricSums(), shaping.advantage_clip
+    firsts = first_rows(rollouts.trajectory_ids)
+    metrics = rollout_metrics(rollouts, outputs, raw_rewards, firsts)
     trained = found.valid & ~rollouts.truncated if shaping.mask_truncated else found.valid
     mask = rollouts.response_mask & trained.unsqueeze(1)
-    advantages = masked_whiten(found.advantages, mask, all_sum=reduction.sum) if whiten else found.advantages
-    sums.add({"advantage/abs": advantages.abs()}, mask)
+    explained = None
+    if outputs.values is not None and found.returns is not None:
+        explained = explained_variance(outputs.values, found.returns, mask, all_sum)
+    advantages = masked_whiten(found.advantages, mask, all_sum=all_sum) if whiten else found.advantages
+    keep, clip = None, shaping.advantage_clip
+    if shaping.top_entropy_fraction < 1 and outputs.entropy is not None:
+        keep = top_entropy_mask(outputs.entropy, mask, shaping.top_entropy_fraction, all_sum=all_sum)
+        metrics["policy/top_entropy"] = outputs.entropy[keep]
+    varied = group_stats(rollouts.rewards, rollouts.group_ids, rollouts.rewards.isfinite()).varied
+    metrics["reward/zero_std_fraction"] = (~varied[firsts]).float()
+    metrics["advantage/abs"] = advantages[mask].abs()
     if clip is not None:
-        sums.add({"advantage/clip_fraction": (advantages.abs() > clip).float()}, mask)
+        metrics["advantage/clip_fraction"] = (advantages[mask].abs() > clip).float()
         advantages = advantages.clamp(-clip, clip)
     advantages = advantages * mask
     if shaping.reward_clip is not None:
-        clipped = (rollouts.rewards.abs() > shaping.reward_clip).float()
-        sums.add({"reward/clip_fraction": clipped[first_rows(rollouts.trajectory_ids)]})
-    keep = None
-    if shaping.top_entropy_fraction < 1 and outputs.entropy is not None:
-        keep = top_entropy_mask(outputs.entropy, mask, shaping.top_entropy_fraction, all_sum=reduction.sum)
-        sums.add({"policy/top_entropy": outputs.entropy[keep]})
-    layout = TrajectoryLayout(rollouts.trajectory_ids, mask)
-    sums.add({"advantage/nonzero_fraction": (layout.join(advantages) != 0).any(1).float()})
-    sums.add(rollout_metrics(rollouts, outputs, raw_rewards))
-    metrics = _with_spread(rollouts, raw_rewards, sums, reduction)
-    if outputs.values is not None and found.returns is not None:
-        explained = explained_variance(outputs.values, found.returns, mask, reduction.sum)
-        metrics["value/explained_variance"] = float(explained)
+        metrics["reward/clip_fraction"] = (rollouts.rewards[firsts].abs() > shaping.reward_clip).float()
+    taught = rollouts.trajectory_ids[(advantages != 0).any(1)]
+    metrics["advantage/nonzero_fraction"] = torch.isin(rollouts.trajectory_ids[firsts], taught).float()
+    sums, squares = MetricSums(), MetricSums()
+    sums.add(metrics)
+    measured = means(sums)
+    # The spread takes a second pass: `E[r^2] - E[r]^2` would lose a small spread of large rewards.
+    for name, rewards in {"mean": raw_rewards, **rollouts.reward_parts}.items():
+        if f"reward/{name}" in measured:
+            given = rewards[firsts]
+            spread = (given[given.isfinite()].double() - measured[f"reward/{name}"]).square()
+            squares.add({"reward/std" if name == "mean" else f"reward/{name}/std": spread})
+    measured |= {name: value**0.5 for name, value in means(squares).items()}
+    if explained is not None:
+        measured["value/explained_variance"] = float(explained)
     names = (
         *("token_ids", "attention_mask", "group_ids", "trajectory_ids", "turn_ids", "engine_logprobs"),
         *("temperature", "supports", "routes", "inputs", "supervised"),
@@ -249,23 +354,21 @@ def join_experience(
         is_stale=is_stale,
         token_extras=outputs.token_extras,
         row_extras=outputs.row_extras,
-        metrics=metrics,
+        metrics=measured,
     )
     return experience.with_host_of(rollouts)
 
 
-def rollout_metrics(rollouts: Rollouts, outputs: ModelOutputs, raw_rewards: Tensor) -> dict[str, Tensor]:
-    """Values of a rollout per trajectory and per token; the caller averages them over both and over ranks."""
-    mask, rows = rollouts.response_mask, first_rows(rollouts.trajectory_ids)
+def rollout_metrics(rollouts: Rollouts, outputs: ModelOutputs, raw_rewards: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    """Values of a rollout per trajectory (`rows` are their first ones) and per token, to be averaged over both."""
+    mask = rollouts.response_mask
     lengths = trajectory_lengths(mask, rollouts.trajectory_ids)[rows].float()
     rewards = raw_rewards[rows]
     scored = rewards.isfinite()
-    varied = group_stats(rollouts.rewards, rollouts.group_ids, rollouts.rewards.isfinite()).varied
     before = torch.where(mask.any(1), mask.int().argmax(1), rollouts.attention_mask.sum(1))
     metrics: dict[str, Tensor] = {
         "reward/mean": rewards[scored],
         "reward/scored_fraction": scored.float(),
-        "reward/zero_std_fraction": (~varied[rows]).float(),
         **dict.fromkeys(("completions/length", "completions/length_max", "completions/length_min"), lengths),
         "rollout/truncated_fraction": rollouts.truncated[rows].float(),
         "rollout/prompt_length": before[rows].float(),
@@ -288,16 +391,53 @@ def rollout_metrics(rollouts: Rollouts, outputs: ModelOutputs, raw_rewards: Tens
     return metrics
 
 
-def _with_spread(rollouts: Rollouts, raw_rewards: Tensor, sums: MetricSums, reduction: Reduction) -> dict[str, float]:
-    """Metrics reduced over ranks, with the standard deviation of the rewards and of each part.
+# ---- losses ----------------------------------------------------------------------------------------------------------
 
-    Two passes, mean first: `E[r^2] - E[r]^2` would lose a small spread of large rewards.
+
+def loss_weights(aggregation: Aggregation, rows: Experience) -> tuple[Tensor, Tensor]:
+    """(B, T) weight of each token's policy loss, 0 off the mask, and the scalar count that their sum is divided by."""
+    layout = TrajectoryLayout(rows.trajectory_ids, rows.response_mask)
+    weights = one_per_token("aggregation", aggregation, aggregation.weights(layout.mask), layout.mask)
+    count = aggregation.count(layout.mask)
+    if not isinstance(count, Tensor) or count.ndim:
+        raise ValueError(f"aggregation={type(aggregation).__name__}: `count` must return a scalar tensor.")
+    return layout.split(torch.where(layout.mask, weights.float(), 0.0)), count.double()
+
+
+def trajectory_loss(loss: PolicyLoss, rows: Experience, out: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """(b, T) policy losses and metrics from the policy's output; a trajectory is one row to `loss`.
+
+    Raises:
+        ValueError: The loss returned something else than token losses and metrics.
     """
-    metrics, squares, rows = reduction.means(sums), MetricSums(), first_rows(rollouts.trajectory_ids)
-    owners: dict[str, Any] = {"reward/mean": ("reward", raw_rewards)}
-    owners |= {f"reward/{name}": (f"reward/{name}", part) for name, part in rollouts.reward_parts.items()}
-    for name, (owner, values) in owners.items():
-        if name in metrics:
-            given = values[rows]
-            squares.add({f"{owner}/std": (given[given.isfinite()].double() - metrics[name]).square()})
-    return metrics | {name: value**0.5 for name, value in reduction.means(squares).items()}
+    layout = TrajectoryLayout(rows.trajectory_ids, rows.response_mask, rows.on_host("trajectory_ids"))
+    logprobs = out["logprobs"]
+    old = logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
+    if rows.in_policy_loss is not None:  # the others keep their value and lose their gradient, whatever the loss
+        logprobs = torch.where(rows.in_policy_loss, logprobs, logprobs.detach())
+    optional = (rows.ref_logprobs, out.get("entropy"))
+    ref, entropy = (None if x is None else layout.join(x) for x in optional)
+    tokens = (layout.join(logprobs), layout.join(old), layout.join(rows.advantages), layout.mask)
+    engine = layout.join(rows.engine_logprobs)
+    answer: Any = loss(LossInput(*tokens, engine_logprobs=engine, ref_logprobs=ref, entropy=entropy))
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
+        raise ValueError(f"loss={type(loss).__name__}: must return (B, T) token losses and a dictionary of metrics.")
+    token_loss, metrics = one_per_token("loss", loss, answer[0], layout.mask), answer[1]
+    shape = layout.mask.shape
+    per_token = {name: layout.split(x) for name, x in metrics.items() if torch.is_tensor(x) and x.shape == shape}
+    return layout.split(token_loss), {**metrics, **per_token}
+
+
+def one_per_token(argument: str, part: object, found: object, like: Tensor) -> Tensor:
+    """What a user's part returned, if it is (B, T); another shape would broadcast and be counted wrongly.
+
+    Raises:
+        ValueError: It isn't; the message names the argument and the class.
+    """
+    if isinstance(found, Tensor) and found.shape == like.shape:
+        return found
+    shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    raise ValueError(
+        f"{argument}={type(part).__name__}: returned {shape} for tokens of shape {tuple(like.shape)}. Return one value "
+        "per token."
+    )

@@ -7,8 +7,7 @@
                 compute_loss: forward_policy, policy_loss
             apply_gradients
 
-Each of these is a hook. What differs between algorithms (estimator, loss, aggregation, KL) is an object that the
-constructor is given.
+Each of these is a hook. What differs between algorithms (estimator, loss, aggregation, KL) is an object.
 """
 
 from __future__ import annotations
@@ -21,35 +20,37 @@ from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightrl.algorithms.base import RLLightningModule
 from lightrl.algorithms.batches import (
     Stopwatch,
-    checked_loss,
-    count_minibatches,
     cut_minibatches,
-    policy_forward,
-    value_forward,
     weighted_micro_batches,
     widest_layout,
 )
-from lightrl.algorithms.experience import RewardWatch, estimate_advantages, join_experience, one_per_token
+from lightrl.algorithms.experience import (
+    RewardWatch,
+    add_scores,
+    estimate_advantages,
+    join_experience,
+    one_per_token,
+    trajectory_loss,
+)
 from lightrl.algorithms.hooks import reads_all_rows
 from lightrl.algorithms.schedule import LRSchedule, set_named_rates, step_schedulers
 from lightrl.algorithms.settings import CriticSpec, ExtraLosses, Shaping, Updates, require_matching_parts
 from lightrl.compat.lightning import forget_step_metrics
 from lightrl.distributed import states, strategies
 from lightrl.distributed.reduction import MetricSums
+from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.reward import RewardModelSpec
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.aggregation import Aggregation, TokenMean
 from lightrl.objectives.estimators import GAE, AdvantageEstimator
 from lightrl.objectives.kl import KLInLoss, KLInReward, KLPenalty
 from lightrl.objectives.off_policy import AutomaticCorrection
-from lightrl.objectives.ppo_clip import LossInput, PolicyLoss, PPOClip
-from lightrl.objectives.trajectories import TrajectoryLayout, last_rows
+from lightrl.objectives.ppo_clip import PolicyLoss, PPOClip
 from lightrl.ops.losses import clipped_value_loss
 from lightrl.records import Advantages, Experience, MicroBatch, ModelOutputs, Rollouts, SupervisedBatch
 from lightrl.rollout.datamodule import RolloutDataModule
@@ -58,6 +59,35 @@ STEP = ("training_step", "micro_batches", "compute_loss", "forward_policy", "pol
 """Hooks between mini-batches and the gradient."""
 
 log = logging.getLogger(__name__)
+
+
+def policy_forward(model: PolicyModel, rows: Any, **wanted: Any) -> dict[str, Tensor]:
+    """Runs the policy on some rows: `logprobs` and the `wanted` fields of `PolicyOutput`, each (b, t)."""
+    output = model(
+        rows.token_ids,
+        rows.attention_mask,
+        rows.response_mask,
+        group_ids=rows.group_ids,
+        host=rows.host_rows(),
+        temperature=rows.temperature,
+        inputs=rows.inputs,
+        supports=rows.supports,
+        **{"routes": rows.routes, **wanted},
+    )
+    return {name: value for name, value in output._asdict().items() if value is not None}
+
+
+def value_forward(critic: ValueModel, rows: Any) -> Tensor:
+    """The critic's (b, t) values of some rows."""
+    values: Tensor = critic(
+        rows.token_ids,
+        rows.attention_mask,
+        rows.response_mask,
+        group_ids=rows.group_ids,
+        host=rows.host_rows(),
+        inputs=rows.inputs,
+    )
+    return values
 
 
 class PPOLightningModule(RLLightningModule):
@@ -71,8 +101,7 @@ class PPOLightningModule(RLLightningModule):
 
     with w and N from `aggregation`, counted over all its micro-batches and ranks, so that no split into micro-batches,
     layouts, or ranks changes a gradient. No end-of-sequence token is invented, advantages skip masked tokens, and
-    log-probs are those of the sampling distribution (temperature included). Whatever counts, averages, or compares
-    attempts works on trajectories, however many rows one was cut into.
+    log-probs are those of the sampling distribution (temperature included).
 
     A trajectory's reward is the weighted sum of the reward functions and models that scored it. One that none scored,
     or that failed, is in no loss, normalizer, or baseline.
@@ -164,7 +193,7 @@ class PPOLightningModule(RLLightningModule):
                 self._update(minibatch, measured)
                 self.updates_made += 1
         measured.add(rollouts.metrics)
-        metrics = {**experience.metrics, **self._all_ranks.means(measured), **clock.seconds, **self._coefficients()}
+        metrics = {**experience.metrics, **self.means(measured), **clock.seconds, **self._coefficients()}
         self._call_callbacks("on_policy_updated", metrics)
         forget_step_metrics(self.trainer, self._logged - metrics.keys())
         self._logged = set(metrics)
@@ -182,8 +211,10 @@ class PPOLightningModule(RLLightningModule):
         with strategies.optimizer_window(self.trainer.strategy, self._trained_models):
             for micro in self.micro_batches(minibatch):
                 trains = True
-                loss_of: Any = self.compute_ptx_loss if isinstance(micro.rows, SupervisedBatch) else self.compute_loss
-                losses, metrics = loss_of(micro.rows)
+                if isinstance(micro.rows, SupervisedBatch):
+                    losses, metrics = self.compute_ptx_loss(micro.rows)
+                else:
+                    losses, metrics = self.compute_loss(micro.rows)
                 loss = micro.total(losses, only="value" if self.in_critic_warmup else None)
                 self.manual_backward(loss)
                 finite &= torch.isfinite(loss.detach())  # read once per update, not per backward
@@ -194,15 +225,9 @@ class PPOLightningModule(RLLightningModule):
 
     @torch.no_grad()
     def make_experience(self, rollouts: Rollouts) -> Experience:
-        """Scores a rollout, evaluates the models on it, and computes advantages; each of the three is a hook.
+        """Scores B rows of a rollout, evaluates the models on them, and computes advantages; each of the three is a hook.
 
         Callbacks get the rollout after `score` and the experience at the end.
-
-        Args:
-            rollouts: B rows.
-
-        Returns:
-            The same rows with log-probs, values, advantages, and metrics of the rollout.
         """
         watch = self._watch if self._watch and self._watch.rollouts is rollouts else RewardWatch(rollouts)
         watch.compare()
@@ -221,30 +246,22 @@ class PPOLightningModule(RLLightningModule):
             found,
             raw_rewards,
             self.shaping,
-            self._all_ranks,
             whiten=self.whiten_advantages,
             is_stale=self._knows_versions and rollouts.policy_version != self.policy_version,
+            all_sum=self.all_sum,
+            means=self.means,
         )
         self._watch = None
         self._call_callbacks("on_experience_made", experience)
         return experience
 
     def score(self, rollouts: Rollouts) -> None:
-        """Adds the rewards of `reward_models` to `rollouts.rewards` and `reward_parts`, in place.
-
-        A row that no function scored then has the models' rewards only; one whose trajectory failed keeps none. A model
-        with `labels` doesn't score rows of others.
-        """
+        """Adds the rewards of `reward_models` to `rollouts.rewards` and `reward_parts`, in place; see `add_scores`."""
         for spec in self.reward_model_specs:
             model: Any = self.reward_models[spec.name]
-            scores = model.score(rollouts, self.updates.micro_batch_tokens)[last_rows(rollouts.trajectory_ids)]
-            unscored = rollouts.failed
-            if (applies := spec.applies(rollouts.columns)) is not None:
-                unscored = [failed or not its for failed, its in zip(unscored, applies, strict=True)]
-            scores = scores.masked_fill(torch.tensor(unscored, device=scores.device), float("nan"))
-            rollouts.reward_parts[spec.name], rollouts.reward_weights[spec.name] = scores, spec.weight
-            total = rollouts.rewards.nan_to_num(0.0) + spec.weight * scores
-            rollouts.rewards = torch.where(scores.isfinite(), total, rollouts.rewards)
+            applies = spec.applies(rollouts.columns)
+            scores = model.score(rollouts, self.updates.micro_batch_tokens)
+            add_scores(rollouts, spec.name, spec.weight, scores, applies)
 
     def evaluate_models(self, rollouts: Rollouts) -> ModelOutputs:
         """Runs policy, critic, and reference over a rollout.
@@ -303,16 +320,19 @@ class PPOLightningModule(RLLightningModule):
         Each is yielded inside the strategy's context for one backward pass; the last one reduces gradients over ranks.
         None is yielded if no rank has a token to train.
         """
+        skip_zero = self.skips_zero_advantages(minibatch)
+        whole_trajectories = self._loss_of(minibatch).needs_whole_trajectories
         micros = weighted_micro_batches(
             minibatch,
             self.aggregation,
-            self._all_ranks,
             self.trainer.world_size,
+            all_sum=self.all_sum,
+            all_max=self.all_max,
             budget=self.updates.micro_batch_tokens,
             layout=widest_layout(*self._trained_models),
             ptx_coef=self.ptx_coef,
-            skip_zero=self.skips_zero_advantages(minibatch),
-            whole_trajectories=self._loss_of(minibatch).needs_whole_trajectories,
+            skip_zero=skip_zero,
+            whole_trajectories=whole_trajectories,
         )
         for i, micro in enumerate(micros):
             with strategies.backward_scope(self.trainer.strategy, self._trained_models, last=i == len(micros) - 1):
@@ -344,7 +364,9 @@ class PPOLightningModule(RLLightningModule):
             Losses, name -> (b, T) with graph; metrics, of which (b, T) ones are averaged over the response mask.
         """
         out = self.forward_policy(rows, entropy=True, values=self.actor.value_head is not None)
-        logprobs, entropy = out["logprobs"], out["entropy"]
+        logprobs, entropy, values = out["logprobs"], out["entropy"], out.get("values")
+        if self.critic is not None:
+            values = value_forward(self.critic, rows)
         policy, metrics = self.policy_loss(rows, out)
         metrics = {**metrics, "loss/policy": policy, "policy/entropy": entropy}
         if not self.updates_made and (rows.old_logprobs is None or self.loss.replaces_old_logprobs):
@@ -360,8 +382,7 @@ class PPOLightningModule(RLLightningModule):
         if self.entropy_coef:
             policy = policy - self.entropy_coef * entropy
         losses = {"policy": policy}
-        if self.critic_spec is not None and rows.values is not None and rows.returns is not None:
-            values = out["values"] if self.critic is None else value_forward(self.critic, rows)
+        if self.critic_spec and values is not None and rows.values is not None and rows.returns is not None:
             mask, clip = rows.response_mask, self.critic_spec.clip
             value_loss, clipped = clipped_value_loss(values, rows.values, rows.returns, mask, clip)
             losses["value"] = self.critic_spec.loss_coef * value_loss
@@ -377,24 +398,8 @@ class PPOLightningModule(RLLightningModule):
 
     def policy_loss(self, rows: Experience, out: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """(b, T) policy losses and metrics from the policy's output, by `loss`; a trajectory is one row to it."""
-        layout = TrajectoryLayout(rows.trajectory_ids, rows.response_mask, rows.on_host("trajectory_ids"))
-        logprobs, loss = out["logprobs"], self._loss_of(rows)
-        old = logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
-        if rows.in_policy_loss is not None:  # the others keep their value and lose their gradient, whatever the loss
-            logprobs = torch.where(rows.in_policy_loss, logprobs, logprobs.detach())
-        given = LossInput(
-            layout.join(logprobs),
-            layout.join(old),
-            layout.join(rows.advantages),
-            layout.mask,
-            engine_logprobs=layout.join(rows.engine_logprobs),
-            ref_logprobs=None if rows.ref_logprobs is None else layout.join(rows.ref_logprobs),
-            entropy=layout.join(out["entropy"]) if "entropy" in out else None,
-        )
-        token_loss, metrics = checked_loss(loss, loss(given), layout.mask)
-        shape = token_loss.shape
-        per_token = {name: layout.split(x) for name, x in metrics.items() if torch.is_tensor(x) and x.shape == shape}
-        return layout.split(token_loss), {**metrics, **per_token}
+        loss = self._loss_of(rows)
+        return trajectory_loss(loss, rows, out)
 
     def compute_ptx_loss(self, rows: SupervisedBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The supervised losses of one micro-batch, -log pi of each token; `ptx_coef` weighs them."""
@@ -442,28 +447,13 @@ class PPOLightningModule(RLLightningModule):
             metrics["optim/grad_norm"] = norm
         return {"optim/skipped_updates": float(skip), **metrics}
 
-    def _skip_empty_update(self) -> dict[str, Tensor | float]:
-        """Skips an update that trains no token on any rank: momentum and weight decay would move the weights."""
-        rank_zero_warn(
-            "Skipped an update: no trainable tokens (all completions unscored or masked). optim/skipped_updates counts "
-            "such updates."
-        )
-        self._drop_gradients(used=False)
-        return {"optim/skipped_updates": 1.0, **self._learning_rates()}
-
-    def _drop_gradients(self, *, used: bool) -> None:
-        if not used:
-            strategies.discard_gradients(self.trainer.strategy)
-        self._optimizer.zero_grad()
-
-    def _learning_rates(self) -> dict[str, Tensor | float]:
-        return {f"optim/lr_{group.get('name', 'policy')}": float(group["lr"]) for group in self._optimizer.param_groups}
-
-    @property
-    def _optimizer(self) -> Any:
-        return self.optimizers()
-
     # ---- what the step may leave out ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate_policy(self, rows: Experience) -> dict[str, Tensor]:
+        """`logprobs` and `entropy` of the current policy on B rows, each (B, T) float32, for callbacks. Collective."""
+        actor = self.actor
+        return self.batched(actor, lambda x: policy_forward(actor, x, entropy=True), rows)
 
     def _runs_own(self, *hooks: str) -> bool:
         """Whether none of the hooks is overridden outside of this package."""
@@ -480,7 +470,18 @@ class PPOLightningModule(RLLightningModule):
         return several or read or isinstance(self.kl, KLInReward) or not self._runs_own(*hooks)
 
     def _count_minibatches(self, rows: Any) -> int:
-        return count_minibatches(rows, self.updates.minibatch_size, self.trainer.world_size, self.all_sum)
+        """Optimizer steps per pass over a rollout. Collective if `minibatch_size` is given."""
+        size, ranks = self.updates.minibatch_size, self.trainer.world_size
+        if size is None:
+            return 1
+        total = int(self.all_sum(torch.tensor(float(len(rows.trajectory_ids.unique())))))
+        if size % ranks or total % size:
+            raise ValueError(
+                f"minibatch_size={size} does not divide the rollout's {total} sequences (prompts x group size, over "
+                f"all {ranks} ranks) into equal parts for each rank. Use a divisor that is a multiple of {ranks}, or "
+                "null for one update per epoch."
+            )
+        return total // size
 
     def _loss_of(self, rows: Experience) -> PolicyLoss:
         """The loss of these rows, corrected if older weights sampled them and the loss doesn't do it itself."""

@@ -148,7 +148,9 @@ def require_matching_parts(module: Any) -> None:
             "(GroupRelative, RLOO, ...)."
         )
     if module.critic_spec is not None and not advantage.needs_critic:
-        raise ValueError(f"critic with advantage={name}: it would never be trained. Set critic=None (null in YAML).")
+        raise ValueError(
+            f"advantage={name} uses no critic, so it would never be trained. Set critic=None (null in YAML)."
+        )
     advantage.refuse_combination(kl, whiten=module.whiten_advantages)
     if clip is not None:
         advantage.refuse_shaped_rewards(f"reward_clip={clip}")

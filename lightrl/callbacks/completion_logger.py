@@ -21,12 +21,12 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from lightrl.algorithms.experience import TrajectoryLayout, first_rows, trajectory_lengths
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks.run_folder import run_folder
 from lightrl.callbacks.thumbnails import contact_sheet, describe, save_thumbnail
 from lightrl.checkpoints.files import append_lines
 from lightrl.compat.arguments import at_least
-from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, trajectory_lengths
 from lightrl.records import Experience, Rollouts
 from lightrl.rollout.collation import asked
 

@@ -11,9 +11,9 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
+from lightrl.algorithms.experience import first_rows
 from lightrl.callbacks.run_folder import run_folder
 from lightrl.checkpoints.files import append_lines, atomic_write
-from lightrl.objectives.trajectories import first_rows
 
 SUFFIXES = (".jsonl", ".parquet")
 

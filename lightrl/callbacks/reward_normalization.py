@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
+from lightrl.algorithms.experience import first_rows
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.compat.arguments import above
-from lightrl.objectives.trajectories import first_rows
 from lightrl.records import Rollouts
 
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     )
     from lightrl.objectives.policy_losses import CISPO, CPG, DPPO, DRO, GMPO, GSPO, SAPO, RLOOSequence, SequenceClip
     from lightrl.objectives.ppo_clip import LossInput, PolicyLoss, PPOClip
-    from lightrl.objectives.trajectories import TrajectoryLayout, first_rows, last_rows, trajectory_lengths
     from lightrl.objectives.turn_estimators import GiGPO, TurnGAE, TurnReturns, Turns
 
 __all__ = [
@@ -83,20 +82,15 @@ __all__ = [
     "SequenceMean",
     "SequenceSum",
     "TokenMean",
-    "TrajectoryLayout",
     "TurnGAE",
     "TurnReturns",
     "Turns",
-    "first_rows",
-    "last_rows",
-    "trajectory_lengths",
 ]
 
 _MODULES = (
     "ppo_clip",
     "kl",
     "aggregation",
-    "trajectories",
     "estimators",
     "off_policy",
     "policy_losses",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lightrl.algorithms.ppo as ppo_module
 from lightrl.algorithms import CriticSpec, GRPOLightningModule, PPOLightningModule, RLOOLightningModule
-from lightrl.algorithms.batches import policy_forward as run
+from lightrl.algorithms.ppo import policy_forward as run
 from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.callbacks import LinearKL, WeightSync
 from lightrl.models.spec import ModelSpec

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightrl.algorithms import CriticSpec, PPOLightningModule
 from lightrl.algorithms.batches import cut_minibatches
-from lightrl.algorithms.experience import shape_rewards
+from lightrl.algorithms.experience import TrajectoryLayout, shape_rewards
 from lightrl.algorithms.settings import ExtraLosses, Updates
 from lightrl.distributed.reduction import MetricSums
-from lightrl.objectives import RLOO, KLInLoss, PPOClip, SequenceMean, TokenMean, TrajectoryLayout
+from lightrl.objectives import RLOO, KLInLoss, PPOClip, SequenceMean, TokenMean
 from lightrl.records import Experience, Rollouts
 from tests.algorithms.test_product import AGGREGATIONS, ESTIMATORS, LOSSES
 from tests.toys import quickstart_model, quiet_trainer, sums_data
@@ -108,7 +108,7 @@ class Compare(PPOLightningModule):
         trained = [p for group in self.optimizers().param_groups for p in group["params"]]  # type: ignore[union-attr]
         gradient = torch.cat([p.grad.flatten() for p in trained if p.grad is not None])
         self.optimizers().zero_grad()  # type: ignore[union-attr]
-        return gradient, {**experience.metrics, **self._all_ranks.means(sums)}
+        return gradient, {**experience.metrics, **self.means(sums)}
 
 
 def compared(folder: Any, combinations: list[tuple[Any, Any, Any]]) -> Iterator[str]:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from lightrl.algorithms import TrajectoryLayout
 from lightrl.callbacks.trajectory_check import LedgerMismatchError, TrajectoryLogprobCheck
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.environments import Ledger, Reply, check_trajectories
 from lightrl.environments.bridges import TemplateBridge, encode_marked, guard, make_renderer, special_texts
-from lightrl.objectives import ConstantLength, SequenceMean, SequenceSum, TokenMean, TrajectoryLayout
+from lightrl.objectives import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest, SamplingParams, Trajectory
 from tests.environments.families import FAMILIES, make_tokenizer
 from tests.environments.scripted import Script, ScriptedAttempts, Turn, alone, call, mismatches, play, spell

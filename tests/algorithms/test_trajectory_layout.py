@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from lightrl.algorithms.experience import TrajectoryLayout, first_rows, last_rows, trajectory_lengths
 from lightrl.objectives import (
     GSPO,
     AdvantageInput,
     GroupRelative,
     LossInput,
     SequenceMean,
-    TrajectoryLayout,
-    first_rows,
-    last_rows,
-    trajectory_lengths,
 )
 
 # trajectory 5: tokens 1 2 in its first row and 3 in its second; trajectory 2: token 4
