@@ -225,7 +225,7 @@ class PPOLightningModule(RLLightningModule):
 
     @torch.no_grad()
     def make_experience(self, rollouts: Rollouts) -> Experience:
-        """Scores B rows of a rollout, evaluates the models on them, and computes advantages; each of the three is a hook.
+        """Scores B rows, evaluates the models on them, and computes advantages; each of the three is a hook.
 
         Callbacks get the rollout after `score` and the experience at the end.
         """
