@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightrl.compat.arguments import above, at_least, fraction, instance_of
+from lightrl.compat.arguments import above, at_least, fraction
 from lightrl.models.spec import ModelSpec
 from lightrl.objectives.kl import KLInLoss, KLInReward
 
@@ -141,7 +141,8 @@ def require_matching_parts(module: Any) -> None:
     advantage, kl, clip = module.advantage, module.kl, module.shaping.reward_clip
     name = type(advantage).__name__
     at_least("ppo_epochs", module.ppo_epochs, 1)
-    instance_of("kl", kl, KLInReward, KLInLoss, or_none="for no KL")  # the two places where it acts
+    if not isinstance(kl, KLInReward | KLInLoss | type(None)):
+        raise ValueError(f"kl={type(kl).__name__}: acts nowhere. Derive it from KLInReward or KLInLoss.")
     if advantage.needs_critic and module.critic_spec is None:
         raise ValueError(
             f"advantage={name} needs a critic but critic=None. Pass a CriticSpec, or an estimator without a critic "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 REDACTED = "***"
@@ -23,7 +23,7 @@ _secrets: set[str] = set()
 
 
 def remember_secret(value: str) -> None:
-    """Adds a value that `redact_text` masks from now on, unless it is shorter than 4 characters."""
+    """Has `redact_text` mask a value of at least 4 characters from now on."""
     if len(value) >= 4 and REFERENCE.fullmatch(value) is None:
         _secrets.add(value)
 
@@ -33,11 +33,6 @@ def redact_text(text: str) -> str:
     for secret in sorted(_secrets, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     return VALUE.sub(lambda m: m[0] if "${env:" in m[0] else f"{m[1] or m[2] or m[3]}{REDACTED}", text)
-
-
-def quoted(text: str, most: int) -> str:
-    """At most `most` characters of a server's answer, for a message."""
-    return redact_text(text)[:most]
 
 
 def redact(value: Any, name: str = "") -> Any:
@@ -56,8 +51,8 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
     redacted, name = list[str](), ""
     for argument in arguments:
         if argument.startswith("--") and "=" in argument:
-            name, _, value = argument.partition("=")
-            redacted.append(f"{name}={redact(value, name.removesuffix('+'))}")
+            key, _, value = argument.partition("=")
+            redacted.append(f"{key}={redact(value, key.removesuffix('+'))}")
             name = ""
         else:
             redacted.append(redact(argument, name))
@@ -67,9 +62,9 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
 
 def plain_secrets(value: Any, name: str = "", path: str = "") -> Iterator[tuple[str, str]]:
     """The secrets in plain data: (dotted path, value)."""
-    if isinstance(value, Mapping | list | tuple):
-        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            own = str(key) if isinstance(value, Mapping) else name
+    if isinstance(value, dict | list | tuple):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            own = str(key) if isinstance(value, dict) else name
             yield from plain_secrets(inner, own, f"{path}.{key}" if path else str(key))
     elif isinstance(value, str | int | float) and value != REDACTED and redact(value, name) == REDACTED:
         yield path, str(value)
@@ -80,14 +75,10 @@ def plain_secrets(value: Any, name: str = "", path: str = "") -> Iterator[tuple[
 
 
 def resolve_environment(text: str, where: str) -> str:
-    """The text with every `${env:NAME}` replaced by that variable, whose value counts as a secret from now on.
-
-    Args:
-        text: A string of a configuration.
-        where: The argument's name, for the message.
+    """The text with each `${env:NAME}` replaced by that variable, which is a secret from now on.
 
     Raises:
-        ValueError: The variable is not set.
+        ValueError: The variable is not set; `where` is the argument's name in the message.
     """
 
     def value(found: re.Match[str]) -> str:

@@ -6,8 +6,6 @@ from typing import Any, TypeVar
 
 from jsonargparse.typing import _LazyInitBaseClass
 
-from lightrl.compat.arguments import instance_of
-
 T = TypeVar("T")
 
 
@@ -40,7 +38,6 @@ def realized(value: T, argument: str, *kinds: type, or_none: str | None = None) 
     Raises:
         ValueError: it is none of these.
     """
-    instance_of(argument, value, *kinds, or_none=or_none)
     if not isinstance(value, _LazyInitBaseClass):
         return value
     return value._lazy_class_type(**value._lazy_kwargs)  # type: ignore[return-value]

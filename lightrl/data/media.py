@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlparse
 import datasets
 import numpy as np
 
-from lightrl.compat.arguments import one_of, user_path
+from lightrl.compat.arguments import one_of
 from lightrl.data.files import one_line
 from lightrl.data.rows import RowError, RowSource, entered
 from lightrl.records import Media
@@ -142,7 +142,7 @@ class MediaSource(RowSource):
                 continue
             if not isinstance(value, int | float) or not 0 < value < float("inf"):
                 raise ValueError(f"{name}.{argument}={value}: must be a number above 0.")
-        if self.media_folder is not None and not user_path("media_folder", self.media_folder).is_dir():
+        if self.media_folder is not None and not Path(self.media_folder).expanduser().is_dir():
             raise ValueError(f"{name}.media_folder={self.media_folder!r}: no such folder (looked from {Path.cwd()}).")
         one_of(f"{name}.on_media_error", self.on_media_error, "error", "drop")
 
@@ -169,8 +169,8 @@ class MediaSource(RowSource):
     def media_root(self) -> Path:
         """Where relative paths start."""
         if self.media_folder is not None:
-            return user_path("media_folder", self.media_folder)
-        local = user_path("path", self.path) if self.path is not None else Path()
+            return Path(self.media_folder).expanduser()
+        local = Path(self.path).expanduser() if self.path is not None else Path()
         return local.parent if local.is_file() else Path()
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from lightrl.compat.arguments import user_path
 from lightrl.data.media import (
     ADDRESSES,
     COLUMNS,
@@ -71,7 +70,7 @@ def load_processor(path: str, tokenizer: PreTrainedTokenizerBase, **kwargs: Any)
         tokenizer: the run's; the processor's own is not used.
         **kwargs: further arguments of `AutoProcessor.from_pretrained`.
     """
-    local = user_path("tokenizer or actor.path", path)
+    local = Path(path).expanduser()
     try:
         config = AutoConfig.from_pretrained(str(local) if local.is_dir() else path, **kwargs)
     except (OSError, ValueError):  # a folder that holds a tokenizer alone

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from datasets import Dataset
 
+from lightrl.compat.arguments import install_command
+
 EVAL_SHARE = 10
 """One question of so many belongs to the evaluation split."""
 
@@ -130,7 +132,7 @@ def gym_dataset(name: str, settings: Mapping[str, Any], seed: int, size: int) ->
         import reasoning_gym
     except ImportError as error:
         raise ValueError(
-            'ReasoningGymRows: the package reasoning-gym is missing. Install "lightrl-llm[reasoning-gym]".'
+            f"ReasoningGymRows: the package reasoning-gym is missing: {install_command('reasoning-gym')}."
         ) from error
     from reasoning_gym.factory import DATASETS
 

@@ -25,7 +25,7 @@ from datasets import (
 )
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightrl.compat.arguments import at_least, one_of, user_path
+from lightrl.compat.arguments import at_least, one_of
 from lightrl.data.files import BUILDERS, PROGRESS_SECONDS, nth_line, one_line, require_readable, suffix_of
 from lightrl.data.tables import VERSION, FileTables, columns_of
 
@@ -105,7 +105,7 @@ class RowSource:
 
     def where(self, row: int) -> str:
         """How messages name a row: source and number, and the line where the source is a JSONL file."""
-        local = None if self.path is None else user_path("path", self.path)
+        local = None if self.path is None else Path(self.path).expanduser()
         line = None
         if local is not None and local.is_file() and "[" not in self.split and not self.streaming:
             line = nth_line(local, row)
@@ -210,7 +210,7 @@ class RowSource:
         return data
 
     def _from_path(self, path: str) -> Any:
-        local = user_path("path", path)
+        local = Path(path).expanduser()
         try:
             local.exists()
         except OSError as error:
@@ -263,7 +263,7 @@ class RowSource:
 
     def _require_readable_files(self) -> None:
         """Names the broken line of a local file; with `load_kwargs` a file may have a form that only they tell."""
-        local = user_path("path", self.path or "")
+        local = Path(self.path or "").expanduser()
         if self.path is None or self.load_kwargs:
             return
         for file in [local] if local.is_file() else sorted(self._files_below(local)) if local.is_dir() else []:

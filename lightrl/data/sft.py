@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
-from lightrl.compat.arguments import at_least, one_of, whole_number
+from lightrl.compat.arguments import at_least, one_of
 from lightrl.data.files import PROGRESS_SECONDS
 from lightrl.data.media import MediaError
 from lightrl.data.processing import ConversationSource, Encoded, MediaProcessor, arranged, encode_prompt, load_processor
@@ -522,7 +522,7 @@ class SFTDataModule(LightningDataModule):
         self.train = train
         self.val = None if val is None else rendered_like(val, train)
         self.batch_size = at_least("batch_size", batch_size, 1)
-        self.seed = whole_number("seed", seed)
+        self.seed = at_least("seed", seed, 0)
         self._loaders: dict[str, SFTLoader] = {}
 
     def setup(self, stage: str) -> None:

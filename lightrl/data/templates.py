@@ -25,7 +25,6 @@ from jinja2 import TemplateError
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lightrl.compat.arguments import user_path
 from lightrl.data.files import one_line
 from lightrl.models.spec import read_chat_template
 from lightrl.models.turns import text_ids
@@ -63,7 +62,7 @@ def load_tokenizer(path: str, *, chat_template: str | None = None, **kwargs: Any
             end-of-sequence token.
     """
     template = None if chat_template is None else read_chat_template(chat_template, "chat_template")
-    local = user_path("tokenizer or actor.path", path)
+    local = Path(path).expanduser()
     if not local.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise ValueError(f"model path {path!r}: there is no such folder (looked from {Path.cwd()}).")
     try:

@@ -30,7 +30,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from lightrl.checkpoints.files import require_written
-from lightrl.compat.arguments import require_model_folder, user_path
+from lightrl.compat.arguments import require_model_folder
 from lightrl.compat.torch import persistent_buffers
 from lightrl.compat.transformers import cached_path, model_class, with_from_config
 from lightrl.models.lora import add_lora
@@ -55,7 +55,7 @@ def require_model(spec: ModelSpec) -> None:
         ValueError: there is no model, or a configuration alone, or files are not those in the folder's `SHA256SUMS`.
     """
     require_model_folder(spec.path)
-    folder = user_path("actor.path", spec.path)
+    folder = Path(spec.path).expanduser()
     read = not spec.random_init and spec.live is None and folder.is_dir()
     if read and not any(file.suffix in WEIGHTS for file in folder.rglob("*")):
         raise ValueError(

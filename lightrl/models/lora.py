@@ -6,13 +6,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightrl.checkpoints.files import require_written
-from lightrl.compat.arguments import install_command, user_path
+from lightrl.compat.arguments import install_command
 from lightrl.compat.deepspeed import whole_parameters
 from lightrl.compat.peft import ADAPTER, REFERENCE, adapter_layers, dequantized, is_linear, lora_parts
 from lightrl.compat.transformers import router_modules
@@ -93,7 +94,7 @@ def _read_adapter(model: Any, folder: str) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    file = user_path("actor.path", str(folder)) / "adapter_model.safetensors"
+    file = Path(folder).expanduser() / "adapter_model.safetensors"
     if not file.is_file():
         raise ValueError(
             f"lora.adapter={folder!r} has no {file.name}: save the adapter again with peft's save_pretrained."

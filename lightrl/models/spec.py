@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightrl.compat.arguments import above, at_least, fraction, one_of, user_path
+from lightrl.compat.arguments import above, at_least, fraction, one_of
 
 Layout = Literal["auto", "padded", "packed", "shared_prefix"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -270,7 +270,7 @@ def read_chat_template(given: str, argument: str) -> str:
 
 def _adapter_config(folder: str) -> dict[str, Any]:
     """`adapter_config.json` of a folder, if it is one of a plain LoRA adapter."""
-    file = user_path("actor.path", str(folder)) / ADAPTER_FILE
+    file = Path(folder).expanduser() / ADAPTER_FILE
     if not file.is_file():
         raise ValueError(f"lora.adapter={folder!r}: give a local folder with {ADAPTER_FILE}, as peft writes it.")
     try:
@@ -296,7 +296,7 @@ def _base_of(adapter: str) -> str:
     """The base that an adapter's folder names."""
     base = _adapter_config(adapter).get("base_model_name_or_path") or ""
     local = base[:1] in (".", "/", "~") or base.count("/") > 1
-    if not base or (local and not user_path("actor.path", base).is_dir()):
+    if not base or (local and not Path(base).expanduser().is_dir()):
         raise ValueError(
             f"Adapter {adapter!r} names the base {base!r}, which is not here. Give the base yourself: "
             f"{{path: BASE, lora: {{adapter: {adapter}}}}}."

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lightrl.compat.arguments import MAX_REWARD, whole_number
+from lightrl.compat.arguments import MAX_REWARD, at_least
 from lightrl.engines.background import BackgroundLoop, in_thread, outcome_of
 from lightrl.rewards.base import RewardError, RewardFn
 from lightrl.rewards.media import MEDIA
@@ -118,7 +118,7 @@ class RewardFunction:
         if any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in parameters):
             raise ValueError(f"reward function {name!r}: takes positional-only arguments; all are passed by keyword.")
         own_limit, label = getattr(function, "max_concurrency", None), f"reward function {name!r}: max_concurrency"
-        self.max_concurrency = whole_number(label, own_limit, 1, or_none="to leave it to the scorer")
+        self.max_concurrency = at_least(label, own_limit, 1, or_none="to leave it to the scorer")
         self.needed_columns = tuple(getattr(function, "needed_columns", ()))
         inner = getattr(function, "func", function)
         self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import httpx
 
-from lightrl.checkpoints.redaction import quoted, redact_text, remember_secret
-from lightrl.compat.arguments import above, at_least, bearer_token, http_url, one_of
+from lightrl.checkpoints.redaction import redact_text, remember_secret
+from lightrl.compat.arguments import above, at_least, bearer_token, one_of
 from lightrl.rewards.base import Reward, RewardError
 
 MOST_ANSWER_BYTES = 64 * 1024 * 1024
@@ -57,7 +57,9 @@ class RetryingReward(Reward):
         on_failure: Literal["error", "skip"] = "error",
     ) -> None:
         owner = type(self).__name__
-        self.url = http_url(f"{owner}.url", url)
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{owner}.url={url!r}: must start with http:// or https://.")
+        self.url = url
         if token_env is not None and not os.environ.get(token_env):
             raise ValueError(f"{owner}: token_env={token_env!r}, but that environment variable is not set.")
         self.token_env = token_env
@@ -97,7 +99,7 @@ class RetryingReward(Reward):
                 continue
             if status < 500 and status not in _RETRIED_STATUS:
                 return self._decoded(status, answer)
-            problem = f"status {status}: {quoted(answer.decode(errors='replace'), 200)}"
+            problem = f"status {status}: {redact_text(answer.decode(errors='replace'))[:200]}"
         message = f"{self.url} did not score {what} in {self.retries + 1} attempts; the last: {problem}"
         if self.on_failure == "error":
             raise ConnectionError(message)
@@ -121,7 +123,7 @@ class RetryingReward(Reward):
         return response.status_code, bytes(answer)
 
     def _decoded(self, status: int, answer: bytes) -> Any:
-        said = quoted(answer.decode(errors="replace"), 200)
+        said = redact_text(answer.decode(errors="replace"))[:200]
         if status != 200:
             hints = {401: " Set token_env.", 403: " Set token_env.", 413: " Send less in one request (batch_size)."}
             raise RewardError(f"{self.url} refused the request with {status}: {said}.{hints.get(status, '')}")

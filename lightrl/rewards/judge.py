@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightrl.compat.arguments import at_least, reward_value
+from lightrl.compat.arguments import at_least
 from lightrl.engines.background import all_of
 from lightrl.rewards.base import RewardError
 from lightrl.rewards.client import RetryingReward
@@ -81,7 +81,7 @@ class GenerativeJudge(RetryingReward):
         self.pattern = TimedPattern("GenerativeJudge", pattern, timeout=1.0)
         if self.pattern.groups != 1:
             raise ValueError(f"GenerativeJudge: pattern={pattern!r} has {self.pattern.groups} groups; one is due.")
-        if not reward_value("GenerativeJudge.low", low) < reward_value("GenerativeJudge.high", high):
+        if not low < high:
             raise ValueError(f"GenerativeJudge: low={low}, high={high}: low must be below high.")
         super().__init__(url, timeout=timeout, concurrency=concurrency, **connection)
         self.fields = _fields(instruction)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from lightrl.compat.arguments import above, at_least, require_packages, reward_value
+from lightrl.compat.arguments import above, at_least, require_packages
 from lightrl.rewards.base import Reward, RewardError
 
 _START_SECONDS = 120.0
@@ -58,7 +58,7 @@ class MathVerify(Reward):
         self.column = column
         self.needed_columns = (column,)
         self.timeout = above("MathVerify.timeout", timeout, note=" seconds")
-        self.timeout_value = reward_value("MathVerify.timeout_value", timeout_value, or_none="for no score")
+        self.timeout_value = timeout_value
         self.max_concurrency = at_least("MathVerify.num_workers", num_workers, 1)
         self._workers = [_Worker() for _ in range(num_workers)]
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # last in, first out: few workers are ever started

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from lightrl.compat.arguments import above, at_least, one_of, reward_value
+from lightrl.compat.arguments import above, at_least, one_of
 from lightrl.rewards.base import Reward, RewardError, RewardSpec, extracted_answer, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
 from lightrl.rewards.extract import EXTRACTORS, Extract, to_number
@@ -65,7 +65,7 @@ class ExactAnswer(Reward):
         self.ignore_case = ignore_case
         self.ignore_whitespace = ignore_whitespace
         self.numeric = numeric
-        self.timeout_value = reward_value("ExactAnswer.timeout_value", timeout_value, or_none="for no score")
+        self.timeout_value = timeout_value
 
     def __call__(
         self, completions: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **columns: Any
@@ -141,7 +141,7 @@ class RegexFormat(Reward):
     ) -> None:
         self.pattern = TimedPattern("RegexFormat", pattern, timeout)
         self.match = one_of("RegexFormat.match", match, "full", "search")
-        self.timeout_value = reward_value("RegexFormat.timeout_value", timeout_value, or_none="for no score")
+        self.timeout_value = timeout_value
 
     def __call__(
         self, completions: Sequence[str], log_metric: Callable[[str, float], None] | None = None
@@ -198,7 +198,7 @@ class RepetitionPenalty(Reward):
 
     def __init__(self, n: int = 3, max_penalty: float = 1.0, unit: Literal["words", "tokens"] = "words") -> None:
         self.n = at_least("RepetitionPenalty.n", n, 1)
-        self.max_penalty = reward_value("RepetitionPenalty.max_penalty", max_penalty)
+        self.max_penalty = max_penalty
         above("RepetitionPenalty.max_penalty", max_penalty)
         self.unit = one_of("RepetitionPenalty.unit", unit, "words", "tokens")
 
@@ -278,15 +278,9 @@ class CosineLength(Reward):
         self.max_concurrency = self.correct.max_concurrency
         self.needed_columns = self.correct.needed_columns
         self.max_tokens = at_least("CosineLength.max_tokens", max_tokens, 1)
-        self.exceed = reward_value("CosineLength.exceed", exceed)
-        self.right = (
-            reward_value("CosineLength.correct_at_zero", correct_at_zero),
-            reward_value("CosineLength.correct_at_max", correct_at_max),
-        )
-        self.wrong = (
-            reward_value("CosineLength.wrong_at_zero", wrong_at_zero),
-            reward_value("CosineLength.wrong_at_max", wrong_at_max),
-        )
+        self.exceed = exceed
+        self.right = (correct_at_zero, correct_at_max)
+        self.wrong = (wrong_at_zero, wrong_at_max)
 
     async def __call__(self, completion_ids: Sequence[Sequence[int]], **rows: Any) -> list[float | None]:
         offered = {name: value for name, value in rows.items() if name not in ("log_metric", "log_extra")}

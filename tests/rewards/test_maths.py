@@ -149,7 +149,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_bad_arguments():
-    for kwargs in ({"timeout": 0}, {"num_workers": 0}, {"timeout_value": 1e30}):
+    for kwargs in ({"timeout": 0}, {"num_workers": 0}):
         with pytest.raises(ValueError, match="MathVerify"):
             MathVerify(**kwargs)
     with pytest.raises(RewardError, match="column='answer' is not in the data set"):

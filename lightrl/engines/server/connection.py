@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrl.checkpoints.redaction import remember_secret
-from lightrl.compat.arguments import above, at_least, bearer_token, http_url, one_of
+from lightrl.compat.arguments import above, at_least, bearer_token, one_of
 from lightrl.engines.background import BackgroundLoop
 from lightrl.engines.server.http import Server, ServerError
 from lightrl.engines.server.protocols import PROTOCOLS
@@ -51,7 +51,8 @@ class Connection:
         if not self.urls or len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ValueError(f"{self.owner}.urls={self.urls}: name at least one server, each once.")
         for url in self.urls:
-            http_url(f"{self.owner}.urls", url)
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{self.owner}.urls={url!r}: must start with http:// or https://.")
         self.protocol = PROTOCOLS[one_of(f"{self.owner}.kind", self.kind, *PROTOCOLS)]()
         above(f"{self.owner}.timeout", self.timeout)
         at_least(f"{self.owner}.start_timeout", self.start_timeout, 0)

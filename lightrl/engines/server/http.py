@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from lightrl.checkpoints.redaction import quoted
+from lightrl.checkpoints.redaction import redact_text
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class ServerError(RuntimeError):
     """A server that is alive answered with an error."""
 
     def __init__(self, url: str, path: str, status: int, text: str) -> None:
-        super().__init__(f"{url}{path} answered {status}: {quoted(text, 500)}")
+        super().__init__(f"{url}{path} answered {status}: {redact_text(text)[:500]}")
         self.status = status
         self.text = text
 
@@ -102,7 +102,7 @@ class Server:
                 task.cancel()
         if response.status_code >= 300:
             if response.status_code >= 500 and not await self.healthy():
-                self.lose(f"{path} answered {response.status_code}: {quoted(response.text, 200)}")
+                self.lose(f"{path} answered {response.status_code}: {redact_text(response.text)[:200]}")
                 raise ServerLostError(f"{self.url}: {self.lost}")
             raise ServerError(self.url, path, response.status_code, response.text)
         try:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Optional
 
 from lightrl.checkpoints.redaction import remember_secret
-from lightrl.compat.arguments import above, at_least, bearer_token, require_packages, whole_number
+from lightrl.compat.arguments import above, at_least, bearer_token, require_packages
 from lightrl.rewards.base import RewardFn, RewardSpec, load_reward, reward_name
 from lightrl.rewards.calls import RewardFunction
 
@@ -73,7 +73,6 @@ def serve_reward(
     for name, limit in {"max_rows": max_rows, "max_bytes": max_bytes, "max_concurrency": max_concurrency}.items():
         at_least(f"serve_reward: {name}", limit, 1)
     above("serve_reward: timeout", timeout, or_none="for no limit")
-    whole_number("serve_reward: port", port, 0)
     require_packages("serve_reward", "server", "fastapi", "uvicorn")
     with _listening(host, port) as listeners:  # before a model loads, which takes long
         function = RewardFunction(*_function(reward, model))
