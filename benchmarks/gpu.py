@@ -30,7 +30,7 @@ from layouts import make_rows
 from scaling import pairs
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lightrl.models.packing.layouts import make_stream
+from lightrl.models.packing.streams import make_stream
 from lightrl.models.policy import PolicyModel
 
 HERE = Path(__file__).parent

@@ -27,7 +27,7 @@ import transformers
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lightrl.models.packing.layouts import make_stream
+from lightrl.models.packing.streams import make_stream
 from lightrl.models.policy import PolicyModel
 
 LAYOUTS = ("padded", "packed", "shared_prefix")

@@ -27,7 +27,7 @@ from layouts import make_rows, run
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lightrl.models import logprobs
-from lightrl.models.packing.layouts import TokenStream, make_stream
+from lightrl.models.packing.streams import TokenStream, make_stream
 from lightrl.models.policy import PolicyModel
 
 

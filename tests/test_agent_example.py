@@ -18,7 +18,7 @@ from examples.endpoint import agent
 from lightrl.cli import run
 from lightrl.environments import ToolEnvironment
 from lightrl.environments.parsing import choose_parser
-from lightrl.models.packing.layouts import make_stream
+from lightrl.models.packing.streams import make_stream
 
 
 @pytest.fixture(scope="module")

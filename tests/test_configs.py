@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from lightrl.cli import run
-from lightrl.models.packing.layouts import make_stream
+from lightrl.models.packing.streams import make_stream
 from tests.toys import quickstart_model
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"

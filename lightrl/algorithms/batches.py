@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms.experience import first_rows, loss_weights
-from lightrl.models.multimodal import told_apart
-from lightrl.models.packing.micro_batches import micro_batches
+from lightrl.models.packing.micro_batches import micro_batches, told_apart
 from lightrl.models.policy import PolicyModel, ValueModel
 from lightrl.models.spec import Layout
 from lightrl.objectives.aggregation import Aggregation

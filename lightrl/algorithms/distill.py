@@ -21,8 +21,9 @@ from lightrl.distributed import strategies
 from lightrl.distributed.reduction import MetricSums
 from lightrl.engines.server.teacher import ServerTeacher
 from lightrl.models.loading import require_model
-from lightrl.models.policy import Lesson, PolicyModel
+from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import ModelSpec
+from lightrl.models.teachers import Lesson
 from lightrl.objectives.divergences import Divergence
 from lightrl.objectives.estimators import AdvantageEstimator, Reinforce
 from lightrl.objectives.kl import KLPenalty

@@ -25,10 +25,9 @@ from lightrl.checkpoints.plugin import first_nonfinite, require_finite
 from lightrl.checkpoints.reading import read_checkpoint, require_optimizer_states
 from lightrl.compat.lightning import begin_table
 from lightrl.distributed import strategies
-from lightrl.models.loading import save_hf_folder
+from lightrl.models.folders import fill_shards, save_hf_folder
 from lightrl.models.lora import named_hf_weights
 from lightrl.models.reward import RewardModel
-from lightrl.models.shards import fill_shards
 from lightrl.models.spec import ModelSpec
 
 Module = TypeVar("Module", bound="SavesPretrained")

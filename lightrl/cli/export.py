@@ -67,7 +67,7 @@ def export(
 
 def _export_model(checkpoint: Mapping[str, Any], folder: Path, what: str, path: str | None) -> None:
     from lightrl.data.templates import load_tokenizer
-    from lightrl.models.loading import save_hf_folder
+    from lightrl.models.folders import save_hf_folder
     from lightrl.models.reward import RewardModel
 
     stored = checkpoint.get("lightrl", {}).get("models", {})

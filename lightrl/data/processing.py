@@ -36,9 +36,7 @@ from lightrl.data.templates import (
     encode,
     render_prompt,
 )
-from lightrl.models.media_tokens import TOKEN_INPUT, placeholder_ids
-from lightrl.models.turns import begins_with_bos
-from lightrl.models.video import video_timing
+from lightrl.models.turns import TOKEN_INPUT, begins_with_bos, placeholder_ids
 from lightrl.records import ImageInputs, Media
 
 VARIABLES = ("template_kwargs", "chat_template_kwargs")
@@ -167,6 +165,8 @@ class MediaProcessor:
         if media.images:
             arguments["images"] = [list(media.images)]
         if media.videos:
+            from lightrl.models.multimodal import video_timing
+
             timings = [video_timing(times) for times in media.video_times]
             arguments["do_sample_frames"] = any(timing.pop("do_sample_frames") for timing in timings)
             arguments["videos"], arguments["video_metadata"] = list(media.videos), timings

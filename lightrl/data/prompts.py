@@ -36,7 +36,7 @@ from lightrl.data.processing import (
 )
 from lightrl.data.rows import RowError, plain_rows, require_columns, shuffled_order
 from lightrl.data.templates import encode, require_text, require_unrendered
-from lightrl.models.media_tokens import TOKEN_INPUT
+from lightrl.models.turns import TOKEN_INPUT
 from lightrl.records import Media, Prompts
 
 MIX_BLOCK = 1000

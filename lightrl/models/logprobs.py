@@ -1,39 +1,34 @@
 """Log-probs and entropies of given tokens from hidden states, without a (tokens, vocabulary) matrix.
 
-Logits are made for a tile of tokens and vocabulary at a time, reduced to running sums, and dropped; the backward pass
-makes them again, tile by tile, and turns them into gradients in place. On a GPU a tile has the whole vocabulary; on a
-CPU it fits into the processor's cache, and the first tiles are kept, since a second matrix product there costs more
-than memory.
-With z = logits / temperature, p = softmax(z) and H the entropy:
+Logits are computed for a tile of tokens and vocabulary at a time, reduced to running sums, and dropped. The backward
+pass computes them again and turns them into gradients in place. On a GPU a tile has the whole vocabulary; on a CPU it
+fits the processor's cache, and the first tiles are kept, since a second matrix product costs more than memory there.
+With z = logits / temperature, p = softmax(z), and H the entropy:
 
     d logprob(y) / dz_j = [j = y] - p_j          d H / dz_j = -p_j (log p_j + H)
 
-Logits have the dtype of the head's weight, as in inference engines, but on CUDA, whose products come out in float32;
-everything after them is float32.
-It differs from fused cross-entropy kernels (Liger, https://arxiv.org/abs/2410.10989; Cut Cross-Entropy,
-https://arxiv.org/abs/2411.09009) in that it needs nothing but matrix products, has the entropy with its gradient, and
+Logits have the dtype of the head's weight, as in inference engines, except on CUDA, whose products are float32;
+everything after them is float32. Unlike fused cross-entropy kernels (Liger, https://arxiv.org/abs/2410.10989; Cut
+Cross-Entropy, https://arxiv.org/abs/2411.09009), this uses plain matrix products, differentiates the entropy, and
 leaves the loss to the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 from lightrl.compat.arguments import above
-from lightrl.records import Support, TopTokens
+from lightrl.records import Support
 
 CHUNK_ELEMENTS = 1 << 26  # logits that live at once: 256 MiB in float32
 CUDA_CHUNK_ELEMENTS = 1 << 28  # on CUDA, where each tile reads the whole weight: 1 GiB
 CACHE_ELEMENTS, CACHE_TOKENS = 1 << 19, 1024  # on a CPU: 2 MiB, and fewest tokens that keep matrix products fast
-DIVERGENCE_ELEMENTS = 1 << 24  # logits of either model while distributions are compared; four times that on CUDA
-CUT = -1e9  # the logit of a word that was cut: finite, since 0 times infinity would be in entropies
+CUT = -1e9  # the logit of a word outside the support: finite, since entropies would have 0 times infinity
 KEPT_ELEMENTS = 3 << 25  # on a CPU, logits that are kept for the backward pass: 384 MiB in float32
 
 
@@ -72,15 +67,15 @@ def chunked_logprobs(
         hidden: (M, D), what the head reads.
         weight: (V, D). bias: (V,) or None.
         targets: (M,) int64 in [0, V).
-        temperature: above 0.
-        entropy: whether the entropy is wanted too.
-        logit_map: what happens to logits before the temperature.
-        support: M entries, the words over which each softmax is taken; None takes all words for all tokens.
-        chunk_elements: most elements of a tile, half of it where entropies need a second buffer; on a CPU 2^19 at most.
-            None: 2^28 on CUDA, 2^26 elsewhere.
+        temperature: Above 0.
+        entropy: Whether to compute entropies.
+        logit_map: Applied to logits before the temperature.
+        support: M entries, the words over which each softmax is taken; None takes all words.
+        chunk_elements: Maximum size of a tile, halved if there are entropies; defaults to 2^28 on CUDA, 2^26 elsewhere,
+            and is at most 2^19 on a CPU.
 
     Returns:
-        (M,) float32 log-probs and (M,) float32 entropies in nats or None; exact gradients for hidden, weight and bias.
+        (M,) float32 log-probs and (M,) float32 entropies in nats or None; exact gradients for hidden, weight, and bias.
 
     Raises:
         ValueError: temperature is not above 0.
@@ -109,11 +104,11 @@ def _tile_size(tokens: int, vocabulary: int, limit: int, narrowest: int) -> tupl
     return max(1, rows), max(1, min(vocabulary, limit // max(1, rows)))
 
 
-def _chunks(total: int, size: int) -> Iterator[slice]:
+def chunks(total: int, size: int) -> Iterator[slice]:
     return (slice(i, min(i + size, total)) for i in range(0, total, size))
 
 
-class _Tiles:
+class Tiles:
     """Logits of a tile of tokens and vocabulary at a time, in one buffer that is reused."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: Any) -> None:
@@ -122,17 +117,16 @@ class _Tiles:
         self.bias = bias
         self.targets = targets
         self.temperature, self.logit_map, (self.tokens, self.words), self.support = settings
-        self.offsets = [] if self.support is None else [0, *self.support.counts.cumsum(0).tolist()]
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
         dtype = self.wide if _has_wide_products(hidden) else hidden.dtype
         self.memory = hidden.new_empty(self.tokens * self.words, dtype=dtype)
         self.kept: dict[tuple[int, int], Tensor] = {}
 
     def rows(self) -> Iterator[slice]:
-        return _chunks(len(self.hidden), self.tokens)
+        return chunks(len(self.hidden), self.tokens)
 
     def columns(self) -> Iterator[slice]:
-        return _chunks(len(self.weight), self.words)
+        return chunks(len(self.weight), self.words)
 
     def logits(self, rows: slice, words: slice) -> Tensor:
         """Scaled logits, float32 or wider, valid until the next call; the caller may change them."""
@@ -161,14 +155,10 @@ class _Tiles:
         elif scale != self.temperature:
             z.mul_(scale / self.temperature)
         if self.support is not None:
-            self.cut(z, rows, words, self.support)
+            z.masked_fill_(outside_support(self.support, rows, words), CUT)
         if keep:
             self.kept[rows.start, words.start] = z
         return z
-
-    def cut(self, z: Tensor, rows: slice, words: slice, support: Support) -> None:
-        """Masks the logits outside of the support, in place."""
-        z.masked_fill_(_outside(support, self.offsets, rows, words), CUT)
 
     def places(self, rows: slice, words: slice) -> tuple[Tensor, Tensor]:
         """(C, 1) columns of the targets, and whether they lie in the tile at all."""
@@ -177,10 +167,10 @@ class _Tiles:
         return place.clamp(0, last), (place >= 0) & (place <= last)
 
 
-def _outside(support: Support, offsets: list[int], rows: slice, words: slice) -> Tensor:
-    """(C, W) bool, True outside of each token's support, for a tile; `offsets` are where ids begin."""
-    counts = support.counts[rows]
-    ids = support.ids[offsets[rows.start] : offsets[rows.stop]].long()
+def outside_support(support: Support, rows: slice, words: slice) -> Tensor:
+    """(C, W) bool, True outside of each token's support, for a tile."""
+    counts, before = support.counts[rows], int(support.counts[: rows.start].sum())
+    ids = support.ids[before : before + int(counts.sum())].long()
     owners = torch.repeat_interleave(torch.arange(len(counts), device=ids.device), counts)
     inside = (ids >= words.start) & (ids < words.stop)
     outside = (counts > 0)[:, None].repeat(1, words.stop - words.start)
@@ -218,7 +208,7 @@ class _Chunked(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
         entropy: bool, keep: int, settings: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        tiles = _Tiles(hidden, weight, bias, targets, settings)
+        tiles = Tiles(hidden, weight, bias, targets, settings)
         picked, lse, entropies = (torch.zeros(len(hidden), dtype=tiles.wide, device=hidden.device) for _ in range(3))
         memory = torch.empty(len(tiles.memory), dtype=tiles.wide, device=hidden.device) if entropy else None
         for rows in tiles.rows():
@@ -246,7 +236,7 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, bias, targets, lse, entropies, *kept = ctx.saved_tensors
-        tiles = _Tiles(hidden, weight, bias, targets, ctx.settings)
+        tiles = Tiles(hidden, weight, bias, targets, ctx.settings)
         tiles.kept = dict(zip(ctx.places, kept, strict=True))
         g = torch.zeros_like(lse) if grad_logprob is None else grad_logprob
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -351,119 +341,11 @@ def _logit_gradient(
     return dz if slope is None else dz.mul_(slope)
 
 
-# ---- whole distributions -----------------------------------------------------------------------------------------
-
-
-class TeacherStates(NamedTuple):
-    """A teacher's full distribution at M tokens, kept as the input of its head to save memory.
-
-    Attributes:
-        hidden: (M, D'), what its head reads.
-        weight: (V', D'). bias: (V',) or None.
-        logit_map: as of `chunked_logprobs`.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    logit_map: LogitMap
-
-
-def chunked_divergence(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    teacher: TeacherStates | TopTokens,
-    divergence: Callable[[Tensor, Tensor], Tensor],
-    *,
-    temperature: float = 1.0,
-    logit_map: LogitMap = LogitMap(),  # noqa: B008 - an immutable tuple
-    support: Support | None = None,
-    chunk_elements: int | None = None,
-) -> Tensor:
-    """A divergence between the student's and a teacher's distribution at each of M tokens, over the vocabulary.
-
-    Logits of some tokens at a time are made, used and dropped, and made again in the backward pass. Where the heads
-    have different numbers of words, both distributions are over those that both have. Against `TopTokens` it is the
-    divergence over K + 1 outcomes, each of the teacher's top words and "any other", which is never above the whole
-    one and 0 where the student gives those K words the teacher's probabilities.
-
-    Args:
-        hidden, weight, bias, temperature, logit_map, support: as of `chunked_logprobs`; temperature and support are
-            the teacher's too.
-        teacher: of the same M tokens; without graph.
-        divergence: (C, W) log-probs of student and teacher to (C,), differentiable in the first.
-        chunk_elements: most logits that live at once for either model; 2^26 on CUDA, 2^24 elsewhere where None.
-
-    Returns:
-        (M,) float32, with exact gradients for hidden, weight and bias. Logits have the dtype of the head's weight.
-    """
-    device = hidden.device.type
-    if chunk_elements is None:
-        chunk_elements = DIVERGENCE_ELEMENTS << 2 if device == "cuda" else DIVERGENCE_ELEMENTS
-    offsets = [] if support is None else [0, *support.counts.cumsum(0).tolist()]
-    words = len(weight) if isinstance(teacher, TopTokens) else min(len(weight), len(teacher.weight))
-
-    def distribution(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_map: LogitMap, rows: slice) -> Tensor:
-        z = F.linear(hidden, weight[:words], None if bias is None else bias[:words])
-        z = z.to(torch.promote_types(z.dtype, torch.float32)) * logit_map.scale
-        if logit_map.cap:
-            z = torch.tanh(z / logit_map.cap) * logit_map.cap
-        z = z / temperature
-        if support is not None:
-            z = z.masked_fill(_outside(support, offsets, rows, slice(0, words)), CUT)
-        return z.log_softmax(-1)
-
-    def part(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
-        own = distribution(hidden, weight, bias, logit_map, rows)
-        if isinstance(teacher, TopTokens):
-            return divergence(_with_rest(own.gather(1, teacher.ids[rows])), _with_rest(teacher.logprobs[rows]))
-        with torch.no_grad():
-            theirs = distribution(teacher.hidden[rows], teacher.weight, teacher.bias, teacher.logit_map, rows)
-        return divergence(own, theirs)
-
-    chunks = _chunks(len(hidden), max(1, chunk_elements // words))
-    return torch.cat([checkpoint(part, hidden[c], weight, bias, c, use_reentrant=False) for c in chunks])
-
-
-def _with_rest(logprobs: Tensor) -> Tensor:
-    """(C, K) log-probs of some tokens, followed by that of all others together: (C, K + 1)."""
-    others = 1.0 - logprobs.exp().sum(-1, keepdim=True)
-    return torch.cat([logprobs, others.clamp(min=torch.finfo(others.dtype).eps).log()], -1)
-
-
-@torch.no_grad()
-def chunked_top(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    count: int,
-    *,
-    temperature: float = 1.0,
-    logit_map: LogitMap = LogitMap(),  # noqa: B008 - an immutable tuple
-    support: Support | None = None,
-    chunk_elements: int | None = None,
-) -> TopTokens:
-    """The `count` most likely tokens at each of M positions; arguments as of `chunked_logprobs`."""
-    dtype = weight.dtype
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-    size = max(1, (chunk_elements or CHUNK_ELEMENTS) // len(weight)), len(weight)
-    settings = temperature, logit_map, size, support
-    tiles = _Tiles(hidden.to(dtype), weight.to(dtype), bias, torch.zeros(0), settings)
-    parts = []
-    for rows in tiles.rows():
-        z = tiles.logits(rows, slice(0, len(weight)))
-        parts.append(torch.topk(z.log_softmax(-1), count))
-    return TopTokens(torch.cat([p.indices for p in parts]), torch.cat([p.values for p in parts]))
-
-
 class TokenHead(nn.Linear):
-    """A language head that returns log-probs where it is given targets, and logits where it is not.
+    """A language head that returns log-probs if called with targets, and logits otherwise.
 
-    An existing `nn.Linear` becomes one by changing its class, so its parameter, its name, its tying to the embedding
-    and the hooks that sharding strategies put on it stay. All use of the weight happens inside this module's call:
-    that is where ZeRO-3 gathers it (FSDP2 has it gathered throughout the root's forward).
+    An existing `nn.Linear` becomes one by changing its class, which keeps its parameter, name, tying, and hooks. The
+    weight is used inside this module's call only: that is where ZeRO-3 gathers it.
     """
 
     def forward(  # type: ignore[override]
@@ -471,24 +353,21 @@ class TokenHead(nn.Linear):
         hidden: Tensor,
         targets: Tensor | None = None,
         *,
-        teacher: TeacherStates | TopTokens | None = None,
+        teacher: Any = None,
         top: int | None = None,
         **settings: Any,
     ) -> Any:
-        """Logits of (..., D), or what a function of this file returns.
+        """Logits of (..., D) hidden states; of (M, D) with `targets`, `teacher`, or `top` the result of
+        `chunked_logprobs`, `chunked_divergence`, or `chunked_top`, whose other arguments are `settings`."""
+        if targets is not None:
+            return chunked_logprobs(hidden, self.weight, self.bias, targets, **settings)
+        if teacher is None and top is None:
+            return super().forward(hidden)
+        from lightrl.models.teachers import chunked_divergence, chunked_top
 
-        Args:
-            hidden: (..., D); (M, D) with another argument.
-            targets: (M,), for `chunked_logprobs`. teacher: for `chunked_divergence`. top: the count of `chunked_top`.
-            settings: the other arguments of that function.
-        """
         if teacher is not None:
             return chunked_divergence(hidden, self.weight, self.bias, teacher, **settings)
-        if top is not None:
-            return chunked_top(hidden, self.weight, self.bias, top, **settings)
-        if targets is None:
-            return super().forward(hidden)
-        return chunked_logprobs(hidden, self.weight, self.bias, targets, **settings)
+        return chunked_top(hidden, self.weight, self.bias, int(top or 0), **settings)
 
 
 def install_head(lm: Any) -> None:

@@ -25,7 +25,7 @@ Gather = Callable[[Tensor], AbstractContextManager[Tensor]]
 def add_lora(model: Any, spec: LoraSpec) -> None:
     """Puts adapters into `model` in place; afterwards only they require gradients.
 
-    peft's injection is used rather than its wrapper class, so the model keeps its type and its parameter names.
+    peft's injection is used instead of its wrapper class, so the model keeps its type and its parameter names.
 
     Raises:
         ValueError: peft is not installed, no layer matches `target_modules`, or `adapter` has other tensors.
@@ -41,7 +41,7 @@ def add_lora(model: Any, spec: LoraSpec) -> None:
         if not is_linear(layer):
             raise ValueError(
                 f"lora.target_modules={spec.target_modules!r}: {name.removesuffix('.base_layer')} is not a linear "
-                "layer. Name those that are; of a mixture of experts they are those of its attention, as a rule."
+                "layer. Use linear layers; in a mixture of experts those of its attention."
             )
     if spec.adapter is not None:
         _read_adapter(model, spec.adapter)
@@ -68,7 +68,7 @@ def _inject(model: nn.Module, spec: LoraSpec, name: str) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ValueError(f"lora=... needs the package peft: {install_command('peft')}.") from error
+        raise ValueError(f"lora: needs the package peft. Run {install_command('peft')}.") from error
     config = LoraConfig(
         r=spec.r,
         lora_alpha=spec.alpha,
@@ -83,37 +83,29 @@ def _inject(model: nn.Module, spec: LoraSpec, name: str) -> None:
         except ValueError as error:
             linear = {path.rpartition(".")[2] for path, part in model.named_modules() if isinstance(part, nn.Linear)}
             raise ValueError(
-                f"lora.target_modules={spec.target_modules!r}: {str(error).partition('. ')[0]}. Linear layers are "
+                f"lora.target_modules={spec.target_modules!r}: {str(error).partition('. ')[0]}. Use some of "
                 f"{', '.join(sorted(linear))}."
             ) from error
 
 
 @torch.no_grad()
 def _read_adapter(model: Any, folder: str) -> None:
-    """Copies the tensors of a peft folder into the adapter; those of a language model also into its backbone."""
-    from safetensors import SafetensorError
+    """Copies the tensors of a peft folder into the adapter; a language model's also fit its backbone."""
     from safetensors.torch import load_file
 
     file = Path(folder).expanduser() / "adapter_model.safetensors"
     if not file.is_file():
-        raise ValueError(
-            f"lora.adapter={folder!r} has no {file.name}: save the adapter again with peft's save_pretrained."
-        )
+        raise ValueError(f"lora.adapter={folder!r}: has no {file.name}. Save it again with peft's save_pretrained.")
     own = {n.replace(f".{ADAPTER}.", "."): p for n, p in model.named_parameters() if ".lora_" in n}
     require_written(file.parent, f"lora.adapter={folder!r}")
-    try:
-        given = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(file).items()}
-    except SafetensorError as error:
-        raise ValueError(
-            f"lora.adapter={folder!r}: {file.name} is cut off or damaged ({error}): copy or export it again."
-        ) from error
+    given = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(file).items()}
     if not own.keys() & given.keys():
         given = {name.removeprefix(f"{model.base_model_prefix}."): tensor for name, tensor in given.items()}
     wrong = sorted(own.keys() ^ given.keys()) or [n for n, p in own.items() if p.shape != given[n].shape]
     if wrong:
         raise ValueError(
-            f"lora.adapter={folder!r} does not fit the model: {len(wrong)} tensors are missing, unknown or of another "
-            f"shape, such as {wrong[0]}. Give the base that it was trained on as `path`."
+            f"lora.adapter={folder!r}: does not fit the model ({len(wrong)} missing, unknown, or misshapen tensors, "
+            f"such as {wrong[0]}). Set `path` to the base that it was trained on."
         )
     for name, parameter in own.items():
         parameter.copy_(given[name])
@@ -121,14 +113,14 @@ def _read_adapter(model: Any, folder: str) -> None:
 
 @contextmanager
 def as_reference(model: nn.Module) -> Iterator[None]:
-    """Runs `model` as the reference of a LoRA run: with what `keep_reference` kept, or else without an adapter.
+    """Runs `model` as the reference of a LoRA run: with the adapter of `keep_reference`, or without one.
 
     Raises:
-        ValueError: the model has no adapter, so that this would be the policy itself.
+        ValueError: The model has no adapter, so that this would be the policy itself.
     """
     layers = list(adapter_layers(model).values())
     if not layers:
-        raise ValueError("as_reference: the model has no LoRA adapter; a full model needs a reference of its own.")
+        raise ValueError("as_reference: the model has no LoRA adapter. Use a separate reference model.")
     trained = [[p.requires_grad for p in layer.parameters()] for layer in layers]
     for layer in layers:
         if lora_parts(layer, REFERENCE) is not None:
@@ -151,17 +143,17 @@ def named_hf_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of the policy's language model under its Hugging Face name, LoRA merged, one at a time.
 
-    The module is not changed: `W + alpha / r * B A` is computed for one layer, handed out, and dropped. Tied
-    parameters come once, under the name they have first. A value head is not among them.
+    `W + alpha / r * B A` is computed for one layer at a time; the module is not changed. Tied parameters come once,
+    under their first name. A value head is left out.
 
     Args:
-        policy: a `PolicyModel` (anything with `lm`).
-        gather: gives a context manager around the full tensor of a sharded parameter; None for unsharded ones.
-            Collective where it is: every rank must iterate to the end.
-        trained_only: leave out what cannot have changed, frozen parameters without an adapter.
+        policy: A `PolicyModel` (anything with `lm`).
+        gather: Gives a context manager around the full tensor of a sharded parameter; None for unsharded ones. If it is
+            collective, every rank must iterate to the end.
+        trained_only: Leave out what cannot have changed: frozen parameters without an adapter.
 
     Yields:
-        (name, full tensor). The tensor may be a parameter itself and is valid until the next one is asked for.
+        (name, full tensor). The tensor may be a parameter itself and is valid until the next one is requested.
     """
     gather = gather or nullcontext
     layers = adapter_layers(policy.lm)
@@ -198,7 +190,7 @@ def adapter_config(policy: Any, spec: LoraSpec) -> dict[str, Any]:
 
 @torch.no_grad()
 def named_adapter_weights(policy: Any, gather: Gather | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of the policy's adapter under peft's name, one at a time; arguments as of `named_hf_weights`."""
+    """Every parameter of the policy's adapter under peft's name, one at a time; arguments: `named_hf_weights`."""
     gather = gather or nullcontext
     for name, parameter in policy.lm.named_parameters():
         if ".lora_" in name and f".{ADAPTER}." in name:

@@ -1,15 +1,14 @@
-"""The policy and the critic: (B, T) tensors in, (B, T) tensors out, whatever goes on inside.
+"""The policy and the critic: (B, T) tensors in, (B, T) tensors out.
 
-Everything is computed inside `forward`: FSDP2 shards these wrappers as roots, ZeRO-3 gathers parameters in module
-calls, and nothing reaches into a sharded model from outside.
+Everything is computed inside `forward`: FSDP2 shards these wrappers as roots, and ZeRO-3 gathers parameters in module
+calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,53 +17,23 @@ from lightrl.compat.deepspeed import whole_parameters
 from lightrl.compat.transformers import block_class_names, router_modules
 from lightrl.models.backbone import Backbone, BackboneOutput
 from lightrl.models.loading import load_backbone, load_causal_lm
-from lightrl.models.logprobs import LogitMap, TeacherStates, install_head
-from lightrl.models.lora import as_reference
+from lightrl.models.logprobs import LogitMap, install_head
 from lightrl.models.spec import Layout, ModelSpec
-from lightrl.records import HostRows, Routes, Support, TopTokens
+from lightrl.records import HostRows, Routes, Support
 
-
-@dataclass
-class Lesson:
-    """A teacher's distribution at some tokens of a (B, T) batch.
-
-    Attributes:
-        targets: (N,) int64, flat indices (row times T plus column) of these tokens; each once.
-        states: for these N tokens, in that order: the full distribution, or the top-k tokens.
-    """
-
-    targets: Tensor
-    states: TeacherStates | TopTokens
-
-    def among(self, targets: Tensor, size: int) -> tuple[Tensor, TeacherStates | TopTokens]:
-        """The part for those of (M,) `targets` that it covers.
-
-        Args:
-            targets: (M,) int64, each once. size: B times T.
-
-        Returns:
-            (n,) their indices among the M, and their distributions.
-        """
-        place = targets.new_full((size,), -1)
-        place[self.targets] = torch.arange(len(self.targets), device=targets.device)
-        found = place[targets]
-        here = (found >= 0).nonzero().squeeze(1)
-        rows = found[here]
-        states = self.states
-        if isinstance(states, TopTokens):
-            return here, TopTokens(states.ids[rows], states.logprobs[rows])
-        return here, states._replace(hidden=states.hidden[rows])
+if TYPE_CHECKING:
+    from lightrl.models.teachers import Lesson
 
 
 class PolicyOutput(NamedTuple):
-    """What a policy knows about given tokens; all float32, 0 off the response mask.
+    """Scores of given tokens, all float32, 0 off the response mask.
 
     Attributes:
         logprobs: (B, T) log-probability of each response token under the sampling distribution.
         entropy: (B, T) entropy in nats of the distribution each was drawn from; None if not asked for.
         values: (B, T) value of the state before each response token; None if not asked for.
-        aux_loss: scalar load-balancing loss of a mixture of experts; None for other models.
-        divergence: (B, T) how far the distribution of each response token is from its teacher's; None without lessons.
+        aux_loss: Scalar load-balancing loss of a mixture of experts; None for other models.
+        divergence: (B, T) divergence of each response token's distribution from its teacher's; None without lessons.
     """
 
     logprobs: Tensor
@@ -75,13 +44,13 @@ class PolicyOutput(NamedTuple):
 
 
 class _StreamModel(nn.Module):
-    """What policy and critic share: a backbone that runs (B, T) rows as a stream of tokens."""
+    """A model with a backbone that runs (B, T) rows as a stream of tokens."""
 
     _backbone: Backbone
 
     @property
     def layout(self) -> Layout:
-        """The layout in use: the one that was asked for, or padded where the model supports no other."""
+        """The layout in use: the requested one, or padded if the model supports no other."""
         return self._backbone.layout
 
     def spread(self, group: Any) -> None:
@@ -93,12 +62,12 @@ class PolicyModel(_StreamModel):
     """A causal language model that scores tokens.
 
     Args:
-        lm: from `load_causal_lm`; its head becomes a `TokenHead`.
-        value_head: put a linear critic on the same backbone.
-        layout, cpu_kernels: see `ModelSpec`.
+        lm: From `load_causal_lm`; its head becomes a `TokenHead`.
+        value_head: Put a linear critic on the same backbone.
+        layout, cpu_kernels: See `ModelSpec`.
 
     Raises:
-        ValueError: the head is not linear, or an explicit layout that the model cannot run.
+        ValueError: The head is not linear, or the model cannot run an explicit layout.
     """
 
     def __init__(
@@ -117,7 +86,7 @@ class PolicyModel(_StreamModel):
     def from_spec(
         cls, spec: ModelSpec, *, trainable: bool, in_shards: bool = False, value_head: bool = False
     ) -> PolicyModel:
-        """Loads a language model; `trainable` and `in_shards` as of `load_causal_lm`."""
+        """Loads a language model; arguments: `load_causal_lm`."""
         lm = load_causal_lm(spec, trainable=trainable, in_shards=in_shards)
         return cls(lm, value_head=value_head, layout=spec.layout, cpu_kernels=spec.cpu_kernels)
 
@@ -143,26 +112,25 @@ class PolicyModel(_StreamModel):
         Args:
             token_ids: (B, T) int64, right-padded.
             attention_mask: (B, T) bool.
-            response_mask: (B, T) bool; a token at 0 has nothing before it and gets 0.
-            group_ids: (B,) int64; with any, rows may share the computation of what they begin with alike, also those of
-                different groups. None shares nothing.
-            host: the same four in host memory, so that planning does not wait for the device; None reads them.
-            temperature: of the sampling distribution, above 0.
-            entropy: whether to compute entropies.
-            values: whether to read the value head.
+            response_mask: (B, T) bool; token 0 has nothing before it and gets 0.
+            group_ids: (B,) int64; None shares no prefixes; otherwise rows of all groups may share them.
+            host: The same four in host memory, so that planning does not wait for the device; None reads them.
+            temperature: Of the sampling distribution, above 0.
+            entropy: Compute entropies.
+            values: Read the value head.
             inputs: B dictionaries of further model inputs, `{}` for text.
-            supports: B times what the row's tokens were drawn from, as in `Rollouts`: log-probs and entropies are those
-                of the distribution over it. None, or none at all, means the whole vocabulary.
-            routes: B times the experts that the row's tokens are to go to, as in `Rollouts`. None, or none at all,
-                leaves the choice to the routers.
-            lessons: teachers' distributions at response tokens, each of which is in one lesson at most.
-            divergence: from the lessons, see `chunked_divergence`.
+            supports: B supports of the tokens' distributions, as in `Rollouts`; log-probs and entropies are those over
+                the support. None, or an empty sequence, is the whole vocabulary.
+            routes: B records of the experts to use, as in `Rollouts`. None, or an empty sequence, leaves the choice to
+                the routers.
+            lessons: Teachers' distributions at response tokens, each in at most one lesson.
+            divergence: From the lessons, see `chunked_divergence`.
 
         Raises:
             ValueError: `values` without a value head, rows that are not right-padded, or a bad temperature.
         """
         if values and self.value_head is None:
-            raise ValueError("values=True: this policy has no value head; build it with value_head=True.")
+            raise ValueError("values=True: this policy has no value head. Build it with value_head=True.")
         if not self._checked:
             self._checked = True
             self._backbone.check_logits(self.lm, self.logit_map)
@@ -191,14 +159,12 @@ class PolicyModel(_StreamModel):
 
     @torch.no_grad()
     def teach(self, rows: Any, top: int | None = None) -> Lesson:
-        """The model's distribution at the response tokens of some rows, as their teacher.
+        """The model's distribution at the response tokens of B rows (`Experience` or `Rollouts`), as their teacher.
 
-        The whole distribution is handed out as the head's input and the head itself, so no strategy may shard it.
-
-        Args:
-            rows: B rows, an `Experience` or `Rollouts`.
-            top: k of its top-k tokens; None takes the full distribution.
+        `top` asks for the top-k tokens only. The full distribution contains the head itself, so it must not be sharded.
         """
+        from lightrl.models.teachers import Lesson, TeacherStates
+
         out = self._backbone(
             rows.token_ids, rows.attention_mask, rows.response_mask, rows.group_ids, rows.inputs, rows.host_rows()
         )
@@ -211,7 +177,7 @@ class PolicyModel(_StreamModel):
     def _head_settings(
         self, out: BackboneOutput, supports: Sequence[Support | None], temperature: float, here: Tensor | None = None
     ) -> dict[str, Any]:
-        """What the head needs to know of the sampling distribution of the tokens, or of those `here`."""
+        """Settings of the tokens' sampling distribution, or of those `here`."""
         targets = out.targets if here is None else out.targets[here]
         support = Support.at(supports, targets, out.shape[1]) if supports else None
         return {"temperature": temperature, "logit_map": self.logit_map, "support": support}
@@ -222,7 +188,7 @@ class PolicyModel(_StreamModel):
         return bool(router_modules(self.lm))
 
     def agreed_routes(self, token_ids: Tensor) -> list[Routes | None]:
-        """Arbitrary experts for (B, T) tokens, always the same ones: the canary asks engine and trainer with them."""
+        """Arbitrary experts for (B, T) tokens, always the same ones, to compare engine and trainer with."""
         return [Routes(experts) for experts in self._backbone.routers.arbitrary(*token_ids.shape)]
 
     def blocks(self) -> list[nn.Module]:
@@ -230,17 +196,14 @@ class PolicyModel(_StreamModel):
         return transformer_blocks(self.lm)
 
     def as_reference(self) -> AbstractContextManager[None]:
-        """Context in which the policy is the reference of a LoRA run: its base, or with the adapter it began with."""
+        """Context in which the policy is the reference of a LoRA run: its base, or with the adapter it started with."""
+        from lightrl.models.lora import as_reference
+
         return as_reference(self.lm)
 
 
 class ValueModel(_StreamModel):
-    """A critic with its own backbone.
-
-    Args:
-        backbone: from `load_backbone`.
-        layout, cpu_kernels: see `ModelSpec`.
-    """
+    """A critic with its own backbone, from `load_backbone`; `layout` and `cpu_kernels` as in `ModelSpec`."""
 
     def __init__(self, backbone: Any, *, layout: Layout = "auto", cpu_kernels: bool | None = None) -> None:
         super().__init__()

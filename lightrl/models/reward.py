@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 from lightrl.compat.arguments import at_least, one_of, require_model_folder
 from lightrl.models.backbone import Backbone
 from lightrl.models.loading import load_scalar, require_vocabulary
-from lightrl.models.multimodal import told_apart
-from lightrl.models.packing.micro_batches import micro_batches
+from lightrl.models.packing.micro_batches import micro_batches, told_apart
 from lightrl.models.policy import read_values, transformer_blocks
 from lightrl.models.spec import Layout, ModelSpec, read_chat_template
 from lightrl.models.turns import text_ids
@@ -27,25 +26,23 @@ class RewardModelSpec:
     """A frozen reward model.
 
     Args:
-        name: under which its rewards are logged; letters, digits and underscores.
-        path: folder or hub name of a sequence-classification model with one label; one for images and text has the
-            parts of a text model's, a backbone `model` and a linear layer `score` (see `scalar_class`).
-        weight: its reward's weight in the sum.
-        dtype: of the weights; null is float32, bfloat16 halves the memory.
-        tokenizer: "own" scores text with the tokenizer of the model's folder; "policy" scores the policy's token ids as
-            they are, with the pixels that its processor made, which is right only where both share a vocabulary. Rows
-            with images need "policy".
+        name: For its metrics; letters, digits, and underscores.
+        path: Model directory or ID of a sequence-classification model with one label; one for images and text has a
+            backbone `model` and a linear layer `score` (see `scalar_class`).
+        weight: Of its reward in the sum.
+        dtype: Of the weights; null is float32, bfloat16 halves the memory.
+        tokenizer: "own" scores text with the model's tokenizer; "policy" scores the policy's token IDs and pixels as
+            they are, which is right only if both share a vocabulary. Rows with images need "policy".
         chat_template: Jinja text, or a file of it, that the own tokenizer renders [user: prompt, assistant: completion]
             with; "default" is the tokenizer's; null scores prompt + completion as plain text.
-        max_length: longest text in tokens; longer ones lose their beginning. null is the model's limit.
-        layout, long_rope: see `ModelSpec`.
-        kwargs: further arguments of `from_pretrained`.
-        labels: rows with one of these in `label_column` are scored, others are left as the functions scored them,
-            as recipes do for functions; null scores all.
-        label_column: data-set column that holds the label.
+        max_length: Maximum text length in tokens; longer texts lose their start. null is the model's limit.
+        layout, long_rope: See `ModelSpec`.
+        kwargs: Further arguments of `from_pretrained`.
+        labels: Score only rows with one of these in `label_column`; null scores all.
+        label_column: Dataset column with the label.
 
     Raises:
-        ValueError: a value is not one of those above.
+        ValueError: A value is not one of those above.
     """
 
     name: str
@@ -63,26 +60,22 @@ class RewardModelSpec:
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
-            raise ValueError(f"reward_models.name={self.name!r}: must consist of letters, digits and underscores.")
+            raise ValueError(f"reward_models.name={self.name!r}: is not a name. Use letters, digits, and underscores.")
         at_least(f"reward_models.{self.name}.weight", self.weight, float("-inf"))
         one_of("reward_models.tokenizer", self.tokenizer, "own", "policy")
         if self.chat_template not in (None, "default"):
             self.chat_template = read_chat_template(str(self.chat_template), f"reward_models.{self.name}.chat_template")
         if self.tokenizer == "policy" and self.chat_template is not None:
-            raise ValueError("reward_models.chat_template renders text, tokenizer='policy' scores token ids: drop one.")
+            raise ValueError("reward_models.chat_template: tokenizer='policy' scores token IDs. Remove one of them.")
 
     def applies(self, columns: Mapping[str, Sequence[Any]]) -> list[bool] | None:
-        """Which rows it scores, by their columns; None for all.
-
-        Raises:
-            ValueError: `labels` is given and the data has no `label_column`.
-        """
+        """Which rows it scores, by their columns; None for all."""
         if self.labels is None:
             return None
         if self.label_column not in columns:
             raise ValueError(
-                f"reward_models.{self.name}.labels={self.labels} needs the column "
-                f"label_column={self.label_column!r}; the data has {sorted(columns)}."
+                f"reward_models.{self.name}.label_column={self.label_column!r}: the data has no such column. Use one "
+                f"of {sorted(columns)}."
             )
         return [label in self.labels for label in columns[self.label_column]]
 
@@ -91,13 +84,13 @@ class RewardModel(nn.Module):
     """Scores whole sequences.
 
     Args:
-        model: a sequence-classification model with one label.
-        tokenizer: for `score_texts`; None scores token ids only.
-        chat_template, max_length, layout: see `RewardModelSpec`.
-        cpu_kernels: see `ModelSpec`.
+        model: A sequence-classification model with one label.
+        tokenizer: For `score_texts`; None scores token IDs only.
+        chat_template, max_length, layout: See `RewardModelSpec`.
+        cpu_kernels: See `ModelSpec`.
 
     Raises:
-        ValueError: the model has more than one label.
+        ValueError: The model has more than one label.
     """
 
     def __init__(
@@ -112,7 +105,7 @@ class RewardModel(nn.Module):
     ) -> None:
         super().__init__()
         if model.config.num_labels != 1:
-            raise ValueError(f"A reward model has num_labels=1, {type(model).__name__} has {model.config.num_labels}.")
+            raise ValueError(f"num_labels={model.config.num_labels}: is not a reward model. Use one with one label.")
         self.model = model
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -134,10 +127,7 @@ class RewardModel(nn.Module):
 
     @classmethod
     def for_training(cls, spec: ModelSpec) -> RewardModel:
-        """Loads a model whose weights (with LoRA: adapters) and head are trained.
-
-        A causal language model's backbone gets a new head, drawn with the run's seed.
-        """
+        """Loads a model whose weights (with LoRA: adapters) and head are trained; a missing head is drawn."""
         model: Any = load_scalar(spec, trainable=True)
         if spec.lora is not None and isinstance(_head(model), nn.Linear):
             _head(model).requires_grad_(True)
@@ -145,11 +135,11 @@ class RewardModel(nn.Module):
 
     @property
     def lm(self) -> Any:
-        """The Hugging Face model, under the name that a `PolicyModel` gives its own."""
+        """The Hugging Face model, named as in `PolicyModel`."""
         return self.model
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """Trained parameters of the head; none where it is not a linear layer of its own."""
+        """Trained parameters of the head; none if it is not a linear layer."""
         head = _head(self.model)
         return [p for p in head.parameters() if p.requires_grad] if isinstance(head, nn.Linear) else []
 
@@ -162,17 +152,14 @@ class RewardModel(nn.Module):
         group_ids: Tensor | None = None,
         inputs: list[dict[str, Any]] | None = None,
     ) -> Tensor:
-        """Scores rows, read at each row's last real token.
+        """(B,) float32 scores, read at each row's last real token.
 
         Args:
             token_ids: (B, T) int64, right-padded.
             attention_mask: (B, T) bool.
             response_mask: (B, T) bool, the end of each row that rows of its group do not share; with `group_ids`.
             group_ids: (B,) int64; None shares nothing.
-            inputs: B dictionaries of extra model inputs (images and the like), `{}` for text; None for text alone.
-
-        Returns:
-            (B,) float32.
+            inputs: B dictionaries of media inputs, `{}` for text; None for text alone.
         """
         if self._backbone is None:
             logits = self.model(input_ids=token_ids, attention_mask=attention_mask.long()).logits
@@ -190,7 +177,7 @@ class RewardModel(nn.Module):
         groups: Tensor,
         inputs: list[dict[str, Any]] | None,
     ) -> Tensor:
-        """The state that would predict a token after the last one is the last token's: one more column asks for it."""
+        """Adds a column: the last token's state is the one that would predict a token after it."""
         rows, ends = torch.arange(len(token_ids), device=token_ids.device), attention_mask.sum(1)
         ids, attention, wanted = (F.pad(x, (0, 1)) for x in (token_ids, attention_mask, response & attention_mask))
         attention[rows, ends] = True
@@ -200,19 +187,18 @@ class RewardModel(nn.Module):
 
     @torch.no_grad()
     def score(self, rollouts: Any, micro_batch_tokens: int) -> Tensor:
-        """(B,) float32 scores of rollouts, from their texts or their token ids as `RewardModelSpec.tokenizer` says.
+        """(B,) float32 scores of rollouts, from their texts or token IDs (`RewardModelSpec.tokenizer`).
 
-        Collective where processes are connected: every rank runs equally many forwards, as sharded models need.
+        Collective: every rank runs equally many forwards, as sharded models need.
 
         Raises:
-            ValueError: the rows show images or the like, and the model reads texts.
+            ValueError: The rows have media, and the model reads texts.
         """
         sees = any(getattr(rollouts, "inputs", None) or ())
         if self.tokenizer is not None and sees:
             raise ValueError(
                 f"reward_models.tokenizer='own': {type(self.model).__name__} would read the prompts' texts without "
-                "their images. Set tokenizer='policy' with a reward model of the policy's family, which gets the "
-                "policy's tokens and pixels."
+                "their images. Set tokenizer='policy' with a reward model of the policy's family."
             )
         if self.tokenizer is not None:
             templated = self.chat_template is not None and rollouts.raw_prompts
@@ -226,18 +212,15 @@ class RewardModel(nn.Module):
     def score_texts(
         self, prompts: Sequence[Any], completions: Sequence[str], micro_batch_tokens: int = 16384
     ) -> Tensor:
-        """(B,) float32 scores of texts, tokenised by the reward model's own tokenizer; NaN for one without tokens.
+        """(B,) float32 scores of texts with the own tokenizer; NaN for one without tokens.
 
         Args:
-            prompts: B strings; with a chat template before any template, or conversations.
+            prompts: B strings, or with a chat template also conversations.
             completions: B strings.
-            micro_batch_tokens: most tokens in one forward.
-
-        Raises:
-            ValueError: there is no tokenizer.
+            micro_batch_tokens: Maximum number of tokens per forward pass.
         """
         if self.tokenizer is None:
-            raise ValueError("score_texts: this reward model was built without a tokenizer.")
+            raise ValueError("score_texts: this reward model has no tokenizer. Build it with one.")
         rows = [self.encode(p, c)[-self.max_length :] for p, c in zip(prompts, completions, strict=True)]
         device = next(self.model.parameters()).device
         pad = self.tokenizer.pad_token_id or 0
@@ -251,7 +234,7 @@ class RewardModel(nn.Module):
         return self._score_tokens(token_ids, mask, micro_batch_tokens, groups).masked_fill(empty, float("nan"))
 
     def encode(self, prompt: Any, completion: str) -> list[int]:
-        """Token ids of a row, as `score_texts` takes it; may be none."""
+        """Token IDs of a row of `score_texts`; may be empty."""
         if self.chat_template is None:
             return text_ids(self.tokenizer, prompt + completion)
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -269,9 +252,9 @@ class RewardModel(nn.Module):
         response: Tensor | None = None,
         inputs: list[dict[str, Any]] | None = None,
     ) -> Tensor:
-        """(B,) scores; what the rows of a group have in common is computed once in a micro-batch.
+        """(B,) scores, with shared prefixes computed once.
 
-        `response` says where that ends; None takes all that they begin with alike.
+        `response` marks where rows of a group differ; None finds it.
         """
         response = own_ends(token_ids, mask, groups) if response is None else response
         ids = told_apart(token_ids.cpu(), inputs)
@@ -293,7 +276,7 @@ class RewardModel(nn.Module):
 
     @property
     def _shares(self) -> bool:
-        """Whether what rows begin with alike is computed once."""
+        """Whether shared prefixes are computed once."""
         return self._backbone is not None and self._backbone.layout not in ("packed", "padded")
 
     def blocks(self) -> list[nn.Module]:
@@ -305,8 +288,8 @@ def require_reward_model(spec: RewardModelSpec) -> None:
     """Checks a reward model's folder and tokenizer, before the model is loaded.
 
     Raises:
-        ValueError: there is no such folder, its tokenizer lacks the chat template that is asked for, or has tokens that
-            the model has no embedding for.
+        ValueError: The folder is missing, its tokenizer lacks the requested chat template, or has tokens that the model
+            has no embedding for.
     """
     require_model_folder(spec.path)
     if spec.tokenizer == "policy":

@@ -1,20 +1,16 @@
 """Routing replay: a mixture of experts is trained on the experts that the engine chose.
 
-Where two experts nearly tie, rounding decides, and engine and trainer decide differently: another expert is another
-function, so log-probs jump, and with them importance ratios. Per token and layer the engine records the set S of the K
-experts that it took. The trainer's routers take S instead of their own best K, and everything else is the model's
-own: from its gate logits z it computes the weights. For softmax routers that renormalise,
+Rounding decides between experts that nearly tie, so engine and trainer may choose different ones, and log-probs and
+importance ratios jump. Per token and layer the engine records the set S of the K experts that it took. The trainer's
+routers take S instead of their own best K; everything else is the model's own. For softmax routers that renormalize,
 
     w_i = softmax(z)_i / sum_{j in S} softmax(z)_j,  i in S,
 
-so router and experts get the gradient of the function that was sampled from. Only the choice, which has no gradient
-anyway, is replayed.
+so router and experts get the gradient of the function that was sampled from.
 
-Source: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers" (R3),
-https://arxiv.org/abs/2510.11370. It differs in that weights are not recomputed from a mask over the logits by a formula
-of ours: the model's own top-k is answered with S, so that whatever it does with the values (softmax before or after,
-sigmoid, renormalisation, scaling) stays its own; and instead of keeping caches over turns, as in the paper, the engine
-takes S again where it computes the tokens of an earlier turn again.
+Source: Ma et al. 2025 (R3), https://arxiv.org/abs/2510.11370. Here the model's own top-k returns S, so that whatever it
+does with the values (softmax before or after, sigmoid, renormalization, scaling) stays its own. Instead of keeping
+caches over turns, the engine takes S again when it computes the tokens of an earlier turn again.
 """
 
 from __future__ import annotations
@@ -34,11 +30,10 @@ _pass: ContextVar[RoutingPass | None] = ContextVar("routing_pass", default=None)
 
 
 class RoutingPass:
-    """Context in which the routers of this thread record or replay their choice of experts. It is re-entrant.
+    """Re-entrant context in which the routers of this thread record or replay their choice of experts.
 
     Args:
-        choices: L tensors (N, K) int64, the experts to take for each of N tokens, -1 leaves a token to the router; None
-            leaves all.
+        choices: L tensors (N, K) int64, the experts for each of N tokens, -1 for the router's own; None records only.
     """
 
     def __init__(self, choices: tuple[Tensor, ...] | None = None) -> None:
@@ -56,7 +51,7 @@ class RoutingPass:
 
 
 class _TopK(TorchFunctionMode):
-    """Within a router's forward, answers its choice of experts."""
+    """Replaces the result of `topk` over experts within a router's forward."""
 
     def __init__(self, router: Any, choice: Tensor | None) -> None:
         super().__init__()
@@ -83,11 +78,8 @@ class _TopK(TorchFunctionMode):
 class Routers:
     """The routers of a model, in the order of its layers, with the hooks that record and replay their choice.
 
-    Args:
-        model: with at least one router, see `router_modules`.
-
     Raises:
-        ValueError: it has none, or LightRL cannot tell how one of them chooses.
+        ValueError: The model has no router, or one that chooses in an unknown way.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -103,11 +95,7 @@ class Routers:
             router.register_forward_hook(partial(self._end, place), always_call=True)
 
     def recorded(self, forward: RoutingPass) -> Tensor:
-        """(N, L, K) uint8 or int16, what the routers took for the N tokens of a pass.
-
-        Raises:
-            ValueError: one of them was not seen to take anything.
-        """
+        """(N, L, K) uint8 or int16, what the routers took for the N tokens of a pass."""
         if len(forward.taken) < len(self.layers):
             raise self._unknown()
         return torch.stack([forward.taken[place] for place in range(len(self.layers))], 1).to(self.dtype)
@@ -119,19 +107,12 @@ class Routers:
         return order[..., : self.top_k].to(self.dtype)
 
     def replaying(self, experts: Tensor) -> RoutingPass:
-        """A pass in which the routers take `experts`.
-
-        Args:
-            experts: (N, L, K) int64 as of `Routes.at`, for the N tokens that will go through the model.
-
-        Raises:
-            ValueError: it is of another model.
-        """
+        """A pass in which the routers take (N, L, K) int64 `experts`, from `Routes.at`."""
         if experts.shape[1] != len(self.layers):
             if experts.shape[1] <= max(self.layers):
                 raise ValueError(
                     f"routes: {experts.shape[1]} layers were recorded, but the model has {len(self.layers)} with a "
-                    f"{self.name}. Engine and trainer must have the same model."
+                    f"{self.name}. Use the same model in engine and trainer."
                 )
             experts = experts[:, self.layers]
         return RoutingPass(experts.unbind(1))
@@ -161,5 +142,5 @@ class Routers:
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """`context_fn` of torch's checkpointing: what is computed again, on any thread, has the same experts."""
+    """`context_fn` of torch's checkpointing: recomputation, on any thread, takes the same experts."""
     return nullcontext(), _pass.get() or nullcontext()

@@ -1,4 +1,4 @@
-"""The end of an assistant's turn and the beginning of a text, as data, engines, and reward models agree on them."""
+"""Special tokens, as data, engines, and models agree on them: the end of a turn, the BOS, placeholders of media."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from typing import Any
 
 from lightrl.records import SamplingParams
 
+TOKEN_INPUT = "token_type_ids"
+"""Model inputs whose name ends like this have an entry per token; all others have entries per medium or feature."""
+
 _SAID = "Qa7"
+
+# ---- turns and texts ---------------------------------------------------------------------------------------------
 
 
 def end_of_turn(tokenizer: Any) -> int:
@@ -18,8 +23,7 @@ def end_of_turn(tokenizer: Any) -> int:
 
     It is the token that the chat template writes after the content of an assistant's message, both at the end of a
     conversation and before the next message: `<|im_end|>`, `<end_of_turn>`, `<|eot_id|>`. The tokenizer's EOS wins if
-    the template writes it there; it also ends the turns of tokenizers without a template, and of templates that end a
-    turn without a special token.
+    the template writes it there; it is also the default for tokenizers without a template.
 
     Example: Phi-3 writes `Hi<|end|>\\n<|endoftext|>` last and `Hi<|end|>\\n<|user|>` before another message, so that
     `<|end|>` ends a turn, although the EOS is `<|endoftext|>`.
@@ -31,41 +35,31 @@ def end_of_turn(tokenizer: Any) -> int:
 def _end_of_turn(tokenizer: Any, template: str) -> int:
     eos: int = tokenizer.eos_token_id
     asked, said = {"role": "user", "content": "Qu8"}, {"role": "assistant", "content": _SAID}
-    tails = [_tail(tokenizer, [asked, said, *more]) for more in ((), (asked,))] if template else [None, None]
-    last, between = tails
+    last = _tail(tokenizer, [asked, said]) if template else None
     if last is None:
         return eos
-    common = last if between is None else _common_start(last, between)
-    tail = common if _first(common, _texts(tokenizer)) else last
+    between = _tail(tokenizer, [asked, said, asked])
+    ids = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(last, between or last, strict=False))
+    common = "".join(a for a, _ in alike)
+    tail = common if _first(common, ids) else last
     if tokenizer.eos_token in tail:
         return eos
-    special = {text: i for text, i in _texts(tokenizer).items() if _is_special(tokenizer, i)}
-    found = _first(tail, special) or _first(tail, _texts(tokenizer))
-    return eos if found is None else _texts(tokenizer)[found]
+    found = _first(tail, [text for text, i in ids.items() if _is_special(tokenizer, i)]) or _first(tail, ids)
+    return eos if found is None else ids[found]
 
 
 def _tail(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str | None:
     """What the template writes after the last thing the assistant said; None if it rejects such a conversation."""
-    for blocks in (False, True):
-        said: Any = [
-            {**message, "content": [{"type": "text", "text": message["content"]}]} if blocks else message
-            for message in messages
-        ]
+    blocks = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    for said in (messages, blocks):
         try:
-            text = str(tokenizer.apply_chat_template(said, tokenize=False))
+            text = str(tokenizer.apply_chat_template(list(said), tokenize=False))
         except Exception:  # a template may raise anything
             continue
         if _SAID in text:
-            return text[text.rfind(_SAID) + len(_SAID) :]
+            return text.rpartition(_SAID)[2]
     return None
-
-
-def _common_start(first: str, second: str) -> str:
-    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
-
-
-def _texts(tokenizer: Any) -> dict[str, int]:
-    return {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
 
 
 def _is_special(tokenizer: Any, token_id: int) -> bool:
@@ -83,8 +77,8 @@ def ended_turn(tokenizer: Any, token_ids: Sequence[int]) -> list[int]:
     """The tokens of a rendered turn up to its end: what a policy would sample.
 
     Args:
-        tokenizer: of the template that rendered it.
-        token_ids: what the template writes after the generation prompt. Tokens after the end of the turn, such as a
+        tokenizer: Of the template that rendered it.
+        token_ids: What the template writes after the generation prompt. Tokens after the end of the turn, such as a
             line break, are cut off. A turn that another special token ends, such as a call's, stays as it is; one
             without an end gets it.
     """
@@ -97,12 +91,12 @@ def ended_turn(tokenizer: Any, token_ids: Sequence[int]) -> list[int]:
 def ending_turns(sampling: SamplingParams, tokenizer: Any) -> SamplingParams:
     """The settings with the tokens at which every engine must end a completion: end of turn and EOS.
 
-    Engines know the EOS tokens of the model's folder; the run's tokenizer and chat template may have others.
+    Engines know the EOS tokens of the model directory; the run's tokenizer and chat template may have others.
     """
-    ends = {end_of_turn(tokenizer), tokenizer.eos_token_id}
-    if sampling.ignore_eos or ends <= {*(sampling.stop_token_ids or ())}:
+    own, ends = sampling.stop_token_ids or (), {end_of_turn(tokenizer), tokenizer.eos_token_id}
+    if sampling.ignore_eos or ends <= {*own}:
         return sampling
-    return replace(sampling, stop_token_ids=[*{*(sampling.stop_token_ids or ()), *ends}])
+    return replace(sampling, stop_token_ids=[*{*own, *ends}])
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
@@ -118,3 +112,31 @@ def begins_with_bos(tokenizer: Any, text: str) -> bool:
     """Whether a text begins with the BOS written out."""
     bos = getattr(tokenizer, "bos_token", None)
     return bool(bos) and text.startswith(str(bos))
+
+
+# ---- placeholders ------------------------------------------------------------------------------------------------
+
+
+def placeholder_ids(config: Any) -> dict[str, int]:
+    """Kind of media -> ID of the token that stands for each of its features; {} for text models.
+
+    Args:
+        config: A model's configuration, with `image_token_id` or, in older families, `image_token_index`.
+    """
+    found = {}
+    for kind in ("image", "video", "audio"):
+        values = (getattr(config, f"{kind}_token_{name}", None) for name in ("id", "index"))
+        value = next((value for value in values if value is not None), None)
+        if value is not None:
+            found[kind] = int(value)
+    return found
+
+
+def harmless_id(config: Any) -> int:
+    """A token ID that is not a placeholder."""
+    return next(i for i in range(4) if i not in placeholder_ids(config).values())
+
+
+def causal_type(config: Any) -> int:
+    """Token type of text that attends to earlier tokens alone: 1 for PaliGemma, whose type 0 is a two-way prefix."""
+    return int(config.model_type == "paligemma")

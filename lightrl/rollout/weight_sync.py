@@ -12,8 +12,7 @@ from lightrl.compat.arguments import above, at_least
 from lightrl.compat.transformers import as_saved
 from lightrl.distributed.states import fingerprint
 from lightrl.engines.base import TOLERANCE, Engine, StaleWeightsError
-from lightrl.models.media_tokens import placeholder_ids
-from lightrl.models.multimodal import harmless_id
+from lightrl.models.turns import harmless_id, placeholder_ids
 from lightrl.records import Completion, GenerationRequest, SamplingParams
 from lightrl.rollout.learner import EngineSync, RolloutLearner
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen2Config
 
+from lightrl.models.folders import fill_shards
 from lightrl.models.loading import load_causal_lm
 from lightrl.models.packing.context import refuse_heads
 from lightrl.models.policy import PolicyModel, ValueModel
-from lightrl.models.shards import fill_shards
 from lightrl.models.spec import LoraSpec, ModelSpec
 
 ROOT = Path(__file__).resolve().parent.parent.parent

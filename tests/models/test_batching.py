@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.models.packing.layouts import make_stream
 from lightrl.models.packing.micro_batches import micro_batches
+from lightrl.models.packing.streams import make_stream
 from tests.models.conftest import Batch, make_batch, make_tree
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.models.logprobs import LogitMap, TeacherStates, chunked_divergence, chunked_top
-from lightrl.models.policy import Lesson, PolicyModel
+from lightrl.models.logprobs import LogitMap
+from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import Layout
+from lightrl.models.teachers import Lesson, TeacherStates, chunked_divergence, chunked_top
 from lightrl.objectives import Divergence, ForwardKL, JensenShannon, ReverseKL
 from lightrl.records import Experience, Support, TopTokens
 from tests.models.conftest import Batch, build

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightrl.compat import torch as compat
 from lightrl.kernels.cpu import attention as cpu_attention
 from lightrl.models.packing import attention
-from lightrl.models.packing.layouts import TokenStream, make_stream
+from lightrl.models.packing.streams import TokenStream, make_stream
 from lightrl.models.policy import PolicyModel, ValueModel
 from tests.models.conftest import Batch, build, make_batch, plain_scores
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrl.models.loading import load_backbone, load_causal_lm, require_model, require_model_folder, save_hf_folder
+from lightrl.models.folders import save_hf_folder
+from lightrl.models.loading import load_backbone, load_causal_lm, require_model, require_model_folder
 from lightrl.models.lora import named_hf_weights
 from lightrl.models.policy import PolicyModel
 from lightrl.models.spec import LoraSpec, ModelSpec

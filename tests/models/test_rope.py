@@ -12,9 +12,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.vllm.engine import VLLMEngine
-from lightrl.models.loading import load_causal_lm
+from lightrl.models.loading import fix_rope, load_causal_lm
 from lightrl.models.policy import PolicyModel
-from lightrl.models.rope import fix_rope
 from lightrl.models.spec import ModelSpec
 from lightrl.records import EngineContext
 from tests.models.conftest import SETTINGS, make_batch, plain_scores

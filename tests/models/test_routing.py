@@ -27,7 +27,7 @@ from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.engines.vllm.requests import completion
 from lightrl.environments.ledger import Ledger
 from lightrl.models.loading import load_causal_lm
-from lightrl.models.packing.layouts import make_stream
+from lightrl.models.packing.streams import make_stream
 from lightrl.models.policy import PolicyModel
 from lightrl.models.routing import Routers
 from lightrl.models.spec import ModelSpec

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightrl.kernels.cpu import attention as cpu_attention
 from lightrl.models.packing import attention
-from lightrl.models.packing.layouts import TokenStream, make_stream
+from lightrl.models.packing.streams import TokenStream, make_stream
 from lightrl.models.policy import PolicyModel
 from tests.models.conftest import Batch, build, make_batch, make_tree
 from tests.models.test_layouts import assert_close, gradients, loss_of

@@ -14,7 +14,7 @@ from lightrl.data.preferences import PreferenceSource
 from lightrl.data.prompts import PromptSource
 from lightrl.data.sft import SFTSource
 from lightrl.data.templates import encode
-from lightrl.models.loading import save_hf_folder
+from lightrl.models.folders import save_hf_folder
 from lightrl.models.reward import RewardModel
 from lightrl.models.turns import end_of_turn, ended_turn, ending_turns, text_ids
 from lightrl.records import SamplingParams

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.models.media_tokens import placeholder_ids
 from lightrl.models.multimodal import marked_tokens, media_positions
-from lightrl.models.packing.layouts import make_stream
+from lightrl.models.packing.streams import make_stream
+from lightrl.models.turns import placeholder_ids
 from lightrl.records import HostRows
 from tests.vision.conftest import Batch, completed, film, mixed_rows, picture
 from tests.vision.models import FAMILIES, QWEN

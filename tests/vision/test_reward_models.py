@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLForConditionalGeneration
 
 from examples.vlm.make_model import main, make_config, make_tokenizer
-from lightrl.models.loading import load_causal_lm, load_scalar, save_hf_folder
+from lightrl.models.folders import save_hf_folder
+from lightrl.models.loading import load_causal_lm, load_scalar
 from lightrl.models.policy import ValueModel
 from lightrl.models.reward import RewardModel, RewardModelSpec
 from lightrl.models.spec import ModelSpec

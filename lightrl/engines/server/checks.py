@@ -12,7 +12,7 @@ from typing import Any
 
 from lightrl.engines.server.http import Server
 from lightrl.engines.server.protocols import ServerProtocol, VLLMProtocol
-from lightrl.models.rope import longrope_limit
+from lightrl.models.loading import longrope_limit
 from lightrl.records import EngineContext
 
 _PROBES = ("12 + 34 = 46", "The quick brown fox.", "def f(x):\n    return x")

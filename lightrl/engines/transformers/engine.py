@@ -24,9 +24,8 @@ from lightrl.engines.transformers.decoding import Generation
 from lightrl.kernels import cpu
 from lightrl.kernels.cpu.decoder import SHORT_PROMPT, CPUDecoder
 from lightrl.kernels.cpu.decoder_model import CPUModel, copy_by_rows
-from lightrl.models.loading import CONFIG_KEYS, causal_class, longest_sequence, named_kwargs
+from lightrl.models.loading import CONFIG_KEYS, causal_class, fix_rope, longest_sequence
 from lightrl.models.packing.attention import keep_attention_caps
-from lightrl.models.rope import fix_rope
 from lightrl.models.routing import Routers, RoutingPass
 from lightrl.models.spec import DTYPES
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
@@ -117,8 +116,7 @@ class TransformersEngine(Engine):
         self.dtype = self._dtype or context.dtype
         dtype = getattr(torch, self.dtype)
         path, kwargs = context.model_path, self._model_kwargs
-        with named_kwargs("TransformersEngine.model_kwargs", path, kwargs):
-            self._begin(context, path, kwargs, dtype)
+        self._begin(context, path, kwargs, dtype)
 
     def _begin(self, context: EngineContext, path: str, kwargs: dict[str, Any], dtype: torch.dtype) -> None:
         # Making a module draws random numbers, which the trainer would miss.

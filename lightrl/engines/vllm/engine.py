@@ -229,7 +229,7 @@ class VLLMEngine(Engine):
         return length if original is None else max(length or 0, original + 1)
 
     def _longrope_limit(self, context: EngineContext) -> int | None:
-        from lightrl.models.rope import longrope_limit
+        from lightrl.models.loading import longrope_limit
 
         return longrope_limit(self.model or context.model_path)
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from lightrl.compat.arguments import at_least
-from lightrl.models.video import video_timing
 from lightrl.records import Completion, GenerationRequest, Routes, SamplingParams
 
 HARMLESS_EXTRA = frozenset(
@@ -155,6 +154,8 @@ def engine_prompt(request: GenerationRequest, place: int) -> dict[str, Any]:
         data["image"] = list(media.images)
     if media.videos:
         pairs = zip(media.videos, media.video_times, strict=True)
+        from lightrl.models.multimodal import video_timing
+
         data["video"] = [(frames, video_timing(times)) for frames, times in pairs]
     if media.audios:
         data["audio"] = list(zip(media.audios, media.sampling_rates, strict=True))

@@ -1,1 +1,1 @@
-"""Layouts of rows: padded, packed, tree; micro-batches by tokens; attention over them."""
+"""Layouts of sequences in a forward pass: streams, attention over them, micro-batches by tokens."""

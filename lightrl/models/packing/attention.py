@@ -1,11 +1,11 @@
-"""Attention over the streams of `layouts.py`, registered with transformers under the name "lightrl".
+"""Attention over token streams, registered with transformers under the name "lightrl".
 
 Four ways to the same numbers:
 
 - CPU: `kernels/cpu/attention.py`, unless it is switched off.
-- CUDA: torch's variable-length flash kernel where no prefix is shared and the dtype is a half one, else FlexAttention
-  with a block mask made from the stream, always compiled.
-- anywhere else, and for sliding windows on CPU: scaled-dot-product attention with a mask, per batch of segments.
+- CUDA: torch's variable-length flash kernel for half precision without shared prefixes, else compiled FlexAttention
+  with a block mask made from the stream.
+- Anywhere else, and for sliding windows on a CPU: scaled-dot-product attention with a mask, per batch of segments.
 
 Without a stream it is transformers' ordinary SDPA attention.
 """
@@ -28,14 +28,13 @@ from lightrl.compat.torch import FLEX_BLOCK as BLOCK
 from lightrl.compat.torch import flex_attention, flex_block_mask, has_triton, varlen_attention
 from lightrl.compat.transformers import attention_implementation, has_recurrent_state, supports_sdpa
 from lightrl.kernels.cpu.attention import ancestors, buckets, cpu_attention
-from lightrl.models.packing.context import heads_for_tokens, tokens_for_heads
-from lightrl.models.packing.layouts import LayoutError, TokenStream
+from lightrl.models.packing.streams import LayoutError, TokenStream
 
 IMPLEMENTATION = "lightrl"
 
 
 def unsupported_reason(lm: Any, body: Any) -> str | None:
-    """Why a model cannot run packed, as far as its class and configuration tell; None if nothing speaks against it."""
+    """Why a model cannot run packed, as far as its class and configuration tell; None if it can."""
     config = lm.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or ())
     checks = {
@@ -54,14 +53,14 @@ def unsupported_reason(lm: Any, body: Any) -> str | None:
 
 
 def keep_attention_caps(lm: Any) -> None:
-    """Takes eager attention where the model caps attention logits, which transformers' SDPA leaves out silently."""
+    """Switches to eager attention if the model caps attention logits, which transformers' SDPA ignores silently."""
     config = lm.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None) is not None and attention_implementation(config) == "sdpa":
         lm.set_attn_implementation(text_attention(lm.config, "eager"))
 
 
 def text_attention(config: Any, attention: str) -> str | dict[str, str]:
-    """An attention implementation for the language model alone, and not for a vision or sound encoder."""
+    """An attention implementation for the language model alone, not for a vision or sound encoder."""
     text = config.get_text_config()
     if text is config:
         return attention
@@ -83,8 +82,8 @@ def attention(
     for name in ("s_aux", "softcap", "position_bias"):
         if kwargs.get(name) is not None:
             raise LayoutError(f"its attention takes {name}")
-    if attention_mask is not None and attention_mask.numel() > 1:  # not the blank one that stands for the stream
-        raise LayoutError("its layers make attention masks of their own")
+    if attention_mask is not None and attention_mask.numel() > 1:  # the stream comes with a blank one
+        raise LayoutError("its layers make their own attention masks")
     stream.num_calls += 1
     window = _window(module, kwargs.get("sliding_window"), stream)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
@@ -93,6 +92,8 @@ def attention(
     q, k, v = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
     if stream.group is None:
         return stream_attention(q, k, v, stream, scale, window).unsqueeze(0), None
+    from lightrl.models.packing.context import heads_for_tokens, tokens_for_heads
+
     q, k, v = (heads_for_tokens(x, stream.group) for x in (q, k, v))
     out = stream_attention(q, k, v, stream, scale, window)
     return tokens_for_heads(out, stream.group).unsqueeze(0), None
@@ -103,7 +104,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
 def _window(module: Any, window: int | None, stream: TokenStream) -> int | None:
-    """The sliding window of this layer, None where every row fits into it."""
+    """The sliding window of this layer, None if every row fits into it."""
     config = getattr(module, "config", None)
     if window is None and config is not None:
         types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
@@ -121,9 +122,9 @@ def stream_attention(
 
     Args:
         q: (N, H, D). k, v: (N, K, D), K divides H.
-        stream: the stream.
-        scale: of the dot products.
-        window: a token sees this many last tokens of its row, itself included; None sees all.
+        stream: The stream.
+        scale: Of the dot products.
+        window: Number of last tokens of its row that a token sees, itself included; None sees all.
 
     Returns:
         (N, H, D).
@@ -142,7 +143,7 @@ def stream_attention(
 
 @dataclass
 class Batch:
-    """Stretches of the stream side by side, right-padded: `index` (S, L), where pads point at token 0."""
+    """Stretches of the stream as a right-padded matrix: `index` (S, L), where pads point at token 0."""
 
     index: Tensor
     real: Tensor | None  # positions in the flattened (S * L) that are no pads; None where there are no pads
@@ -255,8 +256,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, 
 def _flex(q: Tensor, k: Tensor, v: Tensor, stream: TokenStream, scale: float, window: int | None) -> Tensor:
     """FlexAttention over the whole stream; blocks that the stream leaves empty are never computed.
 
-    The stream is padded to whole blocks, at least two of them, and every stream has a window, if a boundless one: so
-    graphs differ by heads, dtype and whether there is a gradient, and not by what is in the stream.
+    The stream is padded to whole blocks, at least two, and every stream has a window, possibly unbounded, so that
+    compiled graphs do not depend on the stream.
     """
     mask = _cached(stream, ("flex", window), lambda: _block_mask(stream, window, q.device))
     size = mask.seq_lengths[0]

@@ -1,13 +1,11 @@
 """Context parallelism: the ranks of a group run the micro-batches of all of them as one stream of tokens.
 
 Each rank takes an equal stretch of the stream through the model. Around attention, which alone looks across tokens, an
-all-to-all trades stretches for heads: a rank then has all tokens for its share of the heads, under the stream's own
-segments, and trades back (Jacobs et al. 2023, DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). In the end the
-hidden states go to the rank that the row belongs to, whose head and loss are those of a run without it. So a row may
-be as long as the group's memory allows, ranks have equal work, and nothing outside of the backbone knows.
+all-to-all trades stretches for heads, and back (Jacobs et al. 2023, DeepSpeed-Ulysses,
+https://arxiv.org/abs/2309.14509). In the end the hidden states go to the rank that the row belongs to, whose head and
+loss are those of a run without it. So a row may be as long as the group's memory allows, and ranks have equal work.
 
-It differs from DeepSpeed-Ulysses in that the ranks of a group have different rows, and that key-value heads fewer than
-ranks are repeated.
+Unlike in DeepSpeed-Ulysses, the ranks have different rows, and key-value heads fewer than ranks are repeated.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightrl.models.packing.layouts import TokenStream, make_stream
+from lightrl.models.packing.streams import TokenStream, make_stream
 from lightrl.records import HostRows, Routes
 
 
@@ -32,15 +30,15 @@ class SharedStream:
     """A rank's part of its group's stream.
 
     Attributes:
-        stream: of all the group's rows, padded so that stretches are equally long.
-        ids: (n,) int64, token ids of this rank's stretch.
+        stream: Of all the group's rows, padded so that stretches are equally long.
+        ids: (n,) int64, token IDs of this rank's stretch.
         positions: (n,) int64.
         taken: (m,) int64, which of the stretch's states are read, in the order of the ranks that get them.
-        sent, received: number of states to and from each rank of the group.
-        order: (M,) int64, puts what is received into the order of `targets`.
+        sent, received: Number of states to and from each rank of the group.
+        order: (M,) int64, puts received states into the order of `targets`.
         targets: (M,) int64, index in this rank's flattened (B, T) batch of the token that each belongs to, ascending.
         shape: (B, T) of this rank.
-        experts: (n, L, K) of the stretch, see `Routes.at`; None where nothing was recorded.
+        experts: (n, L, K) of the stretch, see `Routes.at`; None if nothing was recorded.
     """
 
     stream: TokenStream
@@ -60,18 +58,18 @@ class SharedStream:
         return _traded(part, self.sent, self.received, self.stream.group).index_select(0, self.order)
 
 
-def refuse_heads(config: Any, ranks: int) -> None:
-    """Refuses a model whose heads cannot be shared out.
+def refuse_heads(config: Any, group: Any) -> int:
+    """The number of ranks of a group, which has to divide the number of heads.
 
     Raises:
-        ValueError: the number of heads is no multiple of the number of ranks.
+        ValueError: It does not.
     """
-    heads = config.get_text_config().num_attention_heads
+    ranks, heads = dist.get_world_size(group), config.get_text_config().num_attention_heads
     if heads % ranks:
         raise ValueError(
-            f"context_parallel_size={ranks} with {heads} attention heads ({config.model_type}): ranks share the heads "
-            f"out equally. Take a divisor of {heads}."
+            f"context_parallel_size={ranks}: {config.model_type} has {heads} attention heads. Use a divisor of {heads}."
         )
+    return ranks
 
 
 def share_stream(
@@ -83,15 +81,15 @@ def share_stream(
     cpu_kernels: bool,
     device: torch.device,
 ) -> SharedStream:
-    """Plans the stream of all rows of a group, and what of it is this rank's. Collective.
+    """Plans the stream of all rows of a group, and this rank's part. Collective.
 
     Args:
-        host: this rank's rows, with a response mask.
-        group: process group.
-        share: whether to compute once what rows begin with alike.
-        routes: this rank's rows' recorded experts; empty where nothing was recorded.
-        cpu_kernels: see `ModelSpec`.
-        device: of the result.
+        host: This rank's rows, with a response mask.
+        group: Process group.
+        share: Compute shared prefixes once.
+        routes: The recorded experts of this rank's rows; empty if nothing was recorded.
+        cpu_kernels: See `ModelSpec`.
+        device: Of the result.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     taken_by = list(routes) or [None] * len(host.token_ids)

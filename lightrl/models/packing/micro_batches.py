@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightrl.compat.arguments import at_least
-from lightrl.models.packing.prefixes import Prefixes, least_shared, no_prefixes, shared_prefixes
+from lightrl.models.packing.streams import Prefixes, no_prefixes, shared_prefixes
 from lightrl.models.spec import Layout
 
 PAIRS_PER_TOKEN = 6144  # query-key pairs that cost what one token's linear layers cost: 6 x hidden size, here 1024
@@ -18,7 +19,7 @@ PAIRS_PER_TOKEN = 6144  # query-key pairs that cost what one token's linear laye
 
 @dataclass
 class _Block:
-    """Rows that stay together: what begins alike, or as much of it as fits the budget. A prefix is counted once."""
+    """Rows that stay together: a tree, or as much of it as fits the budget. A prefix is counted once."""
 
     rows: list[int]
     tokens: int
@@ -36,27 +37,25 @@ def micro_batches(
 ) -> list[Tensor]:
     """Row indices of micro-batches of at most `budget` tokens, balanced by cost.
 
-    What rows begin with alike is counted once in a micro-batch, as the tree layout computes it. A tree that exceeds the
-    budget is cut into branches that fit, and as many neighbours of them are joined as fit together; what they all hang
-    on is then computed in each micro-batch. Cost is the number of tokens plus that of query-key pairs / 6144. The
-    largest parts go first, each into the cheapest bin that has room (longest processing time first). In the packed
-    layout, which shares nothing, rows count in full and by themselves. In the padded one a micro-batch counts as its
-    rectangle, rows x longest row, and takes rows of like length.
+    A shared prefix is counted once in a micro-batch, as the shared-prefix layout computes it. A tree that exceeds the
+    budget is cut into branches that fit; what they all depend on is then computed in each micro-batch. Cost is the
+    number of tokens plus that of query-key pairs / 6144. The largest parts go first, each into the cheapest bin that
+    has room (longest processing time first). In the packed layout rows count in full. In the padded one a micro-batch
+    counts as its rectangle, rows x longest row, and takes rows of similar length.
 
     Args:
-        token_ids: (B, T) int64; rows whose ids are not alike share nothing.
+        token_ids: (B, T) int64; rows whose IDs differ share nothing.
         attention_mask: (B, T) bool. response_mask: (B, T) bool.
-        budget: most tokens of a micro-batch, at least 1; a row (or unit) that is longer gets one of its own.
-        num_bins: exact number of micro-batches, some possibly empty; None takes as few as the budget allows.
-        layout: in which the rows will be run.
-        units: (B,) int64; rows of one unit, such as those of a trajectory, stay in one micro-batch, which exceeds the
-            budget where a unit does. None lets every row go by itself.
+        budget: Maximum tokens of a micro-batch, at least 1; a longer row (or unit) gets its own.
+        num_bins: Exact number of micro-batches, some possibly empty; None takes as few as the budget allows.
+        layout: In which the rows will be run.
+        units: (B,) int64; rows of one unit, such as a trajectory, stay in one micro-batch, even above the budget.
 
     Returns:
-        int64 index tensors on the CPU, ascending within each; together every row once. The same for the same input.
+        int64 index tensors on the CPU, ascending within each; together every row once. Deterministic.
 
     Raises:
-        ValueError: budget is below 1, or `num_bins` micro-batches cannot hold the rows.
+        ValueError: `budget` is below 1, or `num_bins` micro-batches cannot hold the rows.
     """
     at_least("micro_batch_tokens", budget, 1)
     lengths = attention_mask.sum(1).clamp(min=1).cpu()
@@ -72,15 +71,30 @@ def micro_batches(
     fewest = _first_fit(blocks, budget)
     wanted = len(fewest) if num_bins is None else num_bins
     if wanted < len(fewest):
-        raise ValueError(f"num_bins={num_bins}: these rows need {len(fewest)} micro-batches of {budget} tokens.")
+        raise ValueError(f"num_bins={num_bins}: these rows need {len(fewest)} of {budget} tokens. Raise it.")
     chosen = _balanced(blocks, budget, wanted)
     if chosen is None:  # balancing needs more room than first fit, which packs tighter
         chosen = fewest + [[] for _ in range(wanted - len(fewest))]
     return [torch.tensor(sorted(row for i in bin_ for row in blocks[i].rows), dtype=torch.long) for bin_ in chosen]
 
 
+def told_apart(token_ids: Tensor, inputs: Sequence[dict[str, Any]] | None) -> Tensor:
+    """Token IDs for cutting micro-batches: rows with media share a prefix only if their inputs are the same object.
+
+    So at least as many tokens are counted as the stream will compute, without a look at any pixels.
+    """
+    if not inputs or not any(inputs):
+        return token_ids
+    ids = token_ids.clone()
+    numbers: dict[int, int] = {}
+    for i, row in enumerate(inputs):
+        if row:
+            ids[i, 0] = -1 - numbers.setdefault(id(row), i)
+    return ids
+
+
 def _by_unit(rows: Iterable[int], units: Tensor | None) -> list[list[int]]:
-    """The rows of each unit, in the order in which they first occur."""
+    """The rows of each unit, in order of first occurrence."""
     members: dict[int, list[int]] = {}
     names = None if units is None else units.tolist()
     for row in rows:
@@ -99,7 +113,7 @@ def _rectangles(lengths: list[int], units: list[list[int]], budget: int, num_bin
         else:
             bins.append([i])
     if num_bins is not None and num_bins < len(bins):
-        raise ValueError(f"num_bins={num_bins}: these rows need {len(bins)} micro-batches of {budget} tokens.")
+        raise ValueError(f"num_bins={num_bins}: these rows need {len(bins)} of {budget} tokens. Raise it.")
     while num_bins is not None and len(bins) < num_bins:
         fullest = max(range(len(bins)), key=lambda i: len(bins[i]))
         half = len(bins[fullest]) // 2
@@ -116,7 +130,7 @@ def _blocks(prefixes: Prefixes, lengths: list[int], budget: int, units: Tensor |
     def total(places: list[int], weigh: Callable[[int], float]) -> float:
         """The sum of `weigh` over the rows at these places, ascending, a prefix once."""
         own = sum(weigh(sizes[i]) for i in places)
-        return own - sum(weigh(least_shared(shared, a, b)) for a, b in pairwise(places))
+        return own - sum(weigh(min(shared[a + 1 : b + 1])) for a, b in pairwise(places))
 
     def cost(size: int) -> float:
         return size + size**2 / 2 / PAIRS_PER_TOKEN
@@ -132,7 +146,7 @@ def _blocks(prefixes: Prefixes, lengths: list[int], budget: int, units: Tensor |
         if parts:
             part, before = parts[-1]
             if part[-1] < atom[0]:
-                joined, both = part + atom, before + tokens - least_shared(shared, part[-1], atom[0])
+                joined, both = part + atom, before + tokens - min(shared[part[-1] + 1 : atom[0] + 1])
             else:
                 joined = sorted(part + atom)
                 both = total(joined, int)
@@ -145,7 +159,7 @@ def _blocks(prefixes: Prefixes, lengths: list[int], budget: int, units: Tensor |
 
 
 def _branches(sizes: list[int], shared: list[int], budget: int) -> list[list[int]]:
-    """Places of the largest branches that fit the budget with all they hang on; a row that does not is alone."""
+    """Places of the largest branches that fit the budget with their ancestors; a row that does not is alone."""
     branches: list[list[int]] = []
     waiting = [(0, len(sizes))]
     while waiting:

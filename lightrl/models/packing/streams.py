@@ -2,15 +2,21 @@
 
 The stream consists of *segments*, each a stretch of one row:
 
-    packed    [row 0][row 1][row 2]...
-    tree      [system prompt][prompt of group 0][rest of row 0][turn of rows 1, 2][rest of 1][rest of 2][prompt of ...
+    packed         [row 0][row 1][row 2]...
+    shared prefix  [system prompt][prompt of group 0][rest of row 0][turn of rows 1, 2][rest of 1][rest of 2][prompt...
 
-A token attends to its own segment up to itself and to all of the segment's ancestors: what rows begin with alike is
-computed once, however often they branch (`prefixes.py` says where). Positions restart with every row and continue from
-a parent, so each token sees exactly what it sees in a plain forward pass; the results differ by rounding only. Outputs
-are handed out by row: a token of a shared segment may be trained in one row and be context in another. Tokens that no
-wanted output depends on are left out: all padding and everything from a row's last response token on, whose successor
-is not predicted."""
+A token attends to its own segment up to itself and to all of the segment's ancestors: a shared prefix is computed once,
+however often rows branch. Positions restart with every row and continue from a parent, so each token sees exactly what
+it sees in a plain forward pass; results differ by rounding only. Outputs are read by row: a token of a shared segment
+may be trained in one row and be context in another. Tokens that no wanted output depends on are left out: padding, and
+everything from a row's last response token on.
+
+Prefixes are cut at whole multiples of `GRID` tokens, so that rows which agree by chance for a few tokens stay in one
+piece; also where a prompt ends that both rows start with, and where one row is a prefix of another.
+
+Source: Wang et al. 2025 (tree training), https://arxiv.org/abs/2511.00413, who restore the gradients of prefixes that
+are run once. Here a prefix has one place in the stream, and autograd adds up what its descendants send back.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +25,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightrl.kernels.cpu import enabled
-from lightrl.models.packing.prefixes import Prefixes, no_prefixes, shared_prefixes
 from lightrl.records import Routes
+
+GRID = 32
 
 
 class LayoutError(ValueError):
@@ -42,12 +50,12 @@ class TokenStream:
         targets: (M,) int64, index in the flattened (B, T) batch to which that output belongs.
         starts, lengths, parents: S integers, segments in stream order, each directly before its descendants; a parent
             is a segment's index, -1 for none.
-        shown: rows whose images and the like go through the model, in stream order.
+        shown: Rows whose media go through the model, in stream order.
         shape: (B, T).
-        cpu_kernels: whether attention on a CPU is that of `kernels.cpu`.
-        group: process group over whose ranks the stream is spread (`context.py`), or None.
-        num_calls: attention layers that have used the stream, so that a model that ignores it is found out.
-        cache: what attention functions derive from the stream, kept for the next layer.
+        cpu_kernels: Whether attention on a CPU uses `kernels.cpu`.
+        group: Process group over whose ranks the stream is spread (`context.py`), or None.
+        num_calls: Number of attention layers that have used the stream, to detect a model that ignores it.
+        cache: What attention functions derive from the stream, kept for the next layer.
     """
 
     source: Tensor
@@ -117,23 +125,23 @@ def make_stream(
     """Plans the stream for outputs that are read one token early: those of response tokens, or of the last token.
 
     Args:
-        token_ids: (B, T) int64. Of rows that show something: as `multimodal.marked_tokens` gives them.
+        token_ids: (B, T) int64; of rows with media from `multimodal.marked_tokens`.
         attention_mask: (B, T) bool, True on real tokens, which start at 0 without gaps.
-        response_mask: (B, T) bool, tokens whose outputs are wanted; the one of token t is read at t - 1, token 0 has
-            none. None wants one output per row, at its last token.
-        share: whether to compute once what rows begin with alike.
+        response_mask: (B, T) bool, tokens whose outputs are wanted; that of token t is read at t - 1, token 0 has none.
+            None wants one output per row, at its last token.
+        share: Compute shared prefixes once.
         spans: (B, 2), see `shared_prefixes`.
-        routes: B rows' recorded experts: only tokens with the same ones are shared.
-        cpu_kernels: see `ModelSpec.cpu_kernels`.
-        device: where the stream is to be, that of `token_ids` where None. Tensors that are on a device are read.
+        routes: B records of experts: only tokens with the same ones are shared.
+        cpu_kernels: See `ModelSpec.cpu_kernels`.
+        device: Of the stream; defaults to that of `token_ids`. Tensors on a device are copied to the host.
 
     Raises:
-        ValueError: rows are not right-padded.
+        ValueError: Rows are not right-padded.
     """
     device = token_ids.device if device is None else device
     attention = attention_mask.to("cpu", torch.bool)
     if bool((attention[:, 1:] & ~attention[:, :-1]).any()):
-        raise ValueError("attention_mask: rows must be right-padded, real tokens first and without gaps.")
+        raise ValueError("attention_mask: has gaps or starts late. Pad rows on the right.")
     if response_mask is None:
         wanted = torch.zeros_like(attention)
         needed, prompts = attention.sum(1).clamp(min=1), torch.zeros(len(attention), dtype=torch.long)
@@ -143,7 +151,7 @@ def make_stream(
         needed, prompts = _extents(wanted)
     ids = Routes.told_apart(token_ids.cpu(), routes)
     prefixes = shared_prefixes(ids, needed, prompts, spans) if share else no_prefixes(needed)
-    # Nothing is wanted: one token keeps the graph and the collectives alive.
+    # If nothing is wanted, one token keeps the graph and the collectives alive.
     segments = _segments(prefixes, needed.tolist()) or [_Segment(0, 0, 1, -1, 0, 0)]
     rows, offsets, lengths, parents, _, _ = (list(column) for column in zip(*segments, strict=True))
     sizes = torch.tensor(lengths)
@@ -195,9 +203,105 @@ def _segments(prefixes: Prefixes, lengths: list[int]) -> list[_Segment]:
             parts = [(a, b) for a, b in pairwise(bounds) if b - a > 1 or lengths[order[a]] > end]
             if len(parts) != 1:
                 break
-            low, high = parts[0]  # the others end here: they are a beginning of it, and need no cut
+            low, high = parts[0]  # the others end here, so they need no cut
         if end > offset:
             segments.append(_Segment(order[low], offset, end - offset, parent, first, last))
             parent = len(segments) - 1
         waiting += [(a, b, end, parent) for a, b in reversed(parts)]
     return segments
+
+
+# ---- prefixes ----------------------------------------------------------------------------------------------------
+
+
+class Prefixes(NamedTuple):
+    """The trie of some rows, as an order in which rows that share more are closer together.
+
+    Any two rows share the minimum of `shared` between them.
+
+    Attributes:
+        order: R row numbers; among rows that share equally much, by number.
+        shared: R integers: tokens that a row shares with the one before it in `order`; 0 for the first.
+    """
+
+    order: list[int]
+    shared: list[int]
+
+
+def no_prefixes(lengths: Tensor) -> Prefixes:
+    """Rows in their own order that share nothing; those of length 0 are left out."""
+    rows = lengths.nonzero().squeeze(1).tolist()
+    return Prefixes(rows, [0] * len(rows))
+
+
+def shared_prefixes(token_ids: Tensor, lengths: Tensor, prompts: Tensor, spans: Tensor | None = None) -> Prefixes:
+    """The trie of rows, those of length 0 left out.
+
+    Args:
+        token_ids: (B, T) int64 below 2^31 in magnitude, in host memory.
+        lengths: (B,) int64, tokens of each row that count.
+        prompts: (B,) int64, tokens before the first that was sampled; 0 for none.
+        spans: (B, 2) int64, first and last placeholder, -1 for none; no prefix ends between them. None: no media.
+    """
+    rows = lengths.nonzero().squeeze(1)
+    if len(rows) < 2:
+        return no_prefixes(lengths)
+    ids = token_ids[rows].numpy().astype(np.int32)
+    keys = [row[:length].tobytes() for row, length in zip(ids, lengths[rows].tolist(), strict=True)]
+    alike = sorted(range(len(keys)), key=keys.__getitem__)
+    by_token = rows[torch.tensor(alike)]
+    cut = _cut(ids[alike], lengths[by_token], prompts[by_token], None if spans is None else spans[by_token])
+    return _in_own_order(by_token.tolist(), cut)
+
+
+def _cut(ids: np.ndarray, lengths: Tensor, prompts: Tensor, spans: Tensor | None) -> list[int]:
+    """How many tokens each row is to share with the next one."""
+    differ = ids[:-1] != ids[1:]
+    common = torch.from_numpy(np.where(differ.any(1), differ.argmax(1), ids.shape[1]))
+    shorter = torch.minimum(lengths[:-1], lengths[1:])
+    common = torch.minimum(common, shorter)
+    prompt = torch.tensor(_prompt_ends(prompts.tolist(), common.tolist()))
+    cut = prompt + (common - prompt) // GRID * GRID
+    cut = torch.where(common == shorter, common, cut)
+    if spans is not None:
+        first, last = spans[:-1, 0], torch.maximum(spans[:-1, 1], spans[1:, 1])
+        inside = (first >= 0) & (first < cut) & (cut <= last)
+        cut = torch.where(inside, torch.where(common > last, last + 1, first // GRID * GRID), cut)
+    result: list[int] = cut.tolist()
+    return result
+
+
+def _prompt_ends(prompts: list[int], common: list[int]) -> list[int]:
+    """Of each row and the next one, the longest prompt of any row with which both start. 0 for none.
+
+    Their own are not enough: in a row that branches off another, more comes before the first sampled token.
+    """
+
+    def reached(own: list[int], shared: list[int]) -> list[set[int]]:
+        live, found = set[int](), []
+        for prompt, length in zip(own, shared, strict=False):
+            live = {end for end in (*live, prompt) if end <= length}
+            found.append(live)
+        return found
+
+    before, after = reached(prompts, common), reached(prompts[::-1], common[::-1])[::-1]
+    return [max(one | other, default=0) for one, other in zip(before, after, strict=True)]
+
+
+def _in_own_order(rows: list[int], cut: list[int]) -> Prefixes:
+    """Sorts what shares equally much by row number."""
+    order: list[int] = []
+    shared: list[int] = []
+    waiting = [(0, len(rows), 0)]
+    while waiting:
+        start, end, link = waiting.pop()
+        if end - start == 1:
+            order.append(rows[start])
+            shared.append(link)
+            continue
+        least = min(cut[start : end - 1])
+        bounds = [start, *(i + 1 for i in range(start, end - 1) if cut[i] == least), end]
+        parts = sorted(pairwise(bounds), key=lambda part: min(rows[part[0] : part[1]]))
+        links = [link] + [least] * (len(parts) - 1)
+        waiting += [(*part, own) for part, own in zip(reversed(parts), reversed(links), strict=True)]
+    return Prefixes(order, shared)

@@ -1,0 +1,146 @@
+"""Whole distributions for distillation: what a teacher gives to a student, and the divergence between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightrl.models.logprobs import CHUNK_ELEMENTS, CUT, LogitMap, Tiles, chunks, outside_support
+from lightrl.records import Support, TopTokens
+
+DIVERGENCE_ELEMENTS = 1 << 24  # logits of either model while distributions are compared; four times that on CUDA
+
+
+class TeacherStates(NamedTuple):
+    """A teacher's full distribution at M tokens, kept as the input of its head to save memory.
+
+    Attributes:
+        hidden: (M, D'), what its head reads.
+        weight: (V', D'). bias: (V',) or None.
+        logit_map: As in `chunked_logprobs`.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    logit_map: LogitMap
+
+
+@dataclass
+class Lesson:
+    """A teacher's distribution at some tokens of a (B, T) batch.
+
+    Attributes:
+        targets: (N,) int64, flat indices (row times T plus column) of these tokens; each once.
+        states: For these N tokens in that order: the full distribution, or the top-k tokens.
+    """
+
+    targets: Tensor
+    states: TeacherStates | TopTokens
+
+    def among(self, targets: Tensor, size: int) -> tuple[Tensor, TeacherStates | TopTokens]:
+        """The part that covers some of (M,) `targets`, flat indices below `size`.
+
+        Returns:
+            (n,) the indices of the covered ones among the M, and their distributions.
+        """
+        place = targets.new_full((size,), -1)
+        place[self.targets] = torch.arange(len(self.targets), device=targets.device)
+        found = place[targets]
+        here = (found >= 0).nonzero().squeeze(1)
+        rows = found[here]
+        states = self.states
+        if isinstance(states, TopTokens):
+            return here, TopTokens(states.ids[rows], states.logprobs[rows])
+        return here, states._replace(hidden=states.hidden[rows])
+
+
+def chunked_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    teacher: TeacherStates | TopTokens,
+    divergence: Callable[[Tensor, Tensor], Tensor],
+    *,
+    temperature: float = 1.0,
+    logit_map: LogitMap = LogitMap(),  # noqa: B008 - an immutable tuple
+    support: Support | None = None,
+    chunk_elements: int | None = None,
+) -> Tensor:
+    """A divergence between the student's and a teacher's distribution at each of M tokens, over the vocabulary.
+
+    Logits are computed for some tokens at a time, and again in the backward pass. If the heads have different numbers
+    of words, both distributions are over those that both have. Against `TopTokens` there are K + 1 outcomes: each of
+    the teacher's top words and "any other". That is never above the divergence of the full distributions.
+
+    Args:
+        hidden, weight, bias, temperature, logit_map, support: As in `chunked_logprobs`; temperature and support also
+            apply to the teacher.
+        teacher: Of the same M tokens, without graph.
+        divergence: (C, W) log-probs of student and teacher to (C,), differentiable in the first.
+        chunk_elements: Maximum number of logits of either model at once; defaults to 2^26 on CUDA, 2^24 elsewhere.
+
+    Returns:
+        (M,) float32, with exact gradients for hidden, weight, and bias.
+    """
+    if chunk_elements is None:
+        chunk_elements = DIVERGENCE_ELEMENTS << 2 if hidden.is_cuda else DIVERGENCE_ELEMENTS
+    words = len(weight) if isinstance(teacher, TopTokens) else min(len(weight), len(teacher.weight))
+
+    def distribution(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_map: LogitMap, rows: slice) -> Tensor:
+        z = F.linear(hidden, weight[:words], None if bias is None else bias[:words])
+        z = z.to(torch.promote_types(z.dtype, torch.float32)) * logit_map.scale
+        if logit_map.cap:
+            z = torch.tanh(z / logit_map.cap) * logit_map.cap
+        z = z / temperature
+        if support is not None:
+            z = z.masked_fill(outside_support(support, rows, slice(0, words)), CUT)
+        return z.log_softmax(-1)
+
+    def part(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
+        own = distribution(hidden, weight, bias, logit_map, rows)
+        if isinstance(teacher, TopTokens):
+            return divergence(_with_rest(own.gather(1, teacher.ids[rows])), _with_rest(teacher.logprobs[rows]))
+        with torch.no_grad():
+            theirs = distribution(teacher.hidden[rows], teacher.weight, teacher.bias, teacher.logit_map, rows)
+        return divergence(own, theirs)
+
+    slices = chunks(len(hidden), max(1, chunk_elements // words))
+    return torch.cat([checkpoint(part, hidden[c], weight, bias, c, use_reentrant=False) for c in slices])
+
+
+def _with_rest(logprobs: Tensor) -> Tensor:
+    """(C, K) log-probs of some tokens, followed by that of all others together: (C, K + 1)."""
+    others = 1.0 - logprobs.exp().sum(-1, keepdim=True)
+    return torch.cat([logprobs, others.clamp(min=torch.finfo(others.dtype).eps).log()], -1)
+
+
+@torch.no_grad()
+def chunked_top(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    count: int,
+    *,
+    temperature: float = 1.0,
+    logit_map: LogitMap = LogitMap(),  # noqa: B008 - an immutable tuple
+    support: Support | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> TopTokens:
+    """The `count` most likely tokens at each of M positions; arguments as in `chunked_logprobs`."""
+    dtype = weight.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    size = max(1, chunk_elements // len(weight)), len(weight)
+    tiles = Tiles(hidden.to(dtype), weight.to(dtype), bias, torch.zeros(0), (temperature, logit_map, size, support))
+    parts = []
+    for rows in tiles.rows():
+        z = tiles.logits(rows, slice(0, len(weight)))
+        parts.append(torch.topk(z.log_softmax(-1), count))
+    return TopTokens(torch.cat([p.indices for p in parts]), torch.cat([p.values for p in parts]))
