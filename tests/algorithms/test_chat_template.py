@@ -79,10 +79,10 @@ def test_supervised_rows_are_rendered_with_it(path: str, file: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("no/such.jinja", "chat_template=.no/such.jinja.: neither Jinja text .* nor a file that is there"),
-        ("", "neither Jinja text"),
-        ("{% for m in messages %}{{ m.content }}", "chat_template: the text is no Jinja in line 1: Unexpected end"),
-        ("a\n{{ messages | shout }}", "no Jinja in line 2: No filter named 'shout'"),
+        ("no/such.jinja", "chat_template=.no/such.jinja."),
+        ("", "chat_template=''"),
+        ("{% for m in messages %}{{ m.content }}", "chat_template: .*line 1: Unexpected end"),
+        ("a\n{{ messages | shout }}", "line 2: No filter named 'shout'"),
     ],
 )
 def test_a_wrong_template_is_refused_before_a_model_is_looked_for(given: str, message: str) -> None:
@@ -99,10 +99,10 @@ def test_a_wrong_template_is_refused_before_a_model_is_looked_for(given: str, me
 
 def test_a_broken_template_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "cut.jinja").write_text("{% if x %}")
-    with pytest.raises(ValueError, match="cut.jinja' is no Jinja in line 1"):
+    with pytest.raises(ValueError, match="cut.jinja.* line 1"):
         ModelSpec("/no/model", chat_template=str(tmp_path / "cut.jinja"))
     (tmp_path / "empty.jinja").write_text("hello")
-    with pytest.raises(ValueError, match="holds no Jinja"):
+    with pytest.raises(ValueError, match="chat_template="):
         ModelSpec("/no/model", chat_template=str(tmp_path / "empty.jinja"))
 
 

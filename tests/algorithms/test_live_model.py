@@ -83,7 +83,7 @@ def test_a_live_model_takes_an_adapter_and_keeps_what_is_frozen(path: str) -> No
     fit(GRPOLightningModule(ModelSpec.of(model, tokenizer, lora=LoraSpec(r=2)), optimizer=adam))
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained and all("lora_" in name for name in trained)
-    with pytest.raises(ValueError, match="has adapters or quantised weights: give the base"):
+    with pytest.raises(ValueError, match="model="):
         ModelSpec.of(model, tokenizer)
     model, tokenizer = live(path)
     model.get_input_embeddings().weight.requires_grad_(False)
@@ -119,11 +119,11 @@ def test_a_live_model_needs_its_tokenizer(path: str) -> None:
             ModelSpec.of(model, wrong)
     with pytest.raises(ValueError, match="dtype="):
         ModelSpec.of(model, tokenizer, dtype="bfloat16")
-    with pytest.raises(ValueError, match="is no causal language model"):
+    with pytest.raises(ValueError, match="model="):
         ModelSpec.of(model.model, tokenizer)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(model.config)
-    with pytest.raises(ValueError, match="is on the meta device"):
+    with pytest.raises(ValueError, match="model="):
         ModelSpec.of(empty, tokenizer)
 
 

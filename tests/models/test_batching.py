@@ -51,7 +51,7 @@ def test_exact_number_of_bins() -> None:
     batch = make_batch([(4, [4]), (4, [4])])
     assert [len(rows) for rows in cut(batch, 100)] == [2]
     assert sorted(len(rows) for rows in cut(batch, 100, num_bins=5)) == [0, 0, 0, 1, 1]
-    with pytest.raises(ValueError, match="num_bins=1: these rows need 2 micro-batches of 8"):
+    with pytest.raises(ValueError, match="num_bins=1"):
         cut(batch, 8, num_bins=1)
     with pytest.raises(ValueError, match="micro_batch_tokens=0"):
         cut(batch, 0)
@@ -88,7 +88,7 @@ def test_what_a_layout_computes_counts(layout: str) -> None:
         more = micro_batches(*batch[:3], budget, num_bins=len(bins) + 3, layout=layout)
         assert len(more) == len(bins) + 3 and sorted(torch.cat(more).tolist()) == list(range(14))
     assert len(micro_batches(*batch[:3], 1000, layout=layout)) == 1
-    with pytest.raises(ValueError, match="num_bins=1: these rows need"):
+    with pytest.raises(ValueError, match="num_bins=1"):
         micro_batches(*batch[:3], 36, num_bins=1, layout=layout)
 
 

@@ -200,7 +200,7 @@ def test_changed_logits_are_found_out(batch: Batch) -> None:
         return out
 
     lm.forward = scaled
-    with pytest.raises(ValueError, match="changes logits in a way"):
+    with pytest.raises(ValueError, match="own forward pass"):
         PolicyModel(lm)(*batch[:3])
 
 

@@ -94,7 +94,7 @@ def test_a_late_fall_back_restores_the_attention(batch: Batch) -> None:
     expected, _ = plain_scores(lm, batch)
     policy = PolicyModel(lm)
     assert lm.config._attn_implementation == "lightrl"
-    with pytest.warns(UserWarning, match="masks of their own"):
+    with pytest.warns(UserWarning, match="attention masks"):
         got = policy(*batch[:3], group_ids=batch.group_ids).logprobs
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert lm.config._attn_implementation == "eager"

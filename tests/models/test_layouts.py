@@ -126,7 +126,7 @@ def test_gaps_in_the_response_mask(batch: Batch) -> None:
 
 
 def test_left_padding_is_refused(batch: Batch) -> None:
-    with pytest.raises(ValueError, match="right-padded"):
+    with pytest.raises(ValueError, match="attention_mask"):
         make_stream(batch.token_ids, batch.attention_mask.flip(1), batch.response_mask)
 
 
@@ -341,7 +341,7 @@ def test_unsupported_models_fall_back_once(batch: Batch) -> None:
     assert len([w for w in seen if "padded layout" in str(w.message)]) == 1
     expected, _ = plain_scores(gemma(), batch, 0.7)  # the head's cap is handled
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
-    with pytest.raises(ValueError, match=r"layout='packed' does not work with Gemma2ForCausalLM: it caps"):
+    with pytest.raises(ValueError, match="layout='packed'"):
         PolicyModel(gemma(), layout="packed")
 
 

@@ -31,7 +31,7 @@ def test_missing_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a file"):
         load_causal_lm(ModelSpec(f"{tmp_path}/file"), trainable=True)
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    with pytest.raises(ValueError, match="has a config.json and no weights .*random_init: true"):
+    with pytest.raises(ValueError, match="no weights .*random_init"):
         require_model(ModelSpec(str(tmp_path)))
     require_model(ModelSpec(str(tmp_path), random_init=True))
     require_model_folder("organisation/a-model-1.5B")
@@ -46,7 +46,7 @@ def test_a_configuration_that_is_none_is_refused(text: str, message: str, tmp_pa
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
 def test_a_dtype_among_other_arguments_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"ModelSpec.kwargs: {name}=bfloat16 has no effect there: set `dtype`"):
+    with pytest.raises(ValueError, match=f"ModelSpec.kwargs: {name}="):
         ModelSpec("organisation/name", kwargs={name: "bfloat16"})
 
 
@@ -105,7 +105,7 @@ def test_backbone_has_no_head(folder: str) -> None:
 def test_export_loads_again(tied: bool, tmp_path: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = PolicyModel(build("llama", tie_word_embeddings=tied))
     expected = policy(*batch[:3]).logprobs
-    monkeypatch.setattr("lightrl.models.loading.AutoTokenizer", Tokenizers)
+    monkeypatch.setattr("lightrl.models.folders.AutoTokenizer", Tokenizers)
     state = {name: tensor.clone() for name, tensor in named_hf_weights(policy)}
     assert ("lm_head.weight" in state) is not tied
     save_hf_folder(policy, state, tmp_path / "out", tokenizer_path="there")

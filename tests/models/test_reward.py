@@ -87,15 +87,15 @@ def test_from_spec_is_frozen_and_errors_are_named(tmp_path: Path) -> None:
     reward = RewardModel.from_spec(RewardModelSpec("quality", str(tmp_path), tokenizer="policy", dtype="bfloat16"))
     assert not any(p.requires_grad for p in reward.parameters())
     assert next(reward.parameters()).dtype == torch.bfloat16 and len(reward.blocks()) == 2
-    with pytest.raises(ValueError, match="without a tokenizer"):
+    with pytest.raises(ValueError, match="score_texts"):
         reward.score_texts(["a"], ["b"])
-    with pytest.raises(ValueError, match="num_labels=1"):
+    with pytest.raises(ValueError, match="num_labels="):
         RewardModel(classifier(labels=3))
     with pytest.raises(ValueError, match="tokenizer='other'"):
         RewardModelSpec("r", "x", tokenizer="other")
     with pytest.raises(ValueError, match="reward_models.r.weight=inf"):
         RewardModelSpec("r", "x", weight=float("inf"))
-    with pytest.raises(ValueError, match="drop one"):
+    with pytest.raises(ValueError, match="chat_template"):
         RewardModelSpec("r", "x", tokenizer="policy", chat_template="default")
 
 
@@ -127,5 +127,5 @@ def test_a_reward_model_with_labels_scores_the_rows_of_these_alone() -> None:
     spec = RewardModelSpec("maths", "x", labels=["sum", "product"], label_column="kind")
     assert spec.applies({"kind": ["sum", "poem", "product"]}) == [True, False, True]
     assert RewardModelSpec("all", "x").applies({}) is None
-    with pytest.raises(ValueError, match=r"maths\.labels=.* needs the column label_column='kind'; the data has"):
+    with pytest.raises(ValueError, match="label_column='kind'"):
         spec.applies({"a": ["sum"]})
