@@ -92,7 +92,7 @@ def test_pictures_of_rows_with_nothing_to_learn_leave_every_parameter_a_gradient
     batch, policy = mixed(folder), folder.policy(layout)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr("lightrl.models.backbone.runs_on_all_ranks", lambda body: False)  # there is none
+    monkeypatch.setattr("lightrl.models.multimodal.runs_on_all_ranks", lambda body: False)  # there is none
     batch._replace(response_mask=torch.zeros_like(batch.response_mask)).run(policy).logprobs.sum().backward()
     assert [n for n, p in policy.named_parameters() if p.requires_grad and p.grad is None] == []
 
