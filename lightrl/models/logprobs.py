@@ -15,7 +15,7 @@ leaves the loss to the caller.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -353,21 +353,16 @@ class TokenHead(nn.Linear):
         hidden: Tensor,
         targets: Tensor | None = None,
         *,
-        teacher: Any = None,
-        top: int | None = None,
+        compute: Callable[..., Any] | None = None,
         **settings: Any,
     ) -> Any:
-        """Logits of (..., D) hidden states; of (M, D) with `targets`, `teacher`, or `top` the result of
-        `chunked_logprobs`, `chunked_divergence`, or `chunked_top`, whose other arguments are `settings`."""
+        """Logits of (..., D) hidden states; with `targets`, `chunked_logprobs` of (M, D) hidden states.
+
+        `compute` is another function of (hidden, weight, bias); `settings` are the function's other arguments.
+        """
         if targets is not None:
             return chunked_logprobs(hidden, self.weight, self.bias, targets, **settings)
-        if teacher is None and top is None:
-            return super().forward(hidden)
-        from lightrl.models.teachers import chunked_divergence, chunked_top
-
-        if teacher is not None:
-            return chunked_divergence(hidden, self.weight, self.bias, teacher, **settings)
-        return chunked_top(hidden, self.weight, self.bias, int(top or 0), **settings)
+        return super().forward(hidden) if compute is None else compute(hidden, self.weight, self.bias, **settings)
 
 
 def install_head(lm: Any) -> None:

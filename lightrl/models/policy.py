@@ -142,12 +142,16 @@ class PolicyModel(_StreamModel):
         read = read_values(self.value_head, out.hidden) if values and self.value_head is not None else None
         apart = None
         if divergence is not None:
+            from lightrl.models.teachers import chunked_divergence
+
             apart = torch.zeros_like(picked)
             for lesson in lessons:
                 here, states = lesson.among(out.targets, token_ids.numel())
                 if len(here):
                     settings = self._head_settings(out, supports, temperature, here)
-                    value = head(out.hidden[here], teacher=states, divergence=divergence, **settings)
+                    value = head(
+                        out.hidden[here], compute=chunked_divergence, teacher=states, divergence=divergence, **settings
+                    )
                     apart = apart.index_add(0, here, value)
         return PolicyOutput(
             out.scatter(picked),
@@ -163,7 +167,7 @@ class PolicyModel(_StreamModel):
 
         `top` asks for the top-k tokens only. The full distribution contains the head itself, so it must not be sharded.
         """
-        from lightrl.models.teachers import Lesson, TeacherStates
+        from lightrl.models.teachers import Lesson, TeacherStates, chunked_top
 
         out = self._backbone(
             rows.token_ids, rows.attention_mask, rows.response_mask, rows.group_ids, rows.inputs, rows.host_rows()
@@ -172,7 +176,7 @@ class PolicyModel(_StreamModel):
         if top is None:
             return Lesson(out.targets, TeacherStates(out.hidden, head.weight, head.bias, self.logit_map))
         settings = self._head_settings(out, rows.supports, rows.temperature)
-        return Lesson(out.targets, head(out.hidden, top=top, **settings))
+        return Lesson(out.targets, head(out.hidden, compute=chunked_top, count=top, **settings))
 
     def _head_settings(
         self, out: BackboneOutput, supports: Sequence[Support | None], temperature: float, here: Tensor | None = None
