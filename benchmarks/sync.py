@@ -67,7 +67,7 @@ def rate(engine: VLLMEngine) -> float:
     sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
 
     def run() -> None:
-        list(engine.generate(prompts.request(i, sampling, i, 1) for i in range(64)))
+        list(engine.generate_all(prompts.request(i, sampling, i, 1) for i in range(64)))
 
     run()
     return 64 * 4 / seconds(run)

@@ -435,7 +435,7 @@ def vllm_seeds(args: argparse.Namespace) -> dict[str, Any]:
             def sample(temperature: float, engine: Any = engine) -> list[list[int]]:
                 settings = SamplingParams(max_new_tokens=8, temperature=temperature, ignore_eos=True)
                 asked = [prompts.request(i, settings, 7 + i, 2) for i in range(2)]
-                groups = {id(group.request): group.completions for group in engine.generate(asked)}
+                groups = {id(group.request): group.completions for group in engine.generate_all(asked)}
                 return [list(completion.token_ids) for request in asked for completion in groups[id(request)]]
 
             first = sample(1.0)

@@ -166,21 +166,20 @@ class Idle(EngineSync):
 class ThreadEngine(TransformersEngine):
     """May be asked from a thread beside the trainer: its weights are its own, so that is right, if no faster."""
 
-    @property
-    def concurrent(self) -> bool:
-        return True
+    def check_overlap(self, *, in_flight: bool) -> None:
+        pass
 
 
 class OtherExperts(TransformersEngine):
     """Says that tokens went to two of the first four experts, by their id and place alone, and not where they went."""
 
-    def generate(self, requests: Any) -> Any:
-        for group in super().generate(requests):
-            for sample in group.completions:
-                ids = torch.tensor([*group.request.token_ids, *sample.token_ids[:-1]])
-                first = (ids + torch.arange(len(ids))) % 4
-                sample.routes = Routes(torch.stack([first, (first + 1) % 4], 1)[:, None].to(torch.uint8))
-            yield group
+    async def generate(self, request: Any) -> Any:
+        group = await super().generate(request)
+        for sample in group.completions:
+            ids = torch.tensor([*request.token_ids, *sample.token_ids[:-1]])
+            first = (ids + torch.arange(len(ids))) % 4
+            sample.routes = Routes(torch.stack([first, (first + 1) % 4], 1)[:, None].to(torch.uint8))
+        return group
 
 
 class KeptEngine(VLLMEngine):

@@ -380,8 +380,8 @@ class VLLMAdapter:
         with _deaths_translated():
             self.engine.abort_request(request_ids)
 
-    def suspend(self, request_ids: list[str]) -> dict[str, Any]:
-        """Drops requests; what has come of each, by its id, with the finish reason "abort"."""
+    def so_far(self, request_ids: list[str]) -> dict[str, Any]:
+        """What has come of requests, by their id, with the finish reason "abort"."""
         from vllm.v1.engine import FinishReason
 
         processor, outputs = self.engine.output_processor, dict[str, Any]()
@@ -389,7 +389,6 @@ class VLLMAdapter:
             for internal in processor.external_req_ids.get(request_id, []):
                 state = processor.request_states[internal]
                 outputs[request_id] = state.make_request_output([], None, FinishReason.ABORT, None)
-        self.abort(request_ids)
         return outputs
 
     def pause(self) -> list[Any]:

@@ -245,6 +245,8 @@ class WorkerExtension:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         model = self._lightrl_model()
+        if self.device.type == "cuda":  # type: ignore[attr-defined] # steps of another thread, on another stream
+            torch.cuda.synchronize(self.device)  # type: ignore[attr-defined]
         self._lightrl_expected = {name for name, _ in model.named_parameters()}
         self._lightrl_loaded: set[str] = set()
         if self.lightrl_rearranged():

@@ -8,9 +8,9 @@ from lightrl.engines.base import (
     Engine,
     EngineDiedError,
     EngineRestartedError,
-    GenerationCancelledError,
-    RequestQueue,
+    ExtraKeys,
     StaleWeightsError,
+    SteppingEngine,
 )
 from lightrl.records import EngineContext
 
@@ -25,11 +25,11 @@ __all__ = [
     "EngineContext",
     "EngineDiedError",
     "EngineRestartedError",
-    "GenerationCancelledError",
-    "RequestQueue",
+    "ExtraKeys",
     "ServerEngine",
     "ServerTeacher",
     "StaleWeightsError",
+    "SteppingEngine",
     "TransformersEngine",
     "VLLMEngine",
 ]

@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
@@ -18,6 +19,9 @@ _Jobs: TypeAlias = "queue.SimpleQueue[Callable[[Any], None]]"
 
 IDLE_SECONDS = 5.0
 """How long a thread of `in_thread` waits for another call before it ends."""
+
+WAIT_SECONDS = 0.5
+"""Length of one wait of `patient_result`."""
 
 _idle: list[_Jobs] = []  # of the threads that wait, which do not live on in a forked process
 os.register_at_fork(after_in_child=_idle.clear)
@@ -124,6 +128,22 @@ class FairLock(AbstractContextManager[None]):
             self._lock.release()
 
 
+def patient_result(future: Future[T], meanwhile: Callable[[], object] = lambda: None) -> T:
+    """A future's result. A Ctrl-C that comes just before a wait does not end it, but the next short wait does.
+
+    Args:
+        future: what to wait for.
+        meanwhile: called between two waits.
+    """
+    while True:
+        try:
+            return future.result(timeout=WAIT_SECONDS)
+        except FutureTimeoutError:  # Python 3.10 has another TimeoutError
+            if future.done():
+                return future.result()
+            meanwhile()
+
+
 class BackgroundLoop:
     """An event loop in a thread of its own, which starts with the first call; also again after `close`.
 
@@ -131,14 +151,10 @@ class BackgroundLoop:
 
     Args:
         name: of the thread.
-
-    Attributes:
-        on_end: called in that thread where it ends unasked, so that nothing that was submitted will ever be done.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.on_end: Callable[[], object] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()
@@ -152,14 +168,14 @@ class BackgroundLoop:
         """Starts a coroutine there."""
         if self._loop is None:
             self._loop, self._ends = loop, ends = asyncio.new_event_loop(), threading.Event()
-            self._thread = in_background(lambda: _serve(loop, ends, self), self.name)
+            self._thread = in_background(lambda: _serve(loop, ends), self.name)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Waits for the result of a coroutine there; cancels it when the waiting is interrupted."""
         future = self.submit(coroutine)
         try:
-            return future.result()
+            return patient_result(future)
         except BaseException:
             future.cancel()
             raise
@@ -200,7 +216,7 @@ class BackgroundLoop:
         thread.join(timeout)
 
 
-def _serve(loop: asyncio.AbstractEventLoop, ends: threading.Event, of: BackgroundLoop) -> None:
+def _serve(loop: asyncio.AbstractEventLoop, ends: threading.Event) -> None:
     """Runs the loop until it is to end, whatever breaks it off or stops it."""
     asyncio.set_event_loop(loop)
     try:
@@ -209,5 +225,3 @@ def _serve(loop: asyncio.AbstractEventLoop, ends: threading.Event, of: Backgroun
                 loop.run_forever()
     finally:
         loop.close()
-        if not ends.is_set():
-            of.on_end()

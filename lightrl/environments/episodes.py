@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from lightrl.data.prompts import PromptMixture, PromptSource
@@ -85,8 +85,7 @@ class Episode(ABC):
 
     Attributes:
         multi_turn: whether a trajectory may have several turns or rows, stop reasons beside "stop" and "length", or
-            fail; logs then say how trajectories ended. False promises that all is asked for before the first wait, so
-            that the engine knows its whole work at once.
+            fail; logs then say how trajectories ended.
         max_retries: times that failed attempts are made again.
         max_failed: fraction of a rollout's trajectories on a rank, in [0, 1], that may have failed for good; with
             more the run stops with the cause.
@@ -137,7 +136,8 @@ class SingleTurn(Episode):
     max_retries = 0
 
     async def run(self, task: Task, ask: Ask) -> list[Trajectory]:
-        return one_turn(await ask(task.prompt.request(0, task.sampling, task.seed, len(task.attempts))))
+        request = task.prompt.request(0, task.sampling, task.seed, len(task.attempts))
+        return one_turn(await ask(replace(request, final=True)))
 
 
 def one_turn(group: CompletionGroup) -> list[Trajectory]:

@@ -42,7 +42,7 @@ class SamplingParams:
         regex: the completion must match this regular expression (engines with structured outputs only).
         json_schema: the completion must be JSON of this schema (engines with structured outputs only).
         extra: Further arguments of the engine's own sampling parameters, by the engine's names. In training only those
-            that leave the distribution alone (`Engine.harmless_extra`).
+            that leave the distribution alone (`Engine.extra`).
 
     Raises:
         ValueError: a value is out of its range; the message names the argument.
@@ -322,8 +322,10 @@ class GenerationRequest:
         name: how messages call it.
         routes: of its first tokens, from earlier turns. An engine that records experts takes these again; others, whose
             caches hold what was computed then, may ignore it.
-        begun: the G completions as far as they were sampled before, those that are "suspended"
-            go on, with the current weights, which also compute their keys and values again. Empty: all begin.
+        begun: the G completions as far as they were sampled before; those that are "suspended" continue, with the
+            current weights, which also recompute their keys and values. Empty: all begin.
+        final: no later request will extend this one's tokens (a single turn), so that an engine need not keep their
+            keys and values.
     """
 
     token_ids: list[int]
@@ -335,6 +337,7 @@ class GenerationRequest:
     name: str = "a prompt"
     routes: Routes | None = None
     begun: list[Completion] = field(default_factory=list)
+    final: bool = False
 
     def so_far(self, place: int) -> Completion:
         """What was sampled of a completion before; one without tokens where it begins."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 7.0
-"""Time limit for the end of a run: threads, reward functions, and engine processes together."""
+"""Time limit for the end of a run: threads and reward functions together. The engine has its own."""
 
 
 class RolloutDataModule(LightningDataModule):
@@ -291,12 +291,12 @@ class RolloutDataModule(LightningDataModule):
             return min(most, max(end - time.monotonic(), 0.5))
 
         with ExitStack() as parts:  # whatever raises, all are closed, the last one first
-            stuck = sampler is not None
-            parts.callback(lambda: self.host.close(stuck, left(CLOSE_SECONDS)))
+            parts.callback(self.host.close)
             if (scorer := self.scorer) is not None:
                 parts.callback(lambda: scorer.close(left(2.5)))
             parts.callback(lambda: self.schedule.close(left(2.5)))
-            stuck = sampler is not None and sampler.close(left(2.5))
+            if sampler is not None:
+                sampler.close(left(2.5))
 
     def on_exception(self, exception: BaseException) -> None:
         """As `teardown`, which Lightning leaves out when a run ends with an error or Ctrl-C.

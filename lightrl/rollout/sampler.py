@@ -212,13 +212,9 @@ class RolloutSampler:
         """Shows what pushes weights the prompts that are about to be sampled."""
         self.host.show(prompts, sampling, first_turn_only=not self.episode.multi_turn)
 
-    def close(self, timeout: float) -> bool:
-        """Gives up what is under way, in about `timeout` seconds.
-
-        Returns:
-            whether a thread is stuck in the engine.
-        """
-        return self._collector.close(timeout)
+    def close(self, timeout: float) -> None:
+        """Ends what is under way, in about `timeout` seconds."""
+        self._collector.close(timeout)
 
     def _progress(self) -> float:
         """Share of the run's rollouts that are done; 0 outside of training, or if the run's length is unknown."""

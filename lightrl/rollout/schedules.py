@@ -65,7 +65,7 @@ class Schedule(ABC):
         """
 
     def drain(self) -> None:  # noqa: B027
-        """Waits until the engine is idle, so that others may use it until `next`. What was sampled stays."""
+        """Waits until others may use the engine until `next`. What was sampled stays."""
 
     def state_dict(self) -> Any:
         """State for a checkpoint: plain data, the same on every rank; None for nothing. Collective."""
@@ -96,17 +96,11 @@ class _BesideTraining(Schedule):
         self._handed_out = 0
 
     def check(self, engine: Engine, *, adapts_prompts: bool, dynamic_sampling_rounds: int) -> None:
-        schedule, name = f"schedule={type(self).__name__}", type(engine).__name__
-        if not engine.concurrent:
-            raise ValueError(
-                f"{schedule} with engine={name} in the trainer's process: it can't sample while the trainer "
-                "computes. Use VLLMEngine(in_process=False), or schedule=OnPolicy."
-            )
-        if engine.sleeps:
-            raise ValueError(
-                f"{schedule} with an engine={name} that sleeps between rollouts: here it samples all the time. Set "
-                "its sleep_level=0."
-            )
+        schedule = f"schedule={type(self).__name__}"
+        try:
+            engine.check_overlap(in_flight=isinstance(self, InFlight))
+        except ValueError as error:
+            raise ValueError(f"{schedule} with {error}") from None
         if adapts_prompts:
             raise ValueError(
                 f"{schedule} with PromptCurriculum: the next prompts depend on rewards that are not known while they "
@@ -219,8 +213,8 @@ class Ahead(_BesideTraining):
 class InFlight(_BesideTraining):
     """Keeps `max_staleness` rollouts under way while the policy learns, and changes the weights within completions.
 
-    Before a rollout is handed out the engine stops wherever its completions are, the weights are pushed, and all
-    continues from the tokens that are there. Then the rollout that comes `max_staleness` later begins. So the first
+    Before a rollout is handed out the weights are pushed between two steps of the engine, wherever its completions are.
+    Then the rollout that comes `max_staleness` later begins. So the first
     token of a completion is at most that many rollouts old when it is learned from, and the last is of the current
     policy. No prompt is dropped or waits longer than that. Where the weights change depends on timing; a checkpoint has
     what was sampled so far, so that a resumed run continues as if it had not stopped.
@@ -244,7 +238,6 @@ class InFlight(_BesideTraining):
 
     def check(self, engine: Engine, *, adapts_prompts: bool, dynamic_sampling_rounds: int) -> None:
         super().check(engine, adapts_prompts=adapts_prompts, dynamic_sampling_rounds=dynamic_sampling_rounds)
-        engine.check_in_flight()
         if dynamic_sampling_rounds:
             raise ValueError(
                 f"schedule=InFlight with dynamic_sampling_rounds={dynamic_sampling_rounds}: prompts begin before "
@@ -262,13 +255,9 @@ class InFlight(_BesideTraining):
     def next(self, cursor: int, left: int) -> SampledRollout:
         """See `Schedule.next`. Adds how old the tokens are and waiting times to the metrics."""
         began = time.perf_counter()
-        if not self.keeps_cache:
-            self.drain()
         count = self.sampler.prompts_per_rollout
         new = [cursor + i * count for i in range(len(self._flights), min(self.max_staleness, left) + 1)]
         self.sampler.ready(*new[:1])
-        for flight, _ in self._flights:
-            flight.collection.resume()
         for first in new:
             self._begin(first)
         pushed = time.perf_counter()
@@ -279,21 +268,18 @@ class InFlight(_BesideTraining):
         self._handed_out += 1
         return rollout
 
-    def drain(self) -> None:
-        for flight, _ in self._flights:
-            flight.collection.suspend()
-
     def close(self, timeout: float) -> None:
         self._flights.clear()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """What every rank has sampled of the rollouts under way. The engine stops until `next`."""
-        self.drain()
+        """What every rank has sampled of the rollouts under way."""
         own = [
             {
                 "behind": self._handed_out - number,
                 "sampling": asdict(flight.sampling),
-                "sampled": {key: [_saved(part) for part in parts] for key, parts in flight.collection.sampled.items()},
+                "sampled": {
+                    key: [_saved(part) for part in parts] for key, parts in flight.collection.sampled().items()
+                },
             }
             for flight, number in self._flights
         ]
@@ -310,7 +296,7 @@ class InFlight(_BesideTraining):
         begun = {key: [_loaded(part) for part in parts] for key, parts in saved["sampled"].items()}
         # What was sampled before a resume has log-probs of the settings that it was sampled with.
         sampling = SamplingParams(**saved["sampling"]) if saved["sampling"] else None
-        flight = self.sampler.begin(first, sampling=sampling, begun=begun)
+        flight = self.sampler.begin(first, sampling=sampling, begun=begun, recover=True)
         self._flights.append((flight, self._handed_out - saved["behind"]))
 
     def _ages(self, rollout: SampledRollout) -> dict[str, float]:

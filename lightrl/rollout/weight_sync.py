@@ -80,7 +80,7 @@ class WeightSync(EngineSync):
             return
         moved = self._frozen_moved(module)
         with torch.no_grad():
-            if engine.takes_adapter:
+            if engine.pushes == "adapter":
                 if moved:
                     raise ValueError(
                         f"lora: weights under the adapter have changed, and {type(engine).__name__} gets the adapter "
@@ -143,7 +143,7 @@ class WeightSync(EngineSync):
             return self._judge_media(module, engine, 0.0, 0.0)
         room = min(self.num_tokens, engine.max_model_len - len(request.token_ids))
         asked = replace(request, sampling=SamplingParams(max_new_tokens=room, ignore_eos=True), seed=0)
-        (group,) = engine.generate([asked])
+        (group,) = engine.generate_all([asked])
         new = group.completions[0]
         before = self._media_before or (new, None, 0.0)
         now, again = _logprobs(module, request, [new, before[0]])
@@ -226,7 +226,7 @@ def _named_for(
     engine: Engine, module: RolloutLearner, weights: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The policy's weights under the names that the engine's model has."""
-    return as_saved(module.actor.lm, weights) if engine.reads_checkpoints else weights
+    return as_saved(module.actor.lm, weights) if engine.pushes == "checkpoint" else weights
 
 
 def _some_frozen(module: RolloutLearner) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,11 +92,11 @@ def test_the_bound_is_the_coarsest_dtypes_and_an_unknown_one_is_said_once(
 class Biased(TransformersEngine):
     """Reports log-probs that are off by 0.01 from the fourth token on."""
 
-    def generate(self, requests: Any) -> Iterator[CompletionGroup]:
-        for group in super().generate(requests):
-            for completion in group.completions:
-                completion.logprobs[3:] = [x - 0.01 for x in completion.logprobs[3:]]
-            yield group
+    async def generate(self, request: Any) -> CompletionGroup:
+        group = await super().generate(request)
+        for completion in group.completions:
+            completion.logprobs[3:] = [x - 0.01 for x in completion.logprobs[3:]]
+        return group
 
 
 def fit(path: str, gate: LogprobMonitor, engine: TransformersEngine) -> dict[str, float]:

@@ -5,6 +5,7 @@ The file is its own script: Lightning starts the second process by running it ag
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -32,13 +33,11 @@ WAYS: dict[str, dict[str, Any]] = {
 class Uneven(ThreadEngine):
     """Hands groups out at different times on different ranks, so that ranks learn from different pieces."""
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        import time
-
-        for number, group in enumerate(super().generate(*args, **kwargs)):
-            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-            time.sleep(0.05 * ((number + rank) % 2))
-            yield group
+    async def generate(self, request: Any) -> Any:
+        group = await super().generate(request)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        await asyncio.sleep(0.05 * ((request.seed + rank) % 2))
+        return group
 
 
 def run(way: str, path: str, devices: int) -> Record:

@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,11 @@ def engine(tied_folder: Path) -> Iterator[object]:
 
 def ask(engine: Any, prompts: Prompts, sampling: SamplingParams, *, num_completions: int, seeds: Any) -> Any:
     """Groups of all prompts, each with the number of its prompt, as they finish. Refusals come at the call."""
-    requests = [prompts.request(i, sampling, seed, num_completions) for i, seed in enumerate(seeds)]
+    requests = [
+        replace(prompts.request(i, sampling, seed, num_completions), final=True) for i, seed in enumerate(seeds)
+    ]
     numbers = {request: i for i, request in enumerate(requests)}
-    stream = engine.generate(requests)
+    stream = engine.generate_all(requests)
 
     def numbered() -> Any:
         with closing(stream):

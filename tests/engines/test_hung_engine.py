@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -14,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightrl.engines import EngineContext, EngineDiedError, GenerationCancelledError, RequestQueue, VLLMEngine
-from lightrl.records import Prompts, SamplingParams
+from lightrl.engines import EngineContext, EngineDiedError, VLLMEngine
+from lightrl.records import CompletionGroup, Prompts, SamplingParams
 from tests.engines.conftest import SOON, load
 from tests.waiting import until
 
@@ -33,7 +34,7 @@ BOUND = 4.0
 def engine(own: VLLMEngine, tied_folder: Path) -> VLLMEngine:
     own.start(EngineContext(str(tied_folder), max_prompt_tokens=64, max_new_tokens=120))
     own.load_weights(load(tied_folder).named_parameters(), policy_version=1)
-    list(own.generate([PROMPTS.request(0, SHORT, 0, 2)]))  # the first steps take long
+    list(own.generate_all([PROMPTS.request(0, SHORT, 0, 2)]))  # the first steps take long
     return own
 
 
@@ -45,77 +46,52 @@ def own() -> Iterator[VLLMEngine]:
 
 
 def test_requests_join_and_leave_while_others_run(engine: VLLMEngine) -> None:
-    """A short request that comes after a long one is yielded before it; a cancelled one is not yielded."""
+    """A short request that comes after a long one is done before it; a cancelled one leaves nothing behind."""
     long, late, dropped = (PROMPTS.request(i, s, 7 + i, 2) for i, s in enumerate((LONG, SHORT, LONG)))
-    alone = {r: [c.token_ids for c in g.completions] for r in (long, late) for g in engine.generate([r])}
-    queue = RequestQueue([long, dropped])
-    got = []
-    queue.cancel(dropped)
-    queue.put(dropped)  # again, and cancelled once it runs
+    alone = {r: [c.token_ids for c in g.completions] for r in (long, late) for g in engine.generate_all([r])}
 
-    def others() -> None:
-        until(lambda: engine._adapter.busy)
-        queue.cancel(dropped)
-        queue.put(late)
-        until(lambda: late in got)
-        queue.close()
+    async def scenario() -> list[CompletionGroup]:
+        first, second = (asyncio.ensure_future(engine.generate(request)) for request in (long, dropped))
+        while not engine._groups:
+            await asyncio.sleep(0.001)
+        second.cancel()
+        short = await engine.generate(late)
+        assert not first.done()
+        return [short, await first]
 
-    threading.Thread(target=others).start()
-    for group in engine.generate(queue):
-        got.append(group.request)
+    for group in asyncio.run(scenario()):
         assert [c.token_ids for c in group.completions] == alone[group.request] and group.policy_version == 1
-    assert set(got) == {long, late} and not engine._adapter.busy and not engine._finished
+    assert until(lambda: not engine._adapter.busy) and not engine._finished and not engine._places
 
 
-def test_a_wait_for_requests_ends_by_cancel(engine: VLLMEngine) -> None:
-    queue = RequestQueue()
-    ended = threading.Event()
-    threading.Thread(target=until, args=[lambda: engine.cancel() or ended.is_set()]).start()
-    with pytest.raises(GenerationCancelledError):
-        next(engine.generate(queue))
-    ended.set()
-
-
-def test_a_cancel_does_not_wait_for_a_stopped_core(engine: VLLMEngine) -> None:
+def test_an_end_does_not_wait_for_a_stopped_core(engine: VLLMEngine) -> None:
     (core,) = engine.process_ids
-    queue = RequestQueue([PROMPTS.request(0, LONG, 0, 200)])
-    stream = engine.generate(queue)
-
-    def stop() -> None:
-        until(lambda: engine._adapter.busy)
-        os.kill(core, signal.SIGSTOP)
-        queue.put(PROMPTS.request(1, LONG, 0, 2))  # the core may have been done with the other one
-        time.sleep(0.3)  # the trainer waits for the core by now
-        engine.cancel()
-
-    threading.Thread(target=stop).start()
+    stream = engine.generate_all([PROMPTS.request(i, LONG, i, 20) for i in range(8)])
+    next(stream)
+    os.kill(core, signal.SIGSTOP)
+    time.sleep(0.3)  # the trainer waits for the core by now
     began = time.monotonic()
-    with pytest.raises(GenerationCancelledError):
-        list(stream)
+    stream.close()
     engine.close()
     assert time.monotonic() - began < SOON and not psutil.pid_exists(core)
 
 
 @pytest.mark.parametrize("wait", ["generate", "load_weights", pytest.param("logprobs", marks=pytest.mark.long)])
 def test_a_stopped_core_is_told_and_ended(engine: VLLMEngine, tied_folder: Path, wait: str) -> None:
+    """Also whoever awaits completions is told, whoever noticed."""
     (core,) = engine.process_ids
     weights = load(tied_folder).named_parameters()
-    queue = RequestQueue([PROMPTS.request(i, LONG, i, 2) for i in range(8)])
-    stream = engine.generate(queue)
-    if wait == "generate":
-        next(stream)
     engine._adapter.progress_timeout = BOUND
+    stream = engine.generate_all([PROMPTS.request(i, LONG, i, 20) for i in range(8)])
+    next(stream)
     os.kill(core, signal.SIGSTOP)
-    queue.put(PROMPTS.request(8, LONG, 8, 2))  # the core may have been done with all others
-    queue.close()
     began = time.monotonic()
-    with pytest.raises(EngineDiedError, match=r"no sign of life for 4 s \(VLLMEngine.progress_timeout\)"):
-        if wait == "generate":
-            list(stream)
-        elif wait == "load_weights":
+    with pytest.raises(EngineDiedError, match="VLLMEngine.progress_timeout"):
+        if wait == "load_weights":
             engine.load_weights(weights, policy_version=2)
-        else:
+        elif wait == "logprobs":
             engine.logprobs([[2, 5, 6]])
+        list(stream)
     assert BOUND <= time.monotonic() - began < BOUND + SOON
     assert not engine.started and engine.policy_version == -1 and not psutil.pid_exists(core)
 

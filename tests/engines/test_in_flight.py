@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.engines import EngineContext, TransformersEngine, VLLMEngine
-from lightrl.engines.base import RequestQueue
+from lightrl.engines import EngineContext, TransformersEngine
 from lightrl.engines.vllm.requests import joined
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, SamplingParams
 from tests.engines.conftest import change, load, reference_logprobs
@@ -40,7 +39,7 @@ def push(engine: Any, model: torch.nn.Module, version: int) -> None:
 
 def sampled(engine: Any, requests: list[GenerationRequest]) -> list[CompletionGroup]:
     """The groups in the order of the requests."""
-    groups = {group.request: group for group in engine.generate(requests)}
+    groups = {group.request: group for group in engine.generate_all(requests)}
     return [groups[request] for request in requests]
 
 
@@ -51,49 +50,63 @@ def gaps(model: torch.nn.Module, prompt: list[int], completion: Completion, vers
     return (theirs - ours).abs()[torch.tensor(completion.policy_versions) == version]
 
 
-class Interrupted(RequestQueue):
-    """Is suspended when the engine looks for the sixth time."""
-
-    looks = 0
-
-    def take(self, wait: bool) -> list[GenerationRequest]:
-        self.looks += 1
-        if self.looks == 6:
-            self.suspend()
-        return super().take(wait)
+def interrupted(engine: Any, requests: list[GenerationRequest], after: int = 5) -> list[CompletionGroup]:
+    """What has come of requests after so many steps, in which none ends; they stay under way."""
+    engine.add(requests)
+    for _ in range(after):
+        assert not engine.step()
+    groups = {group.request: group for group in engine.partials()}
+    return [groups[request] for request in requests]
 
 
-def test_each_tokens_log_prob_is_that_of_the_version_that_sampled_it(any_engine: Any, tied_folder: Path) -> None:
+def ended(engine: Any, requests: list[GenerationRequest]) -> list[CompletionGroup]:
+    """The groups of requests that are under way."""
+    groups: dict[GenerationRequest, CompletionGroup] = {}
+    while len(groups) < len(requests):
+        groups |= {group.request: group for group in engine.step()}
+    return [groups[request] for request in requests]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_each_tokens_log_prob_is_that_of_the_version_that_sampled_it(
+    any_engine: Any, again: bool, tied_folder: Path
+) -> None:
+    """Of completions that are under way, or that are asked for again with what had come of them."""
     old, new = load(tied_folder), change(load(tied_folder))
     push(any_engine, old, 0)
     asked = [GenerationRequest(p, LONG, seed, 3) for seed, p in enumerate(PROMPTS)]
-    ended, paused = sampled(any_engine, asked), list(any_engine.generate(Interrupted(asked, closed=True)))
-    for whole, part in zip(ended, paused, strict=True):
-        assert all(0 < len(c.token_ids) < 24 and c.finish_reason == "suspended" for c in part.completions)
-        part.completions[2] = whole.completions[2]
+    whole, paused = sampled(any_engine, asked), interrupted(any_engine, asked)
+    assert all(0 < len(c.token_ids) < 24 and c.finish_reason == "suspended" for g in paused for c in g.completions)
+    if again:
+        any_engine.abort(asked)
+        for group, other in zip(paused, whole, strict=True):
+            group.completions[2] = other.completions[2]
     push(any_engine, new, 1)
-    again = [replace(request, begun=group.completions) for request, group in zip(asked, paused, strict=True)]
-    for before, group in zip(paused, sampled(any_engine, again), strict=True):
+    if again:
+        asked = [replace(request, begun=group.completions) for request, group in zip(asked, paused, strict=True)]
+    for before, group in zip(paused, (sampled if again else ended)(any_engine, asked), strict=True):
         prompt = list(group.request.token_ids)
-        assert group.completions[2] == before.completions[2]  # it was over
+        assert not again or group.completions[2] == before.completions[2]  # it was over
         for place in (0, 1):
-            whole, count = group.completions[place], len(before.completions[place].token_ids)
-            assert whole.token_ids[:count] == before.completions[place].token_ids and whole.finish_reason == "length"
+            whole_one, count = group.completions[place], len(before.completions[place].token_ids)
+            assert whole_one.token_ids[:count] == before.completions[place].token_ids
+            assert whole_one.finish_reason == "length"
             assert group.versions(place) == [0] * count + [1] * (24 - count)
             # Keys and values of all tokens are the new weights': what a fresh prefill gives.
-            assert gaps(old, prompt, whole, 0).max() < 1e-4 and gaps(new, prompt, whole, 1).max() < 1e-4
-            assert gaps(old, prompt, whole, 1).mean() > 0.05
+            assert gaps(old, prompt, whole_one, 0).max() < 1e-4 and gaps(new, prompt, whole_one, 1).max() < 1e-4
+            assert gaps(old, prompt, whole_one, 1).mean() > 0.05
 
 
 def test_keys_and_values_of_old_weights_would_give_other_log_probs(tied_folder: Path) -> None:
-    """What the change of weights would be with the cache kept: so computing it anew is no empty step."""
-    old, new, engine = load(tied_folder), change(load(tied_folder)), own(tied_folder)
+    """What the change of weights would be with the cache kept: so recomputing it is no empty step."""
+    old, new, engine = load(tied_folder), change(load(tied_folder)), TransformersEngine()
+    engine.start(EngineContext(str(tied_folder), keep_cache=True))
     push(engine, old, 0)
-    short, long = (GenerationRequest(PROMPTS[0], replace(LONG, max_new_tokens=n), 0) for n in (5, 24))
-    stream = engine.generate([short, long])
-    assert next(stream).request is short
-    push(engine, new, 1)  # in the middle of the other
-    (kept,) = next(stream).completions
+    request = GenerationRequest(PROMPTS[0], LONG, 0)
+    interrupted(engine, [request])
+    push(engine, new, 1)  # in the middle
+    (group,) = ended(engine, [request])
+    (kept,) = group.completions
     assert kept.policy_versions == [0] * 5 + [1] * 19
     assert gaps(old, PROMPTS[0], kept, 0).max() < 1e-4
     assert gaps(new, PROMPTS[0], kept, 1).mean() > 0.05
@@ -109,9 +122,10 @@ def test_what_was_interrupted_under_the_same_weights_ends_as_if_it_had_not_been(
     engine = own(tied_folder, cpu_kernels=kernels)
     requests = [GenerationRequest(p, sampling, seed, 3) for seed, p in enumerate(PROMPTS)]
     whole = sampled(engine, requests)
-    parts = list(engine.generate(Interrupted(requests, closed=True)))
-    assert [group.request for group in parts] == requests and all(group.suspended for group in parts)
+    parts = interrupted(engine, requests)
+    assert all(group.suspended for group in parts)
     assert {len(c.token_ids) for group in parts for c in group.completions} == {5}
+    engine.abort(requests)
     again = [replace(request, begun=group.completions) for request, group in zip(requests, parts, strict=True)]
     for expected, group in zip(whole, sampled(engine, again), strict=True):
         for one, other in zip(expected.completions, group.completions, strict=True):
@@ -135,8 +149,3 @@ def test_a_stop_string_that_began_before_the_change_ends_the_completion() -> Non
     late = replace(request, sampling=replace(sampling, min_new_tokens=5))
     assert joined(new, late, 0, [7] * 3, decode).token_ids == [0, 1, 2, 3, 4, 5]
     assert joined(replace(new, token_ids=[4, 3, 5]), request, 0, [7] * 3, decode).finish_reason == "length"
-
-
-def test_an_engine_that_restarts_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"restart_engine=True.*restart_engine=False"):
-        VLLMEngine(in_process=False, restart_engine=True).check_in_flight()

@@ -23,7 +23,6 @@ pytest.importorskip("uvicorn")
 
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, ServerEngine, StaleWeightsError, TransformersEngine
-from lightrl.engines.base import GenerationCancelledError, RequestQueue
 from lightrl.records import Prompts, SamplingParams
 from tests.engines.conftest import build_model, change, load, reference_logprobs
 from tests.engines.sglang_server import SGLangServer
@@ -147,18 +146,16 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.samples)
     @rule(seed=st.integers(0, 3))
     def sample(self, seed: int) -> None:
-        groups = list(self.engine.generate(self.requests(seed)))
+        groups = list(self.engine.generate_all(self.requests(seed)))
         assert len(groups) == 3
         self.check(groups, {self.version})
 
     @precondition(lambda self: self.samples)
     @rule()
-    def cancel(self) -> None:
-        stream = self.engine.generate(RequestQueue(self.requests(0)))
+    def leave_early(self) -> None:
+        stream = self.engine.generate_all(self.requests(0))
         self.check([next(stream)], {self.version})
-        self.engine.cancel()
-        with pytest.raises(GenerationCancelledError):
-            list(stream)
+        stream.close()
 
     @invariant()
     def the_version_is_the_models(self) -> None:
@@ -207,12 +204,12 @@ class ServersMachine(Machine):
     @rule()
     def refuse_to_sample(self) -> None:
         with pytest.raises(StaleWeightsError, match="No living server holds the policy's weights"):
-            list(self.engine.generate(self.requests(0)))
+            list(self.engine.generate_all(self.requests(0)))
 
     @precondition(lambda self: self.samples)
     @rule()
     def update_while_groups_are_out(self) -> None:
-        stream = self.engine.generate(self.requests(1))
+        stream = self.engine.generate_all(self.requests(1))
         before = self.version
         groups = [next(stream)]
         self.learner.policy_version += 1

@@ -27,7 +27,6 @@ from lightrl.algorithms import DistillLightningModule, GRPOLightningModule
 from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import WeightSync
 from lightrl.engines import EngineContext, EngineDiedError, ServerEngine, ServerTeacher, StaleWeightsError
-from lightrl.engines.base import GenerationCancelledError, RequestQueue
 from lightrl.engines.server.http import Server
 from lightrl.objectives import Divergence, ForwardKL
 from lightrl.records import Prompts, SamplingParams
@@ -292,23 +291,6 @@ def test_a_push_while_groups_are_out_samples_them_anew(start: Start, tied_folder
     assert tokens(groups) == sample(engine)
 
 
-def test_cancelling_ends_a_generation_in_another_thread(start: Start, tied_folder: Path) -> None:
-    engine, servers = start(1)
-    push(engine, tied_folder)
-    servers[0].gate.clear()
-    stream = ask(engine, PROMPTS, SAMPLING, num_completions=3, seeds=[1, 2, 3, 4])
-
-    def cancel() -> None:
-        until(lambda: servers[0].calls["/generate"] > 0)
-        engine.cancel()
-
-    threading.Thread(target=cancel).start()
-    with pytest.raises(GenerationCancelledError):
-        list(stream)
-    servers[0].gate.set()
-    sample(engine)
-
-
 def test_servers_that_disagree_are_named(start: Start, tied_folder: Path) -> None:
     engine, servers = start()
     push(engine, tied_folder)
@@ -444,33 +426,27 @@ def test_prompts_are_checked(start: Start, tied_folder: Path) -> None:
     with pytest.raises(ValueError, match="serves text only"):
         ask(engine, Prompts([[3]], [""], inputs=[{"image": 1}]), SAMPLING, num_completions=1, seeds=[0])
     with pytest.raises(ValueError, match=r"fire_temperature=10.*VLLMEngine"):
-        engine.generate([PROMPTS.request(0, SamplingParams(fire_temperature=10.0), 0, 1)])
+        engine.generate_all([PROMPTS.request(0, SamplingParams(fire_temperature=10.0), 0, 1)])
     with pytest.raises(ValueError, match="num_completions=0"):
-        engine.generate([PROMPTS.request(0, SAMPLING, 0, 0)])
+        engine.generate_all([PROMPTS.request(0, SAMPLING, 0, 0)])
 
 
-def test_requests_join_and_leave_a_queue(start: Start, tied_folder: Path) -> None:
+def test_requests_join_and_leave(start: Start, tied_folder: Path) -> None:
     engine, servers = start(2)
     push(engine, tied_folder)
     first, dropped, late = (PROMPTS.request(i, SAMPLING, i, 2) for i in range(3))
-    expected = {r: [c.token_ids for c in g.completions] for r in (first, late) for g in engine.generate([r])}
-    queue = RequestQueue([first, dropped])
-    queue.cancel(dropped)
+    expected = {r: [c.token_ids for c in g.completions] for r in (first, late) for g in engine.generate_all([r])}
     asked = [len(server.requests) for server in servers]
 
-    def join() -> None:
-        until(lambda: [len(server.requests) for server in servers] != asked)  # the first one is under way
-        queue.put(late)
-        queue.close()
+    async def scenario() -> list[Any]:
+        tasks = [asyncio.ensure_future(engine.generate(request)) for request in (first, dropped)]
+        while [len(server.requests) for server in servers] == asked:  # the first one is under way
+            await asyncio.sleep(0.001)
+        tasks[1].cancel()
+        return [await tasks[0], await engine.generate(late)]
 
-    threading.Thread(target=join).start()
-    got = {group.request: [c.token_ids for c in group.completions] for group in engine.generate(queue)}
+    got = {group.request: [c.token_ids for c in group.completions] for group in asyncio.run(scenario())}
     assert got == expected
-    ended = threading.Event()
-    threading.Thread(target=until, args=[lambda: engine.cancel() or ended.is_set()]).start()
-    with pytest.raises(GenerationCancelledError):
-        next(engine.generate(RequestQueue()))
-    ended.set()
 
 
 def test_a_server_whose_answers_come_by_drips_and_never_end_is_not_healthy() -> None:

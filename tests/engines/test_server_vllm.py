@@ -239,10 +239,13 @@ def test_a_run_learns_from_servers_and_survives_the_death_of_one(
         until(lambda: engine._pool.servers[0].outstanding)
         servers.kill(0)
 
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        if len(seen.gaps) == 1:  # in the middle of the second rollout: while the first group is out
-            threading.Thread(target=kill).start()
-        return inner(*args, **kwargs)
+    killing: list[threading.Thread] = []
+
+    async def generate(request: Any) -> Any:
+        if len(seen.gaps) == 1 and not killing:  # in the middle of the second rollout: while the first group is out
+            killing.append(threading.Thread(target=kill))
+            killing[0].start()
+        return await inner(request)
 
     engine.generate = generate  # type: ignore[method-assign]
     seed_everything(0, verbose=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lightrl.engines.base import GenerationCancelledError, RequestQueue
 from lightrl.engines.transformers.decoders import CacheDecoder
 from lightrl.engines.transformers.engine import TransformersEngine
 from lightrl.engines.transformers.sampling import completion_uniforms, distribution, sample
@@ -39,7 +40,6 @@ from lightrl.kernels.cpu.decoder_model import CPUModel, copy_by_rows
 from lightrl.kernels.cpu.prefix_cache import Past, PrefixCache
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Prompts, SamplingParams
 from tests.engines.conftest import ask
-from tests.waiting import until
 
 CHARS = ["<pad>", "<eos>", "<bos>", *"0123456789+-*= ?abcdefghijklmnopqrstuvwxyz\n()"]
 SIZES: dict[str, Any] = {
@@ -369,23 +369,25 @@ def test_groups_stream_out(engines: dict[str, TransformersEngine], monkeypatch: 
     for kind in ("qwen2", "sliding"):
         monkeypatch.setattr(engines[kind], "max_sequences", 2)
         sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
-        stream = ask(engines[kind], prompts_of(PROMPTS), sampling, num_completions=2, seeds=[1] * 5)
+        requests = [prompts_of(PROMPTS).request(i, sampling, 1, 2) for i in range(5)]
         prefilled.clear()
-        assert next(stream)[0] == 3  # the longest goes first
-        assert not torch.is_inference_mode_enabled()
-        assert prefilled == [PROMPTS[3]]
-        assert len(list(stream)) == 4
+        done: list[GenerationRequest] = []
+        engines[kind].add(requests)
+        while len(done) < 5:
+            done += [group.request for group in engines[kind].step()]
+            assert len(prefilled) <= len(done) + 1 and not torch.is_inference_mode_enabled()
+        assert done[0] is requests[3]  # the longest goes first
         assert sorted(prefilled) == sorted(PROMPTS)  # each once, not once per completion
 
 
 def test_shorter_prompts_join_when_all_rows_have_ended(engines: dict[str, TransformersEngine]) -> None:
     engine = engines["qwen2"]
     request = GenerationRequest([5] * 20, SamplingParams(max_new_tokens=4), seed=0)
-    decoder = engine._decoder([request], complete=False)
+    decoder = engine._decoder([request], False)
     decoder.prefill([[5] * 20], 1, {})
     decoder.keep([])
     after = decoder.prefill([[5] * 10, [6] * 10], 1, {})
-    fresh = engine._decoder([request], complete=False).prefill([[5] * 10, [6] * 10], 1, {})
+    fresh = engine._decoder([request], False).prefill([[5] * 10, [6] * 10], 1, {})
     assert torch.equal(after, fresh)
 
 
@@ -550,11 +552,30 @@ def test_bfloat16(folders: dict[str, str]) -> None:
             assert torch.allclose(torch.tensor(completion.logprobs), torch.tensor(expected), atol=0.15)
 
 
-# ------------------------------------------------------------------------------------------------------------- queues
+# ------------------------------------------------------------------------------------------- requests join and leave
+
+
+def driven(
+    engine: TransformersEngine,
+    requests: list[GenerationRequest],
+    then: Callable[[CompletionGroup], list[GenerationRequest]] = lambda group: [],
+) -> list[CompletionGroup]:
+    """The groups of requests as they finish, and of those that each finished group leads to, step by step."""
+    engine.add(requests)
+    left, done = len(requests), list[CompletionGroup]()
+    while left:
+        for group in engine.step():
+            done.append(group)
+            following = then(group)
+            if following:
+                engine.add(following)
+            left += len(following) - 1
+    engine.sleep()
+    return done
 
 
 def completions_of(engine: TransformersEngine, request: GenerationRequest) -> list[list[int]]:
-    (group,) = engine.generate([request])
+    (group,) = engine.generate_all([request])
     assert group.request is request
     return [c.token_ids for c in group.completions]
 
@@ -575,7 +596,7 @@ def test_requests_of_different_settings_go_together(
     prompts = prompts_of(PROMPTS)
     requests = [prompts.request(i, SamplingParams(**s), 50 + i, 1 + i % 3) for i, s in enumerate(settings)]
     monkeypatch.setattr(engines[kind], "max_sequences", room)
-    groups = {group.request: group for group in engines[kind].generate(requests)}
+    groups = {group.request: group for group in engines[kind].generate_all(requests)}
     assert set(groups) == set(requests)
     for request in requests:
         assert [c.token_ids for c in groups[request].completions] == completions_of(engines[kind], request)
@@ -587,17 +608,15 @@ def test_requests_of_different_settings_go_together(
 def test_requests_join_while_others_run(engines: dict[str, TransformersEngine], kind: str) -> None:
     """Each answer asks for the next turn, of another length; all turns are what they would be alone."""
     sampling = SamplingParams(max_new_tokens=6)
-    queue = RequestQueue(GenerationRequest(ids, sampling, seed=i) for i, ids in enumerate(PROMPTS))
-    turns: list[CompletionGroup] = []
-    for group in engines[kind].generate(queue):
-        turns.append(group)
-        if len(turns) <= 10:
-            longer = group.request.token_ids + group.completions[0].token_ids + [7]
-            queue.put(GenerationRequest(longer, sampling, seed=100 + len(turns)))
-        else:
-            queue.close()
-    assert len(turns) == 15
-    for group in turns:
+    turns = itertools.count()
+
+    def then(group: CompletionGroup) -> list[GenerationRequest]:
+        longer = group.request.token_ids + group.completions[0].token_ids + [7]
+        return [GenerationRequest(longer, sampling, seed=100 + turn)] if (turn := next(turns)) < 10 else []
+
+    done = driven(engines[kind], [GenerationRequest(ids, sampling, seed=i) for i, ids in enumerate(PROMPTS)], then)
+    assert len(done) == 15
+    for group in done:
         assert [c.token_ids for c in group.completions] == completions_of(engines[kind], group.request)
 
 
@@ -608,76 +627,36 @@ def test_late_requests_do_not_wait_for_running_ones(engines: dict[str, Transform
         long = GenerationRequest([5, 6], SamplingParams(max_new_tokens=60, ignore_eos=True), seed=1)
         first = GenerationRequest([5, 6], SamplingParams(max_new_tokens=2, ignore_eos=True), seed=2)
         late = GenerationRequest([9, 8, 7], SamplingParams(max_new_tokens=3, ignore_eos=True), seed=3)
-        queue, names = RequestQueue([long, first]), {long: "long", first: "first", late: "late"}
-        order[kind] = []
-        for group in engines[kind].generate(queue):
-            order[kind].append(names[group.request])
-            if group.request is first:
-                queue.put(late)
-                queue.close()
+        names = {long: "long", first: "first", late: "late"}
+        done = driven(engines[kind], [long, first], lambda g, first=first, late=late: [late] * (g.request is first))
+        order[kind] = [names[group.request] for group in done]
     assert order == {"qwen2": ["first", "late", "long"], "sliding": ["first", "long", "late"]}
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "sliding"])
 def test_cancelled_requests_are_dropped(engines: dict[str, TransformersEngine], kind: str) -> None:
-    """Before they are taken, while they wait for room, and while they run; the others are as they would be alone."""
+    """While they wait for room, and while they run; the others are as they would be alone."""
+    engine = engines[kind]
     sampling = SamplingParams(max_new_tokens=40, ignore_eos=True)
     requests = [GenerationRequest(ids, sampling, seed=i, num_completions=2) for i, ids in enumerate(PROMPTS)]
     short = GenerationRequest([5], SamplingParams(max_new_tokens=3), seed=9, num_completions=2)
-    queue = RequestQueue([*requests, short], closed=True)
-    queue.cancel(requests[0])
+    engine.add([*requests, short])
+    engine.abort([requests[0]])
     got = {}
-    for group in engines[kind].generate(queue):
-        got[group.request] = [c.token_ids for c in group.completions]
-        if group.request is short:
-            queue.cancel(requests[3])
+    while len(got) < 4:
+        for group in engine.step():
+            got[group.request] = [c.token_ids for c in group.completions]
+            if group.request is short:
+                engine.abort([requests[3]])
     assert set(got) == {requests[1], requests[2], requests[4], short}
     for request, tokens in got.items():
-        assert tokens == completions_of(engines[kind], request)
+        assert tokens == completions_of(engine, request)
 
 
-def test_cancel_ends_a_generation_and_a_wait(engines: dict[str, TransformersEngine]) -> None:
-    engine = engines["qwen2"]
-    stream = engine.generate(
-        prompts_of(PROMPTS).request(i, SamplingParams(max_new_tokens=5 + 9 * i), 0, 1) for i in range(5)
-    )
-    next(stream)
-    engine.cancel()
-    with pytest.raises(GenerationCancelledError):
-        list(stream)
-    ended = threading.Event()
-    threading.Thread(target=until, args=[lambda: engine.cancel() or ended.is_set()]).start()
-    with pytest.raises(GenerationCancelledError):
-        next(engine.generate(RequestQueue()))
-    ended.set()
-
-
-def test_queues_by_hand() -> None:
-    a, b, c = (GenerationRequest([1], SamplingParams(), seed=0) for _ in range(3))
-    queue = RequestQueue([a])
-    queue.put(b)
-    queue.cancel(a)
-    assert queue.waiting() == [b] and queue.take(wait=True) == [b] and queue.take(wait=False) == []
-    threading.Timer(0.05, queue.put, [c]).start()
-    assert queue.take(wait=True) == [c]
-    queue.cancel(c)
-    assert queue.take_cancelled() == [c] and queue.take_cancelled() == []
-    threading.Timer(0.05, queue.close).start()
-    assert queue.take(wait=True) == [] and queue.closed
-    with pytest.raises(RuntimeError, match="after close"):
-        queue.put(a)
-    queue.stop()
-    with pytest.raises(GenerationCancelledError):
-        queue.take(wait=False)
-
-
-def test_a_bad_request_in_a_queue_is_refused_when_it_is_taken(engines: dict[str, TransformersEngine]) -> None:
-    queue = RequestQueue([GenerationRequest([5], SamplingParams(max_new_tokens=2), seed=0)])
-    stream = engines["qwen2"].generate(queue)
-    next(stream)
-    queue.put(GenerationRequest([5], SamplingParams(max_new_tokens=2, regex="a+"), seed=0))
-    with pytest.raises(ValueError, match=r"regex.*VLLMEngine"):
-        next(stream)
+def test_a_request_that_cannot_be_served_is_refused(engines: dict[str, TransformersEngine]) -> None:
+    refused = GenerationRequest([5], SamplingParams(max_new_tokens=2, regex="a+"), seed=0)
+    with pytest.raises(ValueError, match="regex"):
+        asyncio.run(engines["qwen2"].generate(refused))
 
 
 def test_fire_heats_the_first_token_alone(engines: dict[str, TransformersEngine]) -> None:
@@ -722,17 +701,16 @@ def test_the_fast_decoder_has_a_switch(folders: dict[str, str], monkeypatch: pyt
 def conversation(engine: TransformersEngine, turns: int, begun: list[list[int]]) -> list[tuple[list[int], list[float]]]:
     """Has conversations go on, each with three tokens more as soon as it was answered; all requests and log-probs."""
     sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
-    queue = RequestQueue([GenerationRequest(ids, sampling, seed=i) for i, ids in enumerate(begun)])
-    done, left = [], turns * len(begun)
-    for group in engine.generate(queue):
+    done: list[tuple[list[int], list[float]]] = []
+
+    def then(group: CompletionGroup) -> list[GenerationRequest]:
         said = group.completions[0]
         done.append((group.request.token_ids + list(said.token_ids), list(said.logprobs)))
-        left -= 1
-        if len(done[-1][0]) < len(begun[group.request.seed]) + 7 * turns - 3:
-            following = [*done[-1][0], 9, 10, 11 + group.request.seed]
-            queue.put(GenerationRequest(following, sampling, seed=group.request.seed))
-        if not left:
-            queue.close()
+        if len(done[-1][0]) >= len(begun[group.request.seed]) + 7 * turns - 3:
+            return []
+        return [GenerationRequest([*done[-1][0], 9, 10, 11 + group.request.seed], sampling, seed=group.request.seed)]
+
+    driven(engine, [GenerationRequest(ids, sampling, seed=i) for i, ids in enumerate(begun)], then)
     return done
 
 
@@ -782,13 +760,10 @@ def test_beginnings_are_found_whole_once_and_within_their_room() -> None:
 def test_new_weights_compute_a_conversation_from_its_beginning(folders: dict[str, str]) -> None:
     engine = start(folders["qwen3"])
     sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
-    queue = RequestQueue([GenerationRequest([5, 6, 7], sampling, seed=0)])
-    groups = engine.generate(queue)
-    first = next(groups)
+    (first,) = engine.generate_all([GenerationRequest([5, 6, 7], sampling, seed=0)])
     weights = [(name, tensor * 1.1) for name, tensor in engine._model.named_parameters()]
-    queue.put(GenerationRequest([5, 6, 7, *first.completions[0].token_ids, 9], sampling, seed=0))
     engine.load_weights(weights, policy_version=engine.policy_version + 1)
-    queue.close()
-    (second,) = groups
+    following = GenerationRequest([5, 6, 7, *first.completions[0].token_ids, 9], sampling, seed=0)
+    (second,) = engine.generate_all([following])
     ids = [*second.request.token_ids, *second.completions[0].token_ids]
     assert list(second.completions[0].logprobs) == pytest.approx(engine.logprobs([ids])[0][-4:], abs=1e-5)

@@ -14,6 +14,7 @@ from lightrl.engines.vllm.engine import VLLMEngine, completion_seed
 from lightrl.engines.vllm.requests import EVALUATION_EXTRA, HARMLESS_EXTRA, OWN_EXTRA
 from lightrl.records import CompletionGroup, Prompts, SamplingParams
 from tests.engines.conftest import EOS, ask, load
+from tests.waiting import until
 
 pytestmark = pytest.mark.vllm
 
@@ -80,15 +81,12 @@ def test_groups_come_as_they_finish(engine) -> None:
 
 
 def test_an_abandoned_stream_leaves_nothing_running(engine) -> None:
-    stream = ask(engine, PROMPTS, LONG, num_completions=2, seeds=SEEDS)
+    stream = ask(
+        engine, PROMPTS, SamplingParams(max_new_tokens=60, stop_token_ids=[*range(20)]), num_completions=2, seeds=SEEDS
+    )
     next(stream)
     stream.close()
-    assert not engine._adapter.busy
-    sampling = SamplingParams(max_new_tokens=9, stop_token_ids=[*range(20)])
-    half = ask(engine, PROMPTS, sampling, num_completions=1, seeds=SEEDS)
-    next(half)
-    half.close()
-    assert not engine._adapter.busy and not engine._finished
+    assert until(lambda: not engine._adapter.busy) and not engine._finished and not engine._places
 
 
 def test_two_streams_at_once_keep_their_own(engine) -> None:

@@ -56,7 +56,7 @@ def expected(policy: PolicyModel, rows: list[list[int]]) -> list[list[float]]:
 
 def test_each_push_replaces_the_adapter(engine: VLLMEngine, tied_folder: Path) -> None:
     rows = [[2, *range(5, 25)], [2, *range(20, 40)]]
-    assert engine.takes_adapter
+    assert engine.pushes == "adapter"
     results = []
     for version, seed in enumerate((1, 2)):
         policy = adapted(tied_folder, seed)

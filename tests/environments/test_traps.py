@@ -310,7 +310,7 @@ def sampled_by(engine: TransformersEngine) -> list[Trajectory]:
     attempts.setup(QWEN3)
 
     async def ask(request: GenerationRequest) -> CompletionGroup:
-        (group,) = engine.generate([request])
+        (group,) = engine.generate_all([request])
         return group
 
     return asyncio.run(alone(attempts, ask, {}, SamplingParams(max_new_tokens=32), number=3))

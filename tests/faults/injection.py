@@ -162,9 +162,9 @@ class Injected(Callback):
             self.at("export")
             rename(source, target, **kwargs)
 
-        def generated(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        async def generated(engine: Any, request: Any) -> Any:
             self.at("sampling")
-            return generate(engine, *args, **kwargs)
+            return await generate(engine, request)
 
         def loaded(engine: Any, named_tensors: Any, **kwargs: Any) -> None:
             def tensors() -> Iterator[Any]:

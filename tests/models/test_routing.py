@@ -194,7 +194,7 @@ def test_a_router_with_near_ties_has_no_gap_with_replay_and_one_without(kind: st
     engine.start(EngineContext(model_path=path, dtype="float32", device="cpu", seed=0))
     sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
     requests = [GenerationRequest([5 + i for i in range(n)], sampling, seed=n, num_completions=3) for n in (3, 7)]
-    groups = {len(group.request.token_ids): group for group in engine.generate(requests)}
+    groups = {len(group.request.token_ids): group for group in engine.generate_all(requests)}
     rows = [(n, groups[n].request.token_ids + c.token_ids, c) for n in (3, 7) for c in groups[n].completions]
     ids, sampled = torch.zeros(6, 20, dtype=torch.long), torch.zeros(6, 20)
     lengths, starts = torch.tensor([[len(tokens)] for _, tokens, _ in rows]), torch.tensor([[n] for n, *_ in rows])
@@ -257,10 +257,10 @@ def test_a_run_learns_from_the_experts_that_sampled(near: str, tmp_path: Path) -
 class Forgetful(TransformersEngine):
     """Hands out nothing of what it records."""
 
-    def generate(self, requests: Any) -> Any:
-        for group in super().generate(requests):
-            group.completions = [replace(sample, routes=None) for sample in group.completions]
-            yield group
+    async def generate(self, request: Any) -> Any:
+        group = await super().generate(request)
+        group.completions = [replace(sample, routes=None) for sample in group.completions]
+        return group
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
@@ -353,7 +353,7 @@ def test_the_engine_takes_the_experts_of_earlier_turns_again(near: str) -> None:
     requests = [GenerationRequest([5, 6, 7][:n], sampling, seed=1, routes=known) for n in (2, 3)]
     requests += [GenerationRequest([5, 6, 7], sampling, seed=1)]
     short, long, free = [engine_group.completions[0] for engine_group in sorted(
-        engine.generate(requests), key=lambda group: requests.index(group.request)
+        engine.generate_all(requests), key=lambda group: requests.index(group.request)
     )]  # fmt: skip
     for sample, n in ((short, 4), (long, 5)):
         assert sample.routes is not None and sample.routes.experts[:2].equal(known.experts)

@@ -127,7 +127,7 @@ def test_the_on_policy_ratio_is_one_and_without_replay_the_kept_mass(
         max_new_tokens=8, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, ignore_eos=True
     )
     prompt = [5, 6, 7]
-    (group,) = engine.generate([GenerationRequest(prompt, sampling, seed=3, num_completions=3)])
+    (group,) = engine.generate_all([GenerationRequest(prompt, sampling, seed=3, num_completions=3)])
     smallest = 1.0
     for completion in group.completions:
         support = Support.joined((3, None), (8, completion.support))
@@ -149,7 +149,7 @@ def test_requests_with_and_without_a_cut_may_run_together(sampler: tuple[Transfo
     engine, policy = sampler
     settings = [SamplingParams(max_new_tokens=5, top_k=k, ignore_eos=True) for k in (0, 2, 3)]
     requests = [GenerationRequest([4 + i], s, seed=i, num_completions=2) for i, s in enumerate(settings)]
-    groups = {group.request.sampling.top_k: group for group in engine.generate(requests)}
+    groups = {group.request.sampling.top_k: group for group in engine.generate_all(requests)}
     assert all(completion.support is None for completion in groups[0].completions)
     for k in (2, 3):
         for completion in groups[k].completions:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from lightrl.engines.base import Engine, RequestQueue
+from lightrl.engines.base import Engine
 from lightrl.records import Completion, CompletionGroup, EngineContext, GenerationRequest
 from tests.rollout.tasks import chat_model
 
@@ -20,30 +19,22 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class ScriptedEngine(Engine):
-    """Answers each request as `answer` says, which may raise, in the order in which they come.
+    """Answers each request as `answer` says, which may raise, when `hold` lets it go.
 
     Attributes:
-        asked: every request that it took.
-        cancelled: requests that were cancelled after they were taken.
-        hold: requests that are taken but not answered before `release` is set.
+        asked: every request that it got.
+        cancelled: requests that were cancelled.
     """
-
-    def __init__(self, answer: Callable[[GenerationRequest], str] = lambda request: "12", beside: bool = False) -> None:
-        super().__init__()
-        self.answer = answer
-        self.beside = beside
-        self.asked: list[GenerationRequest] = []
-        self.cancelled: list[GenerationRequest] = []
-        self.hold: Callable[[GenerationRequest], bool] = lambda request: False
-        self.threads: set[str] = set()
 
     policy_version = 3
     started = True
     max_model_len = 64
 
-    @property
-    def concurrent(self) -> bool:
-        return self.beside
+    def __init__(self, answer: Callable[[GenerationRequest], str] = lambda request: "12") -> None:
+        self.answer = answer
+        self.asked: list[GenerationRequest] = []
+        self.cancelled: list[GenerationRequest] = []
+        self.hold: Callable[[GenerationRequest], bool] = lambda request: False
 
     def start(self, context: EngineContext) -> None:
         pass
@@ -51,32 +42,21 @@ class ScriptedEngine(Engine):
     def check_request(self, request: GenerationRequest) -> None:
         pass
 
-    def generate(self, requests: Iterable[GenerationRequest] | RequestQueue) -> Iterator[CompletionGroup]:
-        queue = requests if isinstance(requests, RequestQueue) else RequestQueue(requests, closed=True)
-        self.threads.add(threading.current_thread().name)
-        running: list[GenerationRequest] = []
-        while True:
-            ready = [request for request in running if not self.hold(request)]
-            new = queue.take(wait=not running)
-            if not new and not running:
-                return
-            if not new and not ready:
-                time.sleep(0.001)
-            self.asked += new
-            running += new
-            for request in queue.take_cancelled():
-                if request in running:
-                    running.remove(request)
-                    self.cancelled.append(request)
-            for request in ready:
-                if request in running:
-                    running.remove(request)
-                    text = self.answer(request)
-                    ids = [ord(c) for c in text]
-                    one = Completion(ids, [-0.5] * len(ids), text, "stop")
-                    yield CompletionGroup(request, [one] * request.num_completions, self.policy_version)
+    async def generate(self, request: GenerationRequest) -> CompletionGroup:
+        self.asked.append(request)
+        try:
+            await asyncio.sleep(0)
+            while self.hold(request):
+                await asyncio.sleep(0.001)
+        except asyncio.CancelledError:
+            self.cancelled.append(request)
+            raise
+        text = self.answer(request)
+        ids = [ord(c) for c in text]
+        one = Completion(ids, [-0.5] * len(ids), text, "stop")
+        return CompletionGroup(request, [one] * request.num_completions, self.policy_version)
 
-    def logprobs(self, sequences: Any) -> list[list[float]]:
+    def logprobs(self, sequences: Any, routes: Any = ()) -> list[list[float]]:
         return [[0.0] * (len(sequence) - 1) for sequence in sequences]
 
     def load_weights(self, named_tensors: Any, *, policy_version: int, partial: bool = False) -> None:

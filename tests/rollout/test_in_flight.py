@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,15 @@ from lightrl.algorithms.hooks import RLCallback
 from lightrl.callbacks import RolloutCheckpoint, TrajectoryLogprobCheck
 from lightrl.data.prompts import PromptSource
 from lightrl.engines import ServerEngine
-from lightrl.engines.base import RequestQueue
+from lightrl.engines.transformers.decoding import Generation
 from lightrl.environments.episodes import Episode, Task, one_turn
 from lightrl.models.spec import LoraSpec, ModelSpec
-from lightrl.records import CompletionGroup, Rollouts, SamplingParams, Trajectory
+from lightrl.records import CompletionGroup, GenerationRequest, Rollouts, SamplingParams, Trajectory
 from lightrl.rollout import Evaluation, InFlight
 from tests.models.test_routing import saved
 from tests.rollout.test_staleness import Watch, run, sgd
 from tests.toys import KeptEngine, ThreadEngine, quickstart_model, sums_data
+from tests.waiting import until
 
 FIRST = 4
 """Tokens after which a completion waits for the next weights, where the engine is `Scripted`."""
@@ -34,43 +34,81 @@ VARIED = SamplingParams(max_new_tokens=24)
 ORDERED = PromptSource(rows=[{"prompt": f"{a:02d}+{b:02d}="} for a in range(8) for b in range(8)], shuffle=False)
 
 
+class Gated:
+    """A `Generation` for each rollout, which leaves off after so many tokens until the weights change, unless it is
+    the rollout that is due."""
+
+    def __init__(self, engine: Scripted) -> None:
+        self.engine = engine
+        self.due = engine.learnt
+        self.parts: list[Generation] = []
+        self.numbers: list[int] = []
+        self.steps: list[int] = []
+
+    @property
+    def jobs(self) -> dict[Any, Any]:
+        return {request: job for part in self.parts for request, job in part.jobs.items()}
+
+    @property
+    def open(self) -> list[int]:
+        numbered = enumerate(zip(self.parts, self.numbers, self.steps, strict=True))
+        return [i for i, (p, number, n) in numbered if p.jobs and (n < FIRST or number <= self.due)]
+
+    def add(self, requests: list[GenerationRequest]) -> None:
+        for number, own in itertools.groupby(requests, lambda r: int(r.name.rpartition(" ")[2].rstrip(")")) // 8):
+            self.parts.append(ThreadEngine._new_generation(self.engine))
+            self.numbers.append(number)
+            self.steps.append(0)
+            self.parts[-1].add(list(own))
+
+    def step(self) -> list[CompletionGroup]:
+        groups = []
+        for i in self.open or [None]:
+            if i is None:
+                time.sleep(0.002)
+            else:
+                groups += self.parts[i].step()
+                self.steps[i] += 1
+        return groups
+
+    def abort(self, requests: list[GenerationRequest]) -> None:
+        for part in self.parts:
+            part.abort([request for request in requests if request in part.jobs])
+
+    def partials(self) -> list[CompletionGroup]:
+        return [group for part in self.parts for group in part.partials()]
+
+    def changed(self, version: int, *, keep_cache: bool) -> None:
+        for part in self.parts:
+            part.changed(version, keep_cache=keep_cache)
+        self.due, self.steps = self.engine.learnt, [0] * len(self.steps)
+
+
 class Scripted(ThreadEngine):
-    """Leaves off after so many tokens of each completion until the weights change, but for the rollout that is due."""
+    """Samples as `Gated` does."""
 
     def __init__(self, learnt: int = 0) -> None:
         super().__init__()
         self.learnt = learnt
-        self.waiting: set[int] = set()  # the threads of completions that have left off
 
-    def _groups(self, queue: RequestQueue) -> Iterator[CompletionGroup]:
-        row = int(queue.waiting()[0].name.rpartition(" ")[2].rstrip(")")) if queue.waiting() else 0
-        if row // 8 > self.learnt:
-            take, looks, begun = queue.take, itertools.count(), self.policy_version
+    def _new_generation(self) -> Any:
+        return Gated(self)
 
-            def gated(wait: bool) -> Any:
-                thread = threading.get_ident()
-                while next(looks) >= FIRST and not (queue.suspended or queue.stopped):
-                    if self.policy_version not in (begun, -1):
-                        break
-                    self.waiting.add(thread)
-                    time.sleep(0.002)
-                self.waiting.discard(thread)
-                return take(wait)
-
-            queue.take = gated  # type: ignore[method-assign]
-        yield from super()._groups(queue)
+    def waits(self) -> bool:
+        gated: Any = self._generation
+        return set(self._asked) <= (set(gated.jobs) if gated else set()) and not (gated and gated.open)
 
 
 class Count(RLCallback):
     """Counts rollouts learnt from; an update begins when all completions have come to where they leave off."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-        engine, end = trainer.datamodule.engine, time.monotonic() + 10
-        while isinstance(engine, Scripted) and time.monotonic() < end:
-            sampling = {thread.ident for thread in threading.enumerate() if thread.name == "lightrl-sampling"}
-            if sampling <= engine.waiting:
-                break
-            time.sleep(0.002)
+        engine = trainer.datamodule.engine
+        if isinstance(engine, Scripted):
+            trainer.datamodule._sampler._collector.loop.run(
+                asyncio.sleep(0.01)
+            )  # episodes that were started have begun
+            until(engine.waits, 10)
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         engine = trainer.datamodule.engine
@@ -134,20 +172,6 @@ def test_a_kept_cache_is_that_of_the_old_weights(side_model: str) -> None:
             assert row.tolist() == [number - 1] * min(FIRST, len(row)) + [number] * (len(row) - FIRST)
         assert worst(module, watch, rollouts, number - 1, number - 1) < 1e-4
         assert worst(module, watch, rollouts, number, number) > 1e-3  # what a fresh prefill does not give
-
-
-def test_an_engine_that_leaves_off_before_the_learner_goes_on_has_lost_nothing(
-    side_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    suspend = RequestQueue.suspend
-
-    def interrupted(queue: RequestQueue) -> None:
-        suspend(queue)
-        time.sleep(0.2)  # the system lets other threads run here
-
-    monkeypatch.setattr(RequestQueue, "suspend", interrupted)
-    _, watch = in_flight(side_model, rollouts_per_epoch=3)
-    assert [metrics["rollout/switched"] > 0 for metrics in watch.metrics] == [False, True, True]
 
 
 def test_prompts_and_their_groups_are_those_of_a_run_without_it(side_model: str) -> None:
@@ -254,7 +278,7 @@ def test_vllm_changes_weights_within_completions(cache: Any, lora: LoraSpec | No
     engine, learn = with_vllm(tmp_path, lora)
     try:
         module, watch = learn(schedule=InFlight(cache=cache))
-        assert engine.takes_adapter == (lora is not None)
+        assert (engine.pushes == "adapter") == (lora is not None)
     finally:
         engine.end()
     assert [m["rollout/staleness"] for m in watch.metrics] == [0, 1, 1, 1]

@@ -203,15 +203,16 @@ class Mortal(TransformersEngine):
     error: Exception | None = None
     deaths = 0
 
-    def generate(self, requests: Any) -> Any:
-        for group in super().generate(requests):
+    def step(self) -> Any:
+        groups = super().step()
+        if groups:
             Struck.at("generation")
-            if self.error is not None:
-                error, self.error = self.error, None
-                self.deaths += 1
-                self.policy_version = -1
-                raise error
-            yield group
+        if self.error is not None:
+            error, self.error = self.error, None
+            self.deaths += 1
+            self._generation, self.policy_version = None, -1
+            raise error
+        return groups
 
 
 STRUCK = ("reset", "step", "generation", "scoring")

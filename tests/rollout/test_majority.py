@@ -31,11 +31,11 @@ class Says(TransformersEngine):
         super().__init__()
         self.texts = texts
 
-    def generate(self, requests: Any) -> Any:
-        for group in super().generate(requests):
-            for completion, text in zip(group.completions, self.texts, strict=True):
-                completion.text = text
-            yield group
+    async def generate(self, request: Any) -> Any:
+        group = await super().generate(request)
+        for completion, text in zip(group.completions, self.texts, strict=True):
+            completion.text = text
+        return group
 
 
 def majority(tmp_path: Path, texts: list[str], reward: Any, answer: Any = None) -> float:

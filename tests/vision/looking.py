@@ -41,7 +41,7 @@ def played(engine: Any, folder: Any, number: int = 3) -> Rollouts:
     attempts.setup(folder.tokenizer, folder.processor)
 
     async def ask(request: GenerationRequest) -> CompletionGroup:
-        (group,) = engine.generate([request])
+        (group,) = engine.generate_all([request])
         return group
 
     trajectories = asyncio.run(alone(attempts, ask, {}, SamplingParams(max_new_tokens=8), number=number))

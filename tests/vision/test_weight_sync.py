@@ -31,9 +31,9 @@ class OtherTower(TransformersEngine):
                 if "vision" in name:
                     parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
 
-    def generate(self, requests: Any) -> Any:
+    async def generate(self, request: Any) -> Any:
         self.asked += 1
-        return super().generate(requests)
+        return await super().generate(request)
 
 
 def fit(folder: Any, engine: Any, rows: list[dict[str, Any]]) -> WeightSync:

@@ -6,12 +6,10 @@ assigns groups to them, `weights` brings the weights, `checks` looks at servers 
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import queue
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from lightrl.compat.arguments import at_least
 from lightrl.engines.background import BackgroundLoop
-from lightrl.engines.base import Engine, EngineDiedError, RequestQueue, StaleWeightsError
+from lightrl.engines.base import Engine, EngineDiedError, StaleWeightsError
 from lightrl.engines.server.checks import check_length, look_at
 from lightrl.engines.server.connection import Connection
 from lightrl.engines.server.pool import ServerPool
@@ -29,10 +27,6 @@ from lightrl.engines.vllm.requests import check_lengths
 from lightrl.records import CompletionGroup, EngineContext, GenerationRequest, Routes, SamplingParams
 
 log = logging.getLogger(__name__)
-
-
-def _put(news: queue.SimpleQueue[Any], item: Any, _: object) -> None:
-    news.put(item)
 
 
 class ServerEngine(Engine):
@@ -75,6 +69,8 @@ class ServerEngine(Engine):
     Source: https://docs.vllm.ai (0.32), https://docs.sglang.io (0.5).
     """
 
+    pushes = "checkpoint"
+
     def __init__(
         self,
         urls: list[str],
@@ -95,7 +91,6 @@ class ServerEngine(Engine):
             raise ValueError("ServerEngine.shared_folder=None: weights: path needs a folder that all machines share.")
         if weights == "transfer" and kind != "vllm":
             raise ValueError(f"ServerEngine.weights='transfer' with kind={kind!r}: vLLM only; use weights: path.")
-        super().__init__()
         self._connection = Connection("ServerEngine", urls, kind, api_key, timeout, progress_timeout, start_timeout)
         self.weights = weights
         self.shared_folder = shared_folder
@@ -105,9 +100,7 @@ class ServerEngine(Engine):
         self.max_groups = at_least("ServerEngine.max_groups", max_groups, 1)
         self.retries = at_least("ServerEngine.retries", retries, 0)
         protocol = self._connection.protocol
-        self.harmless_extra = protocol.harmless_extra
-        self.evaluation_extra = protocol.evaluation_extra
-        self.own_extra = protocol.own_extra
+        self.extra = protocol.extra
         self._transport: Transport | None = None
         self._rank = 0
         self._world_size = 1
@@ -162,10 +155,6 @@ class ServerEngine(Engine):
         return self._transport is not None
 
     @property
-    def concurrent(self) -> bool:
-        return True
-
-    @property
     def max_model_len(self) -> int:
         self._running()
         lengths = [server.facts.max_model_len for server in self._pool.servers]
@@ -187,9 +176,17 @@ class ServerEngine(Engine):
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
-    def generate(self, requests: Iterable[GenerationRequest] | RequestQueue) -> Iterator[CompletionGroup]:
-        self._running()
-        return self._stream(self._checked_queue(requests))
+    def check_overlap(self, *, in_flight: bool) -> None:
+        if in_flight:
+            raise ValueError(
+                "engine=ServerEngine: servers cannot continue with what other weights sampled. Use "
+                "VLLMEngine(in_process=False), or change weights between rollouts."
+            )
+
+    async def generate(self, request: GenerationRequest) -> CompletionGroup:
+        loop = self._running()
+        self.check_request(request)
+        return await asyncio.wrap_future(loop.submit(self._pool.group(request)))
 
     def check_sampling(self, sampling: SamplingParams, name: str = "sampling", *, trained: bool) -> None:
         super().check_sampling(sampling, name, trained=trained)
@@ -207,31 +204,6 @@ class ServerEngine(Engine):
             request, limit=("servers'", self.max_model_len), way_out="start them with a larger --max-model-len"
         )
 
-    def _stream(self, requests: RequestQueue) -> Iterator[CompletionGroup]:
-        news: queue.SimpleQueue[GenerationRequest | None] = queue.SimpleQueue()  # None: the queue has changed
-        loop = self._running()
-        running: dict[GenerationRequest, Future[CompletionGroup]] = {}
-        requests.listen(lambda: news.put(None))
-        self._queues.add(requests)
-        try:
-            while True:
-                for request in requests.take(wait=False):
-                    self.check_request(request)
-                    running[request] = work = loop.submit(self._pool.group(request))
-                    work.add_done_callback(partial(_put, news, request))
-                for request in requests.take_cancelled():
-                    if request in running:
-                        running.pop(request).cancel()
-                if not running and requests.closed and not requests.waiting():
-                    return
-                done = news.get()
-                if done in running:
-                    yield running.pop(done).result()
-        finally:  # closed connections end what still generates
-            self._queues.discard(requests)
-            for work in running.values():
-                work.cancel()
-
     def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
         """See `Engine.logprobs`. Every server with current weights is asked.
 
@@ -246,8 +218,6 @@ class ServerEngine(Engine):
             raise
 
     # -- weights ---------------------------------------------------------------------------------------------------
-
-    reads_checkpoints = True
 
     def load_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightrl.engines.base import ExtraKeys
 from lightrl.engines.server.http import Server, ServerError
 from lightrl.engines.vllm.requests import (
     EVALUATION_EXTRA,
@@ -60,12 +61,10 @@ class ServerProtocol(ABC):
     """A kind of server. Methods talk to one server and raise `ServerError` or `ServerLostError`.
 
     Attributes:
-        harmless_extra, evaluation_extra, own_extra: as of `Engine`.
+        extra: see `Engine.extra`.
     """
 
-    harmless_extra: frozenset[str] = frozenset()
-    evaluation_extra: frozenset[str] = frozenset()
-    own_extra: Mapping[str, str] = {}
+    extra: ExtraKeys
 
     @abstractmethod
     async def served(self, server: Server, model: str | None) -> Facts:
@@ -118,14 +117,16 @@ class ServerProtocol(ABC):
 class VLLMProtocol(ServerProtocol):
     """vLLM 0.32's server in development mode."""
 
-    harmless_extra = frozenset(
-        (
-            *("cache_salt", "include_stop_str_in_output", "priority", "request_id", "skip_special_tokens"),
-            *("spaces_between_special_tokens", "user"),
-        )
+    extra = ExtraKeys(
+        harmless=frozenset(
+            (
+                *("cache_salt", "include_stop_str_in_output", "priority", "request_id", "skip_special_tokens"),
+                *("spaces_between_special_tokens", "user"),
+            )
+        ),
+        evaluation=EVALUATION_EXTRA,
+        own=OWN_EXTRA | {"vllm_xargs": "sampling.fire_temperature"},
     )
-    evaluation_extra = EVALUATION_EXTRA
-    own_extra = OWN_EXTRA | {"vllm_xargs": "sampling.fire_temperature"}
 
     async def served(self, server: Server, model: str | None) -> Facts:
         models = (await server.get("/v1/models"))["data"]
@@ -282,16 +283,18 @@ class SGLangProtocol(ServerProtocol):
     https://docs.sglang.io/docs/basic_usage/native_api.md, https://docs.sglang.io/docs/advanced_features/sglang_for_rl.md
     """
 
-    harmless_extra = frozenset({"skip_special_tokens", "spaces_between_special_tokens"})
-    evaluation_extra = frozenset(
-        ("custom_params", "ebnf", "frequency_penalty", "logit_bias", "presence_penalty", "structural_tag")
+    extra = ExtraKeys(
+        harmless=frozenset({"skip_special_tokens", "spaces_between_special_tokens"}),
+        evaluation=frozenset(
+            ("custom_params", "ebnf", "frequency_penalty", "logit_bias", "presence_penalty", "structural_tag")
+        ),
+        own={
+            **{_SGLANG_NAMES.get(name, name): setting for name, setting in OWN_EXTRA.items() if name != "extra_args"},
+            "json_schema": "sampling.json_schema",
+            "regex": "sampling.regex",
+            "sampling_seed": "data.seed",
+        },
     )
-    own_extra: Mapping[str, str] = {
-        **{_SGLANG_NAMES.get(name, name): setting for name, setting in OWN_EXTRA.items() if name != "extra_args"},
-        "json_schema": "sampling.json_schema",
-        "regex": "sampling.regex",
-        "sampling_seed": "data.seed",
-    }
 
     async def facts(self, server: Server, model: str | None) -> Facts:
         return await self.served(server, model)

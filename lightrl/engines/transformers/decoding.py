@@ -6,15 +6,13 @@ Shapes: R live rows, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightrl.engines.base import RequestQueue
 from lightrl.engines.transformers.decoders import Decoder
 from lightrl.engines.transformers.sampling import completion_uniforms, cuts, forbidden_tokens, sample
 from lightrl.records import Completion, CompletionGroup, GenerationRequest, Routes, SamplingParams, Support
@@ -41,21 +39,28 @@ class _Settings:
 
 
 class _Job:
-    """One request under way. `start` is the place of its first uniform; completion g's begin `g * limit` later."""
+    """One request under way. `start` is the place of its first uniform; completion g's begin `g * limit` later.
 
-    def __init__(self, request: GenerationRequest, settings: _Settings, start: int, version: int) -> None:
+    Attributes:
+        parts: the completions as far as they are written down; those that are not over are "suspended".
+        live: places of the completions that lack tokens when it begins.
+        prefixes: what the model reads first: the prompt, once for all rows, or with what was sampled, row by row.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, settings: _Settings, start: int, version: int, parts: list[Completion]
+    ) -> None:
         self.request = request
         self.settings = settings
         self.start = start
         self.version = version
         self.copies = request.num_completions
         self.limit = request.sampling.max_new_tokens
-        self.finished: list[Completion | None] = list(request.begun) or [None] * self.copies
-        self.live = request.live
+        self.parts = list(parts) or [Completion([], [], "", "suspended")] * self.copies
+        self.live = [g for g, part in enumerate(self.parts) if part.finish_reason == "suspended"]
         self.unfinished = len(self.live)
         self.cost = 0
-        begun = [request.so_far(g).token_ids for g in self.live]
-        # What the model reads first: the prompt, once for all rows, or with what was sampled before, row by row.
+        begun = [self.parts[g].token_ids for g in self.live]
         self.begun = any(begun)
         self.prefixes = [request.token_ids + tokens for tokens in begun] if self.begun else [request.token_ids]
         self.rows_each = 1 if self.begun else len(self.live)
@@ -66,9 +71,8 @@ class _Job:
 
     def group(self) -> CompletionGroup:
         """The completions as far as they are written down."""
-        parts = [self.request.so_far(g) if part is None else part for g, part in enumerate(self.finished)]
-        oldest = min((min(part.policy_versions) for part in parts if part.policy_versions), default=self.version)
-        return CompletionGroup(self.request, parts, oldest)
+        oldest = min((min(part.policy_versions) for part in self.parts if part.policy_versions), default=self.version)
+        return CompletionGroup(self.request, list(self.parts), oldest)
 
     def tokens_held(self, decoder: Decoder) -> int:
         """Most tokens whose keys and values it will need."""
@@ -86,7 +90,7 @@ class _Row:
     def __init__(self, job: _Job, completion: int, special: set[int]) -> None:
         self.job = job
         self.completion = completion
-        self.before = before = job.request.so_far(completion)
+        self.before = before = job.parts[completion]
         self.limit = job.limit
         self.tokens = list(before.token_ids)
         self.visible: list[int] = []  # tokens that may be part of a stop string; empty where there are none
@@ -102,14 +106,11 @@ class _Row:
 
 @dataclass(eq=False)
 class Generation:
-    """One call of `generate`.
+    """The requests that are being sampled.
 
     Args:
-        make_decoder: (requests that wait, whether no more will come) makes an empty decoder that admits the first.
-        queue: where requests come from.
-        check: raises where a request cannot be served.
-        version: gives the policy version of the weights that sample; rows keep keys and values when these change.
-        lock: held while the model computes.
+        make_decoder: (requests that wait, whether some continue) makes an empty decoder that admits the first.
+        now: policy version of the weights.
         tokenizer: for texts and stop strings.
         eos_ids: end-of-sequence tokens, heeded unless `sampling.ignore_eos`.
         device: of the logits.
@@ -118,11 +119,8 @@ class Generation:
     """
 
     make_decoder: Callable[[Sequence[GenerationRequest], bool], Decoder]
-    queue: RequestQueue
+    now: int
     _: KW_ONLY
-    check: Callable[[GenerationRequest], None]
-    version: Callable[[], int]
-    lock: AbstractContextManager[None]
     tokenizer: Any
     eos_ids: set[int]
     device: torch.device
@@ -133,7 +131,7 @@ class Generation:
     waiting: deque[_Job] = field(default_factory=deque, init=False)
     jobs: dict[GenerationRequest, _Job] = field(default_factory=dict, init=False)  # waiting or running
     rows: list[_Row] = field(default_factory=list, init=False)
-    # Of the rows, and which have them; None for all.
+    # Settings of the rows, and which rows have them; None for all.
     kinds: list[tuple[_Settings, Tensor | None]] = field(default_factory=list, init=False)
     stops: bool = field(default=False, init=False)  # whether a row has stop strings
     end_ids: set[int] = field(default_factory=set, init=False)  # of all rows
@@ -145,67 +143,49 @@ class Generation:
     room: int = field(default=0, init=False)  # tokens until a row meets its limit, as of what is written down
 
     def __post_init__(self) -> None:
-        self.now = self.version()
         self.special = set(self.tokenizer.all_special_ids)
         self.uniforms = torch.empty(0, dtype=torch.float64, device=self.device)  # of all jobs, one after another
         self.last = torch.empty(0, dtype=torch.long, device=self.device)
         self.cursors = torch.empty(0, dtype=torch.long, device=self.device)  # per row, the place of its next uniform
 
-    def groups(self) -> Iterator[CompletionGroup]:
-        """The groups, each as soon as its last completion is done."""
-        while True:
-            self._take()
-            if self.queue.suspended:
-                yield from self._suspended()
-                return
-            if not self.jobs:
-                return
-            with self.lock:
-                self._note_version()
-                admitted = self._admit()
-                # Not a `with` around the loop: a generator would leave inference mode on in its caller.
-                ended = self._prefill(admitted) if admitted else self._step()
-                groups = self._retire(ended)
-            yield from groups
+    def step(self) -> list[CompletionGroup]:
+        """Computes prompts that there is room for, or a token for each row; groups that are done."""
+        admitted = self._admit()
+        return self._retire(self._prefill(admitted) if admitted else self._step())
 
-    def _note_version(self) -> None:
-        """Says of all tokens that are there which weights sampled them, where these have changed."""
-        if self.now == self.version():
-            return
-        if self.pending:
-            self._write_down(0)
-            self.room = min((row.limit - len(row.tokens) for row in self.rows), default=0)
+    def changed(self, version: int, *, keep_cache: bool) -> None:
+        """Continues with other weights: notes which tokens the old ones sampled, and drops what they computed."""
+        self._write_down_pending()
         for row in self.rows:
             row.versions += [self.now] * (len(row.tokens) - len(row.versions))
-        self.now = self.version()
-        if self.decoder is not None:
-            self.decoder.forget()
+        self.now = version
+        if keep_cache:
+            if self.decoder is not None:
+                self.decoder.forget()
+            return
+        self.partials()
+        begun = {row.job: None for row in self.rows}
+        jobs = [_Job(job.request, job.settings, job.start, version, job.parts) for job in begun]
+        if any(job.begun and job.request.inputs for job in jobs):
+            raise ValueError(
+                "TransformersEngine: weights cannot change within completions of prompts with media. Use VLLMEngine."
+            )
+        self.jobs |= {job.request: job for job in jobs}
+        self.waiting.extendleft(sorted(jobs, key=lambda job: max(map(len, job.prefixes))))
+        self.rows, self.kinds, self.decoder, self.seen, self.held = [], [], None, None, 0
+        self.last, self.cursors = self.last[:0], self.cursors[:0]
 
     # ------------------------------------------------------------------------------------------------ admission
 
-    def _take(self) -> None:
-        """New requests, and cancelled ones; waits only where there is nothing to do."""
-        while True:
-            requests = self.queue.take(wait=not self.jobs)
-            for request in self.queue.take_cancelled():
-                if request in self.jobs:
-                    self._drop(self.jobs[request])
-                elif request in requests:
-                    requests.remove(request)
-            if requests:
-                self._enqueue(requests)
-            if self.jobs or self.queue.suspended or (self.queue.closed and not self.queue.waiting()):
-                return
-
     @torch.inference_mode()
-    def _enqueue(self, requests: list[GenerationRequest]) -> None:
+    def add(self, requests: list[GenerationRequest]) -> None:
+        """Takes requests, which wait until there is room."""
         start, drawn, jobs = len(self.uniforms), list[Tensor](), list[_Job]()
         live = sum(job.copies * job.limit for job in self.jobs.values())
         if start > 2 * live:
             start, self.uniforms = live, self._live_uniforms()
         for request in requests:
-            self.check(request)
-            job = _Job(request, self._settings(request.sampling), start, self.version())
+            job = _Job(request, self._settings(request.sampling), start, self.now, request.begun)
             drawn += [completion_uniforms(request.seed, g, job.limit) for g in range(job.copies)]
             start += job.copies * job.limit
             jobs.append(job)
@@ -238,7 +218,8 @@ class Generation:
         if not self.waiting or (self.rows and not (self.decoder and self.decoder.refills)):
             return []
         if self.decoder is None or (not self.rows and not self._admits(self.waiting[0])):
-            self.decoder = self.make_decoder([job.request for job in self.waiting], self.queue.closed)
+            some_continue = any(job.begun for job in self.waiting)
+            self.decoder = self.make_decoder([job.request for job in self.waiting], some_continue)
         taken: list[_Job] = []
         tokens = 0
         while self.waiting and self._admits(self.waiting[0]):
@@ -273,8 +254,7 @@ class Generation:
     def _prefill(self, admitted: list[_Job]) -> list[int]:
         """Computes prompts and samples the first token of their completions; positions of rows that ended."""
         assert self.decoder is not None
-        if self.pending:
-            self._write_down(0)  # what is pending belongs to the rows of before
+        self._write_down_pending()  # which belongs to the rows of before
         first, copies = len(self.rows), admitted[0].rows_each
         if not self._batches(admitted[0], admitted[0]) and admitted[0].begun:
             raise ValueError(f"{admitted[0].request.name}: completions of different lengths cannot go on together.")
@@ -429,9 +409,9 @@ class Generation:
         for i in ended:
             row = self.rows[i]
             job = row.job
-            if self.decoder is not None and not self.queue.closed and job.version == self.now:
+            if self.decoder is not None and not job.request.final and job.version == self.now:
                 self.decoder.remember(i, [*job.prompt, *row.tokens])
-            job.finished[row.completion] = self._completion(row)
+            job.parts[row.completion] = self._completion(row)
             job.unfinished -= 1
             if not job.unfinished:
                 self.held -= job.cost
@@ -457,26 +437,31 @@ class Generation:
         reason: Literal["stop", "length"] = "stop" if stopped else "length"
         return Completion(row.tokens, row.logprobs, text, reason, support, routes, versions)
 
-    def _suspended(self) -> Iterator[CompletionGroup]:
+    def partials(self) -> list[CompletionGroup]:
         """All that is under way, as it stands, in the order in which it was asked for."""
-        if self.pending:
-            self._write_down(0)  # no row ends with that: else it would have been done before
+        self._write_down_pending()
         for row in self.rows:
-            row.job.finished[row.completion] = self._completion(row)
-        for job in self.jobs.values():
-            yield job.group()
+            row.job.parts[row.completion] = self._completion(row)
+        return [job.group() for job in self.jobs.values()]
 
-    def _drop(self, job: _Job) -> None:
-        """Forgets a job that was cancelled."""
-        del self.jobs[job.request]
-        if job in self.waiting:
-            self.waiting.remove(job)
-            return
-        self.held -= job.cost
-        if self.pending:
-            self._write_down(0)  # before the rows move
-        self._compact({i for i, row in enumerate(self.rows) if row.job is job})
+    def abort(self, requests: list[GenerationRequest]) -> None:
+        """Forgets requests."""
+        jobs = [self.jobs.pop(request) for request in requests]
+        self._write_down_pending()  # before the rows move
+        for job in jobs:
+            if job in self.waiting:
+                self.waiting.remove(job)
+            else:
+                self.held -= job.cost
+        if ended := {i for i, row in enumerate(self.rows) if row.job in jobs}:
+            self._compact(ended)
         self.room = min((row.limit - len(row.tokens) for row in self.rows), default=0)
+
+    def _write_down_pending(self) -> None:
+        """Gives rows what is pending. None ends with it: it would have been written down before."""
+        if self.pending:
+            self._write_down(0)
+            self.room = min((row.limit - len(row.tokens) for row in self.rows), default=0)
 
     @torch.inference_mode()
     def _compact(self, ended: set[int]) -> None:

@@ -7,7 +7,7 @@ anything at that step; every completion has its own random numbers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lightrl.compat.arguments import at_least
 from lightrl.compat.transformers import router_modules
-from lightrl.engines.background import FairLock
-from lightrl.engines.base import Engine, RequestQueue
+from lightrl.engines.base import SteppingEngine
 from lightrl.engines.transformers.decoders import CacheDecoder, Decoder
 from lightrl.engines.transformers.decoding import Generation
 from lightrl.kernels import cpu
@@ -47,7 +46,7 @@ def _there(device: str) -> bool:
     return bool(module.is_available()) and (named.index or 0) < module.device_count()
 
 
-class TransformersEngine(Engine):
+class TransformersEngine(SteppingEngine):
     """Samples with transformers models in the trainer's process.
 
     Results depend neither on the order nor on the number of prompts beyond the rounding of the model's matrix
@@ -70,9 +69,7 @@ class TransformersEngine(Engine):
     """
 
     records_support = True
-
-    def check_in_flight(self) -> None:
-        """See `Engine.check_in_flight`."""
+    takes_parts = True
 
     def __init__(
         self,
@@ -108,7 +105,8 @@ class TransformersEngine(Engine):
         self._routers: Routers | None = None
         self._eos_ids: set[int] = set()
         self._longest = 0
-        self._lock = FairLock()
+        self._generation: Generation | None = None
+        self._keep_cache = False
 
     def start(self, context: EngineContext) -> None:
         if self.started:
@@ -136,6 +134,8 @@ class TransformersEngine(Engine):
         fast = model.device.type == "cpu" and cpu.enabled(self.cpu_kernels) and CPUModel.fits(model)
         self._cpu_model = CPUModel(model) if fast else None
         self._routers = _routers(model)
+        self.replays_routes = self._routers is not None
+        self.device, self._keep_cache = str(model.device), context.keep_cache
         limits = (longest_sequence(model.config), self._max_model_len, rope_limit)
         self._longest = min((limit for limit in limits if limit is not None), default=1 << 30)
         self._model = model
@@ -154,7 +154,16 @@ class TransformersEngine(Engine):
         self._require_started()
         return self._longest
 
+    def sleep(self) -> None:
+        """Drops keys and values that were kept for conversations."""
+        with self.lock:
+            if self._generation is not None and not self._generation.jobs:
+                self._generation = None
+
     def close(self) -> None:
+        if not self.end_driver():
+            log.warning("TransformersEngine hangs in a step and is left behind.")
+        self._generation = None
         self._model = self._tokenizer = self._cpu_model = None
         self.policy_version = -1
 
@@ -164,39 +173,46 @@ class TransformersEngine(Engine):
 
     # ------------------------------------------------------------------------------------------------- sampling
 
-    def generate(self, requests: Iterable[GenerationRequest] | RequestQueue) -> Iterator[CompletionGroup]:
-        """See `Engine.generate`. A request that the decoder in use cannot hold beside others waits until they end."""
-        self._require_started()
-        return self._groups(self._checked_queue(requests))
+    def add(self, requests: list[GenerationRequest]) -> None:
+        """See `SteppingEngine.add`. A request that the decoder in use cannot hold waits until what runs has ended."""
+        self._generation = self._generation or self._new_generation()
+        self._generation.add(requests)
 
-    def _groups(self, queue: RequestQueue) -> Iterator[CompletionGroup]:
-        generation = Generation(
+    def _new_generation(self) -> Generation:
+        return Generation(
             self._decoder,
-            queue,
-            check=self.check_request,
-            version=lambda: self.policy_version,
-            lock=self._lock,
+            self.policy_version,
             tokenizer=self._tokenizer,
             eos_ids=self._eos_ids,
             device=self._model.device,
             max_sequences=self.max_sequences,
             max_tokens=self.max_batch_tokens,
         )
-        self._queues.add(queue)
-        try:
-            yield from generation.groups()
-        finally:
-            self._queues.discard(queue)
 
-    def _decoder(self, requests: Sequence[GenerationRequest], complete: bool) -> Decoder:
-        """An empty decoder for requests that wait; `complete` where no more will come."""
+    def step(self) -> list[CompletionGroup]:
+        assert self._generation is not None
+        groups = self._generation.step()
+        if not self._generation.jobs and all(group.request.final for group in groups):
+            self._generation = None
+        return groups
+
+    def abort(self, requests: list[GenerationRequest]) -> None:
+        if self._generation is not None:
+            self._generation.abort(requests)
+
+    def partials(self) -> list[CompletionGroup]:
+        return [] if self._generation is None else self._generation.partials()
+
+    def _decoder(self, requests: Sequence[GenerationRequest], some_continue: bool) -> Decoder:
+        """An empty decoder for requests that wait."""
         if self._cpu_model is None or any(request.inputs for request in requests):
             return CacheDecoder(self._model, self._routers)
-        complete = complete and not any(request.begun for request in requests)
+        final = all(request.final for request in requests)
         lengths = {len(request.token_ids) for request in requests}
         new_tokens = max(request.sampling.max_new_tokens for request in requests)
-        copied = max(lengths) if complete and len(lengths) == 1 and max(lengths) <= SHORT_PROMPT else 0
-        past = 0 if complete else self.max_batch_tokens
+        alike = final and len(lengths) == 1 and not some_continue
+        copied = max(lengths) if alike and max(lengths) <= SHORT_PROMPT else 0
+        past = 0 if final else self.max_batch_tokens
         return CPUDecoder(self._cpu_model, max(lengths) + new_tokens, new_tokens, copied, past)
 
     def check_sampling(self, sampling: SamplingParams, name: str = "sampling", *, trained: bool) -> None:
@@ -217,7 +233,7 @@ class TransformersEngine(Engine):
         if request.inputs and any(part.finish_reason == "suspended" and part.token_ids for part in request.begun):
             raise ValueError(
                 f"{request.name} shows something: TransformersEngine does not go on with a completion over a change of "
-                "weights there. Use VLLMEngine, or leave data.init_args.in_flight out."
+                "weights there. Use VLLMEngine, or leave schedule InFlight out."
             )
         if length + sampling.max_new_tokens > self.max_model_len:
             room = self.max_model_len - length
@@ -229,13 +245,12 @@ class TransformersEngine(Engine):
 
     # -------------------------------------------------------------------------------------------------- weights
 
-    @property
-    def replays_routes(self) -> bool:
-        return self._routers is not None
-
-    @torch.inference_mode()
     def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
         self._require_started()
+        with self.lock, torch.inference_mode():
+            return self._logprobs(sequences, routes)
+
+    def _logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None]) -> list[list[float]]:
         answers: list[list[float]] = [[] for _ in sequences]
         order = sorted((i for i, s in enumerate(sequences) if len(s) > 1), key=lambda i: len(sequences[i]))
         while order:
@@ -256,8 +271,6 @@ class TransformersEngine(Engine):
                 answers[i] = row[: len(sequences[i]) - 1]
         return answers
 
-    takes_parts = True
-
     def load_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False
     ) -> None:
@@ -267,9 +280,11 @@ class TransformersEngine(Engine):
             ValueError: names that the model does not have, names that did not come, or wrong shapes; all are listed.
         """
         self._require_started()
-        with self._lock:
+        with self.lock:
             self.policy_version = -1
             self._load(named_tensors, partial)
+            if self._generation is not None:
+                self._generation.changed(policy_version, keep_cache=self._keep_cache)
             self.policy_version = policy_version
 
     def _load(self, named_tensors: Iterable[tuple[str, Tensor]], partial: bool) -> None:

@@ -6,8 +6,9 @@ is the transport between them, `requests` translates requests and answers. vLLM 
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,13 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from lightrl.compat.arguments import above, at_least, fraction, one_of
-from lightrl.engines.background import FairLock
-from lightrl.engines.base import (
-    Engine,
-    EngineDiedError,
-    EngineRestartedError,
-    RequestQueue,
-)
+from lightrl.engines.base import EngineDiedError, EngineRestartedError, ExtraKeys, SteppingEngine
 from lightrl.engines.vllm.lora import AdapterFolder, lora_arguments
 from lightrl.engines.vllm.requests import (
     EVALUATION_EXTRA,
@@ -54,6 +49,8 @@ if TYPE_CHECKING:
     from lightrl.compat.vllm import VLLMAdapter
     from lightrl.engines.vllm.weights import WeightSender
 
+log = logging.getLogger(__name__)
+
 _CPU_KV_BYTES = 256 << 20
 """KV cache on a CPU for a model whose configuration transformers cannot read."""
 DTYPES = ("float32", "bfloat16", "float16", "auto", "half", "float")
@@ -78,20 +75,19 @@ def _refuse_fire_on_v2() -> None:
 
 
 class _Group:
-    """A request under way."""
+    """A request under way: the completions that are done, and of the others what is known so far."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
-        self.keys: list[str] = []
-        self.done: dict[int, Completion] = {}
+        self.so_far = {place: request.so_far(place) for place in range(request.num_completions)}
+        self.done = {place: part for place, part in self.so_far.items() if part.finish_reason != "suspended"}
 
     def answer(self) -> CompletionGroup:
-        """The completions, those of which nothing came as they were before."""
-        parts = [self.done.get(p, self.request.so_far(p)) for p in range(self.request.num_completions)]
+        parts = list((self.so_far | self.done).values())
         return CompletionGroup(self.request, parts, min((v for c in parts for v in c.policy_versions), default=-1))
 
 
-class VLLMEngine(Engine):
+class VLLMEngine(SteppingEngine):
     """Samples with an embedded `vllm.LLM`.
 
     Side effects of vLLM on its host process are undone: random states, environment variables, `torch.set_num_threads`,
@@ -194,10 +190,11 @@ class VLLMEngine(Engine):
         self._adapter_folder: AdapterFolder | None = None
         self._finished: dict[str, Any] = {}
         self._switches: dict[str, list[tuple[int, int]]] = {}  # of each request, (tokens before, version from there)
+        self._groups: dict[GenerationRequest, _Group] = {}
+        self._places: dict[str, tuple[_Group, int]] = {}  # of each of vLLM's requests, its completion
         self._num_requests = 0
         self._asleep: Literal[0, 1, 2] = 0
         self._cache_asleep = False
-        self._died = False
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -292,19 +289,19 @@ class VLLMEngine(Engine):
                 f"{context.max_prompt_tokens} and max_new_tokens={context.max_new_tokens}): lower max_new_tokens or "
                 f"the prompts' length. vLLM says: {error}"
             ) from error
-        self._finished = {}
-        self._switches = {}
+        self._finished, self._switches, self._groups, self._places = {}, {}, {}, {}
         self._asleep = 0
         self._cache_asleep = False
-        self._died = False
         self._heats = context.fire
         self.policy_version = -1
-        self._lock = FairLock()
+        self.device = context.device if self.in_process else "cpu"
+        self.pushes = "adapter" if self._adapter_rank(context) else "checkpoint"
         try:
             self._sender = WeightSender(self._adapter)
         except BaseException:
             self.close()
             raise
+        self.takes_parts = self._sender.takes_parts  # else vLLM rearranged weights, and reads the model as a whole
 
     def environment(self, context: EngineContext, *, cuda: bool) -> tuple[dict[str, str], dict[str, str]]:
         """Environment variables that must hold while the engine starts, and those that yield to the user's."""
@@ -413,29 +410,25 @@ class VLLMEngine(Engine):
         return self._adapter is not None
 
     @property
-    def concurrent(self) -> bool:
-        return not self.in_process
-
-    @property
-    def sleeps(self) -> bool:
-        return self.sleep_level > 0
-
-    @property
     def max_model_len(self) -> int:
-        return self._running().max_model_len
+        return self._started().max_model_len
 
     @property
     def process_ids(self) -> list[int]:
         """Engine core and workers; empty for an engine in the trainer's process."""
-        return list(self._running().pids)
+        return list(self._started().pids)
 
     def close(self) -> None:
-        self._release(dead=False)
+        stuck = not self.end_driver()
+        if stuck and self.in_process:
+            log.warning("VLLMEngine hangs in a step and is left behind.")
+            self._adapter = self._sender = None
+        self._release(dead=stuck)
 
     def _release(self, *, dead: bool) -> None:
         adapter, self._adapter, self._sender = self._adapter, None, None
         folder, self._adapter_folder = self._adapter_folder, None
-        self.policy_version, self._finished = -1, {}
+        self.policy_version, self._finished, self._groups, self._places = -1, {}, {}, {}
         try:
             if adapter is not None:
                 adapter.close(dead=dead)
@@ -443,10 +436,10 @@ class VLLMEngine(Engine):
             if folder is not None:
                 folder.remove()
 
-    def _running(self) -> VLLMAdapter:
+    def _started(self) -> VLLMAdapter:
         if self._adapter is None:
-            if self._died:
-                raise EngineDiedError("The vLLM engine died earlier and was not started again (restart_engine=False).")
+            if self._lost is not None:
+                raise self._lost
             raise RuntimeError("VLLMEngine is not started: call start(context) first.")
         return self._adapter
 
@@ -455,38 +448,34 @@ class VLLMEngine(Engine):
         """The adapter, for one call at a time; ends a lost engine, and restarts it with `restart_engine`."""
         from lightrl.compat.vllm import LostEngineError
 
-        self._running()
-        with self._lock:
+        with self.lock:
             try:
-                yield self._running()  # another thread may have ended it meanwhile
+                yield self._started()
             except LostEngineError as error:
                 self._release(dead=True)
-                self._died = True
-                if not self.restart_engine:
-                    raise EngineDiedError(str(error)) from error
-                assert self._context is not None
-                self.start(self._context)
-                raise EngineRestartedError(
-                    f"A vLLM engine process was lost and started again, without the policy's weights: push them and "
-                    f"repeat the rollout. {error}"
-                ) from error
+                died = EngineDiedError(str(error))
+                if self.restart_engine:
+                    assert self._context is not None
+                    self.start(self._context)
+                    died = EngineRestartedError(
+                        "A vLLM engine process was lost and started again, without the policy's weights: push them and "
+                        f"repeat the rollout. {error}"
+                    )
+                self.lose(died)
+                raise died from error
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
-    def check_in_flight(self) -> None:
-        if self.restart_engine:
+    extra = ExtraKeys(HARMLESS_EXTRA, EVALUATION_EXTRA, OWN_EXTRA)
+
+    def check_overlap(self, *, in_flight: bool) -> None:
+        if self.in_process:
+            super().check_overlap(in_flight=in_flight)
+        if self.sleep_level:
             raise ValueError(
-                "in_flight with VLLMEngine.restart_engine=True: several rollouts are under way, and one that is lost "
-                "cannot be told from one that waits. Set restart_engine=False."
+                f"engine=VLLMEngine.sleep_level={self.sleep_level}: an engine that samples while the trainer computes "
+                "never sleeps. Set it to 0."
             )
-
-    def generate(self, requests: Iterable[GenerationRequest] | RequestQueue) -> Iterator[CompletionGroup]:
-        self._running()
-        return self._stream(self._checked_queue(requests))
-
-    harmless_extra = HARMLESS_EXTRA
-    evaluation_extra = EVALUATION_EXTRA
-    own_extra = OWN_EXTRA
 
     def check_sampling(self, sampling: SamplingParams, name: str = "sampling", *, trained: bool) -> None:
         super().check_sampling(sampling, name, trained=trained)
@@ -509,97 +498,87 @@ class VLLMEngine(Engine):
                 f"SamplingParams.fire_temperature={sampling.fire_temperature}: this engine was started without it, "
                 "start it with EngineContext(fire=True), which a run does whose own settings have one."
             )
-        if request.media and not self._on_cuda and self._running().attends_both_ways:
+        if request.media and not self._on_cuda and self._started().attends_both_ways:
             raise ValueError(
-                f"engine=VLLMEngine on a CPU with images and {self._running().model_class}: the model attends in both "
+                f"engine=VLLMEngine on a CPU with images and {self._started().model_class}: the model attends in both "
                 "directions within an image, and vLLM's attention on a CPU is causal. Use TransformersEngine."
             )
         check_lengths(request, limit=("engine's", limit), way_out="raise VLLMEngine.max_model_len")
 
-    def _stream(self, queue: RequestQueue) -> Iterator[CompletionGroup]:
-        running: dict[str, tuple[_Group, int]] = {}
-        groups: dict[GenerationRequest, _Group] = {}
-        self._queues.add(queue)
-        try:
-            while True:
-                for request in queue.take(wait=not running):
-                    self.check_request(request)
-                    groups[request] = group = _Group(request)
-                    self._add(group, running)
-                for request in queue.take_cancelled():
-                    if request in groups:
-                        self._abort([key for key in groups.pop(request).keys if running.pop(key, None)])
-                if queue.suspended:
-                    for key, output in self._suspend(list(running)).items():
-                        self._note(*running.pop(key), key, output)
-                    yield from [group.answer() for group in groups.values()]
-                    return
-                if not running:
-                    if queue.closed and not queue.waiting():
-                        return
-                    continue
-                for key, output in self._step(running, lambda: queue.stopped):
-                    group, place = running.pop(key)
-                    self._note(group, place, key, output)
-                    if len(group.done) == group.request.num_completions:
-                        del groups[group.request]
-                        yield group.answer()
-        finally:
-            self._queues.discard(queue)
-            if running and self._adapter is not None:
-                self._abort(list(running))
+    def add(self, requests: list[GenerationRequest]) -> None:
+        with self._serving() as adapter:
+            for request in requests:
+                self._groups[request] = group = _Group(request)
+                params = sampling_params(request.sampling)
+                for place in request.live:
+                    begun = len(request.so_far(place).token_ids)
+                    own = sampling_params(remaining(request, place)) if begun else params.clone()
+                    own.seed = completion_seed(request.seed, place, begun)
+                    key = self._new_key()
+                    self._places[key] = (group, place)
+                    self._switches[key] = [(0, self.policy_version)]
+                    salt = {"cache_salt": str(self.policy_version)} if self._keeps_cache else {}
+                    adapter.add(key, engine_prompt(request, place) | salt, own)
 
-    def _add(self, group: _Group, running: dict[str, tuple[_Group, int]]) -> None:
-        """Has vLLM sample a group, each of its completions as a request of its own."""
-        request = group.request
-        params = sampling_params(request.sampling)
-        group.done |= {p: request.so_far(p) for p in range(request.num_completions) if p not in request.live}
-        for place in request.live:
-            begun = len(request.so_far(place).token_ids)
-            own = sampling_params(remaining(request, place)) if begun else params.clone()
-            own.seed = completion_seed(request.seed, place, begun)
-            key = self._new_key()
-            running[key] = (group, place)
-            group.keys.append(key)
-            with self._serving() as adapter:
-                self._switches[key] = [(0, self.policy_version)]
-                salt = {"cache_salt": str(self.policy_version)} if self._keeps_cache else {}
-                adapter.add(key, engine_prompt(request, place) | salt, own)
+    def step(self) -> list[CompletionGroup]:
+        with self._serving() as adapter:
+            if not self._finished:
+                self._wake_cache()
+                self._step(adapter)
+            return self._collect()
 
-    def _note(self, group: _Group, place: int, key: str, output: Any) -> None:
-        """Records what vLLM sampled of one completion."""
+    def _step(self, adapter: VLLMAdapter) -> None:
+        self._finished.update({output.request_id: output for output in adapter.step(lambda: self.ending)})
+
+    def _collect(self) -> list[CompletionGroup]:
+        """Groups that are done with what has finished."""
+        groups = []
+        for key in [key for key in self._finished if key in self._places]:
+            group, place = self._places.pop(key)
+            group.done[place] = self._completion(group, place, key, self._finished.pop(key), self._switches.pop(key))
+            if len(group.done) == group.request.num_completions:
+                groups.append(self._groups.pop(group.request).answer())
+        return groups
+
+    def _completion(
+        self, group: _Group, place: int, key: str, output: Any, switches: list[tuple[int, int]]
+    ) -> Completion:
         check_prompt(output, group.request, place)
         new = completion(output.outputs[0], group.request, place)
-        switches = [*self._switches.pop(key), (len(new.token_ids), -1)]
+        switches = [*switches, (len(new.token_ids), -1)]
         versions = [version for (at, version), (end, _) in pairwise(switches) for _ in range(end - at)]
-        group.done[place] = joined(new, group.request, place, versions, self._running().decode)
+        return joined(new, group.request, place, versions, self._started().decode)
 
-    def _suspend(self, keys: list[str]) -> dict[str, Any]:
-        """Drops requests; what has come of each."""
+    def abort(self, requests: list[GenerationRequest]) -> None:
+        groups = [self._groups.pop(request, None) for request in requests]
+        keys = [key for key, (group, _) in self._places.items() if group in groups]
+        for key in keys:
+            for of_keys in (self._places, self._finished, self._switches):
+                of_keys.pop(key, None)
         with self._serving() as adapter:
-            done = {key: self._finished.pop(key) for key in keys if key in self._finished}
-            return done | adapter.suspend([key for key in keys if key not in done])
+            adapter.abort(keys)
+
+    def partials(self) -> list[CompletionGroup]:
+        with self._serving() as adapter:
+            outputs = adapter.so_far(list(self._places)) | self._finished
+            for key, (group, place) in self._places.items():
+                if key in outputs:
+                    group.so_far[place] = self._completion(group, place, key, outputs[key], self._switches[key])
+            return [group.answer() for group in self._groups.values()]
+
+    def pause(self) -> list[CompletionGroup]:
+        with self._serving() as adapter:
+            self._finished.update({output.request_id: output for output in adapter.pause()})
+            return super().pause()
+
+    def resume(self) -> None:
+        with self._serving() as adapter:
+            adapter.resume()
+        super().resume()
 
     def _new_key(self) -> str:
         self._num_requests += 1
         return f"lightrl-{self._num_requests}"
-
-    def _step(self, owner: Mapping[str, Any], give_up: Callable[[], bool] = lambda: False) -> list[tuple[str, Any]]:
-        """Finished requests of this stream; those of others that finish meanwhile wait for their own."""
-        with self._serving() as adapter:  # looked up inside: another thread's step may just have brought them
-            mine = [key for key in self._finished if key in owner]
-            if not mine:
-                self._wake_cache()
-                self._finished.update({output.request_id: output for output in adapter.step(give_up)})
-                mine = [key for key in self._finished if key in owner]
-        return [(key, self._finished.pop(key)) for key in mine]
-
-    def _abort(self, keys: list[str]) -> None:
-        for key in keys:
-            self._finished.pop(key, None)
-            self._switches.pop(key, None)
-        with self._serving() as adapter:
-            adapter.abort(keys)
 
     def logprobs(self, sequences: Sequence[Sequence[int]], routes: Sequence[Routes | None] = ()) -> list[list[float]]:
         limit = self.max_model_len
@@ -609,40 +588,30 @@ class VLLMEngine(Engine):
                     f"logprobs: sequence {position} has {len(ids)} tokens; vLLM takes 2 to {limit - 1} "
                     "(max_model_len - 1)."
                 )
-        params = scoring_params()
-        owner: dict[str, int] = {}
-        result: list[list[float]] = [[] for _ in sequences]
-        try:
-            for position, ids in enumerate(sequences):
-                key = self._new_key()
-                owner[key] = position
-                with self._serving() as adapter:
-                    adapter.add(key, {"prompt_token_ids": list(ids)}, params)
-            while owner:
-                for key, output in self._step(owner):
-                    position = owner.pop(key)
-                    pairs = zip(sequences[position][1:], output.prompt_logprobs[1:], strict=True)
-                    result[position] = [float(entry[token].logprob) for token, entry in pairs]
-        finally:
-            if owner and self._adapter is not None:
-                self._abort(list(owner))
-        return result
+        keys = [self._new_key() for _ in sequences]
+        with self._serving() as adapter:
+            self._wake_cache()
+            try:
+                for key, ids in zip(keys, sequences, strict=True):
+                    adapter.add(key, {"prompt_token_ids": list(ids)}, scoring_params())
+                while not all(key in self._finished for key in keys):
+                    self._step(adapter)
+                outputs = [self._finished.pop(key) for key in keys]
+            except BaseException:  # Ctrl-C too
+                if self._adapter is not None:
+                    adapter.abort(keys)
+                raise
+        pairs = [
+            zip(ids[1:], out.prompt_logprobs[1:], strict=True) for ids, out in zip(sequences, outputs, strict=True)
+        ]
+        return [[float(entry[token].logprob) for token, entry in of_one] for of_one in pairs]
 
     # -- weights ---------------------------------------------------------------------------------------------------
-
-    reads_checkpoints = True
-
-    @property
-    def takes_parts(self) -> bool:  # type: ignore[override]
-        """Not where vLLM rearranged weights when it loaded them (experts): it reads such a model again as a whole."""
-        return self._sender is not None and self._sender.takes_parts
 
     def load_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, partial: bool = False
     ) -> None:
-        """See `Engine.load_weights`. Requests in flight go on with the new weights, their prefix computed again.
-
-        With `EngineContext.keep_cache` they keep what was computed; requests that come later do not share it.
+        """See `Engine.load_weights`. With `EngineContext.keep_cache`, later requests do not share what was computed.
 
         Raises:
             ValueError: unknown names, or parameters of the engine that did not come; the message lists them.
@@ -656,30 +625,26 @@ class VLLMEngine(Engine):
 
     @contextmanager
     def _changing(self, policy_version: int) -> Iterator[VLLMAdapter]:
-        """Loading other weights: what runs is told which tokens came before, and caches are dropped, or kept."""
+        """Loading other weights between two steps: notes which tokens came before; drops caches, or keeps them."""
         self.policy_version = -1
         with self._serving() as adapter:
-            keeps = self._keeps_cache and adapter.busy
-            if keeps:
+            busy = adapter.busy
+            if busy:
                 self._finished.update({output.request_id: output for output in adapter.pause()})
             yield adapter
             self._wake_cache()
-            if not adapter.busy or not keeps:
+            if not (busy and self._keeps_cache):
                 adapter.reset_caches()
             for key, count in adapter.counts().items():
                 if key in self._switches:
                     self._switches[key].append((count, policy_version))
             self.policy_version = policy_version
-            if keeps:
+            if busy and not self._paused:
                 adapter.resume()
 
     @property
     def _keeps_cache(self) -> bool:
         return self._context is not None and self._context.keep_cache
-
-    @property
-    def takes_adapter(self) -> bool:
-        return self._context is not None and self._adapter_rank(self._context) > 0
 
     def load_adapter(
         self, named_tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any], *, policy_version: int
@@ -723,7 +688,7 @@ class VLLMEngine(Engine):
             self._cache_asleep = False
             if self._on_cuda:
                 free_cached_memory()
-                self._running().wake(["kv_cache"])
+                self._started().wake(["kv_cache"])
 
     @property
     def _on_cuda(self) -> bool:
