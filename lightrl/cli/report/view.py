@@ -22,7 +22,6 @@ def view(
     run_dir: Path | str,
     out: Path | str | None = None,
     max_trajectories: int = 2000,
-    atif: Path | str | None = None,
 ) -> Path:
     """Writes a run's trajectories as one HTML page and prints its path as the last line.
 
@@ -30,7 +29,6 @@ def view(
         run_dir: Folder of a run with the callback `RolloutWriter`, its `rollouts` folder, or one `rollout=...`.
         out: File to write. Defaults to `run_dir/trajectories.html`.
         max_trajectories: Maximum number of trajectories: those of the newest rollouts, whole groups.
-        atif: Folder for the same trajectories, one file each, in the Agent Trajectory Interchange Format 1.7.
 
     Returns:
         Path of the page. It opens without a server or a network, and runs nothing from a trajectory. Lines that are not
@@ -45,17 +43,13 @@ def view(
     page = Path(out) if out is not None else folder / "trajectories.html"
     name = folder.resolve().name
     records, older = _newest(folder, max_trajectories)
-    text, records = render(records, name, older)
-    if not records:
+    text = render(records, name, older)
+    if text is None:
         raise ValueError(
             f"run_dir={str(folder)!r}: no trajectories in rollouts/. Train with the callback RolloutWriter."
         )
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(text, encoding="utf-8")
-    if atif is not None:
-        from lightrl.cli.report.atif import write_atif
-
-        print(f"{len(write_atif(records, Path(atif), name))} trajectories in {atif}")
     print(page)
     return page
 
@@ -83,8 +77,8 @@ def _group(record: dict[str, Any]) -> tuple[Any, ...]:
     return record.get("rollout"), record.get("rank"), record.get("group")
 
 
-def render(records: list[dict[str, Any]], name: str, older: int) -> tuple[str, list[dict[str, Any]]]:
-    """The page of records of `RolloutWriter`, each with its `folder`, and those that are on it.
+def render(records: list[dict[str, Any]], name: str, older: int) -> str | None:
+    """The page of records of `RolloutWriter`, each with its `folder`; None if none can be shown.
 
     Texts are in the page as JSON without a "<" and become text nodes, so that nothing in them is ever run.
 
@@ -95,7 +89,7 @@ def render(records: list[dict[str, Any]], name: str, older: int) -> tuple[str, l
     """
     pieces: dict[str, int] = {}
     pictures: dict[Path, int] = {}
-    shown, good, has = [], [], set()
+    shown, has = [], set()
     for record in records:
         try:
             summary, detail = _shown(record, pieces, pictures)
@@ -103,21 +97,17 @@ def render(records: list[dict[str, Any]], name: str, older: int) -> tuple[str, l
         except Exception as error:  # of any kind, for a record that somebody else, or half a disk, wrote
             print(f"Left out: {record['place']} is not a trajectory of RolloutWriter: {error!r}", file=sys.stderr)
             continue
-        good.append(record)
         has |= {key for row in detail["rows"] for key in row["values"]}
-    head = {
-        "name": name,
-        "leftOut": older,
-        "has": sorted(has),
-        "pictures": [_data_url(path) for path in pictures],
-    }
+    if not shown:
+        return None
+    head = {"name": name, "leftOut": older, "has": sorted(has), "pictures": [_data_url(path) for path in pictures]}
     start = f'{_json(head)[:-1]},"list":[{",".join(summary for summary, _ in shown)}]}}'
     details = "".join(
         f'<script type="application/json" id="t{i}">{detail}</script>' for i, (_, detail) in enumerate(shown)
     )
     title = escape(name.encode("utf-8", "replace").decode("utf-8"))
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
-    page = (
+    return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
@@ -126,7 +116,6 @@ def render(records: list[dict[str, Any]], name: str, older: int) -> tuple[str, l
         f'<script type="application/json" id="pieces">{_json(list(pieces))}</script>'
         f"{details}<script>{asset('viewer.js')}</script></body></html>\n"
     )
-    return page, good
 
 
 def _json(value: Any) -> str:
