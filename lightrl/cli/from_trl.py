@@ -71,31 +71,6 @@ SCHEDULES = {
     **dict.fromkeys(("cosine", "cosine_with_min_lr"), "cosine"),
     **dict.fromkeys(("constant", "constant_with_warmup"), "constant"),
 }
-INSTEAD = {
-    "attn_implementation": "attention is chosen by actor.layout",
-    "auto_find_batch_size": "set micro_batch_tokens; `lightrl plan` tells what fits",
-    "average_tokens_across_devices": "normalizers always count all ranks",
-    "bf16_full_eval": "evaluation samples from the engine",
-    "cache_implementation": "the engine manages its cache",
-    "dataloader_num_workers": "prompts are prepared in threads",
-    "ddp_find_unused_parameters": "set it on the strategy",
-    "ddp_timeout": "set `timeout` on the strategy",
-    "deepspeed": "use configs/strategies/deepspeed_*.yaml",
-    "disable_dropout": "dropout is always 0",
-    "fsdp": "use configs/strategies/fsdp2.yaml",
-    "hub_model_id": "the callback HFExport writes the folder; upload it with `hf upload`",
-    "log_unique_prompts": "CompletionLogger shows completions by prompt",
-    "max_prompt_length": "set prompts.max_prompt_tokens",
-    "multi_objective_aggregation": "for normalize_then_sum use advantage: GDPO",
-    "pad_to_multiple_of": "the model sees no padding",
-    "push_to_hub": "the callback HFExport writes the folder; upload it with `hf upload`",
-    "remove_unused_columns": "all columns reach the reward functions",
-    "report_to": "set trainer.logger",
-    "torch_compile": "not supported",
-    "vllm_server_timeout": "set start_timeout of ServerEngine",
-    "vllm_group_port": "set weights: transfer and transfer_address of ServerEngine",
-    "vllm_model_impl": "set engine_args of VLLMEngine",
-}
 
 
 def from_trl(
@@ -167,9 +142,7 @@ def convert_trl(
     model["updates"]["minibatch_size"] = None if sizes["minibatch"] == sizes["batch"] else sizes["minibatch"]
     trainer = _trainer(left, model, sizes["batch"] // sizes["minibatch"] * model["ppo_epochs"], devices, notes)
     _evaluation(left, data, notes)
-    for name, value in left.items():
-        instead = f"; {INSTEAD[name]}." if name in INSTEAD else ", and was left out."
-        notes.append(f"{name}: {redact(value, name)!r} has no counterpart{instead}")
+    notes += [f"{name}: {redact(value, name)!r} is not converted; see docs/moving.md." for name, value in left.items()]
     module = "GRPOLightningModule" if algorithm == "grpo" else "RLOOLightningModule"
     return {
         "seed_everything": found["seed_everything"],
@@ -364,32 +337,26 @@ def _trainer(left: Options, model: Options, updates: int, devices: int, notes: l
 def _saving(left: Options, updates: int, notes: list[str]) -> list[Options]:
     """Checkpoints and the export, of the best if the script asks for it."""
     strategy, saved = left.pop("save_strategy", "steps"), left.pop("save_steps", 500)
-    keep, best = left.pop("save_total_limit", None), left.pop("load_best_model_at_end", False)
+    keep, best = int(left.pop("save_total_limit", None) or 1), left.pop("load_best_model_at_end", False)
     metric, greater = left.pop("metric_for_best_model", None), left.pop("greater_is_better", None)
+    export = _part("HFExport", **({"best": True} if best else {}))
     ranking: Options = {}
     if metric is not None or strategy == "best" or best:
         name = str(metric or "loss").removeprefix("eval_")
-        places = {"reward": "eval/reward", "completions/mean_length": "eval/length"}
-        if name.startswith("rewards/"):
-            places[name] = f"eval/reward/{name.removeprefix('rewards/').removesuffix('/mean')}"
-        mode = "max" if (name in places if greater is None else greater) else "min"
-        if left.get("eval_strategy", "no") == "no" and not left.get("do_eval", False):
-            notes.append("metric_for_best_model: eval_strategy is no; the reward of training rollouts is monitored.")
-            ranking = {"monitor": "reward/mean", "mode": "max"}
-        elif name not in places:
-            notes.append(f"metric_for_best_model: {metric or 'loss'} has no counterpart; eval/reward is monitored.")
-            ranking = {"monitor": "eval/reward", "mode": "max"}
-        else:
-            ranking = {"monitor": places[name], "mode": mode}
-    export = _part("HFExport", best=True) if best else _part("HFExport")
-    if strategy == "no" and not ranking:
+        evaluated = left.get("eval_strategy", "no") != "no" or left.get("do_eval", False)
+        monitor = "eval/reward" if evaluated else "reward/mean"
+        if name.startswith("rewards/") and evaluated:
+            monitor += f"/{name.removeprefix('rewards/').removesuffix('/mean')}"
+        elif name != "reward" or not evaluated:
+            notes.append(f"metric_for_best_model: {metric or 'loss'} became {monitor}; set RolloutCheckpoint.monitor.")
+        ranking = {"monitor": monitor, "mode": "min" if greater is False else "max"}
+        keep = 1
+    elif strategy == "no":
         return [export]
     counted = strategy == "steps" and saved >= 1
     every = max(int(saved) // updates, 1) if counted else 500
-    was = f"save_steps: {saved} updates are" if counted else f"save_strategy: {strategy}: became every"
-    notes.append(f"{was} {every} rollouts.")
-    kept = 1 if ranking else int(keep or 1)
-    return [_part("RolloutCheckpoint", every_n_rollouts=every, save_top_k=kept, **ranking), export]
+    notes.append(f"save_steps: {saved} (save_strategy: {strategy}) became every {every} rollouts.")
+    return [_part("RolloutCheckpoint", every_n_rollouts=every, save_top_k=keep, **ranking), export]
 
 
 def _evaluation(left: Options, data: Options, notes: list[str]) -> None:
