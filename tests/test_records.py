@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from jsonargparse import lazy_instance
 
-from lightrl.compat.jsonargparse import realized
 from lightrl.ops.masking import pad_rows
 from lightrl.records import Prompts, Rollouts, SamplingParams
 
@@ -73,26 +71,6 @@ def test_pad_rows_pads_on_the_right() -> None:
 def test_sampling_out_of_range_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**arguments)
-
-
-class Thing:
-    """Something with a setting."""
-
-    def __init__(self, size: int = 1) -> None:
-        self.size = size
-
-    def use(self) -> int:
-        return self.size
-
-
-def test_realized_sets_lazy_defaults_up() -> None:
-    lazy = lazy_instance(Thing, size=4)
-    assert not hasattr(lazy, "size")
-    made = realized(lazy, "thing", Thing)
-    assert type(made) is Thing and made.size == 4
-    thing = Thing()
-    assert realized(thing, "thing", Thing) is thing
-    assert realized(None, "thing", Thing, or_none="for none") is None
 
 
 def test_moving_leaves_the_extra_inputs_where_they_are() -> None:

@@ -145,13 +145,3 @@ def _run_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def whole_number(name: str, value: T, low: int = 0, *, or_none: str | None = None) -> T:
-    """As `at_least`."""
-    return at_least(name, value, low, or_none=or_none)
-
-
-def instance_of(name: str, value: T, *kinds: type, or_none: str | None = None) -> T:
-    """The value."""
-    return value

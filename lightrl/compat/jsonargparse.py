@@ -2,45 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
-
-from jsonargparse.typing import _LazyInitBaseClass
-
-T = TypeVar("T")
-
-
-class _Deferred(_LazyInitBaseClass):
-    """What jsonargparse takes for one of its lazy instances: it can be shown, and nothing else."""
-
-    def __init__(self, class_type: type, arguments: dict[str, Any]) -> None:
-        self._lazy_class_type = class_type
-        self._lazy_kwargs = arguments
-
-
-def deferred(cls: type[T], **arguments: Any) -> T:
-    """A stand-in for `cls(**arguments)` as a default in a signature, which the command line can print; see `realized`.
-
-    jsonargparse's own `lazy_instance` resolves the class's signature and builds a parser for it at once, which for the
-    defaults of this package took half of the time of its import.
-    """
-    return type(f"Deferred{cls.__name__}", (_Deferred, cls), {})(cls, arguments)  # type: ignore[no-any-return]
-
-
-def realized(value: T, argument: str, *kinds: type, or_none: str | None = None) -> T:
-    """The object that a `deferred` default of a constructor (or a `lazy_instance`) stands for; any other as it is.
-
-    Args:
-        value: an object of one of the classes, as YAML would build it.
-        argument: what messages call it.
-        kinds: the classes.
-        or_none: what None stands for; without it None is refused.
-
-    Raises:
-        ValueError: it is none of these.
-    """
-    if not isinstance(value, _LazyInitBaseClass):
-        return value
-    return value._lazy_class_type(**value._lazy_kwargs)  # type: ignore[return-value]
+from typing import Any
 
 
 def start_from_own_defaults(*classes: type) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightrl.compat.arguments import imported, instance_of, whole_number
+from lightrl.compat.arguments import at_least, imported
 from lightrl.data.prompts import PromptMixture, PromptSet, PromptSource, prompt_source, rendered_like
 from lightrl.records import Prompts, Rollouts, SamplingParams
 from lightrl.rewards.scorer import RewardScorer
@@ -91,9 +91,8 @@ class Evaluation:
     predict_prompts: PromptSource | PromptMixture | list[dict[str, Any]] | str | None = None
 
     def __post_init__(self) -> None:
-        whole_number("evaluation.group_size", self.group_size, 1)
-        whole_number("evaluation.batch_size", self.batch_size, 1)
-        instance_of("evaluation.sampling", self.sampling, SamplingParams, or_none="to sample as in training")
+        at_least("evaluation.group_size", self.group_size, 1)
+        at_least("evaluation.batch_size", self.batch_size, 1)
         if isinstance(self.answer, str):
             object.__setattr__(self, "answer", imported("evaluation.answer", self.answer))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightrl.compat.arguments import whole_number
+from lightrl.compat.arguments import at_least
 from lightrl.data.sft import SFTLoader, SFTSource
 
 
@@ -21,7 +21,7 @@ class PTXSource(SFTSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole_number("ptx.batch_size", self.batch_size, 1)
+        at_least("ptx.batch_size", self.batch_size, 1)
 
     def loader(self, tokenizer: Any, processor: Any, positions: Any, **order: Any) -> SFTLoader:
         """Batches of the rows; `order` has `seed`, `rank`, and `world_size` (see `SFTLoader`)."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightrl.compat.arguments import one_of, whole_number
+from lightrl.compat.arguments import at_least, one_of
 from lightrl.distributed.strategies import gather_objects
 from lightrl.engines.background import in_background
 from lightrl.engines.base import Engine, EngineRestartedError
@@ -92,7 +92,7 @@ class _BesideTraining(Schedule):
     """A schedule that samples while the policy learns."""
 
     def __init__(self, max_staleness: int) -> None:
-        self.max_staleness = whole_number(f"{type(self).__name__}.max_staleness", max_staleness, 1)
+        self.max_staleness = at_least(f"{type(self).__name__}.max_staleness", max_staleness, 1)
         self._handed_out = 0
 
     def check(self, engine: Engine, *, adapts_prompts: bool, dynamic_sampling_rounds: int) -> None:

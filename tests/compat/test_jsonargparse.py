@@ -1,17 +1,14 @@
-"""Lazy defaults, and what a class that replaces another on the command line starts from."""
+"""What a class that replaces another on the command line starts from; lists as values; short names."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonargparse import ArgumentParser, _typehints, lazy_instance
+from jsonargparse import ArgumentParser, _typehints
 
-from lightrl.compat.jsonargparse import deferred, keep_lists, realized, start_from_own_defaults
+from lightrl.compat.jsonargparse import keep_lists, prefer_own_names, start_from_own_defaults
 
 
 class Base:
@@ -28,18 +25,9 @@ class Other(Base):
         self.width = width
 
 
-@pytest.mark.parametrize("lazy", [deferred, lazy_instance])
-def test_a_deferred_default_becomes_the_object_it_stands_for(lazy: Any) -> None:
-    made = realized(lazy(One, width=0.5), "part", Base)
-    assert type(made) is One
-    assert made.width == 0.5
-    plain = One()
-    assert realized(plain, "part", Base) is plain
-
-
 def parsed(*args: str) -> Any:
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--part", type=Base, default=deferred(One))
+    parser.add_argument("--part", type=Base, default=None)
     return parser.parse_args(list(args)).part.init_args.width
 
 
@@ -52,7 +40,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("restored")
 def test_jsonargparse_hands_a_new_class_the_others_arguments() -> None:
     """Where this fails, jsonargparse has changed, and the wrapper may go."""
-    assert parsed("--part", f"{__name__}.One", "--part", f"{__name__}.Other") == 0.2
+    assert parsed("--part", f"{__name__}.One", "--part.width", "0.2", "--part", f"{__name__}.Other") == 0.2
 
 
 @pytest.mark.usefixtures("restored")
@@ -60,19 +48,9 @@ def test_a_new_class_starts_from_its_own_defaults() -> None:
     start_from_own_defaults(Base)
     start_from_own_defaults(Base)  # wraps once
     one, other = f"{__name__}.One", f"{__name__}.Other"
-    assert parsed("--part", one, "--part", other) == 3.0
+    assert parsed("--part", one, "--part.width", "0.2", "--part", other) == 3.0
     assert parsed("--part", one, "--part.width", "0.7") == 0.7
     assert parsed("--part", other, "--part.width", "0.7") == 0.7
-
-
-def test_importing_the_package_builds_no_parser(root: Path) -> None:
-    """jsonargparse's `lazy_instance` does, for each default: half of the time of the import."""
-    code = (
-        "import jsonargparse\ndef refuse(*arguments, **options): raise AssertionError('a parser is built')\n"
-        "jsonargparse.ArgumentParser.__init__ = refuse\nimport lightrl.algorithms, lightrl.rollout, lightrl.callbacks"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stderr
 
 
 def dumped(rows: list[Any]) -> str:
@@ -89,3 +67,18 @@ def test_a_list_where_a_function_may_stand_is_written(monkeypatch: pytest.Monkey
     keep_lists()
     keep_lists()  # wraps once
     assert dumped([{"a": 1}]) == "rows:\n- a: 1\n"
+
+
+def test_a_short_name_that_a_dependency_has_too_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch import Callback
+
+    import lightrl.callbacks
+
+    paths = _typehints.get_all_subclass_paths
+    monkeypatch.setattr(_typehints, "get_all_subclass_paths", getattr(paths, "wrapped", paths))
+    with pytest.raises(ValueError, match="Multiple subclasses"):  # else the wrapper may go
+        _typehints.resolve_class_path_by_name(Callback, "ThroughputMonitor")
+    prefer_own_names()
+    prefer_own_names()  # wraps once
+    found = _typehints.resolve_class_path_by_name(Callback, "ThroughputMonitor")
+    assert _typehints.import_object(found) is lightrl.callbacks.ThroughputMonitor
